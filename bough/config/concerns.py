@@ -1,0 +1,219 @@
+"""The configuration, nested by concern. Each field's docstring is its `--help` text; each field is a flag.
+
+`AUTO` means: decided once by `bough.config.resolve`, which gives its reason. Sizes take human forms on the command line
+(`32k`, `2GiB`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Literal
+
+
+class Auto(Enum):
+    """The type of `AUTO`, so that `int | Auto` type-checks."""
+
+    AUTO = "auto"
+
+    def __repr__(self) -> str:
+        return "auto"
+
+
+AUTO: Final = Auto.AUTO
+
+Profile = Literal["balanced", "dev", "latency", "throughput"]
+SchedulePolicy = Literal["auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first"]
+EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "priority"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, in which form."""
+
+    model: str = ""
+    """Directory, hub id or .gguf file. Empty: the embedded default model, SmolLM2-135M-Instruct."""
+    tokenizer: str = ""
+    """Directory, hub id or .gguf file of the tokenizer, if it is not the model's."""
+    revision: str = ""
+    """Branch, tag or commit of a hub model."""
+    served_model_name: str = ""
+    """Name that clients use. Default: the model's own."""
+    load_format: LoadFormat = "auto"
+    """Format of the weights; `dummy` makes seeded random ones of the config's shapes."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of weights and activations."""
+    quantization: str = "auto"
+    """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Type of cached keys and values."""
+    context_length: int | Auto = AUTO
+    """Longest prompt plus answer, in tokens. auto: the model's own, or what fits the memory."""
+    chat_template: str = ""
+    """File with a Jinja chat template, or the name of a built-in one. Default: the model's own."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    skip_tokenizer_init: bool = False
+    """Take and give token ids only."""
+    is_embedding: bool = False
+    """Serve as a pooling model (embeddings, rerank, classification)."""
+    json_model_override_args: str = ""
+    """JSON object merged over the model's config."""
+    seed: int = 0
+    """Seed of dummy weights and of requests that bring none (mixed with their id)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Where it runs, and with which kernels."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to run on."""
+    mem_fraction_static: float | Auto = AUTO
+    """Share of the device's memory for weights and KV together."""
+    attention_backend: str = "auto"
+    """Attention kernels: auto, torch, triton (and hopper on Hopper GPUs)."""
+    cuda_graph: bool = True
+    """Replay captured graphs for small steps."""
+    cuda_graph_max_tokens: int = 512
+    """Largest step, in tokens, that is captured."""
+    cpu_threads: int | Auto = AUTO
+    """Threads for computing on the CPU. auto: one a physical core."""
+    custom_kernels: bool = True
+    """Use kernels that are compiled on first use; otherwise PyTorch's own only."""
+    deterministic: bool = False
+    """Batch-invariant kernels: the same tokens whatever else is in the batch."""
+    safe_mode: bool = False
+    """Turn off overlap, graphs and custom kernels, to tell a bug of theirs from one of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the model is spread over devices."""
+
+    tp_size: int = 1
+    """Ranks that split each layer."""
+    nnodes: int = 1
+    """Machines."""
+    node_rank: int = 0
+    """Number of this machine."""
+    dist_init_addr: str = ""
+    """host:port of rank 0, for several machines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV memory and the prefix tree."""
+
+    page_size: int | Auto = AUTO
+    """Tokens per KV page."""
+    max_total_tokens: int | Auto = AUTO
+    """KV capacity in tokens. auto: what the memory plan leaves."""
+    radix_cache: bool = True
+    """Keep prefixes of finished requests for reuse."""
+    radix_eviction_policy: EvictionPolicy = "lru"
+    """Which cached prefix goes first when memory is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs when."""
+
+    max_running_requests: int | Auto = AUTO
+    """Requests computed at once."""
+    max_queued_requests: int = 4096
+    """Requests waiting at most; more get 429."""
+    max_queued_tokens: int = 8_388_608
+    """Prompt tokens waiting at most; more get 429."""
+    chunked_prefill_size: int | Auto = AUTO
+    """Prompt tokens computed in one step at most; -1: whole prompts."""
+    schedule_policy: SchedulePolicy = "auto"
+    """Order of waiting requests."""
+    schedule_conservativeness: float = 1.0
+    """Above 1 admits fewer requests at once (fewer retractions), below 1 more."""
+    overlap_schedule: bool = True
+    """Plan the next step while this one runs."""
+    tpot_target_ms: float | Auto = AUTO
+    """Prefill chunks shrink so that running requests wait no longer than this between tokens."""
+    small_request_share: float = 0.25
+    """Share of each step's prefill budget kept for short prompts while long ones are being computed."""
+    priority_scheduling: bool = False
+    """Order by the requests' priority, and let urgent ones preempt."""
+    priority_preemption_threshold: int = 10
+    """How much more urgent a waiting request must be to preempt a running one."""
+    stream_interval: int = 1
+    """Tokens between two streamed deltas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The way in."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 30000
+    """Port to listen on."""
+    api_workers: int = 1
+    """Front-end processes."""
+    api_key: str = ""
+    """Key that clients must send as a bearer token."""
+    admin_api_key: str = ""
+    """Key for admin routes (pause, profile, logging, weights, adapters), which don't exist without it."""
+    insecure: bool = False
+    """Allow a public address without a key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins that browsers may call from."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    """Largest request body."""
+    drain_timeout_s: float = 30.0
+    """On SIGTERM, seconds that running requests get to finish."""
+    watchdog_timeout_s: float = 300.0
+    """Seconds without a beat of the engine's loop after which it counts as stuck."""
+    skip_server_warmup: bool = False
+    """Don't run a request before reporting ready."""
+    strict_api: bool = False
+    """Refuse unknown request fields instead of warning."""
+    enable_cache_report: bool = True
+    """Report cached tokens in usage."""
+    reasoning_parser: str = "auto"
+    """Format of the model's reasoning sections: a name, auto (by chat template) or none."""
+    tool_call_parser: str = "auto"
+    """Format of the model's tool calls: a name, auto (by chat template) or none."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Where unset sampling parameters come from: the model's generation_config.json or OpenAI's defaults."""
+    grammar_backend: Literal["xgrammar", "llguidance", "none"] = "xgrammar"
+    """Engine for constrained output."""
+    isolate_cache: bool = False
+    """Share cached prefixes within one API key only."""
+    incremental_streaming_output: bool = False
+    """/generate streams new text only, instead of all text so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is said, and how."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is printed."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of log lines."""
+    log_requests: bool = False
+    """Log each request's parameters (never its text)."""
+    decode_log_interval_s: float = 5.0
+    """Seconds between two lines about throughput."""
+    metrics: bool = True
+    """Serve Prometheus metrics at /metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything a server or an Engine is started with."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    log: LogConfig = field(default_factory=LogConfig)

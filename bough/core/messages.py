@@ -1,0 +1,292 @@
+"""Every message that crosses a process border, as closed unions of tagged structs.
+
+    API process --ToEngine--> engine --ToDetokenizer--> detokenizer --ToApi--> API process
+                                 ^----- StopAt ------------'
+
+Messages are encoded as msgpack by `bough.ipc`; token ids travel as little-endian int32 bytes (`pack_ids`, `unpack_ids`).
+A request's id is an int made by the API process that took it: `(worker << WORKER_SHIFT) | counter`, so that answers find
+their way home without a table. `rid` is the name the client knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from bough.core.sampling import SamplingParams
+
+RequestId = int
+CallId = int
+"""Ids of control calls are made like request ids."""
+Ids = npt.NDArray[np.int32]
+
+WORKER_SHIFT = 40
+
+
+def home_worker(request_id: int) -> int:
+    """The API worker that made this id."""
+    return request_id >> WORKER_SHIFT
+
+
+def pack_ids(ids: Sequence[int] | Ids) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(packed: bytes) -> Ids:
+    """A read-only view of the packed ids."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+# -- into the engine ------------------------------------------------------------------------------
+
+
+class LogprobSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which log-probabilities a request wants. Output tokens' are always among them."""
+
+    start: int = -1
+    """First prompt position whose token is scored; -1: outputs only."""
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    """Report these tokens' log-probabilities at every scored position."""
+    processed: bool = False
+    """After temperature, penalties and masks, instead of the raw distribution."""
+
+
+class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the detokenizer does with a request's tokens."""
+
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logprob_text: bool = False
+    """Decode the tokens of log-probabilities one by one."""
+    reasoning_parser: str | None = None
+    reasoning_forced: bool = False
+    """The prompt ends inside a reasoning section."""
+    stream_reasoning: bool = True
+    tool_parser: str | None = None
+    tools: str = ""
+    """JSON list of the tools, for parsers that type arguments by schema; empty: no tools."""
+    every: int = 1
+    """Send a delta every this many tokens (and at the end)."""
+    prompt_tail: bytes = b""
+    """Last few prompt ids (packed): context for decoding the first output tokens without losing a leading space."""
+
+
+class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
+    """A tokenised request. Sampling `n` is expanded by the intake: each copy is its own Generate."""
+
+    id: RequestId
+    rid: str
+    prompt: bytes
+    sampling: SamplingParams
+    text: TextSpec | None = None
+    """None: the client wants token ids only."""
+    stream: bool = True
+    """False: the engine may hold tokens back until the end."""
+    logprobs: LogprobSpec | None = None
+    hidden_states: Literal["", "last", "all"] = ""
+    namespace: str = ""
+    """Cache namespace: adapter and tenant salt. Prefixes are shared within one only."""
+    priority: int = 0
+    """Larger is more urgent."""
+    deadline_s: float = 0.0
+    """Wall-clock time (time.time()) after which the request is dropped; 0: none."""
+    arrived_s: float = 0.0
+    """time.time() at which the API process took it."""
+    eos_ids: tuple[int, ...] = ()
+    """Ids that end this request besides `sampling.stop_token_ids`; empty under ignore_eos."""
+    pool: str = ""
+    """Pooling models: what to return ("embed", "classify", "rerank", ...); empty: generate."""
+    reasoning_end: tuple[int, ...] = ()
+    """Token ids that end the reasoning section (for grammars after reasoning, budgets and usage); empty: none."""
+    reasoning_open: bool = False
+    """The prompt ends inside a reasoning section."""
+    thinking_budget: int = -1
+    """Reasoning tokens after which the end marker is forced; -1: no limit."""
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    id: RequestId
+    reason: str = "client disconnected"
+
+
+class StopAt(Struct, frozen=True, tag="stop_at"):
+    """The detokenizer found the request's end in its text: keep the first `num_tokens` output tokens."""
+
+    id: RequestId
+    num_tokens: int
+
+
+class FlushCache(Struct, frozen=True, tag="flush"):
+    call: CallId
+
+
+class GetInfo(Struct, frozen=True, tag="info"):
+    call: CallId
+
+
+class Pause(Struct, frozen=True, tag="pause"):
+    """`abort` ends all requests, `retract` frees their memory, `in_place` freezes them where they are."""
+
+    call: CallId
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class Resume(Struct, frozen=True, tag="resume"):
+    call: CallId
+
+
+class Profile(Struct, frozen=True, kw_only=True, tag="profile"):
+    call: CallId
+    start: bool
+    output_dir: str = ""
+    num_steps: int = 0
+    """Stop by itself after this many steps; 0: on request."""
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """Finish what is running within `drain_s`, then end."""
+
+    drain_s: float = 0.0
+
+
+ToEngine = Generate | Abort | StopAt | FlushCache | GetInfo | Pause | Resume | Profile | Shutdown
+
+
+# -- out of the engine ----------------------------------------------------------------------------
+
+EndReason = Literal["stop", "length", "abort", "error"]
+
+
+class End(Struct, kw_only=True, omit_defaults=True):
+    """How a request ended, and what it cost. Sent exactly once per request."""
+
+    reason: EndReason
+    matched: int | str | None = None
+    """The stop token id, or the stop string or pattern, that ended it."""
+    message: str = ""
+    """For `abort` and `error`: a sentence for the client."""
+    status: int = 0
+    """For `abort` and `error`: HTTP status."""
+    code: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    retractions: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class TokenLogprobs(Struct, array_like=True):
+    """Log-probabilities of consecutive positions. Row i of the nested lists belongs to token i."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    """None: the first prompt token, which nothing predicts."""
+    top: list[list[tuple[int, float]]] = []
+    chosen: list[list[tuple[int, float]]] = []
+    """For `LogprobSpec.token_ids`."""
+    top_text: list[list[str]] = []
+    text: list[str] = []
+    """Filled by the detokenizer when asked for."""
+
+
+class Began(Struct, kw_only=True, omit_defaults=True, tag="began"):
+    """A request has entered the engine: sent before any of its tokens."""
+
+    id: RequestId
+    rid: str
+    text: TextSpec | None = None
+
+
+class RowOutput(Struct, kw_only=True, omit_defaults=True):
+    """What a row of a step has beyond token ids."""
+
+    end: End | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    hidden_states: list[list[float]] | None = None
+    embedding: bytes = b""
+    """Pooled result as float32 bytes."""
+
+
+class Tokens(Struct, kw_only=True, tag="tokens"):
+    """New tokens of many requests: row i has `counts[i]` of the packed `tokens`, in order."""
+
+    ids: list[RequestId]
+    counts: list[int]
+    tokens: bytes
+    rows: dict[int, RowOutput] = {}
+    """Keyed by row, only where there is something to say."""
+
+
+class Reply(Struct, kw_only=True, omit_defaults=True, tag="reply"):
+    """Answer to a control call."""
+
+    call: CallId
+    error: str = ""
+    body: dict[str, Any] = {}
+
+
+ToDetokenizer = Began | Tokens | Reply
+"""Replies take the same way out, so that they keep their order with tokens."""
+
+
+# -- to the API process ---------------------------------------------------------------------------
+
+
+class Content(Struct, tag="content"):
+    text: str
+
+
+class Reasoning(Struct, tag="reasoning"):
+    text: str
+
+
+class ToolCallBegin(Struct, tag="call"):
+    index: int
+    id: str
+    name: str
+
+
+class ToolCallArguments(Struct, tag="args"):
+    index: int
+    json_delta: str
+
+
+class ToolCallEnd(Struct, tag="call_end"):
+    index: int
+
+
+ParsedEvent = Content | Reasoning | ToolCallBegin | ToolCallArguments | ToolCallEnd
+"""What reasoning and tool-call parsers make of the text."""
+
+
+class Delta(Struct, kw_only=True, omit_defaults=True):
+    """News of one request. `text` is new text only; with parsers on, `events` say what the text means."""
+
+    id: RequestId
+    text: str = ""
+    tokens: bytes = b""
+    events: list[ParsedEvent] = []
+    end: End | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    hidden_states: list[list[float]] | None = None
+    embedding: bytes = b""
+
+
+class Deltas(Struct, tag="deltas"):
+    deltas: list[Delta]
+
+
+ToApi = Deltas | Reply

@@ -1,0 +1,68 @@
+"""The tensors of one forward pass, as models and layers see them. T tokens of all rows, R rows, page table P wide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one attention layer computes. Fixed at model construction."""
+
+    layer: int
+    """Index into the KV cache."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """Sliding window: a query at position p sees positions p - window + 1 .. p."""
+    softcap: float | None = None
+    v_head_dim: int | None = None
+    """Width of a value head where it differs from `head_dim`."""
+    causal: bool = True
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged KV of this step. Built by the runner for each step (or once per graph)."""
+
+    def forward(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]."""
+        ...
+
+
+@dataclass(slots=True)
+class Batch:
+    """One forward pass."""
+
+    ids_T: Tensor
+    """int64 token ids (already resolved; padded entries are 0)."""
+    positions_T: Tensor
+    """int64 positions."""
+    attention: AttentionBackend
+    logits_at: Tensor | None = None
+    """int64 indices into T of the tokens whose logits (or hidden states) are wanted; None: all."""
+    num_tokens: int = 0
+    """Tokens that are real; the rest is padding."""
+    embeds_TD: Tensor | None = None
+    """Replaces the embedding of `ids_T` where given (multimodal input)."""
+
+
+class Model(Protocol):
+    """A causal language model. `forward` returns hidden states after the final norm at `batch.logits_at`, [L, D]."""
+
+    def forward(self, batch: Batch) -> Tensor: ...
+
+    def logits(self, hidden_LD: Tensor) -> Tensor:
+        """float32 or model-dtype logits [L, vocab], gathered over the mesh, soft-capped and scaled as the model says."""
+        ...
+
+
+def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
+    """The specs of all attention layers of a model, by layer index: what the KV cache is sized from."""
+    specs = [m.spec for m in model.modules() if isinstance(getattr(m, "spec", None), AttentionSpec)]
+    return sorted(specs, key=lambda s: s.layer)
