@@ -86,6 +86,8 @@ class Step(Struct, kw_only=True):
     """Rows whose sample needs a grammar mask, given to `Launched.sample`."""
     prompt_logprobs: I32 = _no_rows()
     """Rows of prefill chunks whose input tokens are scored (from the slot's `LogprobSpec.start` on)."""
+    following: I32 = _no_rows()
+    """For each row of `prompt_logprobs`: the prompt token after its chunk, which its last position scores; -1: none."""
     shared: SharedSpans | None = None
 
     @property

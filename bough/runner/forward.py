@@ -1,0 +1,105 @@
+"""One forward pass over packed step tensors, from token ids to logits and to sampled tokens.
+
+The same code runs eagerly and under graph capture: it queues device work and reads nothing back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bough.kernels.attention.inputs import AttentionInputs, SharedTensors
+from bough.kernels.sampling import sample
+from bough.layers.batch import AttentionBackend, Batch, Model
+from bough.memory.mha import KVPool
+from bough.runner.inputs import StepTensors
+
+AttentionFactory = Callable[[AttentionInputs], AttentionBackend]
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """What lives on the device by slot. The last slot is spare, for padding."""
+
+    page_table: Tensor
+    """int32 [slots + 1, pages per slot]"""
+    last_token: Tensor
+    """int64 [slots + 1]: the token each slot's row sampled last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Host-known upper bounds of a step, which grids are sized by."""
+
+    num_decodes: int
+    """Leading rows with one query each; 0 where a graph must serve any mixture."""
+    max_query: int
+    max_kv: int
+    shared: bool
+
+
+class Forward:
+    """Binds the model, its KV and the device state."""
+
+    def __init__(self, model: Model, pool: KVPool, state: DeviceState, attention: AttentionFactory) -> None:
+        self.model = model
+        self.pool = pool
+        self.state = state
+        self._attention = attention
+
+    def write_table(self, tensors: StepTensors) -> None:
+        self.state.page_table.view(-1).scatter_(0, tensors.table_at_U, tensors.table_pages_U)
+
+    def hidden(self, tensors: StepTensors, extent: Extent, at: Tensor | None) -> Tensor:
+        """Hidden states after the final norm at token indices `at` (all tokens: None)."""
+        state = self.state
+        ids = torch.where(tensors.ids_T < 0, state.last_token[tensors.token_slots_T], tensors.ids_T)
+        shared = None
+        if extent.shared:
+            shared = SharedTensors(
+                rows=tensors.group_rows_R, start=tensors.group_start_R1, num_tokens=tensors.group_tokens_R
+            )
+        inputs = AttentionInputs(
+            query_start_R1=tensors.query_start_R1,
+            kv_len_R=tensors.kv_len_R,
+            slots_R=tensors.slots_R,
+            page_table=state.page_table,
+            loc_T=tensors.loc_T,
+            page_size=self.pool.page_size,
+            num_decodes=extent.num_decodes,
+            max_query=extent.max_query,
+            max_kv=extent.max_kv,
+            k_caches=self.pool.keys,
+            v_caches=self.pool.values,
+            shared=shared,
+        )
+        batch = Batch(
+            ids_T=ids,
+            positions_T=tensors.positions_T,
+            attention=self._attention(inputs),
+            logits_at=at,
+            num_tokens=len(ids),
+        )
+        return self.model.forward(batch)
+
+    def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
+        """Samples one token a row and keeps it as the slot's last."""
+        rows = len(logits)
+        tokens = sample(
+            logits,
+            tensors.temperature_R[:rows],
+            tensors.top_k_R[:rows],
+            tensors.top_p_R[:rows],
+            tensors.min_p_R[:rows],
+            tensors.seed_R[:rows],
+            tensors.counter_R[:rows],
+        )
+        return self.keep(tokens, tensors)
+
+    def keep(self, tokens: Tensor, tensors: StepTensors) -> Tensor:
+        tokens = tokens.to(torch.int64)
+        self.state.last_token.scatter_(0, tensors.sample_slots_R[: len(tokens)], tokens)
+        return tokens

@@ -1,0 +1,143 @@
+"""Captured CUDA graphs of small steps: one per padded token count, row count and kind, captured when first wanted.
+
+A graph serves any mixture of rows that fits its sizes, since attention reads its work from device buffers. While a size is
+not captured, the next larger one serves if it is not too wasteful. All graphs share one memory pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bough.runner.forward import Extent, Forward
+from bough.runner.inputs import Layout, Sizes, StepTensors
+
+Kind = Literal["sampled", "logits"]
+"""`sampled` ends in tokens; `logits` ends in logits, for steps whose rows need more than a plain draw."""
+
+WASTE = 1.5
+"""A captured graph serves a smaller step if it has at most this many times the step's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    tokens: int
+    rows: int
+    kind: Kind
+    shared: bool
+
+
+@dataclass(slots=True)
+class Captured:
+    """A graph with its inputs and outputs, which it overwrites on each replay."""
+
+    layout: Layout
+    buffer: Tensor
+    tensors: StepTensors
+    graph: torch.cuda.CUDAGraph
+    result: Tensor
+    """Tokens [rows] or logits [rows, vocab]."""
+
+
+def token_sizes(largest: int) -> list[int]:
+    """Token counts worth a graph: fine steps where padding costs most."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), *range(256, 513, 32)]
+    return [size for size in sizes if size <= largest]
+
+
+class Graphs:
+    """The captured graphs of one runner."""
+
+    def __init__(self, forward: Forward, *, max_tokens: int, context_length: int, spare_slot: int) -> None:
+        self._forward = forward
+        self._sizes = token_sizes(max_tokens)
+        self._context_length = context_length
+        self._spare_slot = spare_slot
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[GraphKey, Captured] = {}
+        self._wanted: list[GraphKey] = []
+
+    def serve(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> Captured | None:
+        """The graph for a step, captured now if none fits. None: the step is too large for graphs."""
+        key = self._key(num_tokens, num_rows, kind, shared)
+        if key is None:
+            return None
+        if key in self._captured:
+            return self._captured[key]
+        stand_in = self._larger(key)
+        if stand_in is not None:
+            if key not in self._wanted:
+                self._wanted.append(key)
+            return stand_in
+        return self.capture(key)
+
+    def capture_one_wanted(self) -> bool:
+        """Captures one size that a larger one stands in for. For idle moments."""
+        while self._wanted:
+            key = self._wanted.pop()
+            if key not in self._captured:
+                self.capture(key)
+                return True
+        return False
+
+    def warm_up(self, token_counts: list[int]) -> None:
+        """Captures decode graphs of these sizes, largest first so that the others fit in its memory."""
+        for size in sorted(set(token_counts), reverse=True):
+            key = self._key(size, size, "sampled", False)
+            if key is not None and key not in self._captured:
+                self.capture(key)
+
+    def _key(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> GraphKey | None:
+        tokens = next((size for size in self._sizes if size >= num_tokens), None)
+        if tokens is None:
+            return None
+        rows = tokens
+        if num_rows < num_tokens:
+            rows = next((size for size in (1, 8, 64) if num_rows <= size < tokens), tokens)
+        return GraphKey(tokens, rows, kind, shared)
+
+    def _larger(self, key: GraphKey) -> Captured | None:
+        fits = [
+            other
+            for other in self._captured
+            if other.kind == key.kind
+            and other.shared == key.shared
+            and key.tokens <= other.tokens <= WASTE * key.tokens
+            and key.rows <= other.rows
+        ]
+        return self._captured[min(fits, key=lambda k: (k.tokens, k.rows))] if fits else None
+
+    def capture(self, key: GraphKey) -> Captured:
+        layout = Layout(Sizes(tokens=key.tokens, rows=key.rows, writes=2 * key.rows))
+        device = self._forward.state.page_table.device
+        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        tensors = layout.tensors(buffer)
+        self._make_idle(tensors)
+        extent = Extent(num_decodes=0, max_query=key.tokens, max_kv=self._context_length, shared=key.shared)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run(tensors, extent, key.kind)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                result = self._run(tensors, extent, key.kind)
+        torch.cuda.current_stream().wait_stream(stream)
+        captured = self._captured[key] = Captured(layout, buffer, tensors, graph, result)
+        return captured
+
+    def _run(self, tensors: StepTensors, extent: Extent, kind: Kind) -> Tensor:
+        self._forward.write_table(tensors)
+        logits = self._forward.model.logits(self._forward.hidden(tensors, extent, tensors.last_at_R))
+        return self._forward.draw(logits, tensors) if kind == "sampled" else logits
+
+    def _make_idle(self, tensors: StepTensors) -> None:
+        """Inputs under which a run touches nothing that matters."""
+        tensors.token_slots_T.fill_(self._spare_slot)
+        tensors.slots_R.fill_(self._spare_slot)
+        tensors.sample_slots_R.fill_(self._spare_slot)
+        tensors.table_at_U.fill_(self._spare_slot * self._forward.state.page_table.shape[1])
+        tensors.top_p_R.fill_(1.0)
+        tensors.top_k_R.fill_(1)

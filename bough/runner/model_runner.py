@@ -1,0 +1,275 @@
+"""Runs steps in order on one device: packs, launches (graph or eager), samples, and hands back what will come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bough.core.messages import LogprobSpec
+from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
+from bough.layers.batch import Model
+from bough.memory.mha import KVPool
+from bough.memory.transfer import download, upload
+from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
+from bough.runner.graphs import Graphs
+from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
+from bough.sampler.scoring import Scores, join_scores, score
+from bough.sampler.shaping import LogitProcessor, Shaper, apply_masks
+from bough.sampler.state import PlainRows, SlotParams
+
+SCORED_AT_ONCE = 512
+"""Prompt positions whose logits exist at the same time."""
+
+
+class ModelRunner:
+    """A `core.step.Runner` over one model on one device."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        limits: RunnerLimits,
+        attention: AttentionFactory,
+        device: torch.device,
+        *,
+        graph_max_tokens: int = 0,
+        processors: Mapping[str, LogitProcessor] | None = None,
+    ) -> None:
+        self.limits = limits
+        self.device = device
+        state = DeviceState(
+            page_table=torch.zeros((limits.num_slots + 1, limits.pages_per_slot), dtype=torch.int32, device=device),
+            last_token=torch.zeros(limits.num_slots + 1, dtype=torch.int64, device=device),
+        )
+        self.forward = Forward(model, pool, state, attention)
+        self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
+        self.params = SlotParams(limits.num_slots, limits.vocab_size)
+        self.shaper = Shaper(limits.vocab_size, device, processors)
+        self.graphs: Graphs | None = None
+        if graph_max_tokens and device.type == "cuda":
+            self.graphs = Graphs(
+                self.forward,
+                max_tokens=graph_max_tokens,
+                context_length=limits.context_length,
+                spare_slot=limits.num_slots,
+            )
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        for setup in step.setups:
+            self.params.fill(setup)
+            self.shaper.assign(setup)
+        if len(step.copy_from):
+            pages = upload(np.stack([step.copy_from, step.copy_to]).astype(np.int64), self.device)
+            self.forward.pool.copy_pages(pages[0], pages[1])
+        plain = self.params.gather(step)
+        if self.graphs is not None and not len(step.prompt_logprobs):
+            launched = self._replay(self.graphs, step, plain)
+            if launched is not None:
+                return launched
+        return self._eager(step, plain)
+
+    def idle(self) -> None:
+        """Uses a moment without work to capture a graph that was missed."""
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.capture_one_wanted()
+
+    def clear(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _replay(self, graphs: Graphs, step: Step, plain: PlainRows) -> Launched | None:
+        is_plain = not len(plain.rich) and not len(step.constrained)
+        captured = graphs.serve(
+            step.num_tokens, step.num_rows, "sampled" if is_plain else "logits", step.shared is not None
+        )
+        if captured is None:
+            return None
+        if len(step.table_at) > captured.layout.sizes.writes:
+            self._write_table_apart(step)
+        host = torch.empty(captured.layout.num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.packer.pack(step, plain, captured.layout, host.numpy())
+        captured.buffer.copy_(host, non_blocking=True)
+        captured.graph.replay()
+        launched = LaunchedStep(self, step, plain, captured.tensors)
+        if is_plain:
+            launched.finish(captured.result[: len(plain.rows)])
+        else:
+            # The next replay overwrites the graph's output, and a step in flight may still need it.
+            launched.have_logits(captured.result[: len(plain.rows)].clone())
+        return launched
+
+    def _write_table_apart(self, step: Step) -> None:
+        """A step with more page-table writes than its graph has room for makes them ahead of it."""
+        at = upload(step.table_at, self.device)
+        self.forward.state.page_table.view(-1).scatter_(0, at, upload(step.table_pages, self.device))
+        self.packer.table.reshape(-1)[step.table_at] = step.table_pages
+        step.table_at, step.table_pages = step.table_at[:0], step.table_pages[:0]
+
+    def _eager(self, step: Step, plain: PlainRows) -> Launched:
+        sizes = Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at))
+        layout = Layout(sizes)
+        host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.packer.pack(step, plain, layout, host.numpy())
+        tensors = layout.tensors(host.to(self.device, non_blocking=True))
+        extent = Extent(
+            num_decodes=step.num_decodes,
+            max_query=int(step.num_query.max()),
+            max_kv=int((step.context + step.num_query).max()),
+            shared=step.shared is not None,
+        )
+        self.forward.write_table(tensors)
+        scored = self._scored_positions(step)
+        num_samples = len(plain.rows)
+        at = tensors.last_at_R[:num_samples]
+        if scored is not None:
+            at = torch.cat([at, upload(scored.at, self.device)])
+        hidden = self.forward.hidden(tensors, extent, at)
+        launched = LaunchedStep(self, step, plain, tensors)
+        if scored is not None:
+            launched.prompt_scores = self._score_prompt(hidden[num_samples:], scored)
+        if num_samples:
+            logits = self.forward.model.logits(hidden[:num_samples])
+            launched.have_logits(logits)
+        else:
+            launched.finish(torch.empty(0, dtype=torch.int64, device=self.device))
+        return launched
+
+    def _scored_positions(self, step: Step) -> _Scored | None:
+        """Positions of prefill chunks that predict a prompt token whose score was asked for."""
+        if not len(step.prompt_logprobs):
+            return None
+        ends = np.cumsum(step.num_query)
+        at, targets, rows, specs = [], [], [], []
+        for row, following in zip(step.prompt_logprobs.tolist(), step.following.tolist(), strict=True):
+            spec = self._logprob_spec(int(step.slots[row]))
+            first = max(spec.start - 1, int(step.context[row]))
+            start = int(ends[row] - step.num_query[row])
+            length = int(step.num_query[row]) - (1 if following < 0 else 0)
+            local = np.arange(first - int(step.context[row]), length)
+            predicted = np.append(step.tokens[start + 1 : start + int(step.num_query[row])], following)
+            at.append(start + local)
+            targets.append(predicted[local])
+            rows.append(np.full(len(local), row, np.int32))
+            specs.extend([spec] * len(local))
+        return _Scored(np.concatenate(at), np.concatenate(targets), np.concatenate(rows), specs)
+
+    def _score_prompt(self, hidden: Tensor, scored: _Scored) -> Scores | None:
+        targets = upload(scored.targets.astype(np.int64), self.device)
+        parts = []
+        for begin in range(0, len(hidden), SCORED_AT_ONCE):
+            piece = slice(begin, begin + SCORED_AT_ONCE)
+            logits = self.forward.model.logits(hidden[piece])
+            parts.append(score(logits, targets[piece], scored.rows[piece], scored.specs[piece]))
+        return join_scores(parts).download() if parts else None
+
+    def _logprob_spec(self, slot: int) -> LogprobSpec:
+        spec = self.params.setups[slot].logprobs
+        assert spec is not None, "a row without a LogprobSpec is never scored"
+        return spec
+
+    def rich_setups(self, plain: PlainRows) -> list[SlotSetup]:
+        return [self.params.setups[int(plain.slots[i])] for i in plain.rich]
+
+
+class _Scored:
+    __slots__ = ("at", "rows", "specs", "targets")
+
+    def __init__(self, at: np.ndarray, targets: np.ndarray, rows: np.ndarray, specs: list[LogprobSpec]) -> None:
+        self.at, self.targets, self.rows, self.specs = at, targets, rows, specs
+
+
+class LaunchedStep:
+    """A step in flight. Sampling happens at once unless a grammar's masks must come first."""
+
+    def __init__(self, runner: ModelRunner, step: Step, plain: PlainRows, tensors: StepTensors) -> None:
+        self._runner = runner
+        self._step = step
+        self._plain = plain
+        self._tensors = tensors
+        self._logits: Tensor | None = None
+        self._tokens: Tensor | None = None
+        self._scores: Scores | None = None
+        self.prompt_scores: Scores | None = None
+        self._done: torch.cuda.Event | None = None
+
+    @property
+    def step(self) -> Step:
+        return self._step
+
+    @property
+    def needs_masks(self) -> bool:
+        return self._logits is not None
+
+    def have_logits(self, logits: Tensor) -> None:
+        if len(self._step.constrained):
+            self._logits = logits
+        else:
+            self._draw(logits, None)
+
+    @torch.inference_mode()
+    def sample(self, masks: Mask) -> None:
+        assert self._logits is not None, "sample is called once, and only if needs_masks"
+        logits, self._logits = self._logits, None
+        self._draw(logits, masks)
+
+    def finish(self, tokens: Tensor) -> None:
+        """Queues the copy of the results to the host."""
+        self._tokens = download(tokens)
+        if tokens.device.type == "cuda":
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> Outcome:
+        assert self._tokens is not None, "a step with constrained rows is waited for after sample"
+        if self._done is not None:
+            self._done.synchronize()
+        rows = self._step.num_rows
+        tokens = np.full((rows, 1), -1, np.int32)
+        tokens[self._plain.rows, 0] = self._tokens.numpy()
+        counts = self._step.samples.astype(np.int32)
+        return Outcome(
+            tokens=tokens,
+            counts=counts,
+            output_logprobs=self._host(self._scores),
+            prompt_logprobs=self._host(self.prompt_scores),
+        )
+
+    def _host(self, scores: Scores | None) -> LogprobArrays | None:
+        return scores.arrays() if scores is not None else None
+
+    def _draw(self, raw: Tensor, masks: Mask | None) -> None:
+        runner, plain = self._runner, self._plain
+        if not len(plain.rich):
+            self.finish(runner.forward.draw(raw, self._tensors))
+            return
+        setups = runner.rich_setups(plain)
+        produced = plain.counter[plain.rich].tolist()
+        logits = runner.shaper.shape(raw, plain.rich, setups, produced)
+        if masks is not None and len(masks):
+            sampled = np.searchsorted(plain.rows, self._step.constrained).astype(np.int64)
+            logits = apply_masks(logits, upload(sampled, runner.device), upload(masks, runner.device))
+        tokens = runner.forward.draw(logits, self._tensors)
+        runner.shaper.advance(plain.rich, setups, tokens)
+        self._score(raw, logits, tokens, setups)
+        self.finish(tokens)
+
+    def _score(self, raw: Tensor, shaped: Tensor, tokens: Tensor, setups: list[SlotSetup]) -> None:
+        asked = [(int(i), s.logprobs) for i, s in zip(self._plain.rich, setups, strict=True) if s.logprobs is not None]
+        if not asked:
+            return
+        index = np.array([i for i, _ in asked], np.int64)
+        at = upload(index, self._runner.device)
+        logits = raw[at].float()
+        processed = np.array([spec.processed for _, spec in asked])
+        if processed.any():
+            wanted = upload(processed, self._runner.device)
+            temperature = self._tensors.temperature_R[at].clamp_min(1e-5)[:, None]
+            tempered = torch.where(temperature > 1e-5, shaped[at].float() / temperature, shaped[at].float())
+            logits = torch.where(wanted[:, None], tempered, logits)
+        rows = self._plain.rows[index]
+        self._scores = score(logits, tokens[at], rows, [spec for _, spec in asked]).download()
