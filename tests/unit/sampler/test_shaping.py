@@ -1,0 +1,150 @@
+"""The batched reshaping of logits against a row-by-row model written from the definitions."""
+
+import numpy as np
+import torch
+
+from bough.core.messages import LogprobSpec
+from bough.core.sampling import SamplingParams
+from bough.core.step import SlotSetup
+from bough.sampler.scoring import join_scores, score
+from bough.sampler.shaping import Shaper, apply_masks
+
+VOCAB = 40
+CPU = torch.device("cpu")
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def shape_one(setup: SlotSetup, logits: torch.Tensor, num_output: int = 0) -> torch.Tensor:
+    shaper = Shaper(VOCAB, CPU)
+    shaper.assign(setup)
+    return shaper.shape(logits, ids(0), [setup], [num_output])
+
+
+def test_penalties_match_their_definitions_row_by_row():
+    torch.manual_seed(1)
+    logits = torch.randn(3, VOCAB)
+    setups = [
+        SlotSetup(slot=7, sampling=SamplingParams(repetition_penalty=1.7), prompt=ids(1, 2, 2), output=ids(5)),
+        SlotSetup(slot=2, sampling=SamplingParams(frequency_penalty=0.5, presence_penalty=-0.25), output=ids(3, 3, 9)),
+        SlotSetup(
+            slot=4,
+            sampling=SamplingParams(repetition_penalty=0.6, frequency_penalty=-1.0),
+            prompt=ids(0),
+            output=ids(0, 0),
+        ),
+    ]
+    shaper = Shaper(VOCAB, CPU)
+    for setup in setups:
+        shaper.assign(setup)
+    got = shaper.shape(logits, ids(0, 1, 2), setups, [1, 3, 2])
+    for row, setup in enumerate(setups):
+        params, output = setup.sampling, setup.output.tolist()
+        seen = set(output) | set(setup.prompt.tolist() if setup.prompt is not None else [])
+        for token in range(VOCAB):
+            value = float(logits[row, token])
+            if token in seen and params.repetition_penalty != 1.0:
+                value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            value -= params.frequency_penalty * output.count(token)
+            value -= params.presence_penalty * (token in output)
+            assert abs(float(got[row, token]) - value) < 1e-5, (row, token)
+
+
+def test_penalties_follow_tokens_drawn_on_the_device():
+    setup = SlotSetup(slot=0, sampling=SamplingParams(frequency_penalty=1.0))
+    shaper = Shaper(VOCAB, CPU)
+    shaper.assign(setup)
+    for expected in (0.0, -1.0, -2.0):
+        shaped = shaper.shape(torch.zeros(1, VOCAB), ids(0), [setup], [0])
+        assert float(shaped[0, 11]) == expected
+        shaper.advance(ids(0), [setup], torch.tensor([11]))
+
+
+def test_a_reused_slot_forgets_its_past():
+    setup = SlotSetup(slot=3, sampling=SamplingParams(presence_penalty=1.0), output=ids(8))
+    shaper = Shaper(VOCAB, CPU)
+    shaper.assign(setup)
+    fresh = SlotSetup(slot=3, sampling=SamplingParams(presence_penalty=1.0))
+    shaper.assign(fresh)
+    assert float(shaper.shape(torch.zeros(1, VOCAB), ids(0), [fresh], [0])[0, 8]) == 0.0
+
+
+def test_bias_adds_and_end_tokens_wait_for_the_minimum():
+    params = SamplingParams(logit_bias={4: 2.5, 6: -100.0}, min_new_tokens=2, stop_token_ids=(9,))
+    setup = SlotSetup(slot=0, sampling=params, eos_ids=(1,))
+    early = shape_one(setup, torch.zeros(1, VOCAB), num_output=1)
+    assert float(early[0, 4]) == 2.5
+    assert float(early[0, 6]) == -100.0
+    assert early[0, 1] == early[0, 9] == -torch.inf
+    late = shape_one(setup, torch.zeros(1, VOCAB), num_output=2)
+    assert float(late[0, 1]) == float(late[0, 9]) == 0.0
+
+
+def test_only_allowed_tokens_stay():
+    logits = torch.randn(1, VOCAB)
+    got = shape_one(SlotSetup(slot=0, sampling=SamplingParams(allowed_token_ids=(3, 5))), logits)
+    kept = [t for t in range(VOCAB) if got[0, t] > -torch.inf]
+    assert kept == [3, 5]
+    assert got[0, 3] == logits[0, 3]
+
+
+def test_a_banned_word_is_blocked_only_where_it_would_complete():
+    params = SamplingParams(bad_words=((2,), (10, 11, 12)))
+    setup = SlotSetup(slot=0, sampling=params)
+    shaper = Shaper(VOCAB, CPU)
+    shaper.assign(setup)
+
+    def banned() -> list[int]:
+        shaped = shaper.shape(torch.zeros(1, VOCAB), ids(0), [setup], [0])
+        return [t for t in range(VOCAB) if shaped[0, t] == -torch.inf]
+
+    assert banned() == [2]
+    for token in (11, 10, 11):
+        shaper.advance(ids(0), [setup], torch.tensor([token]))
+    assert banned() == [2, 12]
+    shaper.advance(ids(0), [setup], torch.tensor([13]))
+    assert banned() == [2]
+
+
+def test_processors_see_their_rows_and_parameters():
+    def push(logits, params):
+        return logits + torch.tensor([[p["by"]] for p in params])
+
+    shaper = Shaper(VOCAB, CPU, {"push": push})
+    setups = [
+        SlotSetup(slot=i, sampling=SamplingParams(logit_processor="push", custom_params={"by": float(i)}))
+        for i in (1, 2)
+    ]
+    got = shaper.shape(torch.zeros(3, VOCAB), ids(0, 2), setups, [0, 0])
+    assert got[:, 0].tolist() == [1.0, 0.0, 2.0]
+
+
+def test_masks_forbid_clear_bits_of_their_rows_only():
+    masks = np.zeros((1, 2), np.int32)
+    masks[0, 0] = 1 << 3
+    masks[0, 1] = 1 << (35 - 32)
+    got = apply_masks(torch.zeros(2, VOCAB), torch.tensor([1]), torch.from_numpy(masks))
+    assert (got[0] == 0).all()
+    assert [t for t in range(VOCAB) if got[1, t] == 0] == [3, 35]
+
+
+def test_scores_are_log_softmax_with_tops_and_chosen_tokens():
+    logits = torch.randn(4, VOCAB)
+    tokens = torch.tensor([1, 2, 3, 4])
+    specs = [LogprobSpec(top=2), LogprobSpec(token_ids=(7, 8)), LogprobSpec(), LogprobSpec(top=3)]
+    whole = score(logits, tokens, ids(0, 0, 1, 1), specs).download().arrays()
+    expected = torch.log_softmax(logits, -1)
+    assert np.allclose(whole.logprobs, expected[range(4), tokens])
+    assert whole.top_ids[3].tolist() == expected[3].topk(3).indices.tolist()
+    assert np.allclose(whole.chosen_logprobs[1], expected[1, [7, 8]])
+    pieces = join_scores(
+        [
+            score(logits[:2], tokens[:2], ids(0, 0), specs[:2]),
+            score(logits[2:], tokens[2:], ids(1, 1), specs[2:]),
+        ]
+    ).arrays()
+    assert np.allclose(pieces.logprobs, whole.logprobs)
+    assert pieces.row.tolist() == whole.row.tolist()
+    assert pieces.top_ids.shape == whole.top_ids.shape
