@@ -26,6 +26,8 @@ Profile = Literal["balanced", "dev", "latency", "throughput"]
 SchedulePolicy = Literal["auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first"]
 EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "priority"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +44,11 @@ class ModelConfig:
     """Name that clients use. Default: the model's own."""
     load_format: LoadFormat = "auto"
     """Format of the weights; `dummy` makes seeded random ones of the config's shapes."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: DType = "auto"
     """Type of weights and activations."""
     quantization: str = "auto"
     """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load."""
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    kv_cache_dtype: KvDType = "auto"
     """Type of cached keys and values."""
     context_length: int | Auto = AUTO
     """Longest prompt plus answer, in tokens. auto: the model's own, or what fits the memory."""

@@ -1,0 +1,332 @@
+"""Flags, environment variables and YAML keys, all generated from the dataclasses in `concerns`.
+
+A setting is one field of one concern. Its flag is the field's name with dashes, its variable `BOUGH_` and the name in
+capitals, its help the field's docstring. SGLang's (and vLLM's) spellings are aliases of settings, kept in one table.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from bough.config import concerns
+from bough.config.concerns import AUTO, Auto, Config
+from bough.core.errors import ConfigError
+
+Kind = Literal["text", "int", "float", "bool", "choice", "list"]
+Value = bool | int | float | str | tuple[str, ...] | Auto
+
+ENV_PREFIX = "BOUGH_"
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_UNITS = {
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field of one concern, as a user meets it."""
+
+    group: str
+    """Name of the concern in `Config`."""
+    name: str
+    kind: Kind
+    takes_auto: bool
+    default: Value
+    choices: tuple[str, ...]
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another spelling of a setting. `inverted` aliases turn a boolean off; `note` is said when the alias is used."""
+
+    target: str
+    inverted: bool = False
+    note: str = ""
+
+
+ALIASES: Mapping[str, Alias] = {
+    "model_path": Alias("model"),
+    "tokenizer_path": Alias("tokenizer"),
+    "tp": Alias("tp_size"),
+    "tensor_parallel_size": Alias("tp_size"),
+    "random_seed": Alias("seed"),
+    "max_model_len": Alias("context_length"),
+    "max_num_seqs": Alias("max_running_requests"),
+    "tokenizer_worker_num": Alias("api_workers"),
+    "api_server_count": Alias("api_workers"),
+    "watchdog_timeout": Alias("watchdog_timeout_s"),
+    "drain_timeout": Alias("drain_timeout_s"),
+    "tpot_target": Alias("tpot_target_ms"),
+    "enable_metrics": Alias("metrics"),
+    "enable_deterministic_inference": Alias("deterministic"),
+    "enable_priority_scheduling": Alias("priority_scheduling"),
+    "priority_scheduling_preemption_threshold": Alias("priority_preemption_threshold"),
+    "cuda_graph_max_bs": Alias("cuda_graph_max_tokens"),
+    "cuda_graph_max_bs_decode": Alias("cuda_graph_max_tokens"),
+    "disable_radix_cache": Alias("radix_cache", inverted=True),
+    "disable_overlap_schedule": Alias("overlap_schedule", inverted=True),
+    "disable_cuda_graph": Alias("cuda_graph", inverted=True),
+}
+
+NOT_SETTINGS: Mapping[str, str] = {
+    "enable_mixed_chunk": "prefill chunks and decodes share steps anyway",
+}
+"""Switches that are accepted because they ask for what always happens; using one says so."""
+
+
+@lru_cache(maxsize=1)
+def settings() -> Mapping[str, Setting]:
+    """Every setting by its field name, in the order of the dataclasses."""
+    texts = _field_docstrings()
+    found: dict[str, Setting] = {}
+    for concern in dataclasses.fields(Config):
+        cls = _concern_class(concern.name)
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            kind, takes_auto, choices = _read_type(hints[field.name])
+            default: Any = field.default
+            found[field.name] = Setting(
+                group=concern.name,
+                name=field.name,
+                kind=kind,
+                takes_auto=takes_auto,
+                default=default,
+                choices=choices,
+                help=texts[cls.__name__, field.name],
+            )
+    return found
+
+
+@lru_cache(maxsize=1)
+def groups() -> Mapping[str, str]:
+    """Concern -> its one-line description."""
+    return {
+        concern.name: (_concern_class(concern.name).__doc__ or "").strip() for concern in dataclasses.fields(Config)
+    }
+
+
+def lookup(name: str) -> tuple[Setting, Alias | None]:
+    """The setting behind a field name or an alias (dashes or underscores). Raises `ConfigError` with the nearest match."""
+    plain = name.strip().removeprefix("--").replace("-", "_")
+    known = settings()
+    if plain in known:
+        return known[plain], None
+    alias = ALIASES.get(plain)
+    if alias is not None:
+        return known[alias.target], alias
+    raise unknown_name(name)
+
+
+def unknown_name(name: str) -> ConfigError:
+    """The error for a name that is no setting, with what was probably meant."""
+    shown = name if not name.startswith("--") else name.split("=")[0]
+    near = nearest(name)
+    if near and shown.startswith("--"):
+        near = "--" + near.replace("_", "-")
+    return ConfigError(
+        what=f"unknown option {shown}",
+        why="no setting has this name",
+        fix=f"did you mean {near}?" if near else "see `bough serve --help` for every option",
+        param=name,
+    )
+
+
+def nearest(name: str, cutoff: float = 0.6) -> str | None:
+    """The setting or alias spelled most like `name`, if any is close."""
+    plain = name.strip().lstrip("-").split("=")[0].replace("-", "_").lower()
+    plain = plain.removeprefix("no_")
+    names = [*settings(), *ALIASES, *NOT_SETTINGS, "config", "profile", "dump_config"]
+    close = difflib.get_close_matches(plain, names, n=1, cutoff=cutoff)
+    if close:
+        return close[0]
+    within = [known for known in names if plain and (plain in known or known in plain)]
+    return min(within, key=len) if within else None
+
+
+def parse_value(setting: Setting, raw: object, origin: str) -> Value:
+    """`raw` as the setting's type. Text is read as on a command line. `origin` says in errors where it came from."""
+    if setting.takes_auto and (raw is AUTO or (isinstance(raw, str) and raw.lower() == "auto")):
+        return AUTO
+    match setting.kind:
+        case "bool":
+            return _parse_bool(setting, raw, origin)
+        case "int":
+            return _parse_int(setting, raw, origin)
+        case "float":
+            return _parse_float(setting, raw, origin)
+        case "list":
+            return _parse_list(setting, raw, origin)
+        case "choice":
+            if isinstance(raw, str) and raw in setting.choices:
+                return raw
+            near = difflib.get_close_matches(str(raw), setting.choices, n=1)
+            raise ConfigError(
+                what=f"{origin} is {raw!r}",
+                why=f"it must be one of: {', '.join(setting.choices)}",
+                fix=f"did you mean {near[0]}?" if near else f"for example {setting.flag} {setting.choices[0]}",
+                param=setting.name,
+            )
+        case "text":
+            if isinstance(raw, str):
+                return raw
+            raise _wrong(setting, raw, origin, "text", "a string")
+
+
+def parse_size(text: str) -> float:
+    """A number with an optional unit: `k m g t` are powers of 1,000, `K M G T` of 1,024.
+
+    A trailing `B` is allowed; as in `GiB`, `i` means 1,024 whatever the case, and as in `GB` a plain `B` means 1,000.
+    Raises ValueError.
+    """
+    body = text.strip().replace("_", "").replace(",", "")
+    has_b = body[-1:] in ("B", "b") and body[-2:-1].isalpha()
+    if has_b:
+        body = body[:-1]
+    binary = body[-1:] == "i"
+    if binary:
+        body = body[:-1]
+    letter = body[-1:]
+    if letter not in _UNITS:
+        if binary or has_b:
+            raise ValueError(text)
+        return float(body)
+    if binary:
+        factor = _UNITS[letter.upper()]
+    elif has_b:
+        factor = _UNITS[letter.lower()]
+    else:
+        factor = _UNITS[letter]
+    return float(body[:-1]) * factor
+
+
+def show_value(value: Value) -> str:
+    """A value as it would be typed."""
+    if value is AUTO:
+        return "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value)
+
+
+# -- reading the dataclasses ----------------------------------------------------------------------
+
+
+def _concern_class(name: str) -> type[Any]:
+    hints = typing.get_type_hints(Config)
+    cls: type[Any] = hints[name]
+    return cls
+
+
+def _read_type(hint: Any) -> tuple[Kind, bool, tuple[str, ...]]:
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        members = [member for member in typing.get_args(hint) if member is not Auto]
+        if len(members) != 1:
+            raise TypeError(f"a setting's type is one type, or one type or Auto: {hint}")
+        kind, _, choices = _read_type(members[0])
+        return kind, True, choices
+    if origin is Literal:
+        return "choice", False, typing.get_args(hint)
+    if origin is tuple:
+        return "list", False, ()
+    plain: dict[Any, Kind] = {str: "text", bool: "bool", int: "int", float: "float"}
+    return plain[hint], False, ()
+
+
+@lru_cache(maxsize=1)
+def _field_docstrings() -> Mapping[tuple[str, str], str]:
+    """(class, field) -> the string literal that follows the field in the source."""
+    tree = ast.parse(Path(concerns.__file__).read_text(encoding="utf-8"))
+    texts: dict[tuple[str, str], str] = {}
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                texts[cls.name, field.target.id] = " ".join(str(after.value.value).split())
+    return texts
+
+
+# -- reading values -------------------------------------------------------------------------------
+
+
+def _wrong(setting: Setting, raw: object, origin: str, wanted: str, example: str) -> ConfigError:
+    auto = ' or "auto"' if setting.takes_auto else ""
+    return ConfigError(
+        what=f"{origin} is {raw!r}",
+        why=f"it must be {wanted}{auto}",
+        fix=f"give {example}: {setting.help}",
+        param=setting.name,
+    )
+
+
+def _parse_bool(setting: Setting, raw: object, origin: str) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in _TRUE:
+        return True
+    if isinstance(raw, str) and raw.lower() in _FALSE:
+        return False
+    raise _wrong(setting, raw, origin, "true or false", "true or false")
+
+
+def _parse_int(setting: Setting, raw: object, origin: str) -> int:
+    error = _wrong(setting, raw, origin, "a whole number (units like 32k or 2GiB are fine)", "a number")
+    if isinstance(raw, bool):
+        raise error
+    if isinstance(raw, int):
+        return raw
+    if isinstance(raw, float) and raw.is_integer():
+        return int(raw)
+    if isinstance(raw, str):
+        try:
+            number = parse_size(raw)
+        except ValueError:
+            raise error from None
+        if number.is_integer():
+            return int(number)
+    raise error
+
+
+def _parse_float(setting: Setting, raw: object, origin: str) -> float:
+    error = _wrong(setting, raw, origin, "a number", "a number")
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise error
+    try:
+        number = float(raw)
+    except ValueError:
+        raise error from None
+    if number != number or number in (float("inf"), float("-inf")):
+        raise error
+    return number
+
+
+def _parse_list(setting: Setting, raw: object, origin: str) -> tuple[str, ...]:
+    if isinstance(raw, str):
+        return tuple(part.strip() for part in raw.split(",") if part.strip())
+    if isinstance(raw, list | tuple) and all(isinstance(part, str) for part in raw):
+        return tuple(raw)
+    raise _wrong(setting, raw, origin, "a list of strings", "values separated by commas")

@@ -1,0 +1,292 @@
+"""How the device's memory is divided, computed before any weight is loaded.
+
+Pure arithmetic: facts in, plan out. What can't fit is a `ConfigError` with the numbers and with commands that were
+themselves planned and do fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bough.core.errors import ConfigError
+
+GIB = 1024**3
+MIB = 1024**2
+
+MIN_AUTO_CONTEXT = 512
+"""`--context-length auto` shrinks no further than this."""
+
+CPU_POOL_BYTES = 512 * MIB
+CPU_POOL_TOKENS = 65_536
+CPU_POOL_SHARE = 0.25
+"""The default pool on a CPU: two contexts, more (up to 65,536 tokens) while it stays within 512 MiB, and never more than
+a quarter of the free memory, since other programs live there too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """Everything the plan depends on. Bytes are per device (per rank)."""
+
+    model: str
+    """As it was given on the command line; for the commands in error messages."""
+    device: Literal["cpu", "cuda"]
+    total_bytes: int
+    free_bytes: int
+    """Free before anything of this process is loaded."""
+    weight_bytes: int
+    kv_bytes_per_token: int
+    activation_bytes: int
+    """At the largest step."""
+    step_tokens: int
+    """Tokens of the largest step."""
+    graph_bytes: int = 0
+    page_size: int = 1
+    model_context: int
+    """The model's own limit."""
+    context_length: int | None = None
+    """Asked for; None: as long as the model allows and the memory holds."""
+    max_total_tokens: int | None = None
+    """KV capacity asked for; None: what is left."""
+    mem_fraction: float | None = None
+    """Share of the memory for weights and KV asked for; None: what is left."""
+    kv_item_bytes: int = 2
+    weight_dtype: str = "bfloat16"
+    tp_size: int = 1
+    num_devices: int = 1
+    host_free_bytes: int = 0
+    """Free host memory, to suggest the CPU where a GPU is too small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where each byte goes. `kv_bytes` includes the one page that padding writes to."""
+
+    total_bytes: int
+    other_bytes: int
+    """Held by others before we came, and our own runtime's."""
+    weight_bytes: int
+    kv_bytes: int
+    graph_bytes: int
+    activation_bytes: int
+    page_size: int
+    kv_tokens: int
+    """Capacity for requests, a multiple of the page size."""
+    context_length: int
+    because: str
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for requests, without the padding page."""
+        return self.kv_tokens // self.page_size
+
+    @property
+    def free_bytes(self) -> int:
+        used = self.other_bytes + self.weight_bytes + self.kv_bytes + self.graph_bytes + self.activation_bytes
+        return self.total_bytes - used
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of the full context length that fit at once."""
+        return self.kv_tokens / self.context_length
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, remark), for tables."""
+        return [
+            ("weights", self.weight_bytes, ""),
+            ("KV cache", self.kv_bytes, f"{self.kv_tokens:,} tokens in pages of {self.page_size}"),
+            ("graphs", self.graph_bytes, ""),
+            ("activations", self.activation_bytes, "at the largest step"),
+            ("other", self.other_bytes, "runtime and other programs"),
+            ("free", self.free_bytes, ""),
+        ]
+
+    def table(self) -> str:
+        """The rows as text, with the concurrency they give."""
+        lines = [f"{what:<12} {show_bytes(size):>10}  {remark}".rstrip() for what, size, remark in self.rows()]
+        lines.append(
+            f"{self.max_concurrency:.1f} requests of the full {self.context_length:,} tokens fit at once ({self.because})"
+        )
+        return "\n".join(lines)
+
+
+def show_bytes(size: int) -> str:
+    """Bytes with the unit a person would choose."""
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"
+
+
+def runtime_bytes(facts: PlanFacts) -> int:
+    """What the libraries themselves take: kept free for them."""
+    if facts.device == "cpu":
+        return 384 * MIB
+    return max(768 * MIB, facts.total_bytes // 64)
+
+
+def plan_memory(facts: PlanFacts) -> MemoryPlan:
+    """Divides the memory. Raises `ConfigError` with exact numbers and working commands if the model can't be served."""
+    problem = _plan(facts)
+    if isinstance(problem, MemoryPlan):
+        return problem
+    commands = list(_remedies(facts))[:3]
+    if commands:
+        fix = "one of: " + " | ".join(commands)
+    else:
+        need = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + runtime_bytes(facts)
+        need += min(MIN_AUTO_CONTEXT, facts.model_context) * facts.kv_bytes_per_token
+        fix = f"choose a smaller or quantised model, or a device with at least {show_bytes(need)} free"
+    raise ConfigError(what=problem.what, why=problem.why, fix=fix)
+
+
+@dataclass(frozen=True, slots=True)
+class _Misfit:
+    what: str
+    why: str
+
+
+def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
+    room, because = _kv_room(facts)
+    tokens = _tokens_in(room, facts)
+    fixed = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    numbers = (
+        f"{show_bytes(facts.free_bytes)} free of {show_bytes(facts.total_bytes)}: weights {show_bytes(facts.weight_bytes)}, "
+        f"activations {show_bytes(facts.activation_bytes)}, graphs {show_bytes(facts.graph_bytes)}, "
+        f"runtime {show_bytes(runtime_bytes(facts))}"
+    )
+    if room <= 0:
+        return _Misfit(
+            what=f"{facts.model} does not fit: {show_bytes(fixed)} are needed before any KV cache",
+            why=numbers + (f"; --mem-fraction-static {facts.mem_fraction} is set" if facts.mem_fraction else ""),
+        )
+    if facts.max_total_tokens is not None:
+        asked = _round_down(facts.max_total_tokens, facts.page_size)
+        if asked > tokens or asked == 0:
+            return _Misfit(
+                what=f"a KV cache of {facts.max_total_tokens:,} tokens was asked for, {tokens:,} fit",
+                why=f"{numbers}; one token takes {show_bytes(facts.kv_bytes_per_token)}",
+            )
+        tokens, because = asked, "--max-total-tokens"
+    context = facts.context_length
+    if context is None:
+        context = min(facts.model_context, tokens)
+        least = min(MIN_AUTO_CONTEXT, facts.model_context)
+        if context < least and facts.max_total_tokens is None:
+            return _Misfit(
+                what=f"{facts.model} leaves room for {tokens:,} tokens of KV cache, at least {least:,} are needed",
+                why=f"{numbers}; one token takes {show_bytes(facts.kv_bytes_per_token)}",
+            )
+    elif context > tokens:
+        return _Misfit(
+            what=f"a context of {context:,} tokens was asked for, {tokens:,} fit",
+            why=f"{numbers}; one token takes {show_bytes(facts.kv_bytes_per_token)}",
+        )
+    kv_bytes = (tokens + facts.page_size) * facts.kv_bytes_per_token
+    return MemoryPlan(
+        total_bytes=facts.total_bytes,
+        other_bytes=facts.total_bytes - facts.free_bytes + runtime_bytes(facts),
+        weight_bytes=facts.weight_bytes,
+        kv_bytes=kv_bytes,
+        graph_bytes=facts.graph_bytes,
+        activation_bytes=facts.activation_bytes,
+        page_size=facts.page_size,
+        kv_tokens=tokens,
+        context_length=context,
+        because=because,
+    )
+
+
+def _most_room(facts: PlanFacts) -> tuple[int, str]:
+    """Bytes that KV pages may take at most, and why. Zero or less: not even the weights fit."""
+    left = facts.free_bytes - runtime_bytes(facts) - facts.weight_bytes - facts.activation_bytes - facts.graph_bytes
+    if facts.mem_fraction is None:
+        return left, "all that weights, graphs and activations leave"
+    asked = int(facts.total_bytes * facts.mem_fraction) - facts.weight_bytes
+    if asked <= left:
+        return asked, f"--mem-fraction-static {facts.mem_fraction}"
+    return left, "what is free, less than --mem-fraction-static allows"
+
+
+def _kv_room(facts: PlanFacts) -> tuple[int, str]:
+    """Bytes that KV pages will take, and why that many."""
+    most, because = _most_room(facts)
+    if facts.device == "cpu" and facts.max_total_tokens is None and facts.mem_fraction is None:
+        return _cpu_default_room(facts, most)
+    return most, because
+
+
+def _cpu_default_room(facts: PlanFacts, left: int) -> tuple[int, str]:
+    context = facts.context_length or facts.model_context
+    per_token = max(1, facts.kv_bytes_per_token)
+    wanted = max(2 * context, min(CPU_POOL_TOKENS, CPU_POOL_BYTES // per_token))
+    padded = (math.ceil(wanted / facts.page_size) + 1) * facts.page_size * per_token
+    share = int(facts.free_bytes * CPU_POOL_SHARE)
+    if facts.context_length is not None:  # asked for: it may take more than its share
+        share = max(share, (math.ceil(context / facts.page_size) + 1) * facts.page_size * per_token)
+    room = min(padded, share, left)
+    if room == padded:
+        return room, f"a CPU keeps {wanted:,} tokens by default; more with --max-total-tokens"
+    if room == share:
+        return (
+            room,
+            f"a CPU keeps at most {CPU_POOL_SHARE:.0%} of the free memory by default; more with --max-total-tokens",
+        )
+    return room, "all that weights and activations leave"
+
+
+def _tokens_in(room: int, facts: PlanFacts) -> int:
+    """Tokens that fit `room` besides the padding page, in whole pages."""
+    if facts.kv_bytes_per_token == 0:
+        return facts.max_total_tokens or max(facts.model_context, CPU_POOL_TOKENS)
+    pages = room // (facts.kv_bytes_per_token * facts.page_size) - 1
+    return max(0, pages) * facts.page_size
+
+
+def _round_down(tokens: int, page_size: int) -> int:
+    return tokens // page_size * page_size
+
+
+def _remedies(facts: PlanFacts) -> Iterator[str]:
+    """Commands that would start, each one planned first."""
+    base = f"bough serve {facts.model}".strip()
+    for flags, changed in _candidates(facts):
+        if isinstance(_plan(changed), MemoryPlan):
+            yield f"{base} {flags}"
+
+
+def _candidates(facts: PlanFacts) -> Iterator[tuple[str, PlanFacts]]:
+    most, _ = _most_room(facts)
+    fits = _tokens_in(most, facts)
+    if facts.max_total_tokens is not None and fits:
+        yield f"--max-total-tokens {fits}", replace(facts, max_total_tokens=fits)
+    if facts.context_length is not None and fits:
+        shorter = min(fits, facts.max_total_tokens or fits)
+        yield f"--context-length {shorter}", replace(facts, context_length=shorter)
+    if facts.mem_fraction is not None:
+        yield "--mem-fraction-static auto", replace(facts, mem_fraction=None)
+    if facts.device == "cuda" and facts.kv_item_bytes > 1:
+        smaller = facts.kv_bytes_per_token // facts.kv_item_bytes
+        yield "--kv-cache-dtype fp8_e4m3", replace(facts, kv_bytes_per_token=smaller, kv_item_bytes=1)
+    if facts.step_tokens > 512:
+        scaled = facts.activation_bytes * 512 // facts.step_tokens
+        yield "--chunked-prefill-size 512", replace(facts, activation_bytes=scaled, step_tokens=512)
+    for ranks in (2, 4, 8):
+        if facts.tp_size < ranks <= facts.num_devices:
+            by = ranks // facts.tp_size
+            split = replace(
+                facts,
+                tp_size=ranks,
+                weight_bytes=math.ceil(facts.weight_bytes / by * 1.02),
+                kv_bytes_per_token=math.ceil(facts.kv_bytes_per_token / by),
+            )
+            yield f"--tp-size {ranks}", split
+    if facts.weight_dtype == "float32":
+        yield "--dtype bfloat16", replace(facts, weight_bytes=facts.weight_bytes // 2, weight_dtype="bfloat16")
+    if facts.device == "cuda":
+        host = replace(
+            facts, device="cpu", total_bytes=facts.host_free_bytes, free_bytes=facts.host_free_bytes, graph_bytes=0
+        )
+        yield "--device cpu", host

@@ -1,0 +1,326 @@
+"""Turns "auto" into values, each with its reason. Pure: facts in, a configuration and the list of decisions out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
+
+from bough.config.concerns import AUTO, Config, DType, KvDType
+from bough.config.memory_plan import GIB, MIB, MemoryPlan, PlanFacts, plan_memory, show_bytes
+from bough.core.errors import ConfigError
+
+T = TypeVar("T")
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+GRAPH_BYTES_PER_SIZE = 24 * MIB
+"""What a captured graph keeps, beyond the buffers that all of them share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Generic[T]):
+    """A value, and why it was chosen."""
+
+    value: T
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """The device that will be used, and its host."""
+
+    device: Literal["cpu", "cuda"]
+    name: str = ""
+    arch: str = ""
+    """Instruction set or compute capability, say "avx512" or "sm90"."""
+    total_bytes: int
+    free_bytes: int
+    host_free_bytes: int = 0
+    num_devices: int = 1
+    physical_cores: int = 1
+    has_bfloat16: bool = True
+    fastest_dtype: DType = "bfloat16"
+    """The type with the fastest matrix product (measured, on CPUs)."""
+    attention_backends: tuple[str, ...] = ("torch",)
+    """What works here, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlanFacts:
+    """What a checkpoint's config and headers say. Counts are of the whole model, not of one rank."""
+
+    name: str
+    """As given on the command line; empty: the default model."""
+    context_length: int
+    checkpoint_dtype: DType
+    dense_params: int
+    """Parameters kept in the compute type."""
+    packed_bytes: int = 0
+    """Weights that stay in their own quantised form..."""
+    packed_params: int = 0
+    """...and how many parameters they are, should they be dequantised on load."""
+    quantization: str = ""
+    kv_values_per_token: int
+    """Keys and values of one token in all layers."""
+    num_kv_heads: int
+    hidden_size: int
+    ffn_size: int
+    """Width of the widest feed-forward activation of a token (experts per token x their width, for mixtures)."""
+    attention_width: int
+    """Query, key and value widths together."""
+    vocab_size: int
+    kv_page_multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A configuration without "auto", the decisions that led to it, and the memory plan they share."""
+
+    config: Config
+    decisions: Mapping[str, Decision[object]]
+    """Setting -> what was decided. Settings that the user fixed are not here."""
+    plan: MemoryPlan
+
+    def lines(self) -> list[str]:
+        """The start-up log: one decision a line."""
+        width = max((len(name) for name in self.decisions), default=0)
+        return [f"{name:<{width}} = {each.value}  ({each.because})" for name, each in self.decisions.items()]
+
+
+def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Resolved:
+    """Decides everything that is still open. Raises `ConfigError` where what was asked for can't work here."""
+    decisions: dict[str, Decision[object]] = {}
+
+    def settle(name: str, given: object, open_value: object, decide: Decision[T]) -> T:
+        if given is not open_value:
+            return given  # type: ignore[return-value]
+        decisions[name] = Decision(decide.value, decide.because)
+        return decide.value
+
+    device = config.device
+    settle("device", device.device, "auto", choose_device(config, machine))
+    dtype = settle("dtype", config.model.dtype, "auto", choose_dtype(machine, model))
+    as_weights: Decision[KvDType] = Decision(dtype, "that of the activations")
+    kv_dtype = settle("kv_cache_dtype", config.model.kv_cache_dtype, "auto", as_weights)
+    quantization = settle("quantization", config.model.quantization, "auto", choose_quantization(model))
+    backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine))
+    if backend not in machine.attention_backends:
+        raise ConfigError(
+            what=f"attention backend {backend} does not work here",
+            why=f"on this {machine.device.upper()} there are: {', '.join(machine.attention_backends)}",
+            fix="leave --attention-backend out, or choose one of them",
+            param="attention_backend",
+        )
+    page_size = settle("page_size", config.cache.page_size, AUTO, choose_page_size(machine, backend, model))
+    chunk = settle("chunked_prefill_size", config.scheduler.chunked_prefill_size, AUTO, choose_chunk(machine))
+    threads = settle("cpu_threads", device.cpu_threads, AUTO, choose_threads(machine, config))
+    tpot = settle("tpot_target_ms", config.scheduler.tpot_target_ms, AUTO, choose_tpot_target(machine))
+    switches = {
+        "overlap_schedule": config.scheduler.overlap_schedule,
+        "cuda_graph": device.cuda_graph,
+        "custom_kernels": device.custom_kernels,
+    }
+    for name, switched_off in switch_offs(config, machine).items():
+        if switches[name]:
+            switches[name] = False
+            decisions[name] = Decision(False, switched_off)
+
+    facts = plan_facts(
+        config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, chunk=chunk,
+        graphs=switches["cuda_graph"], packed=quantization != "none",
+    )  # fmt: skip
+    plan = plan_memory(facts)
+    settle("context_length", config.model.context_length, AUTO, choose_context(plan, model))
+    settle("max_total_tokens", config.cache.max_total_tokens, AUTO, Decision(plan.kv_tokens, plan.because))
+    fraction = math.ceil((plan.weight_bytes + plan.kv_bytes) * 1000 / plan.total_bytes) / 1000
+    because = f"weights and KV take {show_bytes(plan.weight_bytes + plan.kv_bytes)}"
+    fraction = settle("mem_fraction_static", device.mem_fraction_static, AUTO, Decision(fraction, because))
+    running = settle("max_running_requests", config.scheduler.max_running_requests, AUTO, choose_running(machine, plan))
+
+    resolved = replace(
+        config,
+        model=replace(
+            config.model, dtype=dtype, kv_cache_dtype=kv_dtype, quantization=quantization,
+            context_length=plan.context_length,
+        ),
+        device=replace(
+            device, device=machine.device, mem_fraction_static=fraction, attention_backend=backend, cpu_threads=threads,
+            cuda_graph=switches["cuda_graph"], custom_kernels=switches["custom_kernels"],
+        ),
+        cache=replace(config.cache, page_size=page_size, max_total_tokens=plan.kv_tokens),
+        scheduler=replace(
+            config.scheduler, max_running_requests=running, chunked_prefill_size=chunk, tpot_target_ms=tpot,
+            overlap_schedule=switches["overlap_schedule"],
+        ),
+    )  # fmt: skip
+    return Resolved(config=resolved, decisions=decisions, plan=plan)
+
+
+# -- one decision a function ----------------------------------------------------------------------
+
+
+def choose_device(config: Config, machine: MachineFacts) -> Decision[str]:
+    wanted = config.device.device
+    if wanted not in ("auto", machine.device):
+        raise ConfigError(
+            what=f"--device {wanted} was asked for, this machine has none",
+            why=f"the only device found is {machine.name or machine.device}",
+            fix="leave --device out, or run where one is (`bough doctor` says what is missing)",
+            param="device",
+        )
+    if machine.device == "cuda":
+        return Decision("cuda", f"found {machine.num_devices} x {machine.name}")
+    return Decision("cpu", "no CUDA device was found")
+
+
+def choose_dtype(machine: MachineFacts, model: ModelPlanFacts) -> Decision[DType]:
+    if machine.device == "cpu":
+        return Decision(machine.fastest_dtype, "measured fastest on this CPU")
+    if model.checkpoint_dtype == "bfloat16" and not machine.has_bfloat16:
+        half: DType = "float16"
+        return Decision(half, f"the checkpoint is bfloat16, which {machine.arch} lacks")
+    if model.checkpoint_dtype == "float32":
+        return Decision(
+            "bfloat16" if machine.has_bfloat16 else "float16", "16 bits serve a float32 checkpoint at twice the speed"
+        )
+    return Decision(model.checkpoint_dtype, "the checkpoint's own")
+
+
+def choose_quantization(model: ModelPlanFacts) -> Decision[str]:
+    if model.quantization:
+        return Decision(model.quantization, "the checkpoint says so")
+    return Decision("none", "the checkpoint is not quantised")
+
+
+def choose_attention(machine: MachineFacts) -> Decision[str]:
+    best = machine.attention_backends[0]
+    return Decision(best, f"best of {', '.join(machine.attention_backends)} on {machine.arch or machine.device}")
+
+
+def choose_page_size(machine: MachineFacts, backend: str, model: ModelPlanFacts) -> Decision[int]:
+    size = 64 if backend == "hopper" else 16
+    if size % model.kv_page_multiple:
+        size = model.kv_page_multiple
+        return Decision(size, "the model's cache layout needs this multiple")
+    return Decision(size, f"{backend} attention on {machine.arch or machine.device} reads pages of {size}")
+
+
+def choose_chunk(machine: MachineFacts) -> Decision[int]:
+    if machine.device == "cpu":
+        return Decision(1024, "a CPU gains nothing from larger steps")
+    for at_least, chunk in ((80 * GIB, 8192), (35 * GIB, 4096), (0, 2048)):
+        if machine.total_bytes >= at_least:
+            return Decision(chunk, f"suits {show_bytes(machine.total_bytes)} of device memory")
+    raise AssertionError("unreachable")
+
+
+def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:
+    ranks = config.parallel.tp_size // config.parallel.nnodes if machine.device == "cpu" else 1
+    threads = max(1, machine.physical_cores // max(1, ranks))
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+    return Decision(threads, f"{machine.physical_cores} physical cores{shared}")
+
+
+def choose_tpot_target(machine: MachineFacts) -> Decision[float]:
+    if machine.device == "cpu":
+        return Decision(250.0, "four tokens a second keep a reader busy while a CPU computes prompts")
+    return Decision(50.0, "twenty tokens a second while prompts are computed")
+
+
+def choose_context(plan: MemoryPlan, model: ModelPlanFacts) -> Decision[int]:
+    if plan.context_length == model.context_length:
+        return Decision(plan.context_length, "the model's own limit")
+    return Decision(plan.context_length, f"as much of the model's {model.context_length:,} as the memory holds")
+
+
+def choose_running(machine: MachineFacts, plan: MemoryPlan) -> Decision[int]:
+    most = 64 if machine.device == "cpu" else 1024
+    by_memory = max(1, plan.kv_tokens // 256)
+    if by_memory < most:
+        return Decision(by_memory, f"{plan.kv_tokens:,} tokens of KV cache, at 256 each")
+    return Decision(most, f"more at once would not be faster on a {machine.device.upper()}")
+
+
+def switch_offs(config: Config, machine: MachineFacts) -> dict[str, str]:
+    """Settings that are turned off whatever was asked, and why."""
+    off: dict[str, str] = {}
+    if config.device.safe_mode:
+        off = dict.fromkeys(("overlap_schedule", "cuda_graph", "custom_kernels"), "--safe-mode")
+    if machine.device == "cpu":
+        off["cuda_graph"] = "a CPU has no CUDA graphs"
+    return off
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def plan_facts(
+    config: Config,
+    machine: MachineFacts,
+    model: ModelPlanFacts,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    page_size: int,
+    chunk: int,
+    graphs: bool,
+    packed: bool,
+) -> PlanFacts:
+    """The memory plan's inputs for one rank."""
+    ranks = config.parallel.tp_size
+    context = config.model.context_length
+    if context is not AUTO and context > model.context_length:
+        raise ConfigError(
+            what=f"a context of {context:,} tokens was asked for, the model allows {model.context_length:,}",
+            why="it was not trained on longer positions",
+            fix=f"""use --context-length {model.context_length}, or override the model's limit with """
+            f"""--json-model-override-args '{{"max_position_embeddings": {context}}}'""",
+            param="context_length",
+        )
+    longest = model.context_length if context is AUTO else context
+    step_tokens = longest if chunk == -1 else min(chunk, longest)
+    running = config.scheduler.max_running_requests
+    rows = (64 if machine.device == "cpu" else 1024) if running is AUTO else running
+    kv_heads = -(-model.num_kv_heads // ranks)
+    kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
+    packed_bytes = model.packed_bytes if packed else 0
+    dense = model.dense_params if packed else model.dense_params + model.packed_params
+    fraction = config.device.mem_fraction_static
+    total = config.cache.max_total_tokens
+    return PlanFacts(
+        model=model.name,
+        device=machine.device,
+        total_bytes=machine.total_bytes,
+        free_bytes=machine.free_bytes,
+        weight_bytes=(packed_bytes + dense * ITEM_BYTES[dtype]) // ranks,
+        kv_bytes_per_token=kv_values * ITEM_BYTES[kv_dtype],
+        activation_bytes=activation_bytes(model, step_tokens, rows, ITEM_BYTES[dtype], ranks),
+        step_tokens=step_tokens,
+        graph_bytes=graph_bytes(config.device.cuda_graph_max_tokens) if graphs else 0,
+        page_size=page_size,
+        model_context=model.context_length,
+        context_length=None if context is AUTO else context,
+        max_total_tokens=None if total is AUTO else total,
+        mem_fraction=None if fraction is AUTO else fraction,
+        kv_item_bytes=ITEM_BYTES[kv_dtype],
+        weight_dtype=dtype,
+        tp_size=ranks,
+        num_devices=machine.num_devices,
+        host_free_bytes=machine.host_free_bytes,
+    )
+
+
+def activation_bytes(model: ModelPlanFacts, step_tokens: int, rows: int, item_bytes: int, ranks: int) -> int:
+    """Peak of one step: a layer's buffers for all its tokens, and logits with the sampler's copies for the rows that
+    sample."""
+    per_token = 4 * model.hidden_size + (2 * model.attention_width + 3 * model.ffn_size) // ranks
+    logits = 4 * 4 * model.vocab_size * min(rows, step_tokens)
+    return step_tokens * per_token * item_bytes + logits
+
+
+def graph_bytes(max_tokens: int) -> int:
+    """Upper bound for the graphs of all sizes up to `max_tokens`: sizes grow by doubling, then in steps."""
+    sizes = max_tokens.bit_length() + max_tokens // 64
+    return 2 * sizes * GRAPH_BYTES_PER_SIZE

@@ -1,0 +1,100 @@
+"""Settings are generated from the dataclasses: every field has a flag, a type, a help text and one owner."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bough.config import flags
+from bough.config.concerns import AUTO, Config
+from bough.core.errors import ConfigError
+
+
+def test_every_field_is_a_setting_with_help() -> None:
+    expected = [
+        (group.name, field.name)
+        for group in dataclasses.fields(Config)
+        for field in dataclasses.fields(group.default_factory)  # type: ignore[arg-type, misc]
+    ]
+    found = [(setting.group, setting.name) for setting in flags.settings().values()]
+    assert found == expected  # also: no name belongs to two concerns, or the mapping would be shorter
+    assert all(setting.help.endswith(".") for setting in flags.settings().values())
+
+
+def test_help_is_the_field_docstring() -> None:
+    assert flags.settings()["page_size"].help == "Tokens per KV page."
+    assert flags.groups()["cache"] == "KV memory and the prefix tree."
+
+
+def test_aliases_lead_to_settings_and_hide_none() -> None:
+    for name, alias in flags.ALIASES.items():
+        assert alias.target in flags.settings()
+        assert name not in flags.settings()
+        assert not alias.inverted or flags.settings()[alias.target].kind == "bool"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("32k", 32_000), ("32K", 32_768), ("25.6k", 25_600), ("2GiB", 2 * 2**30), ("2gib", 2 * 2**30), ("2GB", 2 * 10**9),
+        ("1M", 2**20), ("1m", 10**6), ("1_000", 1000), ("1,000", 1000), ("-1", -1), ("0.5K", 512), ("7", 7),
+    ],
+)  # fmt: skip
+def test_human_sizes(text: str, value: int) -> None:
+    assert flags.parse_value(flags.settings()["max_total_tokens"], text, "x") == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "12q", "1.5", "GiB", "1iB", "nan", "inf", "0x10", "1 2"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        flags.parse_value(flags.settings()["port"], text, "--port")
+    assert "--port" in caught.value.what
+    assert caught.value.fix
+
+
+@given(st.integers(min_value=-(10**12), max_value=10**12))
+def test_plain_integers_survive(number: int) -> None:
+    assert flags.parse_value(flags.settings()["port"], str(number), "x") == number
+    assert flags.parse_value(flags.settings()["port"], number, "x") == number
+
+
+def test_auto_is_taken_only_where_it_means_something() -> None:
+    assert flags.parse_value(flags.settings()["page_size"], "auto", "x") is AUTO
+    with pytest.raises(ConfigError):
+        flags.parse_value(flags.settings()["port"], "auto", "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [("port", True), ("port", None), ("port", [1]), ("metrics", "maybe"), ("metrics", 1), ("host", 5),
+     ("schedule_policy", "fcsf"), ("cors_origins", [1]), ("drain_timeout_s", "nan"), ("drain_timeout_s", True)],
+)  # fmt: skip
+def test_wrong_types_are_refused(name: str, raw: object) -> None:
+    with pytest.raises(ConfigError):
+        flags.parse_value(flags.settings()[name], raw, name)
+
+
+def test_a_misspelt_choice_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError) as caught:
+        flags.parse_value(flags.settings()["schedule_policy"], "fcsf", "--schedule-policy")
+    assert caught.value.fix == "did you mean fcfs?"
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("--modl-path", "--model-path"), ("--chunked-prefil-size", "--chunked-prefill-size"), ("--prot", "--port"),
+     ("tp_sise", "tp_size"), ("--radix", "--radix-cache")],
+)  # fmt: skip
+def test_unknown_names_get_the_nearest(typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        flags.lookup(typo)
+    assert caught.value.fix == f"did you mean {meant}?"
+
+
+def test_a_hopeless_name_points_to_help() -> None:
+    with pytest.raises(ConfigError) as caught:
+        flags.lookup("--zzqqxx")
+    assert "--help" in caught.value.fix

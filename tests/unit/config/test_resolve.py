@@ -1,0 +1,127 @@
+"""After `resolve` nothing is "auto", every decision has a reason, and what the user fixed stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bough.config.concerns import AUTO
+from bough.config.memory_plan import GIB
+from bough.config.resolve import MachineFacts, ModelPlanFacts, resolve
+from bough.config.server_args import flat, load_config
+from bough.core.errors import ConfigError
+
+SMOL = ModelPlanFacts(
+    name="", context_length=8192, checkpoint_dtype="bfloat16", dense_params=30_000_000, packed_bytes=70_000_000,
+    packed_params=104_000_000, quantization="gguf", kv_values_per_token=30 * 2 * 3 * 64, num_kv_heads=3, hidden_size=576,
+    ffn_size=1536, attention_width=960, vocab_size=49_152,
+)  # fmt: skip
+LLAMA = ModelPlanFacts(
+    name="llama", context_length=131_072, checkpoint_dtype="bfloat16", dense_params=8_030_000_000,
+    kv_values_per_token=32 * 2 * 8 * 128, num_kv_heads=8, hidden_size=4096, ffn_size=14_336, attention_width=6144,
+    vocab_size=128_256,
+)  # fmt: skip
+LAPTOP = MachineFacts(
+    device="cpu", name="a CPU", arch="avx512", total_bytes=16 * GIB, free_bytes=10 * GIB, host_free_bytes=10 * GIB,
+    physical_cores=2, fastest_dtype="float32",
+)  # fmt: skip
+H200 = MachineFacts(
+    device="cuda", name="H200", arch="sm90", total_bytes=139 * GIB, free_bytes=138 * GIB, host_free_bytes=100 * GIB,
+    num_devices=2, physical_cores=16, attention_backends=("hopper", "triton", "torch"),
+)  # fmt: skip
+
+
+def config(**given: object):  # type: ignore[no-untyped-def]
+    return load_config(given, environ={}).config
+
+
+@pytest.mark.parametrize(("machine", "model"), [(LAPTOP, SMOL), (H200, LLAMA), (H200, SMOL)])
+def test_nothing_stays_open(machine: MachineFacts, model: ModelPlanFacts) -> None:
+    resolved = resolve(config(), machine, model)
+    values = flat(resolved.config)
+    assert AUTO not in values.values()
+    for name in ("device", "dtype", "kv_cache_dtype", "quantization", "attention_backend"):
+        assert values[name] != "auto"
+    assert all(decision.because for decision in resolved.decisions.values())
+    for name, decision in resolved.decisions.items():
+        assert values[name] == decision.value
+    assert len(resolved.lines()) == len(resolved.decisions)
+
+
+def test_resolving_again_changes_nothing() -> None:
+    once = resolve(config(), H200, LLAMA).config
+    twice = resolve(once, H200, LLAMA)
+    assert twice.config == once
+    assert twice.decisions == {}
+
+
+def test_what_the_user_fixed_stays_and_is_no_decision() -> None:
+    fixed = {"dtype": "float16", "page_size": 8, "chunked_prefill_size": 100, "max_running_requests": 3,
+             "context_length": 2000, "max_total_tokens": 8000, "cpu_threads": 1}  # fmt: skip
+    resolved = resolve(config(**fixed), LAPTOP, SMOL)
+    assert {name: flat(resolved.config)[name] for name in fixed} == fixed
+    assert not set(fixed) & set(resolved.decisions)
+
+
+def test_cpu_choices() -> None:
+    values = flat(resolve(config(), LAPTOP, SMOL).config)
+    assert values["dtype"] == "float32"
+    assert values["cuda_graph"] is False
+    assert values["cpu_threads"] == 2
+    assert values["context_length"] == 8192
+    assert values["quantization"] == "gguf"
+
+
+def test_gpu_choices() -> None:
+    values = flat(resolve(config(), H200, LLAMA).config)
+    assert values["attention_backend"] == "hopper"
+    assert values["page_size"] == 64
+    assert values["chunked_prefill_size"] == 8192
+    assert values["cuda_graph"] is True
+    assert 800_000 < values["max_total_tokens"] < 1_000_000  # type: ignore[operator]
+
+
+def test_tensor_parallel_halves_weights_and_kv() -> None:
+    one = resolve(config(), H200, LLAMA).plan
+    two = resolve(config(tp_size=2), H200, LLAMA).plan
+    assert two.weight_bytes * 2 == one.weight_bytes
+    assert two.kv_tokens > 2 * one.kv_tokens
+    more_ranks_than_heads = resolve(config(tp_size=16), H200, LLAMA).plan
+    per_token = more_ranks_than_heads.kv_bytes / (more_ranks_than_heads.kv_tokens + 64)
+    assert per_token == 32 * 2 * 1 * 128 * 2  # one head each, never less
+
+
+def test_dequantising_costs_memory() -> None:
+    packed = resolve(config(), LAPTOP, SMOL).plan.weight_bytes
+    assert packed == 70_000_000 + 30_000_000 * 4
+    assert resolve(config(quantization="none"), LAPTOP, SMOL).plan.weight_bytes == 134_000_000 * 4
+
+
+def test_fp8_cache_doubles_the_tokens() -> None:
+    bf16 = resolve(config(), H200, LLAMA).plan.kv_tokens
+    fp8 = resolve(config(kv_cache_dtype="fp8_e4m3"), H200, LLAMA).plan.kv_tokens
+    assert fp8 == pytest.approx(2 * bf16, rel=0.01)
+
+
+def test_safe_mode_switches_off() -> None:
+    resolved = resolve(config(safe_mode=True), H200, LLAMA)
+    values = flat(resolved.config)
+    assert (values["overlap_schedule"], values["cuda_graph"], values["custom_kernels"]) == (False, False, False)
+    assert resolved.decisions["overlap_schedule"].because == "--safe-mode"
+
+
+def test_old_gpus_get_float16() -> None:
+    old = replace(H200, arch="sm75", has_bfloat16=False, attention_backends=("triton", "torch"))
+    assert resolve(config(), old, LLAMA).config.model.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("given", "machine"),
+    [({"device": "cuda"}, LAPTOP), ({"attention_backend": "hopper"}, LAPTOP), ({"context_length": 9000}, LAPTOP)],
+)
+def test_what_can_not_work_here(given: dict[str, object], machine: MachineFacts) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(**given), machine, SMOL)
+    assert caught.value.why
+    assert caught.value.fix
