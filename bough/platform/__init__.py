@@ -1,0 +1,11 @@
+"""Facts about the machine: the only place that asks which device this is, and the object that hands out its queues.
+
+in: /proc, the CUDA driver, one probe in a child process. out: `DeviceFacts`, `Device`, a prepared environment.
+never: imports torch before `Device` or a measurement is asked for.
+"""
+
+from bough.platform.device import Device, Event, Stream
+from bough.platform.environment import prepare_environment
+from bough.platform.facts import DeviceFacts, detect
+
+__all__ = ["Device", "DeviceFacts", "Event", "Stream", "detect", "prepare_environment"]

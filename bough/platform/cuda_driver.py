@@ -1,0 +1,75 @@
+"""What the CUDA driver says about the first visible GPU, without torch and without making a context."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+_MULTIPROCESSORS = 16
+_MAJOR, _MINOR = 75, 76
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    free_bytes: int
+    num_sms: int
+    num_devices: int
+
+
+class _MemoryInfo(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def query_gpu(index: int = 0) -> Gpu | None:
+    """The GPU that CUDA numbers `index` (CUDA_VISIBLE_DEVICES respected), or None where there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, device = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value <= index:
+        return None
+    if cuda.cuDeviceGet(ctypes.byref(device), index):
+        return None
+
+    def attribute(which: int) -> int:
+        value = ctypes.c_int()
+        return 0 if cuda.cuDeviceGetAttribute(ctypes.byref(value), which, device) else value.value
+
+    name = ctypes.create_string_buffer(256)
+    cuda.cuDeviceGetName(name, len(name), device)
+    total = ctypes.c_size_t()
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    return Gpu(
+        name=name.value.decode(errors="replace"),
+        capability=(attribute(_MAJOR), attribute(_MINOR)),
+        total_bytes=total.value,
+        free_bytes=_free_bytes(cuda, device) or total.value,
+        num_sms=attribute(_MULTIPROCESSORS),
+        num_devices=count.value,
+    )
+
+
+def _free_bytes(cuda: ctypes.CDLL, device: ctypes.c_int) -> int | None:
+    """Free memory by the management library, which needs no context; matched by the device's unique id."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    uuid = (ctypes.c_ubyte * 16)()
+    if cuda.cuDeviceGetUuid(uuid, device) or nvml.nvmlInit_v2():
+        return None
+    digits = bytes(uuid).hex()
+    text = f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+    handle, info = ctypes.c_void_p(), _MemoryInfo()
+    try:
+        if nvml.nvmlDeviceGetHandleByUUID(text.encode(), ctypes.byref(handle)):
+            return None
+        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(info)):
+            return None
+        return int(info.free)
+    finally:
+        nvml.nvmlShutdown()

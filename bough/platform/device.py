@@ -1,0 +1,152 @@
+"""The device as an object: streams, events and pinned buffers on CUDA, and the same names that do nothing on a CPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None:
+        """Marks the end of what the current stream has queued."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks the host until the mark is reached."""
+        ...
+
+    def done(self) -> bool:
+        """Whether the mark is reached. Never blocks."""
+        ...
+
+    def block_stream(self) -> None:
+        """Makes what the current stream queues from now on start after the mark."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Within it, work is queued here."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks the host until all queued work is done."""
+        ...
+
+
+class Device:
+    """One device. Built once a process; nobody else asks which device this is."""
+
+    def __init__(self, kind: Literal["cpu", "cuda"], index: int = 0, *, threads: int | None = None) -> None:
+        """`threads`: CPU threads that torch computes with (None: as they are set)."""
+        import torch
+
+        self.kind = kind
+        self.index = index
+        self.torch_device: torch.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+        if kind == "cuda":
+            torch.cuda.set_device(index)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether work runs behind the host's back."""
+        return self.kind == "cuda"
+
+    def stream(self) -> Stream:
+        return _CudaStream(self.torch_device) if self.is_async else _NoStream()
+
+    def event(self) -> Event:
+        return _CudaEvent() if self.is_async else _NoEvent()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer on the host that copies to and from the device without waiting (pinned, on CUDA)."""
+        import torch
+
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_async)
+
+    def free_bytes(self) -> tuple[int, int]:
+        """(free, total) memory of the device now."""
+        if self.is_async:
+            import torch
+
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            return free, total
+        from bough.platform.processor import memory_bytes
+
+        total, free = memory_bytes()
+        return free, total
+
+    def synchronize(self) -> None:
+        """Blocks the host until everything queued is done."""
+        if self.is_async:
+            import torch
+
+            torch.cuda.synchronize(self.torch_device)
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def current(self) -> AbstractContextManager[Any]:
+        import torch
+
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+
+class _CudaEvent:
+    def __init__(self) -> None:
+        import torch
+
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def block_stream(self) -> None:
+        self._event.wait()
+
+
+class _NoStream:
+    """The CPU's: work is done when the call returns."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait(self) -> None:
+        return
+
+
+class _NoEvent:
+    def record(self) -> None:
+        return
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+    def block_stream(self) -> None:
+        return

@@ -1,0 +1,101 @@
+"""Environment variables that must be right before torch is imported.
+
+Some virtual machines advertise AMX but don't let a process use its tile registers; there the first bf16 matrix product of
+torch kills the process with SIGILL. A child process tries one, once for each CPU and torch version, and the instruction set
+is capped where the child dies.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, MutableMapping
+
+from bough.platform.disk_cache import recall, remember
+from bough.platform.processor import Processor, fingerprint, processor
+
+log = logging.getLogger("bough.platform")
+
+ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
+
+PROBE = """
+import torch
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for rows in (1, 64):
+        (torch.ones(rows, 128, dtype=dtype) @ torch.ones(128, 128, dtype=dtype)).sum()
+"""
+"""What the child runs: the matrix products that oneDNN gives to AMX."""
+
+PROBE_TIMEOUT_S = 60.0
+
+
+def prepare_environment(
+    *, threads: int | None = None, environment: MutableMapping[str, str] | None = None
+) -> list[str]:
+    """Sets what torch and OpenMP read when they load. To be called before torch is imported; imports no torch itself.
+
+    `threads`: how many threads OpenMP gets (None: one a physical core that this process may use). Returns a sentence for
+    each variable it set; variables the user set are left alone.
+    """
+    variables = os.environ if environment is None else environment
+    said = []
+    cpu = processor()
+    if "OMP_NUM_THREADS" not in variables:
+        count = cpu.physical_cores if threads is None else threads
+        variables["OMP_NUM_THREADS"] = str(count)
+        said.append(f"OMP_NUM_THREADS={count}: {'one a physical core' if threads is None else 'as configured'}")
+    if ISA_VARIABLE not in variables and needs_isa_cap(cpu):
+        variables[ISA_VARIABLE] = ISA_WITHOUT_AMX
+        said.append(f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}: matrix products with AMX kill the process on this machine")
+    if "torch" in sys.modules and said and environment is None:
+        log.warning("torch was imported before its environment was prepared: %s comes too late", "; ".join(said))
+    return said
+
+
+def needs_isa_cap(cpu: Processor, run_probe: Callable[[bool], bool] | None = None) -> bool:
+    """Whether torch's matrix products die here unless the instruction set is capped. Remembered on disk.
+
+    `run_probe(capped)` tells whether a child survives the products.
+    """
+    if not _may_have_amx(cpu):
+        return False
+    key = f"{fingerprint()} | torch {_torch_version()}"
+    known = recall("isa_probe", key)
+    if isinstance(known, bool):
+        return known
+    survives = run_probe or survives_matmul
+    needed = not survives(False) and survives(True)
+    remember("isa_probe", key, needed)
+    return needed
+
+
+def survives_matmul(capped: bool) -> bool:
+    """Runs the probe in a child process, with or without the cap. True if it ends well."""
+    variables = dict(os.environ)
+    variables["OMP_NUM_THREADS"] = "1"
+    variables.pop(ISA_VARIABLE, None)
+    if capped:
+        variables[ISA_VARIABLE] = ISA_WITHOUT_AMX
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], env=variables, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _may_have_amx(cpu: Processor) -> bool:
+    """oneDNN asks the CPU itself, and a hypervisor may hide from Linux what it shows there: any recent Intel may crash."""
+    return "amx_tile" in cpu.flags or (cpu.vendor == "GenuineIntel" and "avx512_vnni" in cpu.flags)
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
