@@ -1,0 +1,37 @@
+"""Typed channels between processes, and what a process is handed when it starts: sockets, config, status, errors.
+
+in: msgspec structs. out: the same structs in another process. never: pickle, TCP, or the meaning of a message.
+"""
+
+from bough.ipc.channel import AsyncInbox, Inbox, MessageTooLarge, Outbox
+from bough.ipc.child import run_child
+from bough.ipc.codec import Codec
+from bough.ipc.endpoints import Endpoints
+from bough.ipc.handoff import (
+    Launch,
+    Status,
+    load_launch,
+    read_error,
+    read_status,
+    save_launch,
+    write_error,
+    write_status,
+)
+
+__all__ = [
+    "AsyncInbox",
+    "Codec",
+    "Endpoints",
+    "Inbox",
+    "Launch",
+    "MessageTooLarge",
+    "Outbox",
+    "Status",
+    "load_launch",
+    "read_error",
+    "read_status",
+    "run_child",
+    "save_launch",
+    "write_error",
+    "write_status",
+]

@@ -1,0 +1,128 @@
+"""Files of the private directory: what a process is started with, how far the engine has come, why a process failed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from bough.config.concerns import Config
+from bough.core import errors
+from bough.core.errors import BoughError, ConfigError
+from bough.ipc.endpoints import Endpoints
+
+_LAUNCH = "launch.json"
+
+Phase = Literal["starting", "loading", "ready", "draining", "failed"]
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """What every process of a server is started with."""
+
+    config: Config
+    directory: str
+    parent_pid: int
+    lifeline_fd: int = -1
+    """Read end of a pipe that closes when the parent ends; -1: none."""
+    die_with_parent_thread: bool = False
+    """The starting thread lives as long as the parent, so that the kernel's death signal may be used."""
+    listen_fds: tuple[int, ...] = ()
+    """Listening sockets that API workers inherit."""
+    num_api_workers: int = 1
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return Endpoints(self.directory)
+
+
+class Status(Struct, kw_only=True, omit_defaults=True):
+    """How far the engine has come. Written by rank 0 until it is ready, and by the launcher when it ends."""
+
+    phase: Phase
+    detail: str = ""
+    """What it is doing, for a progress line."""
+    progress: float = 0.0
+    """Done part of this phase, 0 to 1."""
+    facts: dict[str, Any] = {}
+    """When ready: at least `context_length`, `vocab_size`, `kv_tokens`; also `model`, `decisions`, `memory`."""
+    error: str = ""
+    """When failed: the cause in one sentence."""
+
+
+class ErrorReport(Struct, kw_only=True, omit_defaults=True):
+    """Why a process failed."""
+
+    kind: str
+    what: str
+    why: str = ""
+    fix: str = ""
+    traceback: str = ""
+    """At log level debug only."""
+
+
+def save_launch(launch: Launch) -> None:
+    _write(launch.endpoints.path(_LAUNCH), msgspec.json.encode(launch))
+
+
+def load_launch(directory: str) -> Launch:
+    """Reads what the launcher left in `directory`."""
+    try:
+        return msgspec.json.decode(Path(directory, _LAUNCH).read_bytes(), type=Launch)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            what=f"there is no launch file in {directory!r}",
+            why=str(error),
+            fix="start the server with `bough serve`; its processes are not meant to be started by hand",
+        ) from error
+
+
+def write_status(endpoints: Endpoints, status: Status) -> None:
+    """Replaces the status at once: a reader sees the old one or the new one."""
+    _write(endpoints.status, msgspec.json.encode(status))
+
+
+def read_status(endpoints: Endpoints) -> Status:
+    """The latest status; `starting` before there is one."""
+    try:
+        return msgspec.json.decode(endpoints.status.read_bytes(), type=Status)
+    except FileNotFoundError:
+        return Status(phase="starting")
+
+
+def write_error(endpoints: Endpoints, name: str, error: BaseException, traceback: str = "") -> None:
+    if isinstance(error, BoughError):
+        report = ErrorReport(kind=type(error).__name__, what=error.what, why=error.why, fix=error.fix)
+    else:
+        report = ErrorReport(
+            kind="BoughError",
+            what=f"the {name} process failed: {type(error).__name__}: {error}",
+            fix="start again with --log-level debug to see where",
+        )
+    report.traceback = traceback
+    _write(endpoints.error(name), msgspec.json.encode(report))
+
+
+def read_error(endpoints: Endpoints, name: str) -> BoughError | None:
+    """The error that the process `name` left, as the type it had."""
+    try:
+        report = msgspec.json.decode(endpoints.error(name).read_bytes(), type=ErrorReport)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    kind = vars(errors).get(report.kind)
+    if not (isinstance(kind, type) and issubclass(kind, BoughError)):
+        kind = BoughError
+    error = kind(what=report.what, why=report.why, fix=report.fix)
+    if report.traceback:
+        error.add_note(report.traceback)
+    return error
+
+
+def _write(path: Path, data: bytes) -> None:
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(fresh, path)

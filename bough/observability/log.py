@@ -1,0 +1,84 @@
+"""Log lines, as text or JSON, with the name of the process that speaks. Prompts and answers are never logged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+from bough.config.concerns import LogConfig
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LONGEST_LINE = 16_384
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+"""Attributes of any record; whatever else it has was given as `extra`."""
+
+
+def set_up_logging(process: str, config: LogConfig, stream: TextIO | None = None) -> None:
+    """Sends bough's log lines, and other libraries' from level warning up, to `stream` (stderr).
+
+    Replaces what was set up before.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if config.log_format == "json" else TextFormatter(process))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        if isinstance(old.formatter, TextFormatter | JsonFormatter):
+            root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("bough").setLevel(_LEVELS[config.log_level])
+
+
+class TextFormatter(logging.Formatter):
+    """`12:30:01.250 info  engine  message  key=value`"""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():<7} {self._process:<6} {_message(record)}"
+        extra = "".join(f"  {key}={value}" for key, value in _extra(record).items())
+        return _cut(line + extra + _trace(self, record))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, process, logger, message, and the record's extra fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": _cut(_message(record)),
+        }
+        fields.update({key: value for key, value in _extra(record).items() if key not in fields})
+        trace = _trace(self, record)
+        if trace:
+            fields["traceback"] = trace.strip()
+        return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+def _message(record: logging.LogRecord) -> str:
+    return record.getMessage()
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return "\n" + formatter.formatException(record.exc_info) if record.exc_info else ""
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + " ... (cut)"

@@ -1,0 +1,192 @@
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from bough.core.messages import Abort, GetInfo, ToEngine
+from bough.ipc import AsyncInbox, Endpoints, Inbox, MessageTooLarge, Outbox
+from bough.ipc.endpoints import PrivateDirectory, sweep
+
+
+@pytest.fixture
+def endpoints() -> Iterator[Endpoints]:
+    private = PrivateDirectory()
+    yield private.endpoints
+    private.remove()
+
+
+def test_messages_arrive_in_order(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = Outbox(endpoints.engine)
+    outbox.send_all(Abort(i) for i in range(100))
+    got: list[ToEngine] = []
+    while len(got) < 100:
+        got += inbox.drain(block_s=1)
+    assert got == [Abort(i) for i in range(100)]
+    outbox.close()
+    inbox.release()
+
+
+def test_a_writer_may_come_before_the_reader(endpoints: Endpoints) -> None:
+    outbox = Outbox(endpoints.engine)
+    outbox.send(GetInfo(1))
+    time.sleep(0.05)
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    assert inbox.drain(block_s=3) == [GetInfo(1)]
+    outbox.close()
+    inbox.release()
+
+
+def test_malformed_frames_are_dropped_and_counted(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    raw = zmq.Context.instance().socket(zmq.PUSH)
+    raw.connect(endpoints.engine)
+    raw.send(b"")
+    raw.send(b"\xff\xff")
+    raw.send(msgspec.msgpack.encode({"type": "abort", "id": "not a number"}))
+    raw.send(msgspec.msgpack.encode({"type": "no such message"}))
+    raw.send_multipart([b"a", b"b", b"c"])
+    raw.send(msgspec.msgpack.encode(Abort(5)))
+    assert _collect(inbox, 1) == [Abort(5)]
+    assert inbox.num_malformed == 5
+    raw.close(0)
+    inbox.release()
+
+
+def test_a_message_beyond_the_limit_does_not_leave(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, max_bytes=1000)
+    outbox = Outbox(endpoints.engine, max_bytes=1000)
+    with pytest.raises(MessageTooLarge, match="bytes"):
+        outbox.send(Abort(1, "x" * 2000))
+    outbox.send(Abort(2))
+    assert _collect(inbox, 1) == [Abort(2)]
+    outbox.close()
+    inbox.release()
+
+
+def test_a_reader_survives_a_frame_beyond_its_limit(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, max_bytes=1000)
+    careless, careful = Outbox(endpoints.engine, max_bytes=1 << 20), Outbox(endpoints.engine)
+    careless.send(Abort(1, "x" * 5000))
+    careful.send(Abort(2))
+    assert _collect(inbox, 1) == [Abort(2)]
+    careless.close()
+    careful.close()
+    inbox.release()
+
+
+def test_close_ends_a_wait_from_another_thread(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    started = time.monotonic()
+    threading.Timer(0.05, inbox.close).start()
+    assert inbox.drain(block_s=30) == []
+    assert inbox.closed
+    assert time.monotonic() - started < 5
+    inbox.release()
+
+
+def test_an_empty_inbox_does_not_block(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    started = time.monotonic()
+    for _ in range(100):
+        assert inbox.drain() == []
+    assert time.monotonic() - started < 1
+    inbox.release()
+
+
+async def test_the_async_inbox_gets_all_messages(endpoints: Endpoints) -> None:
+    inbox: AsyncInbox[ToEngine] = AsyncInbox(endpoints.api(3), ToEngine)
+    outbox = Outbox(endpoints.api(3))
+    got: list[ToEngine] = []
+
+    async def read() -> None:
+        while len(got) < 9000:
+            got.extend(await inbox.drain())
+
+    async def write() -> None:
+        for i in range(9000):
+            outbox.send(Abort(i))
+            if i % 1000 == 0:
+                await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(asyncio.gather(read(), write()), 20)
+    assert got == [Abort(i) for i in range(9000)]
+    asyncio.get_running_loop().call_later(0.02, inbox.close)
+    assert await asyncio.wait_for(inbox.drain(), 5) == []
+    outbox.close()
+
+
+def test_many_small_messages_a_second(endpoints: Endpoints) -> None:
+    """Through another process and back to this one: at least as fast as a plain pipe of JSON lines would be."""
+    program = (
+        "import sys; from bough.ipc import Endpoints, Outbox; from bough.ipc.channel import flush\n"
+        "from bough.core.messages import Abort\n"
+        "outbox = Outbox(Endpoints(sys.argv[1]).engine)\n"
+        "for i in range(50_000): outbox.send(Abort(i))\n"
+        "outbox.close(); flush()\n"
+    )
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    writer = subprocess.Popen([sys.executable, "-c", program, endpoints.directory])
+    first = _collect(inbox, 1)
+    started, cpu_started = time.monotonic(), time.process_time()
+    rest = _collect(inbox, 50_000 - len(first))
+    assert len(first) + len(rest) == 50_000
+    assert rest[-1] == Abort(49_999)
+    assert time.process_time() - cpu_started < 4
+    assert time.monotonic() - started < 20
+    assert writer.wait(10) == 0
+    inbox.release()
+
+
+def test_the_directory_is_private_and_short() -> None:
+    private = PrivateDirectory()
+    assert stat.S_IMODE(private.path.stat().st_mode) == 0o700
+    assert len(private.endpoints.api(9999)) - len("ipc://") <= 107
+    private.remove()
+    private.remove()
+    assert not private.path.exists()
+
+
+def test_a_long_temporary_directory_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    private = PrivateDirectory()
+    assert len(private.endpoints.api(9999)) - len("ipc://") <= 107
+    private.remove()
+
+
+def test_sweeping_removes_only_what_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(os.environ.get("TMPDIR", "/tmp")) / f"b{os.getpid()}"
+    root.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root))
+    held = PrivateDirectory()
+    abandoned = root / "bough-abandoned"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    foreign = root / "bough-without-lock"
+    foreign.mkdir()
+    assert sweep(root) == 1
+    assert held.path.exists()
+    assert foreign.exists()
+    assert not abandoned.exists()
+    held.remove()
+    foreign.rmdir()
+    root.rmdir()
+
+
+def _collect(inbox: Inbox[ToEngine], at_least: int) -> list[ToEngine]:
+    got: list[ToEngine] = []
+    deadline = time.monotonic() + 30
+    while len(got) < at_least and time.monotonic() < deadline:
+        got += inbox.drain(block_s=0.5)
+    return got
