@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-_LAYOUT = struct.Struct("<QQqIIIIQ")
-"""sequence, steps, monotonic ns, state, running, waiting, pid, sequence again"""
+_BEAT = struct.Struct("<QqIIII")
+"""steps, monotonic ns, state, running, waiting, pid"""
+_SLOTS = (64, 128)
+"""Where beats lie, by turns. The file begins with the number of beats so far, written last, in one store: the beat it
+names is whole, and stays so until the next but one begins."""
 _SIZE = 4096
 
 
@@ -50,23 +53,15 @@ class Heartbeat:
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
-        self._sequence = 0
+        self._num_beats = memoryview(self._map).cast("Q")
+        self._count = 0
         self._pid = os.getpid()
 
     def beat(self, steps: int, state: State, num_running: int = 0, num_waiting: int = 0) -> None:
-        self._sequence += 1
-        _LAYOUT.pack_into(
-            self._map,
-            0,
-            self._sequence,
-            steps,
-            time.monotonic_ns(),
-            state,
-            num_running,
-            num_waiting,
-            self._pid,
-            self._sequence,
-        )
+        self._count += 1
+        place = _SLOTS[self._count & 1]
+        _BEAT.pack_into(self._map, place, steps, time.monotonic_ns(), state, num_running, num_waiting, self._pid)
+        self._num_beats[0] = self._count
 
 
 class Pulse:
@@ -81,12 +76,14 @@ class Pulse:
             self._map = mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
+        self._num_beats = memoryview(self._map).cast("Q")
 
     def read(self) -> Beat:
         """The last complete beat; asks nobody, waits for nobody."""
-        for _ in range(1000):
-            first, steps, at_ns, state, running, waiting, pid, last = _LAYOUT.unpack_from(self._map, 0)
-            if first == last:  # they differ while a beat is being written, or for good if the writer died just then
+        while True:
+            count = self._num_beats[0]
+            steps, at_ns, state, running, waiting, pid = _BEAT.unpack_from(self._map, _SLOTS[count & 1])
+            if self._num_beats[0] == count:
                 break
-        age_s = (time.monotonic_ns() - at_ns) / 1e9 if first else float("inf")
+        age_s = (time.monotonic_ns() - at_ns) / 1e9 if count else float("inf")
         return Beat(steps, age_s, State(state), running, waiting, pid)
