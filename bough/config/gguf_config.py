@@ -58,7 +58,7 @@ def config_from_gguf(headers: Sequence[GgufHeader], files: Sequence[Path]) -> di
     """The config of a model in one file or several. Raises UnsupportedModel for an architecture without translation."""
     metadata = headers[0].metadata
     tensors = {
-        name: (file, info) for header, file in zip(headers, files, strict=True) for name, info in tensors.items()
+        name: (file, info) for header, file in zip(headers, files, strict=True) for name, info in header.tensors.items()
     }
     arch = metadata.get("general.architecture")
     if arch not in _ARCHITECTURES:
