@@ -1,0 +1,8 @@
+"""Attention of a step's queries over paged KV: any mixture of decode rows, extends and prompts, with shared spans read once.
+
+in: q, k, v of all tokens and an `AttentionInputs`. out: [T, heads * head width]. never: scheduling, a wait for the device.
+"""
+
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups, Spec
+
+__all__ = ["AttentionInputs", "HostLengths", "SharedGroups", "Spec"]

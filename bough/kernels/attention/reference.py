@@ -1,0 +1,74 @@
+"""What the attention kernels compute: row by row, in float32, gathering each row's pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bough.kernels.attention.inputs import AttentionInputs, Spec
+from bough.kernels.rotary.reference import write_kv
+
+
+def gather(cache: Tensor, pages: Tensor, num_tokens: int, scale: float = 1.0) -> Tensor:
+    """float32 [num_tokens, K, H]: the first tokens held by `pages` in order."""
+    used = cache[pages[: -(-num_tokens // cache.shape[1])].long()]
+    return used.flatten(0, 1)[:num_tokens].float() * scale
+
+
+def attend_row(
+    q_QNH: Tensor,
+    k_SKH: Tensor,
+    v_SKV: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """float32 [Q, N, V]: queries that are the last Q of S tokens."""
+    num_query, num_heads, _ = q_QNH.shape
+    num_kv, kv_heads, _ = k_SKH.shape
+    k = k_SKH.float().repeat_interleave(num_heads // kv_heads, 1)
+    v = v_SKV.float().repeat_interleave(num_heads // kv_heads, 1)
+    scores = torch.einsum("qnh,snh->nqs", q_QNH.float(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(num_kv - num_query, num_kv, device=q_QNH.device).unsqueeze(1)
+    key = torch.arange(num_kv, device=q_QNH.device).unsqueeze(0)
+    seen = torch.ones(num_query, num_kv, dtype=torch.bool, device=q_QNH.device)
+    if causal:
+        seen &= key <= at
+    if window is not None:
+        seen &= key > at - window
+    return torch.einsum("nqs,snv->qnv", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tensor:
+    """[T, N, V] over KV that is already in the pages."""
+    k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+    k_scale, v_scale = inputs.scales(spec.layer)
+    out = torch.zeros(q_TNH.shape[0], spec.num_heads, v_cache.shape[-1], dtype=q_TNH.dtype, device=q_TNH.device)
+    starts, lengths, slots = inputs.query_start_R1.tolist(), inputs.kv_len_R.tolist(), inputs.slots_R.tolist()
+    for row, num_kv in enumerate(lengths):
+        begin, end = starts[row], starts[row + 1]
+        if end == begin or num_kv == 0:
+            continue
+        pages = inputs.page_table[slots[row]]
+        out[begin:end] = attend_row(
+            q_TNH[begin:end],
+            gather(k_cache, pages, num_kv, k_scale),
+            gather(v_cache, pages, num_kv, v_scale),
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            causal=spec.causal,
+        ).to(out.dtype)
+    return out
+
+
+def forward(spec: Spec, inputs: AttentionInputs, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor) -> Tensor:
+    """Writes k and v to their pages, then attends: [T, N * V]. Shared spans change nothing here: they lie in every row."""
+    k_scale, v_scale = inputs.scales(spec.layer)
+    caches = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+    write_kv(k_TKH, v_TKV, *caches, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+    return paged_attention(q_TNH, inputs, spec).flatten(1)

@@ -1,0 +1,30 @@
+"""Matrix products with a weight [O, D]: few rows stream the weight at memory bandwidth, many go to the vendor's library.
+
+in: activations and weights of one dtype. out: [T, O] in that dtype, accumulated in float32. never: quantised weights.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bough.kernels.choices import standard
+
+_IMPLEMENTATIONS = standard(__name__)
+
+
+def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x @ weight.T (+ bias)."""
+    out: Tensor = _IMPLEMENTATIONS.pick("linear", x_TD.device)(x_TD, weight_OD, bias_O)
+    return out
+
+
+def linear_add(x_TD: Tensor, weight_OD: Tensor, residual_TO: Tensor) -> Tensor:
+    """x @ weight.T + residual."""
+    out: Tensor = _IMPLEMENTATIONS.pick("linear_add", x_TD.device)(x_TD, weight_OD, residual_TO)
+    return out
+
+
+def linear_silu_mul(x_TD: Tensor, weight_2FD: Tensor) -> Tensor:
+    """silu_mul(x @ weight.T): gate rows first, then up rows."""
+    out: Tensor = _IMPLEMENTATIONS.pick("linear_silu_mul", x_TD.device)(x_TD, weight_2FD)
+    return out

@@ -1,0 +1,40 @@
+"""What the mixture-of-experts kernels compute, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bough.kernels.activation.reference import gelu_tanh_mul, silu_mul
+
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+
+
+def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    probabilities = logits_TE.float().softmax(-1)
+    order = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights, ids = order.values[:, :k], order.indices[:, :k]
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.contiguous(), ids.to(torch.int32)
+
+
+def fused_experts(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    num_experts = gate_up_E2FD.shape[0]
+    act = ACTIVATIONS[activation]
+    out = torch.zeros(x_TD.shape[0], down_EDF.shape[1], dtype=torch.float32, device=x_TD.device)
+    for expert in range(num_experts):
+        token, choice = (topk_ids_Tk == expert).nonzero(as_tuple=True)
+        if token.numel() == 0:
+            continue
+        hidden = act(x_TD[token] @ gate_up_E2FD[expert].T)
+        part = (hidden @ down_EDF[expert].T).float() * topk_weights_Tk[token, choice].float().unsqueeze(1)
+        out.index_add_(0, token, part)
+    return out.to(x_TD.dtype)

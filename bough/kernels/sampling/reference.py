@@ -1,0 +1,74 @@
+"""What the sampling kernels compute, in plain torch, with the same random numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32 with ten rounds: four 32-bit words from a 64-bit key and a 128-bit counter. All int64 tensors."""
+    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    for _ in range(10):
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = ((b >> 32) & _LOW) ^ c1 ^ k0, ((a >> 32) & _LOW) ^ c3 ^ k1
+        c1, c3 = b & _LOW, a & _LOW
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def gumbel(seeds_R: Tensor, counters_R: Tensor, vocab: int) -> Tensor:
+    """float32 [R, vocab] standard Gumbel noise; entry i comes from word i % 4 of block i // 4."""
+    block = torch.arange((vocab + 3) // 4, device=seeds_R.device).unsqueeze(0)
+    seed, counter = seeds_R.long().unsqueeze(1), counters_R.long().unsqueeze(1)
+    zero = torch.zeros_like(block * seed)
+    words = philox(seed, block + zero, (counter & _LOW) + zero, ((counter >> 32) & _LOW) + zero, zero)
+    bits = torch.stack(words, -1).flatten(1)[:, :vocab]
+    return -exponential(bits).log()
+
+
+def exponential(bits: Tensor) -> Tensor:
+    """-log(1 - u) for u = (bits + 1/2) / 2**32, with full relative precision where u is small."""
+    u = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=1.0 - 2.0**-24)
+    return torch.where(u < 1e-3, u * (1.0 + u * (0.5 + u * (1.0 / 3.0))), -torch.log(1.0 - u))
+
+
+def kept(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """bool [R, V]: the tokens that pass every filter."""
+    logits = logits_RV.float()
+    vocab = logits.shape[1]
+    scaled = logits * (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)
+    ordered = logits.sort(dim=-1, descending=True).values
+    likelier = torch.searchsorted(-ordered, -logits)
+    mass = (scaled - scaled.max(-1, keepdim=True).values).double().exp()
+    cumulative = mass.sort(dim=-1, descending=True).values.cumsum(-1)
+    before = torch.cat((torch.zeros_like(cumulative[:, :1]), cumulative), -1)
+    mass_before = before.gather(1, likelier) / cumulative[:, -1:]
+    top_k = torch.where(top_k_R < 1, vocab, top_k_R).unsqueeze(1)
+    by_mass = (mass_before < top_p_R.double().unsqueeze(1)) | (top_p_R >= 1.0).unsqueeze(1)
+    return (likelier < top_k) & by_mass & (mass >= min_p_R.double().unsqueeze(1))
+
+
+def argmax(logits_RV: Tensor) -> Tensor:
+    return logits_RV.argmax(-1)
+
+
+def sample(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    counters_R: Tensor,
+) -> Tensor:
+    logits = logits_RV.float()
+    keep = kept(logits, temperature_R, top_k_R, top_p_R, min_p_R)
+    inverse = (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)
+    score = logits * inverse + gumbel(seeds_R, counters_R, logits.shape[1])
+    drawn = torch.where(keep, score, float("-inf")).argmax(-1)
+    return torch.where(temperature_R == 0, argmax(logits_RV), drawn)
