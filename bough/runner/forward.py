@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.inputs import AttentionInputs, SharedTensors
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups
 from bough.kernels.sampling import sample
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
@@ -32,13 +32,12 @@ class DeviceState:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Host-known upper bounds of a step, which grids are sized by."""
+    """What the host knows of a step: upper bounds that grids are sized by, and exact lengths where nothing is captured."""
 
-    num_decodes: int
-    """Leading rows with one query each; 0 where a graph must serve any mixture."""
     max_query: int
     max_kv: int
     shared: bool
+    host: HostLengths | None = None
 
 
 class Forward:
@@ -59,8 +58,8 @@ class Forward:
         ids = torch.where(tensors.ids_T < 0, state.last_token[tensors.token_slots_T], tensors.ids_T)
         shared = None
         if extent.shared:
-            shared = SharedTensors(
-                rows=tensors.group_rows_R, start=tensors.group_start_R1, num_tokens=tensors.group_tokens_R
+            shared = SharedGroups(
+                rows_S=tensors.group_rows_R, start_G1=tensors.group_start_R1, num_tokens_G=tensors.group_tokens_R
             )
         inputs = AttentionInputs(
             query_start_R1=tensors.query_start_R1,
@@ -69,12 +68,12 @@ class Forward:
             page_table=state.page_table,
             loc_T=tensors.loc_T,
             page_size=self.pool.page_size,
-            num_decodes=extent.num_decodes,
             max_query=extent.max_query,
             max_kv=extent.max_kv,
             k_caches=self.pool.keys,
             v_caches=self.pool.values,
             shared=shared,
+            host=extent.host,
         )
         batch = Batch(
             ids_T=ids,

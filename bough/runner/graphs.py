@@ -116,7 +116,7 @@ class Graphs:
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         tensors = layout.tensors(buffer)
         self._make_idle(tensors)
-        extent = Extent(num_decodes=0, max_query=key.tokens, max_kv=self._context_length, shared=key.shared)
+        extent = Extent(max_query=key.tokens, max_kv=self._context_length, shared=key.shared)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -136,6 +136,7 @@ class Graphs:
     def _make_idle(self, tensors: StepTensors) -> None:
         """Inputs under which a run touches nothing that matters."""
         tensors.token_slots_T.fill_(self._spare_slot)
+        tensors.loc_T.fill_(-1)
         tensors.slots_R.fill_(self._spare_slot)
         tensors.sample_slots_R.fill_(self._spare_slot)
         tensors.table_at_U.fill_(self._spare_slot * self._forward.state.page_table.shape[1])

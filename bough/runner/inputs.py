@@ -1,7 +1,7 @@
 """The arrays of a step, packed into one buffer that crosses to the device in one copy.
 
 T tokens, R rows, U page-table writes, each padded to the sizes of a captured graph (or not padded at all). Padding is
-harmless by construction: padded tokens write their KV to page 0, padded rows have no queries, and both refer to the spare
+harmless by construction: padded tokens write no KV, padded rows have no queries, and both refer to the spare
 slot at the end of every table.
 """
 
@@ -39,7 +39,7 @@ class StepTensors:
     positions_T: Tensor
     token_slots_T: Tensor
     loc_T: Tensor
-    """KV location (page * page_size + offset) that each token writes."""
+    """KV location (page * page_size + offset) that each token writes; -1: none."""
     kv_len_R: Tensor
     query_start_R1: Tensor
     slots_R: Tensor
@@ -138,7 +138,7 @@ class Packer:
         _put(a["ids_T"], step.tokens, 0)
         _put(a["positions_T"], positions, 0)
         _put(a["token_slots_T"], token_slots, self.spare_slot)
-        _put(a["loc_T"], pages * self.page_size + positions % self.page_size, 0)
+        _put(a["loc_T"], pages * self.page_size + positions % self.page_size, -1)
         _put(a["kv_len_R"], step.context + step.num_query, 0)
         _put(a["query_start_R1"], query_start, num_tokens)
         _put(a["slots_R"], step.slots, self.spare_slot)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from bough.core.messages import LogprobSpec
 from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
+from bough.kernels.attention.inputs import HostLengths
 from bough.layers.batch import Model
 from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
+from bough.platform.device import Device
 from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
 from bough.runner.graphs import Graphs
 from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
@@ -33,23 +35,25 @@ class ModelRunner:
         pool: KVPool,
         limits: RunnerLimits,
         attention: AttentionFactory,
-        device: torch.device,
+        device: Device,
         *,
         graph_max_tokens: int = 0,
         processors: Mapping[str, LogitProcessor] | None = None,
     ) -> None:
         self.limits = limits
-        self.device = device
+        self.machine = device
+        self.device = device.torch_device
+        slots = limits.num_slots + 1
         state = DeviceState(
-            page_table=torch.zeros((limits.num_slots + 1, limits.pages_per_slot), dtype=torch.int32, device=device),
-            last_token=torch.zeros(limits.num_slots + 1, dtype=torch.int64, device=device),
+            page_table=torch.zeros((slots, limits.pages_per_slot), dtype=torch.int32, device=self.device),
+            last_token=torch.zeros(slots, dtype=torch.int64, device=self.device),
         )
         self.forward = Forward(model, pool, state, attention)
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
-        self.shaper = Shaper(limits.vocab_size, device, processors)
+        self.shaper = Shaper(limits.vocab_size, self.device, processors)
         self.graphs: Graphs | None = None
-        if graph_max_tokens and device.type == "cuda":
+        if graph_max_tokens and device.is_async:
             self.graphs = Graphs(
                 self.forward,
                 max_tokens=graph_max_tokens,
@@ -79,8 +83,7 @@ class ModelRunner:
                 self.graphs.capture_one_wanted()
 
     def clear(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.machine.synchronize()
 
     def _replay(self, graphs: Graphs, step: Step, plain: PlainRows) -> Launched | None:
         is_plain = not len(plain.rich) and not len(step.constrained)
@@ -91,7 +94,7 @@ class ModelRunner:
             return None
         if len(step.table_at) > captured.layout.sizes.writes:
             self._write_table_apart(step)
-        host = torch.empty(captured.layout.num_bytes, dtype=torch.uint8, pin_memory=True)
+        host = self.machine.host_buffer(captured.layout.num_bytes)
         self.packer.pack(step, plain, captured.layout, host.numpy())
         captured.buffer.copy_(host, non_blocking=True)
         captured.graph.replay()
@@ -113,14 +116,14 @@ class ModelRunner:
     def _eager(self, step: Step, plain: PlainRows) -> Launched:
         sizes = Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at))
         layout = Layout(sizes)
-        host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        host = self.machine.host_buffer(layout.num_bytes)
         self.packer.pack(step, plain, layout, host.numpy())
         tensors = layout.tensors(host.to(self.device, non_blocking=True))
         extent = Extent(
-            num_decodes=step.num_decodes,
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),
             shared=step.shared is not None,
+            host=HostLengths(num_query_R=step.num_query, context_R=step.context),
         )
         self.forward.write_table(tensors)
         scored = self._scored_positions(step)
@@ -195,7 +198,7 @@ class LaunchedStep:
         self._tokens: Tensor | None = None
         self._scores: Scores | None = None
         self.prompt_scores: Scores | None = None
-        self._done: torch.cuda.Event | None = None
+        self._done = runner.machine.event()
 
     @property
     def step(self) -> Step:
@@ -220,14 +223,11 @@ class LaunchedStep:
     def finish(self, tokens: Tensor) -> None:
         """Queues the copy of the results to the host."""
         self._tokens = download(tokens)
-        if tokens.device.type == "cuda":
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._done.record()
 
     def wait(self) -> Outcome:
         assert self._tokens is not None, "a step with constrained rows is waited for after sample"
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         rows = self._step.num_rows
         tokens = np.full((rows, 1), -1, np.int32)
         tokens[self._plain.rows, 0] = self._tokens.numpy()
