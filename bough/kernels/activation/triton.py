@@ -1,0 +1,51 @@
+"""Gated activations on the GPU: one program a stretch of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """act(gate) * up in float32."""
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2.0 * inner) * up
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _gated_kernel(x, out, x_stride, F, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < F
+    trigger(PDL)
+    wait(PDL)
+    gate = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + F + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * F + col, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
+    x = x_T2F.reshape(-1, x_T2F.shape[-1])
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((*x_T2F.shape[:-1], width), dtype=x.dtype, device=x.device)
+    if rows:
+        block = min(1024, power_of_two(width))
+        grid = (rows, triton.cdiv(width, block))
+        _gated_kernel[grid](x, out, x.stride(0), width, GELU=gelu, BLOCK=block, **pdl_options(x.device))
+    return out
+
+
+def silu_mul(x_T2F: Tensor) -> Tensor:
+    return _launch(x_T2F, gelu=False)
+
+
+def gelu_tanh_mul(x_T2F: Tensor) -> Tensor:
+    return _launch(x_T2F, gelu=True)

@@ -1,0 +1,140 @@
+// Weights kept in few bits, interleaved for SIMD.
+//
+// Rows come in groups of 16, columns in blocks of 32. A tile (one group, one block) holds eight 64-byte vectors once
+// unpacked: byte 4r + i of vector j is column 4j + i of row r, so that a 32-bit lane of an integer dot product is a row.
+// Stored, vectors j and j + 4 share bytes (low and high nibble); what doesn't fit four bits follows. Scales lie apart, 16
+// rows side by side. Kinds of 16 bits hold, for each pair of columns, 16 rows' pairs (BF16) or two runs of 16 rows (F16).
+#pragma once
+
+#include "simd.h"
+
+namespace bough {
+
+enum Kind : int32_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kF16Weight, kBF16Weight, kNumKinds };
+
+struct Weight {  // mirrored by a ctypes structure
+  int32_t kind;
+  int32_t reserved;
+  int64_t rows, cols;
+  const uint8_t* quants;
+  const uint8_t* scales;
+};
+
+constexpr int kGroup = 16;  // rows
+constexpr int kBlock = 32;  // columns
+
+struct Traits {
+  int raw_block;      // columns of a block in the file
+  int raw_bytes;      // its bytes
+  int tile_bytes;     // quants of a tile
+  int scale_bytes;    // scales of a tile
+  int header_bytes;   // scales once every 8 tiles
+  int offset;         // what is subtracted from the unsigned quant
+  bool has_min;       // weight = scale * quant + min
+  bool half_blocks;   // scales for 16 columns each
+};
+
+constexpr Traits kTraits[kNumKinds] = {
+    {32, 18, 256, 32, 0, 8, false, false},     // Q4_0
+    {32, 20, 256, 64, 0, 0, true, false},      // Q4_1
+    {32, 22, 320, 32, 0, 16, false, false},    // Q5_0
+    {32, 24, 320, 64, 0, 0, true, false},      // Q5_1
+    {32, 34, 512, 32, 0, 128, false, false},   // Q8_0
+    {256, 144, 256, 32, 64, 0, true, false},   // Q4_K
+    {256, 176, 320, 32, 64, 0, true, false},   // Q5_K
+    {256, 210, 384, 32, 32, 32, false, true},  // Q6_K
+    {32, 64, 1024, 0, 0, 0, false, false},     // F16
+    {32, 64, 1024, 0, 0, 0, false, false},     // BF16
+};
+
+constexpr bool is_16bit(int kind) { return kind >= kF16Weight; }
+
+inline int64_t num_groups(const Weight& w) { return (w.rows + kGroup - 1) / kGroup; }
+inline int64_t num_blocks(const Weight& w) { return w.cols / kBlock; }
+inline int64_t group_quants(const Weight& w) { return num_blocks(w) * kTraits[w.kind].tile_bytes; }
+inline int64_t group_scales(const Weight& w) {
+  const Traits& t = kTraits[w.kind];
+  return num_blocks(w) * t.scale_bytes + (t.header_bytes ? num_blocks(w) / 8 * t.header_bytes : 0);
+}
+
+// The eight vectors of a tile.
+template <int K>
+BOUGH_INLINE void unpack_tile(const uint8_t* q, U8* out) {
+  if constexpr (K == kQ8_0) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) out[j] = load_bytes(q + 64 * j);
+  } else {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      U8 both = load_bytes(q + 64 * j);
+      out[j] = both & 15;
+      out[j + 4] = shift_right(both, 4, 15);
+    }
+    if constexpr (K == kQ5_0 || K == kQ5_1 || K == kQ5_K) {
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) out[j] = or_where(out[j], q + 256 + 8 * j, 16);
+    }
+    if constexpr (K == kQ6_K) {
+#pragma GCC unroll 2
+      for (int m = 0; m < 2; m++) {
+        U8 top = load_bytes(q + 256 + 64 * m);
+        out[4 * m] |= shift_left(top, 4, 0x30);
+        out[4 * m + 1] |= shift_left(top, 2, 0x30);
+        out[4 * m + 2] |= top & 0x30;
+        out[4 * m + 3] |= shift_right(top, 2, 0x30);
+      }
+    }
+  }
+}
+
+// Scales of one tile, of 16 rows each: d (twice for kinds with half blocks) and m.
+struct TileScales {
+  F32 d, d2, m;
+};
+
+BOUGH_INLINE F32 load_u8(const uint8_t* p) {
+  return to_float(__builtin_convertvector(*reinterpret_cast<const U8x16u*>(p), I32));
+}
+BOUGH_INLINE F32 load_i8(const uint8_t* p) {
+  return to_float(__builtin_convertvector(*reinterpret_cast<const I8x16u*>(p), I32));
+}
+
+template <int K>
+BOUGH_INLINE TileScales tile_scales(const uint8_t* group, int64_t block) {
+  constexpr Traits t = kTraits[K];
+  TileScales s{};
+  if constexpr (t.header_bytes == 0) {
+    const uint8_t* p = group + block * t.scale_bytes;
+    s.d = load_half(reinterpret_cast<const uint16_t*>(p));
+    if constexpr (t.has_min) s.m = load_half(reinterpret_cast<const uint16_t*>(p + 32));
+  } else {
+    const uint8_t* head = group + block / 8 * (t.header_bytes + 8 * t.scale_bytes);
+    const uint8_t* p = head + t.header_bytes + block % 8 * t.scale_bytes;
+    F32 d = load_half(reinterpret_cast<const uint16_t*>(head));
+    if constexpr (t.has_min) {
+      s.d = d * load_u8(p);
+      s.m = -(load_half(reinterpret_cast<const uint16_t*>(head + 32)) * load_u8(p + 16));
+    } else {
+      s.d = d * load_i8(p);
+      s.d2 = d * load_i8(p + 16);
+    }
+  }
+  return s;
+}
+
+// fn.template operator()<kind>() for the kind at run time; kinds of few bits only.
+template <typename Fn>
+inline void for_kind(int kind, const Fn& fn) {
+  switch (kind) {
+    case kQ4_0: fn.template operator()<kQ4_0>(); break;
+    case kQ4_1: fn.template operator()<kQ4_1>(); break;
+    case kQ5_0: fn.template operator()<kQ5_0>(); break;
+    case kQ5_1: fn.template operator()<kQ5_1>(); break;
+    case kQ8_0: fn.template operator()<kQ8_0>(); break;
+    case kQ4_K: fn.template operator()<kQ4_K>(); break;
+    case kQ5_K: fn.template operator()<kQ5_K>(); break;
+    case kQ6_K: fn.template operator()<kQ6_K>(); break;
+  }
+}
+
+}  // namespace bough

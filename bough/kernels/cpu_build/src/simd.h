@@ -1,0 +1,338 @@
+// Sixteen lanes at a time, on any instruction set. The compiler lowers the vector types to what the machine has; only the
+// few operations it would lower badly are written out for AVX-512 and AVX2.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace bough {
+
+typedef float F32 __attribute__((vector_size(64), may_alias));
+typedef float F32u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t I32 __attribute__((vector_size(64), may_alias));
+typedef uint32_t U32 __attribute__((vector_size(64), may_alias));
+typedef uint32_t U32u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t U16x32 __attribute__((vector_size(64), may_alias));
+typedef uint8_t U8 __attribute__((vector_size(64), may_alias));
+typedef uint8_t U8u __attribute__((vector_size(64), aligned(1), may_alias));
+typedef uint16_t U16x16 __attribute__((vector_size(32), may_alias));
+typedef uint16_t U16x16u __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint8_t U8x16 __attribute__((vector_size(16), may_alias));
+typedef uint8_t U8x16u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int8_t I8x16 __attribute__((vector_size(16), may_alias));
+typedef int8_t I8x16u __attribute__((vector_size(16), aligned(1), may_alias));
+
+#define BOUGH_INLINE inline __attribute__((always_inline))
+
+enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+BOUGH_INLINE F32 load(const float* p) { return *reinterpret_cast<const F32u*>(p); }
+BOUGH_INLINE void store(float* p, F32 v) { *reinterpret_cast<F32u*>(p) = v; }
+BOUGH_INLINE U8 load_bytes(const uint8_t* p) { return *reinterpret_cast<const U8u*>(p); }
+BOUGH_INLINE F32 splat(float x) { return F32{} + x; }
+BOUGH_INLINE F32 to_float(I32 v) { return __builtin_convertvector(v, F32); }
+BOUGH_INLINE I32 splat_int(int32_t x) { return I32{} + x; }
+
+// ---- 16-bit floats ------------------------------------------------------------------------------------------------
+
+BOUGH_INLINE float half_to_float(uint16_t h) {
+#if defined(__F16C__)
+  return _cvtsh_ss(h);
+#else
+  uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff, bits;
+  if (rest >= 0x7c00) {
+    bits = 0x7f800000 | ((rest & 0x3ff) << 13);
+  } else if (rest >= 0x400) {
+    bits = (rest << 13) + 0x38000000;
+  } else {
+    float small = float(rest) * 5.9604644775390625e-8f;  // 2^-24
+    std::memcpy(&bits, &small, 4);
+  }
+  bits |= sign;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+#endif
+}
+
+BOUGH_INLINE uint16_t float_to_half(float x) {
+#if defined(__F16C__)
+  return _cvtss_sh(x, 0);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  uint16_t sign = uint16_t((bits >> 16) & 0x8000);
+  uint32_t rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return sign | 0x7e00;
+  if (rest >= 0x477ff000) return sign | 0x7c00;
+  if (rest < 0x38800000) {  // subnormal half: let float arithmetic round it
+    float magic = 0.5f, shifted;
+    std::memcpy(&shifted, &rest, 4);
+    shifted += magic;
+    uint32_t out;
+    std::memcpy(&out, &shifted, 4);
+    return sign | uint16_t(out - 0x3f000000);
+  }
+  rest += 0xfff + ((rest >> 13) & 1);
+  return sign | uint16_t((rest - 0x38000000) >> 13);
+#endif
+}
+
+BOUGH_INLINE float bfloat_to_float(uint16_t b) {
+  uint32_t bits = uint32_t(b) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+BOUGH_INLINE uint16_t float_to_bfloat(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t((bits >> 16) | 0x40);
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+BOUGH_INLINE F32 load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  F32 out;
+  for (int i = 0; i < 16; i++) out[i] = half_to_float(p[i]);
+  return out;
+#endif
+}
+
+BOUGH_INLINE F32 load_bfloat(const uint16_t* p) {
+  U16x16 raw = *reinterpret_cast<const U16x16u*>(p);
+  return (F32)(__builtin_convertvector(raw, U32) << 16);
+}
+
+BOUGH_INLINE void store_bfloat(uint16_t* p, F32 v) {
+  U32 bits = (U32)v;
+  U32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  U32 nan = (bits >> 16) | 0x40;
+  I32 is_nan = (I32)((bits & 0x7fffffff) > 0x7f800000);
+  U32 out = (rounded & (U32)~is_nan) | (nan & (U32)is_nan);
+  *reinterpret_cast<U16x16u*>(p) = __builtin_convertvector(out, U16x16);
+}
+
+BOUGH_INLINE void store_half(uint16_t* p, F32 v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, 0));
+#else
+  for (int i = 0; i < 16; i++) p[i] = float_to_half(v[i]);
+#endif
+}
+
+template <Dtype D>
+struct Element {
+  typedef uint16_t type;
+};
+template <>
+struct Element<kF32> {
+  typedef float type;
+};
+
+template <Dtype D>
+BOUGH_INLINE F32 load_as(const typename Element<D>::type* p) {
+  if constexpr (D == kF32) return load(p);
+  else if constexpr (D == kBF16) return load_bfloat(p);
+  else return load_half(p);
+}
+template <Dtype D>
+BOUGH_INLINE void store_as(typename Element<D>::type* p, F32 v) {
+  if constexpr (D == kF32) store(p, v);
+  else if constexpr (D == kBF16) store_bfloat(p, v);
+  else store_half(p, v);
+}
+template <Dtype D>
+BOUGH_INLINE float get_as(const typename Element<D>::type* p) {
+  if constexpr (D == kF32) return *p;
+  else if constexpr (D == kBF16) return bfloat_to_float(*p);
+  else return half_to_float(*p);
+}
+template <Dtype D>
+BOUGH_INLINE void put_as(typename Element<D>::type* p, float v) {
+  if constexpr (D == kF32) *p = v;
+  else if constexpr (D == kBF16) *p = float_to_bfloat(v);
+  else *p = float_to_half(v);
+}
+
+// ---- across lanes -------------------------------------------------------------------------------------------------
+
+BOUGH_INLINE float sum_lanes(F32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float s[16];
+  store(s, v);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) s[i] += s[i + n];
+  return s[0];
+#endif
+}
+
+BOUGH_INLINE F32 maximum(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+BOUGH_INLINE F32 minimum(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+BOUGH_INLINE F32 absolute(F32 a) { return (F32)((U32)a & 0x7fffffffu); }
+
+BOUGH_INLINE float max_lanes(F32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float s[16];
+  store(s, v);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) s[i] = s[i] > s[i + n] ? s[i] : s[i + n];
+  return s[0];
+#endif
+}
+
+template <int N>
+struct Interleave;  // lane order that swaps groups of N lanes between two vectors
+template <>
+struct Interleave<8> {
+  static constexpr I32 low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  static constexpr I32 high = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+};
+template <>
+struct Interleave<4> {
+  static constexpr I32 low = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+  static constexpr I32 high = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
+};
+template <>
+struct Interleave<2> {
+  static constexpr I32 low = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  static constexpr I32 high = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+};
+template <>
+struct Interleave<1> {
+  static constexpr I32 low = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+  static constexpr I32 high = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
+};
+
+template <int N>
+BOUGH_INLINE void exchange(F32& a, F32& b) {
+  F32 x = __builtin_shuffle(a, b, Interleave<N>::low), y = __builtin_shuffle(a, b, Interleave<N>::high);
+  a = x;
+  b = y;
+}
+
+template <int N>
+BOUGH_INLINE void exchange_all(F32* v) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++)
+    if (!(i & N)) exchange<N>(v[i], v[i + N]);
+}
+
+BOUGH_INLINE void transpose(F32* v) {  // 16 x 16, in place
+  exchange_all<8>(v);
+  exchange_all<4>(v);
+  exchange_all<2>(v);
+  exchange_all<1>(v);
+}
+
+template <int N>
+BOUGH_INLINE F32 fold(F32 a, F32 b) {
+  return __builtin_shuffle(a, b, Interleave<N>::low) + __builtin_shuffle(a, b, Interleave<N>::high);
+}
+
+BOUGH_INLINE F32 sum_each(F32* v) {  // lane i of the result: the sum of v[i]'s lanes; v is used up
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) v[i] = fold<4>(v[i], v[i + 4]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) v[i] = fold<2>(v[i], v[i + 2]);
+  return fold<1>(v[0], v[1]);
+}
+
+// ---- integer products ---------------------------------------------------------------------------------------------
+
+// Each 32-bit lane: acc + the dot product of its four unsigned bytes with the four signed bytes of `four`.
+BOUGH_INLINE I32 dot4(I32 acc, U8 w, int32_t four) {
+#if defined(__AVX512VNNI__)
+  return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+#elif defined(__AVX512BW__)
+  __m512i a = _mm512_set1_epi32(four), x = (__m512i)w;
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(x, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(x, 8), _mm512_srai_epi16(a, 8));
+  return acc + (I32)even + (I32)odd;
+#elif defined(__AVX2__)
+  __m256i a = _mm256_set1_epi32(four), half[2], sum[2];
+  __m256i a_even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), a_odd = _mm256_srai_epi16(a, 8);
+  std::memcpy(half, &w, 64);
+  for (int i = 0; i < 2; i++)
+    sum[i] = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(half[i], _mm256_set1_epi16(255)), a_even),
+                              _mm256_madd_epi16(_mm256_srli_epi16(half[i], 8), a_odd));
+  I32 out;
+  std::memcpy(&out, sum, 64);
+  return acc + out;
+#else
+  U32 x = (U32)w;
+  for (int i = 0; i < 4; i++) acc += (I32)((x >> (8 * i)) & 255) * int32_t(int8_t(uint32_t(four) >> (8 * i)));
+  return acc;
+#endif
+}
+
+BOUGH_INLINE int32_t four_bytes(const int8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+
+// Each byte: w | (bit ? value : 0), for the 64 bits at p.
+BOUGH_INLINE U8 or_where(U8 w, const uint8_t* p, uint8_t value) {
+#if defined(__AVX512BW__)
+  uint64_t bits;
+  std::memcpy(&bits, p, 8);
+  return (U8)_mm512_or_si512((__m512i)w, _mm512_maskz_set1_epi8(bits, char(value)));
+#else
+  U8 out = w;
+  for (int i = 0; i < 64; i++) out[i] |= (p[i / 8] >> (i % 8) & 1) ? value : 0;
+  return out;
+#endif
+}
+
+BOUGH_INLINE U8 shift_right(U8 v, int n, uint8_t keep) { return (U8)((U16x32)v >> n) & keep; }
+BOUGH_INLINE U8 shift_left(U8 v, int n, uint8_t keep) { return (U8)((U16x32)v << n) & keep; }
+
+// ---- functions ----------------------------------------------------------------------------------------------------
+
+// Nearest integer of each lane, for |x| < 2^22.
+BOUGH_INLINE I32 round_to_int(F32 x) { return (I32)(x + 12582912.0f) - 0x4b400000; }
+
+// e^x to about 1 unit in the last place; underflows to 0, overflows to a large number.
+BOUGH_INLINE F32 exponential(F32 x) {
+  x = minimum(maximum(x, splat(-87.0f)), splat(88.0f));
+  F32 shifted = x * 1.44269504088896341f + 12582912.0f;
+  F32 n = shifted - 12582912.0f;
+  F32 r = x - n * 0.693145751953125f;
+  r = r - n * 1.42860677e-6f;
+  F32 p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  I32 power = ((I32)shifted - 0x4b400000) << 23;
+  return (F32)((I32)p + power);
+}
+
+}  // namespace bough

@@ -1,0 +1,88 @@
+"""Norms on the GPU: one program a row, the row in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bough.kernels.launching import pdl_options, power_of_two, trigger, wait, warps_for
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    D: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    inside = col < D
+    trigger(PDL)
+    w = tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    value = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * D + col, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+    tl.store(out + row * D + col, (value * scale * (w + offset)).to(out.dtype.element_ty), mask=inside)
+
+
+def _rows(x: Tensor) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    x = _rows(x_TD)
+    out = torch.empty(x_TD.shape, dtype=x.dtype, device=x.device)
+    _launch(x, x, weight_D, out, out, eps, offset, add=False)
+    return out
+
+
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    x, residual = _rows(x_TD), _rows(residual_TD)
+    out, total = (torch.empty(x_TD.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch(x, residual, weight_D, out, total, eps, offset, add=True)
+    return out, total
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, offset: float, *, add: bool
+) -> None:
+    rows, width = x.shape
+    if rows == 0:
+        return
+    block = power_of_two(width)
+    _norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        total,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        offset,
+        D=width,
+        ADD=add,
+        BLOCK=block,
+        num_warps=warps_for(block),
+        **pdl_options(x.device),
+    )

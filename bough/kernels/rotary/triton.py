@@ -1,0 +1,430 @@
+"""Rotary embedding, q/k norms and the KV write on the GPU: one program a token and a group of heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+
+_HEADS = 8
+"""Heads a program handles."""
+
+
+@triton.jit
+def to_cache(value, inverse_scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """Converts to the cache's dtype, saturating where that is float8."""
+    if SCALED:
+        value = value.to(tl.float32) * inverse_scale
+    if DTYPE == tl.float8e4nv:
+        value = tl.clamp(value.to(tl.float32), -448.0, 448.0)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def _heads_kernel(
+    q,
+    k,
+    v,
+    q_out,
+    k_out,
+    positions,
+    cos_sin,
+    k_cache,
+    v_cache,
+    loc,
+    q_weight,
+    k_weight,
+    eps,
+    offset,
+    inverse_k_scale,
+    inverse_v_scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    k_cache_token,
+    k_cache_head,
+    v_cache_token,
+    v_cache_head,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    VH: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    WRITE: tl.constexpr,
+    SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    Q_PARTS: tl.constexpr = (N + HEADS - 1) // HEADS
+    trigger(PDL)
+    position = tl.load(positions + token).to(tl.int64)
+    half = tl.arange(0, BLOCK_HALF)
+    in_half = half < HALF
+    cos = tl.load(cos_sin + position * (2 * HALF) + half, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * (2 * HALF) + HALF + half, mask=in_half, other=0.0)[None, :]
+    wait(PDL)
+    if part < Q_PARTS:
+        head = part * HEADS + tl.arange(0, HEADS)
+        a, b, rest = _load_head(
+            q + token * q_token, q_head, head, N, H, HALF, q_weight, eps, offset,
+            NORM_Q, INTERLEAVED, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+        a, b = (a * cos - b * sin).to(q_out.dtype.element_ty), (b * cos + a * sin).to(q_out.dtype.element_ty)
+        rest = rest.to(q_out.dtype.element_ty)
+        _store_head(
+            q_out + token * (N * H), H, head, N, H, HALF, a, b, rest, INTERLEAVED, BLOCK_HALF, BLOCK_REST
+        )  # fmt: skip
+    else:
+        head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
+        a, b, rest = _load_head(
+            k + token * k_token, k_head, head, K, H, HALF, k_weight, eps, offset,
+            NORM_K, INTERLEAVED, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+        a, b = (a * cos - b * sin).to(k_out.dtype.element_ty), (b * cos + a * sin).to(k_out.dtype.element_ty)
+        rest = rest.to(k_out.dtype.element_ty)
+        _store_head(
+            k_out + token * (K * H), H, head, K, H, HALF, a, b, rest, INTERLEAVED, BLOCK_HALF, BLOCK_REST
+        )  # fmt: skip
+        if WRITE:
+            at = tl.load(loc + token).to(tl.int64)
+            if at >= 0:
+                DTYPE: tl.constexpr = k_cache.dtype.element_ty
+                a = to_cache(a, inverse_k_scale, SCALED, DTYPE)
+                b = to_cache(b, inverse_k_scale, SCALED, DTYPE)
+                rest = to_cache(rest, inverse_k_scale, SCALED, DTYPE)
+                _store_head(
+                    k_cache + at * k_cache_token, k_cache_head, head, K, H, HALF, a, b, rest,
+                    INTERLEAVED, BLOCK_HALF, BLOCK_REST,
+                )  # fmt: skip
+                dim = tl.arange(0, BLOCK_V)
+                inside = (head < K)[:, None] & (dim < VH)[None, :]
+                value = tl.load(v + token * v_token + head[:, None] * v_head + dim[None, :], mask=inside, other=0.0)
+                value = to_cache(value, inverse_v_scale, SCALED, v_cache.dtype.element_ty)
+                target = v_cache + at * v_cache_token + head[:, None] * v_cache_head + dim[None, :]
+                tl.store(target, value, mask=inside)
+
+
+@triton.jit
+def _pairs(BLOCK_HALF: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Offsets of the two members of each rotated pair."""
+    half = tl.arange(0, BLOCK_HALF)
+    if INTERLEAVED:
+        return 2 * half, 2 * half + 1
+    return half, half + HALF
+
+
+@triton.jit
+def _load_head(
+    base,
+    stride,
+    head,
+    NUM: tl.constexpr,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    weight,
+    eps,
+    offset,
+    NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    first, second = _pairs(BLOCK_HALF, HALF, INTERLEAVED)
+    inside = (head < NUM)[:, None] & (tl.arange(0, BLOCK_HALF) < HALF)[None, :]
+    base += head[:, None] * stride
+    a = tl.load(base + first[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(base + second[None, :], mask=inside, other=0.0).to(tl.float32)
+    tail = 2 * HALF + tl.arange(0, BLOCK_REST)
+    in_tail = (head < NUM)[:, None] & (tail < H)[None, :]
+    rest = tl.load(base + tail[None, :], mask=in_tail, other=0.0).to(tl.float32)
+    if NORM:
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(square / H + eps)[:, None]
+        half_mask = tl.arange(0, BLOCK_HALF) < HALF
+        a *= scale * (tl.load(weight + first, mask=half_mask, other=0.0).to(tl.float32) + offset)[None, :]
+        b *= scale * (tl.load(weight + second, mask=half_mask, other=0.0).to(tl.float32) + offset)[None, :]
+        rest *= scale * (tl.load(weight + tail, mask=tail < H, other=0.0).to(tl.float32) + offset)[None, :]
+        DTYPE: tl.constexpr = base.dtype.element_ty
+        a, b = a.to(DTYPE).to(tl.float32), b.to(DTYPE).to(tl.float32)
+    return a, b, rest
+
+
+@triton.jit
+def _store_head(
+    base,
+    stride,
+    head,
+    NUM: tl.constexpr,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    a,
+    b,
+    rest,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    first, second = _pairs(BLOCK_HALF, HALF, INTERLEAVED)
+    inside = (head < NUM)[:, None] & (tl.arange(0, BLOCK_HALF) < HALF)[None, :]
+    base += head[:, None] * stride
+    tl.store(base + first[None, :], a, mask=inside)
+    tl.store(base + second[None, :], b, mask=inside)
+    if H > 2 * HALF:
+        tail = 2 * HALF + tl.arange(0, BLOCK_REST)
+        tl.store(base + tail[None, :], rest, mask=(head < NUM)[:, None] & (tail < H)[None, :])
+
+
+@triton.jit
+def _write_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    loc,
+    inverse_k_scale,
+    inverse_v_scale,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    k_cache_token,
+    k_cache_head,
+    v_cache_token,
+    v_cache_head,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    VH: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    trigger(PDL)
+    wait(PDL)
+    at = tl.load(loc + token).to(tl.int64)
+    if at >= 0:
+        head = tl.arange(0, BLOCK_K)[:, None]
+        dim = tl.arange(0, BLOCK_H)[None, :]
+        inside = (head < K) & (dim < H)
+        value = tl.load(k + token * k_token + head * k_head + dim, mask=inside, other=0.0)
+        value = to_cache(value, inverse_k_scale, SCALED, k_cache.dtype.element_ty)
+        tl.store(k_cache + at * k_cache_token + head * k_cache_head + dim, value, mask=inside)
+        dim = tl.arange(0, BLOCK_V)[None, :]
+        inside = (head < K) & (dim < VH)
+        value = tl.load(v + token * v_token + head * v_head + dim, mask=inside, other=0.0)
+        value = to_cache(value, inverse_v_scale, SCALED, v_cache.dtype.element_ty)
+        tl.store(v_cache + at * v_cache_token + head * v_cache_head + dim, value, mask=inside)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_cache(cache: Tensor) -> None:
+    if cache.stride(-1) != 1 or cache.stride(0) != cache.shape[1] * cache.stride(1):
+        raise ValueError(f"KV pages must lie one after the other with dense heads; strides are {cache.stride()}")
+
+
+def _heads(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool,
+    v: Tensor | None = None,
+    caches: tuple[Tensor, Tensor] | None = None,
+    loc: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    q, k = _dense(q), _dense(k)
+    tokens, num_heads, width = q.shape
+    kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
+    q_out = torch.empty((tokens, num_heads, width), dtype=q.dtype, device=q.device)
+    k_out = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=k.device)
+    if tokens == 0:
+        return q_out, k_out
+    value = k if v is None else _dense(v)
+    k_cache, v_cache = (k_out, k_out) if caches is None else caches
+    if caches is not None:
+        _check_cache(k_cache)
+        _check_cache(v_cache)
+    heads = min(_HEADS, power_of_two(max(num_heads, kv_heads)))
+    _heads_kernel[(tokens, triton.cdiv(num_heads, heads) + triton.cdiv(kv_heads, heads))](
+        q,
+        k,
+        value,
+        q_out,
+        k_out,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        positions if loc is None else loc,
+        q if q_norm is None else q_norm,
+        k if k_norm is None else k_norm,
+        eps,
+        offset,
+        1.0 / k_scale,
+        1.0 / v_scale,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        value.stride(0),
+        value.stride(1),
+        k_cache.stride(-3),
+        k_cache.stride(-2),
+        v_cache.stride(-3),
+        v_cache.stride(-2),
+        N=num_heads,
+        K=kv_heads,
+        H=width,
+        VH=value.shape[2],
+        HALF=half,
+        NORM_Q=q_norm is not None,
+        NORM_K=k_norm is not None,
+        WRITE=caches is not None,
+        SCALED=k_scale != 1.0 or v_scale != 1.0,
+        INTERLEAVED=interleaved,
+        HEADS=heads,
+        BLOCK_HALF=power_of_two(half),
+        BLOCK_REST=power_of_two(max(width - 2 * half, 1)),
+        BLOCK_V=power_of_two(value.shape[2]),
+        num_warps=2,
+        **pdl_options(q.device),
+    )
+    return q_out, k_out
+
+
+def apply_rope(
+    q_TNH: Tensor, k_TKH: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _heads(q_TNH, k_TKH, positions_T, cos_sin_PR, interleaved=interleaved)
+
+
+def qk_norm_rope(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    eps: float,
+    positions_T: Tensor,
+    cos_sin_PR: Tensor,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return _heads(
+        q_TNH,
+        k_TKH,
+        positions_T,
+        cos_sin_PR,
+        interleaved=interleaved,
+        q_norm=q_weight_H,
+        k_norm=k_weight_H,
+        eps=eps,
+        offset=offset,
+    )
+
+
+def rope_and_write(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    positions_T: Tensor,
+    cos_sin_PR: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    loc_T: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    *,
+    interleaved: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    return _heads(
+        q_TNH,
+        k_TKH,
+        positions_T,
+        cos_sin_PR,
+        interleaved=interleaved,
+        v=v_TKH,
+        caches=(k_cache, v_cache),
+        loc=loc_T,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        offset=offset,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def write_kv(
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    loc_T: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    k, v = _dense(k_TKH), _dense(v_TKH)
+    _check_cache(k_cache)
+    _check_cache(v_cache)
+    tokens, kv_heads, width = k.shape
+    if tokens == 0:
+        return
+    block = power_of_two(kv_heads) * power_of_two(max(width, v.shape[2]))
+    _write_kernel[(tokens,)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        loc_T,
+        1.0 / k_scale,
+        1.0 / v_scale,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        K=kv_heads,
+        H=width,
+        VH=v.shape[2],
+        SCALED=k_scale != 1.0 or v_scale != 1.0,
+        BLOCK_K=power_of_two(kv_heads),
+        BLOCK_H=power_of_two(width),
+        BLOCK_V=power_of_two(v.shape[2]),
+        num_warps=max(1, min(8, block // 256)),
+        **pdl_options(k.device),
+    )
