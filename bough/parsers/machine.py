@@ -1,0 +1,287 @@
+"""The machine under every tool-call parser: content, an opening marker, a body that reads calls, closing markers.
+
+A format is a set of markers plus a body; the machine keeps what was consumed since the opening marker until a call is
+certain, and hands it back as content when none is. Nothing is ever read twice, so time is linear in the text.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import ClassVar, Protocol
+
+from bough.core.messages import ParsedEvent, ToolCallBegin, ToolCallEnd
+from bough.parsers.events import EventSink, ToolSpec
+from bough.parsers.scan import SPACE, Cursor, IdFactory, Markers, markers_of
+from bough.parsers.typing_by_schema import ArgumentTypes
+
+MAX_NAME = 256
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def new_short_id() -> str:
+    """Mistral's templates take nine alphanumeric characters and nothing else."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can be a tool's name: not empty, no white space, no markup."""
+    return 0 < len(text) <= MAX_NAME and not any(c.isspace() or c in "<>{}[]()\"'`," for c in text)
+
+
+class Status(Enum):
+    RUNNING = 0
+    DONE = 1
+    """The calls are read; what follows is content, closing markers or the next call."""
+    BROKEN = 2
+    """This is no call after all."""
+
+
+class Calls:
+    """Emits the events of calls and numbers them."""
+
+    def __init__(self, sink: EventSink, new_id: IdFactory) -> None:
+        self._sink = sink
+        self._new_id = new_id
+        self._ids: set[str] = set()
+        self.count = 0
+        self.active = False
+        self.settled = False
+        """Set when everything consumed so far belongs to calls already told: none of it may become content."""
+
+    def used(self, id: str) -> bool:
+        return id in self._ids
+
+    def begin(self, name: str, id: str | None = None) -> None:
+        if id is None or id in self._ids:
+            id = self._new_id()
+        self._ids.add(id)
+        self._sink.add(ToolCallBegin(self.count, id, name))
+        self.active = True
+        self.settled = True
+        self.count += 1
+
+    def arguments(self, json_delta: str) -> None:
+        self._sink.arguments(self.count - 1, json_delta)
+
+    def end(self) -> None:
+        self._sink.add(ToolCallEnd(self.count - 1))
+        self.active = False
+        self.settled = True
+
+    def cut(self) -> None:
+        """The call stopped short: it gets no end."""
+        self.active = False
+        self.settled = True
+
+    def whole(self, name: str, arguments: str, id: str | None = None) -> None:
+        self.begin(name, id)
+        self.arguments(arguments)
+        self.end()
+
+
+class Body(Protocol):
+    """Reads the calls behind an opening marker."""
+
+    status: Status
+    spill: str
+    """Text consumed but part of no event, when the status turns to DONE after a broken call: content."""
+
+    def step(self, cursor: Cursor) -> bool:
+        """Consume and emit; False: nothing more can be done before more text comes."""
+        ...
+
+
+class ToolParser(ABC):
+    """One answer's tool calls. `feed` and `finish` never raise, whatever the text."""
+
+    needs_special_tokens: ClassVar[bool] = False
+    starts: ClassVar[tuple[str, ...]] = ()
+    """Markers that may open calls."""
+    leads: ClassVar[tuple[str, ...]] = ()
+    """Markers that may stand between the opening one and the body."""
+    closers: ClassVar[tuple[str, ...]] = ()
+    """Markers that may follow calls; each is dropped once, wherever it comes."""
+    weak_closers: ClassVar[tuple[str, ...]] = ()
+    """Dropped only directly behind a call: they mean something in content."""
+    separators: ClassVar[str] = ""
+    """Characters between two calls that count as white space."""
+    new_id_default: ClassVar[IdFactory] = staticmethod(new_call_id)
+
+    def __init__(self, tools: Sequence[ToolSpec] = (), new_id: IdFactory | None = None) -> None:
+        self.tools = tools
+        self.names = frozenset(tool.name for tool in tools)
+        self.types = ArgumentTypes(tools)
+        self._sink = EventSink()
+        self.calls = Calls(self._sink, type(self).new_id_default if new_id is None else new_id)
+        self._cursor = Cursor()
+        self._raw: list[str] = []
+        self._space: list[str] = []
+        self._expected: frozenset[str] = frozenset()
+        self._body: Body | None = None
+        self._marker = ""
+        self._state: Callable[[], bool] = self._edge
+        self._lead_markers = markers_of(*self.leads)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.starts, *self.leads, *self.closers, *self.extra_markers())
+
+    def extra_markers(self) -> tuple[str, ...]:
+        """Markers the bodies look for."""
+        return ()
+
+    @abstractmethod
+    def open_body(self, marker: str, cursor: Cursor) -> Body | None:
+        """The body that starts at the cursor (never at the text's end), behind `marker`; None: no call starts here."""
+
+    def open_bare(self, cursor: Cursor) -> Body | None:
+        """The body of a call without opening marker, at the start of the answer or behind a call."""
+        return None
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        self._cursor.feed(text)
+        while self._state():
+            pass
+        return self._sink.take()
+
+    def finish(self) -> list[ParsedEvent]:
+        rest = self._cursor.take_rest()
+        if self._body is not None and self.calls.active:
+            self.calls.cut()
+        else:
+            self._raw.append(rest)
+            if self.calls.count == 0 or not "".join(self._raw).isspace():
+                self._give_up()
+            if self.calls.count == 0:
+                self._flush_space()
+        self._body = None
+        self._raw.clear()
+        self._space.clear()
+        return self._sink.take()
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def _edge(self) -> bool:
+        """At the start of the answer or behind a call: white space belongs to whatever follows it."""
+        cursor, begin = self._cursor, self._cursor.pos
+        blank = SPACE + (self.separators if self.calls.count else "")
+        while not cursor.at_end() and cursor.text[cursor.pos] in blank:
+            cursor.pos += 1
+        self._space.append(cursor.text[begin : cursor.pos])
+        if cursor.at_end():
+            return False
+        markers = self._markers(self._expected | (frozenset(self.weak_closers) if self._expected else frozenset()))
+        if (marker := markers.at(cursor.text, cursor.pos)) is not None:
+            self._at_marker(marker)
+            return True
+        if cursor.waits_for(markers):
+            return False
+        body = self.open_bare(cursor)
+        if body is not None:
+            self._enter(body)
+        else:
+            self._state = self._content
+        return True
+
+    def _content(self) -> bool:
+        cursor = self._cursor
+        markers = self._markers(self._expected)
+        found = markers.find(cursor.text, cursor.pos)
+        until = found[0] if found else markers.partial(cursor.text, cursor.pos)
+        if until > cursor.pos:
+            self._say(cursor.text[cursor.pos : until])
+            cursor.pos = until
+        if found is None:
+            return False
+        self._at_marker(found[1])
+        return True
+
+    def _at_marker(self, marker: str) -> None:
+        self._cursor.pos += len(marker)
+        if marker in self.starts:
+            self._raw.append(marker)
+            self._state = self._lead
+            self._marker = marker
+            return
+        self._expected -= {marker}
+        self._space.clear()
+        if self._state != self._content:
+            self._state = self._edge
+
+    def _lead(self) -> bool:
+        """Behind an opening marker: white space, further markers, then the body."""
+        cursor, begin = self._cursor, self._cursor.pos
+        cursor.skip_space()
+        self._raw.append(cursor.text[begin : cursor.pos])
+        if cursor.at_end():
+            return False
+        if (marker := self._lead_markers.at(cursor.text, cursor.pos)) is not None:
+            self._raw.append(marker)
+            cursor.pos += len(marker)
+            self._marker = marker
+            return True
+        if cursor.waits_for(self._lead_markers):
+            return False
+        body = self.open_body(self._marker, cursor)
+        if body is None:
+            self._give_up()
+        else:
+            self._enter(body)
+        return True
+
+    def _enter(self, body: Body) -> None:
+        self._body = body
+        self.calls.settled = False
+        self._state = self._inside
+
+    def _inside(self) -> bool:
+        body, cursor, begin = self._body, self._cursor, self._cursor.pos
+        assert body is not None
+        more = body.step(cursor)
+        if self.calls.active or self.calls.settled:
+            self.calls.settled = False
+            self._raw.clear()
+            self._space.clear()
+            self._expected = frozenset(self.closers)
+        else:
+            self._raw.append(cursor.text[begin : cursor.pos])
+        if body.status is Status.DONE:
+            self._body = None
+            self._raw.clear()
+            self._state = self._edge
+            if body.spill:
+                self._say(body.spill)
+                self._state = self._content
+            return True
+        if body.status is Status.BROKEN:
+            self._give_up()
+            return True
+        return more
+
+    def _give_up(self) -> None:
+        """No call after all: what was held is content, and reading goes on where it stopped."""
+        self._body = None
+        raw = "".join(self._raw)
+        self._raw.clear()
+        if raw:
+            self._say(raw)
+        self._state = self._content
+
+    def _say(self, text: str) -> None:
+        self._flush_space()
+        self._sink.content(text)
+
+    def _flush_space(self) -> None:
+        self._sink.content("".join(self._space))
+        self._space.clear()
+
+    def _markers(self, closing: frozenset[str]) -> Markers:
+        return markers_of(*self.starts, *sorted(closing))

@@ -1,0 +1,83 @@
+"""One answer, from text to events: reasoning first, then tool calls in what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bough.core.messages import Content, ParsedEvent
+from bough.parsers.events import EventSink, Parsed, ToolSpec, assemble, tool_specs
+from bough.parsers.reasoning import ReasoningParser, reasoning_parser
+from bough.parsers.scan import IdFactory, Parser
+from bough.parsers.tools import tool_parser
+
+
+class ResponseParser:
+    """The parser of one request. Either part may be absent; with neither, all text is Content."""
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tools: Parser | None = None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @classmethod
+    def named(
+        cls,
+        *,
+        reasoning: str | None = None,
+        tools: str | None = None,
+        tool_list: Sequence[ToolSpec] = (),
+        force_reasoning: bool | None = None,
+        stream_reasoning: bool = True,
+        new_id: IdFactory | None = None,
+    ) -> ResponseParser:
+        """From the parsers' names."""
+        return cls(
+            reasoning_parser(reasoning, force_reasoning=force_reasoning, stream_reasoning=stream_reasoning)
+            if reasoning
+            else None,
+            tool_parser(tools, tool_list, new_id=new_id) if tools else None,
+        )
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return any(part.needs_special_tokens for part in (self._reasoning, self._tools) if part is not None)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts the parsers look for: special tokens among them must survive detokenising, others may go."""
+        parts = [part.markers for part in (self._reasoning, self._tools) if part is not None]
+        return tuple(dict.fromkeys(marker for part in parts for marker in part))
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._reasoning is not None and self._reasoning.in_reasoning
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        return self._pass_on(self._reasoning.feed(text) if self._reasoning else [Content(text)] if text else [], False)
+
+    def finish(self) -> list[ParsedEvent]:
+        """The text is over; nothing may be fed afterwards."""
+        return self._pass_on(self._reasoning.finish() if self._reasoning else [], True)
+
+    def _pass_on(self, events: list[ParsedEvent], last: bool) -> list[ParsedEvent]:
+        if self._tools is None:
+            return events
+        sink = EventSink()
+        for event in events:
+            for told in self._tools.feed(event.text) if isinstance(event, Content) else [event]:
+                sink.add(told)
+        for told in self._tools.finish() if last else []:
+            sink.add(told)
+        return sink.take()
+
+
+def parse_tool_calls(text: str, tools: str | Sequence[Mapping[str, Any]], parser_name: str) -> Parsed:
+    """The calls in a whole text, and the content around them."""
+    parser = tool_parser(parser_name, tool_specs(tools))
+    return assemble([*parser.feed(text), *parser.finish()])
+
+
+def separate_reasoning(text: str, parser_name: str, *, force_reasoning: bool | None = None) -> Parsed:
+    """A whole text's reasoning and content."""
+    parser = reasoning_parser(parser_name, force_reasoning=force_reasoning)
+    return assemble([*parser.feed(text), *parser.finish()])

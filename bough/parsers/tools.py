@@ -1,0 +1,233 @@
+"""Tool-call formats by name: their parsers, and how a call is written for constrained generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from bough.parsers.events import ToolSpec
+from bough.parsers.harmony import HarmonyToolParser
+from bough.parsers.header_calls import DeepseekV3Parser, DeepseekV31Parser, KimiK2Parser
+from bough.parsers.names import lookup
+from bough.parsers.pythonic_calls import Lfm2Parser, PythonicParser
+from bough.parsers.scan import IdFactory, Parser
+from bough.parsers.tools_json import (
+    CommandRParser,
+    ErnieParser,
+    GraniteParser,
+    HermesParser,
+    InternlmParser,
+    Llama3Parser,
+    MistralParser,
+    Phi4Parser,
+)
+from bough.parsers.typing_by_schema import encode_text
+from bough.parsers.xml_calls import (
+    DeepseekV32Parser,
+    Glm45Parser,
+    HunyuanOpensourceParser,
+    HunyuanParser,
+    MinimaxM2Parser,
+    Qwen3CoderParser,
+    Step3Parser,
+)
+
+ArgumentKind = Literal["json"]
+
+
+class CallTag(msgspec.Struct, frozen=True):
+    """How a call of one tool is written: `begin`, arguments that fit `schema`, `end`."""
+
+    name: str
+    begin: str
+    end: str
+    schema: dict[str, Any]
+
+
+class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a grammar needs to force calls, or to constrain those the model starts.
+
+    Forced: `section_begin call (separator call)* section_end`, each call one of `calls`.
+    Constrained: free text until one of `triggers` (all calls and the section begin with one), then as above.
+    """
+
+    calls: list[CallTag]
+    triggers: list[str]
+    arguments: ArgumentKind = "json"
+    section_begin: str = ""
+    separator: str = ""
+    section_end: str = ""
+
+
+class CallShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A ToolCallFormat with `NAME` where the tool's name goes."""
+
+    begin: str
+    end: str
+    triggers: tuple[str, ...]
+    section_begin: str = ""
+    separator: str = ""
+    section_end: str = ""
+
+    def of(self, tools: Sequence[ToolSpec]) -> ToolCallFormat:
+        return ToolCallFormat(
+            calls=[
+                CallTag(tool.name, self.begin.replace("NAME", encode_text(tool.name)), self.end, tool.parameters)
+                for tool in tools
+            ],
+            triggers=list(self.triggers),
+            section_begin=self.section_begin,
+            separator=self.separator,
+            section_end=self.section_end,
+        )
+
+
+class MakeParser(Protocol):
+    def __call__(self, tools: Sequence[ToolSpec] = (), new_id: IdFactory | None = None) -> Parser: ...
+
+
+class ToolFormat(msgspec.Struct, frozen=True):
+    """A family's way of calling tools. `shape` is None where arguments are not written as JSON."""
+
+    name: str
+    make: MakeParser
+    shape: CallShape | None = None
+
+
+_OBJECT = '{"name": "NAME", "arguments": '
+_HERMES = CallShape(begin=f"<tool_call>\n{_OBJECT}", end="}\n</tool_call>", separator="\n", triggers=("<tool_call>",))
+_COMPACT = CallShape(begin="[TOOL_CALLS]NAME[ARGS]", end="", triggers=("[TOOL_CALLS]",))
+
+
+def _listed(begin: str, end: str, *, call: str = _OBJECT) -> CallShape:
+    return CallShape(begin=call, end="}", section_begin=begin, separator=", ", section_end=end, triggers=(begin,))
+
+
+FORMATS: dict[str, ToolFormat] = {
+    entry.name: entry
+    for entry in (
+        ToolFormat("hermes", HermesParser, _HERMES),
+        ToolFormat(
+            "llama3",
+            Llama3Parser,
+            CallShape(begin='{"name": "NAME", "parameters": ', end="}", separator="; ", triggers=('{"name": "',)),
+        ),
+        ToolFormat("pythonic", PythonicParser),
+        ToolFormat("qwen3_coder", Qwen3CoderParser),
+        ToolFormat("mistral", MistralParser, _listed("[TOOL_CALLS] [", "]")),
+        ToolFormat("mistral-compact", MistralParser, _COMPACT),
+        ToolFormat(
+            "deepseekv3",
+            DeepseekV3Parser,
+            CallShape(
+                begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+                end="\n```<｜tool▁call▁end｜>",
+                section_begin="<｜tool▁calls▁begin｜>",
+                separator="\n",
+                section_end="<｜tool▁calls▁end｜>",
+                triggers=("<｜tool▁calls▁begin｜>",),
+            ),
+        ),
+        ToolFormat(
+            "deepseekv31",
+            DeepseekV31Parser,
+            CallShape(
+                begin="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+                end="<｜tool▁call▁end｜>",
+                section_begin="<｜tool▁calls▁begin｜>",
+                section_end="<｜tool▁calls▁end｜>",
+                triggers=("<｜tool▁calls▁begin｜>",),
+            ),
+        ),
+        ToolFormat("deepseekv32", DeepseekV32Parser),
+        ToolFormat(
+            "kimi_k2",
+            KimiK2Parser,
+            CallShape(
+                begin="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
+                end="<|tool_call_end|>",
+                section_begin="<|tool_calls_section_begin|>",
+                section_end="<|tool_calls_section_end|>",
+                triggers=("<|tool_calls_section_begin|>",),
+            ),
+        ),
+        ToolFormat("glm45", Glm45Parser),
+        ToolFormat(
+            "gpt-oss",
+            HarmonyToolParser,
+            CallShape(
+                begin="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+                end="<|call|>",
+                separator="<|start|>assistant",
+                triggers=("<|channel|>commentary to=functions.",),
+            ),
+        ),
+        ToolFormat("minimax-m2", MinimaxM2Parser),
+        ToolFormat("step3", Step3Parser),
+        ToolFormat("granite", GraniteParser, _listed("<|tool_call|>[", "]")),
+        ToolFormat(
+            "command-r",
+            CommandRParser,
+            _listed("<|START_ACTION|>[", "]<|END_ACTION|>", call='{"tool_name": "NAME", "parameters": '),
+        ),
+        ToolFormat("phi4", Phi4Parser, _listed("functools[", "]")),
+        ToolFormat(
+            "internlm",
+            InternlmParser,
+            CallShape(
+                begin='<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ',
+                end="}<|action_end|>",
+                separator="\n",
+                triggers=("<|action_start|><|plugin|>",),
+            ),
+        ),
+        ToolFormat("lfm2", Lfm2Parser),
+        ToolFormat("hunyuan", HunyuanParser, _listed("<tool_calls>[", "]</tool_calls>")),
+        ToolFormat("hunyuan-opensource", HunyuanOpensourceParser),
+        ToolFormat("ernie", ErnieParser, _HERMES),
+    )
+}
+ALIASES = {
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3": "hermes",
+    "llama4": "pythonic",
+    "llama4-pythonic": "pythonic",
+    "llama3-json": "llama3",
+    "qwen3-xml": "qwen3_coder",
+    "nemotron-3": "qwen3_coder",
+    "deepseek-v3": "deepseekv3",
+    "deepseek-v31": "deepseekv31",
+    "deepseek-v32": "deepseekv32",
+    "deepseekv4": "deepseekv32",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "openai": "gpt-oss",
+    "minimax": "minimax-m2",
+    "command-r7b": "command-r",
+    "cohere-command4": "command-r",
+    "phi4-mini": "phi4",
+    "interns1": "internlm",
+    "internlm2": "internlm",
+    "hunyuan-a13b": "hunyuan",
+    "ernie45": "ernie",
+    "granite4": "hermes",
+}
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format called `name` (or an alias); underscores, dots and hyphens are the same."""
+    return lookup(FORMATS, ALIASES, name, kind="tool-call parser", flag="--tool-call-parser")
+
+
+def tool_parser(name: str, tools: Sequence[ToolSpec] = (), *, new_id: IdFactory | None = None) -> Parser:
+    """A parser for one answer. `new_id` makes the ids of calls, where the model does not write them."""
+    return tool_format(name).make(tools, new_id)
+
+
+def call_format(name: str, tools: Sequence[ToolSpec]) -> ToolCallFormat | None:
+    """How this family writes calls of these tools; None where arguments are not JSON and a grammar cannot take a schema."""
+    shape = tool_format(name).shape
+    return shape.of(tools) if shape is not None else None
