@@ -1,0 +1,229 @@
+"""Builds one rank of the engine from its configuration, and runs it: the order of start-up, on one screen.
+
+Headers first, then the machine, then every open setting and the memory plan; weights only once all of that holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bough.config.concerns import Config
+from bough.config.hf import Checkpoint, open_checkpoint
+from bough.config.memory_plan import MemoryPlan
+from bough.config.resolve import Resolved, resolve
+from bough.core.errors import ConfigError
+from bough.core.messages import ToEngine
+from bough.core.step import Runner, RunnerLimits
+from bough.distributed.mesh import Mesh, join_mesh
+from bough.engine.attention import attention_factory
+from bough.engine.facts import machine_facts, plan_facts
+from bough.engine.loop import EngineLoop
+from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
+from bough.ipc import Inbox, Launch, Outbox, Status, write_status
+from bough.layers.batch import Model, attention_specs
+from bough.memory.mha import KVPool, KVShape
+from bough.models.load import build_model
+from bough.observability.health import Heartbeat
+from bough.platform import Device, detect
+from bough.runner.model_runner import ModelRunner
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+WARM_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Decode sizes captured before the engine is ready; the others are captured when wanted."""
+
+
+@dataclass(slots=True)
+class StartUp:
+    """Tells the launcher how far the engine has come, and how long each phase took."""
+
+    launch: Launch
+    rank: int
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str, progress: float) -> Iterator[None]:
+        if self.rank == 0:
+            write_status(self.launch.endpoints, Status(phase="loading", detail=name, progress=progress))
+        begin = time.perf_counter()
+        yield
+        self.phases[name] = round(time.perf_counter() - begin, 3)
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        _log.info("ready: %s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items()))
+        write_status(self.launch.endpoints, Status(phase="ready", facts=facts | {"startup_s": self.phases}))
+
+
+def run_rank(launch: Launch, rank: int) -> None:
+    """The whole life of one engine rank."""
+    start = StartUp(launch, rank)
+    with start.phase("reading the checkpoint's headers", 0.05):
+        checkpoint, resolved = decide(launch.config)
+    config = resolved.config
+    if rank == 0:
+        for line in resolved.lines():
+            _log.info("decided: %s", line)
+        _log.info("memory plan:\n%s", resolved.plan.table())
+    with start.phase("preparing the device", 0.1):
+        device = open_device(config, rank)
+        mesh = join_mesh(
+            rank, config.parallel.tp_size, init_method=launch.endpoints.rendezvous, device=device.torch_device
+        )
+    with start.phase("loading weights", 0.2):
+        model = load_model(checkpoint, config, device, mesh)
+    with start.phase("laying out memory", 0.8):
+        runner = make_runner(model, config, resolved.plan, device, checkpoint)
+    with start.phase("warming up", 0.9):
+        warm_up(runner, config)
+    if rank > 0:
+        run_worker(Inbox(launch.endpoints.rank(rank), ToWorker), runner)
+        return
+    serve_steps(launch, start, checkpoint, resolved, runner)
+
+
+def decide(config: Config) -> tuple[Checkpoint, Resolved]:
+    """Opens the checkpoint and settles every open setting; reads headers only."""
+    checkpoint = open_checkpoint(
+        config.model.model,
+        revision=config.model.revision,
+        load_format=config.model.load_format,
+        overrides=config.model.json_model_override_args,
+    )
+    facts = detect(config.device.device)
+    custom = config.device.custom_kernels and not config.device.safe_mode
+    keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
+    machine = machine_facts(facts, custom_kernels=custom)
+    return checkpoint, resolve(config, machine, plan_facts(checkpoint, config.model.model, keep_packed=keep_packed))
+
+
+def open_device(config: Config, rank: int) -> Device:
+    kind = config.device.device
+    assert kind != "auto", "the device is decided by now"
+    threads = config.device.cpu_threads
+    return Device(kind, rank if kind == "cuda" else 0, threads=threads if isinstance(threads, int) else None)
+
+
+def load_model(checkpoint: Checkpoint, config: Config, device: Device, mesh: Mesh) -> Model:
+    return build_model(
+        checkpoint,
+        dtype=_DTYPES[config.model.dtype],
+        device=device.torch_device,
+        mesh=mesh,
+        load_format=config.model.load_format,
+        quantization=config.model.quantization,
+        seed=config.model.seed,
+    )
+
+
+def make_runner(model: Model, config: Config, plan: MemoryPlan, device: Device, checkpoint: Checkpoint) -> ModelRunner:
+    assert isinstance(model, torch.nn.Module)
+    page_size = plan.page_size
+    num_pages = plan.num_pages + 1  # page 0 is nobody's
+    _check_room(plan, device)
+    shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in attention_specs(model)]
+    pool = KVPool(shapes, num_pages, page_size, _DTYPES[config.model.kv_cache_dtype], device.torch_device)
+    running = config.scheduler.max_running_requests
+    chunk = config.scheduler.chunked_prefill_size
+    assert isinstance(running, int)
+    assert isinstance(chunk, int)
+    step_tokens = plan.context_length if chunk < 0 else min(chunk, plan.context_length)
+    limits = RunnerLimits(
+        num_slots=running,
+        num_pages=num_pages,
+        page_size=page_size,
+        pages_per_slot=-(-plan.context_length // page_size),
+        context_length=plan.context_length,
+        max_step_tokens=max(step_tokens, running),
+        vocab_size=checkpoint.facts.vocab,
+    )
+    return ModelRunner(
+        model,
+        pool,
+        limits,
+        attention_factory(config.device.attention_backend),
+        device,
+        graph_max_tokens=config.device.cuda_graph_max_tokens if config.device.cuda_graph else 0,
+    )
+
+
+def _check_room(plan: MemoryPlan, device: Device) -> None:
+    """The plan was made from headers; now the weights are really there."""
+    if not device.is_async:
+        return
+    free, _ = device.free_bytes()
+    if plan.kv_bytes + plan.activation_bytes > free:
+        raise ConfigError(
+            what=f"the KV cache needs {plan.kv_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free after loading",
+            why="the weights took more than their headers promised, or another process took memory meanwhile",
+            fix="free the device, or start with a smaller --mem-fraction-static",
+        )
+
+
+def warm_up(runner: ModelRunner, config: Config) -> None:
+    """Captures the common graphs, so that the first requests don't pay for them."""
+    if runner.graphs is not None:
+        most = min(config.device.cuda_graph_max_tokens, runner.limits.num_slots)
+        with torch.inference_mode():
+            runner.graphs.warm_up([size for size in WARM_GRAPHS if size <= most])
+
+
+def serve_steps(launch: Launch, start: StartUp, checkpoint: Checkpoint, resolved: Resolved, local: ModelRunner) -> None:
+    """Rank 0: takes requests until told to stop."""
+    config, endpoints = resolved.config, launch.endpoints
+    runner: Runner = local
+    ranks = config.parallel.tp_size
+    broadcast = None
+    if ranks > 1:
+        broadcast = BroadcastRunner(local, [Outbox(endpoints.rank(rank)) for rank in range(1, ranks)])
+        runner = broadcast
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = Outbox(endpoints.detokenizer)
+    loop = EngineLoop(
+        runner,
+        local.limits,
+        config,
+        inbox=inbox,
+        outbox=outbox,
+        heartbeat=Heartbeat(endpoints.heartbeat),
+        on_idle=local.idle if ranks == 1 else None,
+    )
+    start.ready(ready_facts(checkpoint, resolved, local.limits))
+    try:
+        loop.run()
+    finally:
+        if broadcast is not None:
+            broadcast.stop()
+
+
+def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits) -> dict[str, Any]:
+    """What the other processes and `/server_info` may know."""
+    plan = resolved.plan
+    return {
+        "model": checkpoint.name,
+        "architecture": checkpoint.facts.architecture,
+        "context_length": limits.context_length,
+        "vocab_size": limits.vocab_size,
+        "kv_tokens": plan.kv_tokens,
+        "page_size": limits.page_size,
+        "max_running_requests": limits.num_slots,
+        "eos_ids": list(checkpoint.eos_ids),
+        "device": resolved.config.device.device,
+        "dtype": resolved.config.model.dtype,
+        "decisions": resolved.lines(),
+        "memory": [list(row) for row in plan.rows()],
+        "memory_table": plan.table(),
+    }
