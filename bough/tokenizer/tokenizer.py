@@ -1,0 +1,173 @@
+"""A tokenizer: one interface over the `tokenizers` library and over transformers' slow ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import tokenizers
+
+from bough.tokenizer.chat_template import ChatTemplate
+from bough.tokenizer.vocabulary import TokenForm, bytes_of_tokens, form_of_decoder
+
+
+class Codebook(Protocol):
+    """What turns text into ids and back."""
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def form(self) -> TokenForm:
+        """How the tokens' names spell bytes."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
+
+    def token_of(self, token_id: int) -> str | None: ...
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def added(self) -> dict[int, tuple[str, bool]]:
+        """Tokens outside the model proper: id -> (text, special)."""
+        ...
+
+
+class FastCodebook:
+    """Over `tokenizers`: encodes without holding the interpreter, and may be used by many threads."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Padding and truncation in tokenizer.json are leftovers of training.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+
+    @cached_property
+    def num_ids(self) -> int:
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return max([size, *(token_id + 1 for token_id in self.added())])
+
+    @cached_property
+    def form(self) -> TokenForm:
+        decoder = self._tokenizer.decoder
+        return form_of_decoder(json.loads(decoder.__getstate__()) if decoder is not None else None)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [each.ids for each in encoded]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_of(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def added(self) -> dict[int, tuple[str, bool]]:
+        return {i: (token.content, token.special) for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+
+class SlowCodebook:
+    """Over a Python tokenizer of transformers. Holds the interpreter; its vocabulary has no table of bytes."""
+
+    form: TokenForm = "other"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def num_ids(self) -> int:
+        return max([len(self._tokenizer), *(token_id + 1 for token_id in self.added())])
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+        decoded: str = self._tokenizer.decode(
+            list(ids),
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return decoded
+
+    def token_of(self, token_id: int) -> str | None:
+        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return token
+
+    def id_of(self, token: str) -> int | None:
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary.get(token)
+
+    def added(self) -> dict[int, tuple[str, bool]]:
+        decoder = self._tokenizer.added_tokens_decoder
+        return {i: (token.content, token.special) for i, token in decoder.items()}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back. Safe to use from many threads."""
+
+    codebook: Codebook
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    unk_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    """Every id that ends an answer: `eos_id`, and those the model's generation settings add."""
+    chat_template: ChatTemplate | None = field(default=None, repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id. A model's embedding may be padded beyond it."""
+        return self.codebook.num_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.codebook.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return self.codebook.encode_batch(texts, add_special_tokens)
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        return self.codebook.decode(ids, skip_special_tokens, spaces_between_special_tokens)
+
+    def id_of(self, token: str) -> int | None:
+        return self.codebook.id_of(token)
+
+    def token_of(self, token_id: int) -> str | None:
+        """A token's name as the vocabulary spells it."""
+        return self.codebook.token_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """What one token stands for, alone: broken characters show as U+FFFD, special tokens by name."""
+        table = self.token_bytes()
+        if table is None:
+            return self.codebook.decode([token_id], False, False)
+        return table[token_id].decode("utf-8", "replace") if 0 <= token_id < len(table) else ""
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of text."""
+        return frozenset(i for i, (_, special) in self.codebook.added().items() if special)
+
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes each id adds to text, special tokens by their name, holes empty; None: texts are not joined bytes."""
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes] | None:
+        if self.codebook.form == "other":
+            return None
+        names = [self.codebook.token_of(i) for i in range(self.codebook.num_ids)]
+        return bytes_of_tokens(names, self.codebook.added(), self.codebook.form)
