@@ -1,0 +1,76 @@
+"""`bough COMMAND ...`: finds the command's module and runs it; prints errors as what, why, fix."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Protocol
+
+from bough.core.errors import BoughError
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "serve": ("bough.cli.serve", "serve a model over HTTP"),
+    "chat": ("bough.cli.chat", "talk to a running server"),
+    "run": ("bough.cli.run", "serve a model and talk to it"),
+    "doctor": ("bough.cli.doctor", "check this machine, and whether a model fits"),
+    "bench": ("bough.cli.bench", "measure a server or an engine"),
+    "version": ("bough.cli.version", "print the version"),
+}
+
+USAGE_ERROR = 2
+
+
+class Command(Protocol):
+    """What each command's module has."""
+
+    def run(self, argv: Sequence[str]) -> int:
+        """Runs the command and returns its exit status."""
+        ...
+
+
+def overview() -> str:
+    """What `bough --help` prints."""
+    lines = ["bough: serve language models, and program them", "", "usage: bough COMMAND [...]", ""]
+    lines += [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
+    lines += [
+        "",
+        "`bough COMMAND --help` says more. Start with `bough serve`, which needs nothing else:",
+        "it serves a small default model at http://127.0.0.1:30000, on any machine.",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `bough` script. Returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if arguments else USAGE_ERROR
+    name = "version" if arguments[0] in ("-V", "--version") else arguments[0]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        print(f"error: unknown command {name!r}", file=sys.stderr)
+        print(f"  fix: did you mean `bough {close[0]}`?" if close else "  fix: see `bough --help`", file=sys.stderr)
+        return USAGE_ERROR
+    return call(COMMANDS[name][0], arguments[1:])
+
+
+def call(module: str, arguments: Sequence[str]) -> int:
+    """Runs a command's module; its errors become three lines on stderr."""
+    command: Command = import_module(module)
+    try:
+        return command.run(arguments)
+    except BoughError as error:
+        print(error.lines(), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

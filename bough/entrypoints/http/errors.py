@@ -1,0 +1,103 @@
+"""The one renderer of errors: whatever went wrong, a client gets a status, a type, a code and a sentence written for it.
+
+Exceptions that are not `BoughError`s never show their text, since it may hold paths or data of others; they are logged
+under the request's id, which the client gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bough.core.errors import BoughError, InvalidRequest, NotFound, Overloaded
+from bough.entrypoints.stream import DONE, ClientGone, event
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+
+CLIENT_GONE = 499
+"""What nginx made customary for "the client closed its connection"; only logs see it."""
+
+
+def as_bough(error: BaseException) -> BoughError:
+    """Any error as one that may be shown."""
+    if isinstance(error, BoughError):
+        return error
+    return BoughError(
+        what="the server failed to answer this request",
+        why="an internal error, which was logged",
+        fix="report it with the request id in the x-request-id header",
+    )
+
+
+def error_body(error: BaseException) -> dict[str, object]:
+    """OpenAI's error object."""
+    shown = as_bough(error)
+    return {
+        "error": {"message": shown.sentence(), "type": shown.type, "param": shown.param, "code": shown.code},
+    }
+
+
+def error_headers(error: BaseException) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(error.retry_after_s)}
+    if isinstance(error, BoughError) and error.status == 401:
+        return {"www-authenticate": "Bearer"}
+    return {}
+
+
+def status_of(error: BaseException) -> int:
+    """HTTP status: of the error's kind, or the one it was given by the engine."""
+    return as_bough(error).status
+
+
+def error_event(error: BaseException) -> bytes:
+    """The error as the last events of a stream that was already open."""
+    return event(error_body(error)) + DONE
+
+
+def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
+    """The error as a whole response."""
+    return Response(
+        _encode(error_body(error)),
+        status_code=status_of(error),
+        headers={**error_headers(error), **(headers or {})},
+        media_type="application/json",
+    )
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Exception handler of the app, for errors of every kind."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException):
+        error = _from_http(error, request)
+    if not isinstance(error, BoughError):
+        _log.error(
+            "request failed: %s %s", request.method, request.url.path,
+            extra={"request_id": request.scope.get("bough.request_id", "")}, exc_info=error,
+        )  # fmt: skip
+    return error_response(error)
+
+
+class MethodNotAllowed(InvalidRequest):
+    status = 405
+    code = "method_not_allowed"
+
+
+def _from_http(error: HTTPException, request: Request) -> BoughError:
+    path = request.url.path
+    if error.status_code == 404:
+        return NotFound(what=f"there is no {path}", why="no route has this path", fix="see /docs for the routes")
+    if error.status_code == 405:
+        return MethodNotAllowed(
+            what=f"{request.method} is not allowed on {path}",
+            why="this route takes other methods",
+            fix="see /docs for the routes",
+        )
+    return InvalidRequest(what=str(error.detail), why="the request can't be read as HTTP", fix="check the client")

@@ -1,0 +1,123 @@
+"""Chat messages: checked one by one, and brought into the form that templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bough.core.errors import InvalidRequest
+from bough.entrypoints import bounds
+
+Json = dict[str, Any]
+
+_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def check_messages(messages: Sequence[Json]) -> list[Json]:
+    """Messages fit for a template, or `InvalidRequest` naming the first that is wrong. `developer` becomes `system`."""
+    if not messages:
+        raise InvalidRequest(
+            what="messages is empty",
+            why="there is nothing to answer",
+            fix="send at least one message",
+            param="messages",
+        )
+    bounds.count("messages", messages, "messages")
+    return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def with_tools(messages: list[Json], description: str) -> list[Json]:
+    """The messages with a description of the tools in their system message."""
+    if messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
+        merged = f"{messages[0]['content']}\n\n{description}"
+        return [{**messages[0], "content": merged}, *messages[1:]]
+    return [{"role": "system", "content": description}, *messages]
+
+
+def text_size(messages: Sequence[Json]) -> int:
+    """Characters of text in the messages, for estimating tokens before they are rendered."""
+    size = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+        elif isinstance(content, list):
+            size += sum(len(part["text"]) for part in content if "text" in part)
+        size += 16
+    return size
+
+
+def _message(message: Json, where: str) -> Json:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise _bad(f"{where}.role is {str(role)[:50]!r}", f"roles are: {', '.join(sorted(_ROLES))}", f"{where}.role")
+    shaped = dict(message)
+    if role == "developer":
+        shaped["role"] = "system"
+    if role == "function":
+        shaped["role"] = "tool"
+    calls = message.get("tool_calls")
+    if calls is not None:
+        shaped["tool_calls"] = _tool_calls(calls, where)
+    shaped["content"] = _content(message.get("content"), where, optional=role == "assistant")
+    for name in ("name", "tool_call_id", "reasoning_content", "refusal"):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise _bad(f"{where}.{name} is no text", "it must be a string", f"{where}.{name}")
+    return {name: value for name, value in shaped.items() if value is not None or name == "content"}
+
+
+def _content(content: object, where: str, *, optional: bool) -> str | list[Json] | None:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if optional:
+            return None
+        raise _bad(f"{where}.content is missing", "this role's messages need content", f"{where}.content")
+    if not isinstance(content, list):
+        raise _bad(
+            f"{where}.content is neither text nor a list of parts",
+            "OpenAI's format knows only these",
+            f"{where}.content",
+        )
+    bounds.count("content_parts", content, f"{where}.content")
+    return [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
+
+
+def _part(part: object, where: str) -> Json:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise _bad(f"{where} is no content part", "parts are objects with a type", where)
+    kind = part.get("type")
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise InvalidRequest(
+            what=f"{where} has the type {str(kind)[:50]!r}",
+            why="the served model takes text only",
+            fix="send text parts",
+            param=f"{where}.type",
+        )
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise _bad(f"{where}.{field} is no text", "it must be a string", f"{where}.{field}")
+    return {"type": "text", "text": text}
+
+
+def _tool_calls(calls: object, where: str) -> list[Json]:
+    if not isinstance(calls, list):
+        raise _bad(f"{where}.tool_calls is no list", "it must be a list of calls", f"{where}.tool_calls")
+    bounds.count("tools", calls, f"{where}.tool_calls")
+    for at, call in enumerate(calls):
+        place = f"{where}.tool_calls[{at}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _bad(f"{place}.function.name is missing", "a call names its function", place)
+        if not isinstance(function.get("arguments", ""), str | dict):
+            raise _bad(f"{place}.function.arguments is no text", "arguments are JSON text", place)
+    return calls
+
+
+def _bad(what: str, why: str, param: str) -> InvalidRequest:
+    return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)

@@ -1,0 +1,130 @@
+"""Who may call what: keys, admin keys, hosts and origins, and the size of headers. One middleware, before every route.
+
+Deny by default: every path needs the key except the three probes. Without a key the server is meant for this machine only,
+so requests that a browser was tricked into (foreign Host or Origin) are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from bough.config.check import is_loopback
+from bough.config.concerns import ServerConfig
+from bough.core.errors import BoughError, Forbidden, InvalidRequest, Unauthorized
+from bough.entrypoints import bounds
+from bough.entrypoints.http.errors import error_response
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
+
+
+class HeadersTooLarge(InvalidRequest):
+    status = 431
+    code = "headers_too_large"
+
+
+class Guard:
+    """ASGI middleware. Gives every request an id (`x-request-id`), checks it, and passes it on."""
+
+    def __init__(self, app: App, server: ServerConfig, admin_paths: frozenset[str] = frozenset()) -> None:
+        self._app = app
+        self._key = server.api_key.encode()
+        self._admin_key = server.admin_api_key.encode()
+        self._admin_paths = admin_paths
+        self._origins = frozenset(server.cors_origins)
+        self._isolate_cache = server.isolate_cache
+        self._local_only = is_loopback(server.host) and not server.api_key and not server.insecure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = uuid.uuid4().hex
+        scope["bough.request_id"] = request_id
+        id_header = (b"x-request-id", request_id.encode())
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], id_header]
+            await send(message)
+
+        try:
+            self.check(scope)
+        except BoughError as error:
+            await error_response(error)(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive, send_with_id)
+
+    def check(self, scope: Scope) -> None:
+        """Raises the error that this request deserves before its route is even looked up."""
+        authorization = b""
+        host = b""
+        origin = b""
+        size = 0
+        for name, value in scope["headers"]:
+            size += len(name) + len(value)
+            if name == b"authorization":
+                authorization = value
+            elif name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
+        if size > bounds.BOUNDS["header_bytes"].most:
+            raise HeadersTooLarge(
+                what=f"{size} bytes of headers",
+                why=f"at most {bounds.BOUNDS['header_bytes'].most} are allowed",
+                fix="send fewer or shorter headers",
+            )
+        path = scope["path"]
+        if scope["method"] == "OPTIONS" or path in OPEN_PATHS:
+            return
+        if self._local_only:
+            self._check_local(host.decode("latin-1"), origin.decode("latin-1"))
+        if path in self._admin_paths:
+            self._check_key(authorization, self._admin_key, "admin key")
+        elif self._key:
+            self._check_key(authorization, self._key, "key")
+        if self._isolate_cache and authorization:
+            scope["bough.tenant"] = hashlib.sha256(authorization).hexdigest()[:16]
+
+    def _check_key(self, authorization: bytes, key: bytes, what: str) -> None:
+        scheme, _, sent = authorization.partition(b" ")
+        if scheme.lower() == b"bearer" and key and hmac.compare_digest(sent.strip(), key):
+            return
+        raise Unauthorized(
+            what=f"the {what} is missing" if not authorization else f"the {what} is wrong",
+            why="this route is protected",
+            fix="send it as `Authorization: Bearer KEY`",
+        )
+
+    def _check_local(self, host: str, origin: str) -> None:
+        name = _host_name(host)
+        if host and not is_loopback(name):
+            raise Forbidden(
+                what=f"this server does not answer to the name {name[:100]!r}",
+                why="without a key it serves this machine only, under its loopback names",
+                fix="call http://127.0.0.1, or start the server with --api-key (or --insecure)",
+            )
+        if origin and origin not in self._origins and origin.partition("://")[2] != host:
+            raise Forbidden(
+                what="pages of another origin may not call this server",
+                why="without a key it trusts its own pages only",
+                fix="start the server with --cors-origins and the page's origin",
+            )
+
+
+def _host_name(host: str) -> str:
+    """A Host header without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
