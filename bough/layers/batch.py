@@ -64,5 +64,5 @@ class Model(Protocol):
 
 def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
     """The specs of all attention layers of a model, by layer index: what the KV cache is sized from."""
-    specs = [m.spec for m in model.modules() if isinstance(getattr(m, "spec", None), AttentionSpec)]
-    return sorted(specs, key=lambda s: s.layer)
+    specs = [getattr(module, "spec", None) for module in model.modules()]
+    return sorted((spec for spec in specs if isinstance(spec, AttentionSpec)), key=lambda spec: spec.layer)

@@ -1,0 +1,49 @@
+"""The frame of a decoder-only language model: embedding, a stack of blocks, a norm, an output head. T tokens, D width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from bough.config.model_facts import ModelFacts
+from bough.layers.batch import Batch
+from bough.layers.build import Build
+from bough.layers.embedding import Head, VocabEmbedding
+from bough.layers.norm import RMSNorm
+
+
+class Decoder(nn.Module):
+    """A `Model`. A block takes (x_TD, residual_TD, batch) and returns the same pair: what it adds to the residual stream,
+    and the stream without it, so that the next norm can do the addition."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        blocks: Iterable[nn.Module],
+        build: Build,
+        *,
+        embed_scale: float | None = None,
+        norm_offset: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embed = VocabEmbedding(facts.vocab, facts.hidden, build, scale=embed_scale)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=norm_offset)
+        self.head = Head(
+            facts.vocab,
+            facts.hidden,
+            build,
+            tied_to=self.embed if facts.tie_embeddings else None,
+            softcap=facts.logit_softcap,
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        x_TD, residual_TD = self.embed(batch), None
+        for block in self.layers:
+            x_TD, residual_TD = block(x_TD, residual_TD, batch)
+        return self.norm.last(x_TD, residual_TD, batch)
+
+    def logits(self, hidden_LD: Tensor) -> Tensor:
+        out: Tensor = self.head(hidden_LD)
+        return out

@@ -1,0 +1,147 @@
+"""Rotary positions: a table of cosines and sines, with the scalings that stretch a context baked in.
+
+Scalings that depend on how long a sequence gets (dynamic, longrope) are settled once, by the longest sequence served: a
+cached key is rotated for good, so the choice can't change while a sequence grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bough.config.rope_facts import RopeFacts
+from bough.core.errors import ConfigError
+from bough.kernels.rotary import apply_rope, qk_norm_rope
+from bough.layers.build import Build
+from bough.layers.norm import RMSNorm
+
+
+class Rope:
+    """Rotates queries and keys by their positions."""
+
+    def __init__(self, facts: RopeFacts, build: Build) -> None:
+        self.cos_sin_PR = rope_table(facts, build.context_length, build.device)
+
+    def __call__(self, q_TNH: Tensor, k_TKH: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rope(q_TNH, k_TKH, positions_T, self.cos_sin_PR)
+
+    def after_norms(
+        self, q_TNH: Tensor, k_TKH: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, positions_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Norms each head, then rotates."""
+        return qk_norm_rope(
+            q_TNH,
+            k_TKH,
+            q_norm.weight,
+            k_norm.weight,
+            q_norm.eps,
+            positions_T,
+            self.cos_sin_PR,
+            offset=q_norm.offset,
+        )
+
+
+def ropes_of(facts: Sequence[RopeFacts | None], build: Build) -> list[Rope | None]:
+    """One a layer; layers that rotate alike share a table."""
+    made = {fact: Rope(fact, build) for fact in dict.fromkeys(facts) if fact is not None}
+    return [None if fact is None else made[fact] for fact in facts]
+
+
+def every_rope(facts: Sequence[RopeFacts | None], build: Build) -> list[Rope]:
+    """Like `ropes_of`, for an architecture that rotates in every layer."""
+    ropes = [rope for rope in ropes_of(facts, build) if rope is not None]
+    if len(ropes) != len(facts):
+        raise ConfigError(
+            what="the config leaves layers without rotary positions", why="this architecture has none such"
+        )
+    return ropes
+
+
+def rope_table(facts: RopeFacts, num_positions: int, device: torch.device) -> Tensor:
+    """float32 [P, R]: cosines of R / 2 frequencies, then their sines."""
+    frequencies, magnitude = _FREQUENCIES[facts.kind](facts, num_positions)
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    angles = positions[:, None] * frequencies.to(device)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude)
+
+
+def _wavelengths(facts: RopeFacts, theta: float) -> Tensor:
+    """theta ** (2i / R): the distance in tokens over which frequency i turns by one radian."""
+    exponents = torch.arange(0, facts.rotary_dim, 2, dtype=torch.float32) / facts.rotary_dim
+    return theta**exponents
+
+
+def _default(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
+    return 1.0 / _wavelengths(facts, facts.theta), 1.0
+
+
+def _linear(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
+    return 1.0 / _wavelengths(facts, facts.theta) / facts.factor, 1.0
+
+
+def _dynamic(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
+    stretch = facts.factor * max(num_positions, facts.max_position) / facts.max_position - (facts.factor - 1)
+    theta = facts.theta * stretch ** (facts.rotary_dim / (facts.rotary_dim - 2))
+    return 1.0 / _wavelengths(facts, theta), 1.0
+
+
+def _llama3(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
+    """Slow frequencies are stretched, fast ones kept, those between blended."""
+    frequencies = 1.0 / _wavelengths(facts, facts.theta)
+    turns = facts.original_max_position * frequencies / (2 * math.pi)
+    keep = (turns - facts.low_freq_factor) / (facts.high_freq_factor - facts.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / facts.factor + keep * frequencies, 1.0
+
+
+def _yarn(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
+    """Frequencies by how often they turn within the trained length: often, kept; seldom, stretched; a ramp between."""
+    half = facts.rotary_dim // 2
+
+    def index_of(turns: float) -> float:
+        length = facts.original_max_position / (turns * 2 * math.pi)
+        return facts.rotary_dim * math.log(length) / (2 * math.log(facts.theta))
+
+    low, high = index_of(facts.beta_fast), index_of(facts.beta_slow)
+    if facts.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, facts.rotary_dim - 1)
+    ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+    frequencies = 1.0 / _wavelengths(facts, facts.theta)
+    blended = frequencies / facts.factor * ramp + frequencies * (1 - ramp)
+    return blended, _yarn_magnitude(facts)
+
+
+def _yarn_magnitude(facts: RopeFacts) -> float:
+    if facts.attention_factor is not None:
+        return facts.attention_factor
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if facts.factor <= 1 else 0.1 * weight * math.log(facts.factor) + 1.0
+
+    if facts.mscale and facts.mscale_all_dim:
+        return magnitude(facts.mscale) / magnitude(facts.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _longrope(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
+    """Divisors found by search: one set for lengths the model was trained on, one for longer ones."""
+    divisors = facts.long_factor if num_positions > facts.original_max_position else facts.short_factor
+    magnitude = facts.attention_factor
+    if magnitude is None:
+        stretched = math.log(facts.factor) / math.log(facts.original_max_position) if facts.factor > 1 else 0.0
+        magnitude = math.sqrt(1 + stretched)
+    return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _wavelengths(facts, facts.theta)), magnitude
+
+
+_FREQUENCIES = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,52 @@
+"""Gemma 2: norms before and after each half of a block, windows in every other layer, soft caps on scores and logits.
+
+Norms scale by 1 + weight, and embeddings by the root of their width.
+T tokens, D width, N heads, K key-value heads, H width of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bough.config.model_facts import ModelFacts
+from bough.layers.attention import attention_of
+from bough.layers.batch import Batch
+from bough.layers.build import Build
+from bough.layers.decoder import Decoder
+from bough.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from bough.layers.norm import RMSNorm
+from bough.layers.rotary import Rope, every_rope
+from bough.models.hf_names import ATTENTION, ENDS, FEED_FORWARD, SANDWICH_NORMS
+from bough.weights.mapping import Mapping
+
+WEIGHTS = Mapping(*ENDS, *SANDWICH_NORMS, *ATTENTION, *FEED_FORWARD)
+
+
+class Block(nn.Module):
+    def __init__(self, facts: ModelFacts, layer: int, rope: Rope, build: Build) -> None:
+        super().__init__()
+        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
+        self.attn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
+        self.qkv = QKVLinear(facts.hidden, *heads, build, bias=facts.qkv_bias)
+        self.rope = rope
+        self.attn = attention_of(facts, layer, build)
+        self.out = RowLinear(facts.num_heads * facts.head_dim, facts.hidden, build, bias=facts.out_bias)
+        self.after_attn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
+        self.ffn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
+        self.gate_up = GateUpLinear(facts.hidden, facts.intermediate, build, activation=facts.activation)
+        self.down = RowLinear(facts.intermediate, facts.hidden, build)
+        self.after_ffn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
+
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.attn_norm.add(x_TD, residual_TD)
+        q_TNH, k_TKH, v_TKH = self.qkv(x_TD)
+        q_TNH, k_TKH = self.rope(q_TNH, k_TKH, batch.positions_T)
+        x_TD = self.after_attn_norm(self.out(self.attn(q_TNH, k_TKH, v_TKH, batch)))
+        x_TD, residual_TD = self.ffn_norm.add(x_TD, residual_TD)
+        return self.after_ffn_norm(self.down(self.gate_up(x_TD))), residual_TD
+
+
+def make(facts: ModelFacts, build: Build) -> Decoder:
+    ropes = every_rope(facts.ropes, build)
+    blocks = (Block(facts, layer, rope, build) for layer, rope in enumerate(ropes))
+    return Decoder(facts, blocks, build, embed_scale=facts.hidden**0.5, norm_offset=1.0)

@@ -1,0 +1,50 @@
+"""Checkpoint -> model on its device, weights loaded."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bough.config.hf import Checkpoint
+from bough.distributed.mesh import SINGLE, Mesh
+from bough.layers.batch import Model
+from bough.layers.build import Build
+from bough.models.registry import find_architecture
+from bough.quantization.choose import choose_scheme
+from bough.quantization.unquantized import Unquantized
+from bough.weights.dummy import fill_dummy
+from bough.weights.load import load_weights
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: Mesh = SINGLE,
+    load_format: str = "auto",
+    quantization: str = "auto",
+    context_length: int | None = None,
+    seed: int = 0,
+) -> Model:
+    """The model that `checkpoint` describes: this rank's share of it, on `device`.
+
+    `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights.
+    """
+    facts = checkpoint.facts
+    architecture = find_architecture(facts.architecture)
+    dummy = load_format == "dummy" or checkpoint.kind == "config-only"
+    build = Build(
+        scheme=Unquantized() if dummy else choose_scheme(checkpoint, quantization, device),
+        dtype=dtype,
+        device=device,
+        context_length=context_length or facts.max_context,
+        mesh=mesh,
+    )
+    model: nn.Module = architecture.make(facts, build)
+    if dummy:
+        fill_dummy(model, seed)
+    else:
+        load_weights(model, architecture.weights, checkpoint)
+    model.eval()
+    return model  # type: ignore[return-value]

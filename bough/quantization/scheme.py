@@ -1,0 +1,67 @@
+"""The contract between layers and weight schemes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bough.weights.slots import Slot
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a matrix that come from one tensor of the checkpoint."""
+
+    name: str
+    """Slots are named by it: "q", "gate"; "" for a matrix of one part."""
+    shape: tuple[int, int]
+    """Of the whole tensor."""
+    rows: slice
+    cols: slice
+    """What this rank holds of it."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(range(*self.rows.indices(self.shape[0])))
+
+    @property
+    def num_cols(self) -> int:
+        return len(range(*self.cols.indices(self.shape[1])))
+
+    def slot_name(self, last: str) -> str:
+        return f"{self.name}.{last}" if self.name else last
+
+
+class Matrix(nn.Module, ABC):
+    """A weight [O, D] of one rank, parts on top of one another."""
+
+    @abstractmethod
+    def weight_slots(self) -> dict[str, Slot]:
+        """One `weight` for each part, and whatever else the scheme keeps (scales ...)."""
+
+    @abstractmethod
+    def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) -> [T, O] in the dtype of x."""
+
+    @abstractmethod
+    def gated(self, x_TD: Tensor, activation: Activation, bias_O: Tensor | None = None) -> Tensor:
+        """activation(first half of x @ weight.T) * second half -> [T, O / 2]."""
+
+    @abstractmethod
+    def lookup(self, ids_T: Tensor) -> Tensor:
+        """Rows `ids_T` -> [T, D] in the model's dtype."""
+
+
+class Scheme(Protocol):
+    """Makes matrices."""
+
+    def matrix(self, parts: Sequence[Part], *, dtype: torch.dtype, device: torch.device) -> Matrix:
+        """An empty matrix with these parts; `dtype` is that of activations."""
+        ...

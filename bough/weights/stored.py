@@ -1,0 +1,192 @@
+"""A tensor in a checkpoint that has not been read yet, and views of it. Reading happens row range by row range.
+
+Everything a mapping does to a tensor (cutting a fused one, taking one expert, undoing a row order) is a view, so that bytes
+move once: from the mapped file to where they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+DENSE_KINDS: Final = frozenset({"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64", "U8", "BOOL"})
+_CHUNK_WEIGHTS: Final = 4 * 1024 * 1024
+
+
+class Stored(Protocol):
+    """A tensor on disk."""
+
+    @property
+    def name(self) -> str:
+        """As the file calls it."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """F32, BF16, Q4_1 ..."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of the first dimension: in the stored dtype, or float32 if the kind is a block format."""
+        ...
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        """The same rows as they lie on disk, uint8 [rows, bytes of a row]. Only for two-dimensional block formats."""
+        ...
+
+
+def is_packed(stored: Stored) -> bool:
+    """Whether the tensor is in a block format (a few bits a weight, with scales)."""
+    return stored.kind not in DENSE_KINDS
+
+
+def copy_into(target: Tensor, stored: Stored, rows: slice | None = None, cols: slice | None = None) -> None:
+    """Copies the given rows and columns into the first rows of `target`, whatever its dtype and device.
+
+    Block formats pass through float32 a chunk at a time, so that a large table never exists in full.
+    """
+    start, stop, _ = (rows or slice(None)).indices(stored.shape[0])
+    weights_a_row = 1
+    for dim in stored.shape[1:]:
+        weights_a_row *= dim
+    step = max(1, _CHUNK_WEIGHTS // weights_a_row) if is_packed(stored) else max(1, stop - start)
+    for at in range(start, stop, step):
+        end = min(at + step, stop)
+        part = stored.read(at, end)
+        target[at - start : end - start].copy_(part if cols is None else part[..., cols])
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Some rows of a tensor: one part of a fused one."""
+
+    base: Stored
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.base.shape[1:])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(self.start + start, self.start + stop)
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        return self.base.blocks(self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One of the matrices stacked in a three-dimensional tensor: one expert."""
+
+    base: Stored
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}[{self.index}]"
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape[1:]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(self.index, self.index + 1)[0, start:stop]
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: stacked tensors are not used in blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """A tensor whose row i is row `order[i]` of the stored one."""
+
+    base: Stored
+    order: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(0, self.shape[0])[self.order[start:stop]]
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        return self.base.blocks(0, self.shape[0])[self.order[start:stop]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """A tensor with a constant added (norm weights that are stored with their 1 already added)."""
+
+    base: Stored
+    by: float
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(start, stop).to(torch.float32) + self.by
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: a shifted tensor has no blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class AsRow:
+    """A vector taken as a matrix of one row."""
+
+    base: Stored
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, *self.base.shape)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(0, self.base.shape[0])[None][start:stop]
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: a vector has no blocks")
