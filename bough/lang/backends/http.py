@@ -1,0 +1,195 @@
+"""HTTP with few connections, clear errors and server-sent events; one client an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from bough.lang.errors import BackendError
+from bough.lang.loop import run_sync
+
+if TYPE_CHECKING:
+    import httpx
+
+_RETRY_STATUS = (408, 429, 500, 502, 503, 504, 529)
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class HttpClient:
+    """Requests to one base URL. Callers beyond `max_connections` wait here, in order, holding no socket."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        verify: bool | str = True,
+        max_connections: int = 512,
+        retries: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._headers = dict(headers or {})
+        self._verify = verify
+        self._max_connections = max_connections
+        self._retries = retries
+        self._timeout_s = timeout_s
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = (
+            WeakKeyDictionary()
+        )
+
+    async def get(self, path: str) -> Any:
+        return await self._json("GET", path, None)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The decoded JSON body of the reply; text where it is not JSON."""
+        return await self._json("POST", path, body)
+
+    async def sse(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """The decoded `data:` of each server-sent event, up to `[DONE]`."""
+        async with self._response("POST", path, body) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line[5:].strip()
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if isinstance(event, dict) and event.get("error"):
+                    raise self._refused(response.status_code, data)
+                yield event
+
+    def close(self) -> None:
+        """Close the connections of the shared loop; those of other loops go with their loops."""
+        run_sync(self._aclose())
+
+    async def _aclose(self) -> None:
+        pair = self._clients.pop(asyncio.get_running_loop(), None)
+        if pair is not None:
+            await pair[0].aclose()
+
+    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        async with self._response(method, path, body) as response:
+            content = await response.aread()
+        try:
+            return json.loads(content)
+        except ValueError:
+            return content.decode(errors="replace")
+
+    @asynccontextmanager
+    async def _response(self, method: str, path: str, body: Mapping[str, Any] | None) -> AsyncIterator[httpx.Response]:
+        """An answered request with a good status; connection errors and bad statuses become `BackendError`."""
+        import httpx
+
+        client, slots = self._client()
+        url = self.base_url + path
+        async with slots:
+            try:
+                response = await self._send(client, method, url, body)
+                try:
+                    if response.status_code >= 400:
+                        raise self._refused(response.status_code, (await response.aread()).decode(errors="replace"))
+                    yield response
+                finally:
+                    await response.aclose()
+            except httpx.HTTPError as error:
+                raise BackendError(
+                    what=f"no answer from {url}",
+                    why=f"{type(error).__name__}: {error}".rstrip(": "),
+                    fix="check that the server runs there and is ready (GET /health)",
+                ) from error
+
+    async def _send(
+        self, client: httpx.AsyncClient, method: str, url: str, body: Mapping[str, Any] | None
+    ) -> httpx.Response:
+        """Send; again where the server closed an idle connection under us, or says that it is busy for now."""
+        import httpx
+
+        attempt = 0
+        stale = 0
+        while True:
+            request = (
+                client.build_request(method, url, json=body) if body is not None else client.build_request(method, url)
+            )
+            try:
+                response = await client.send(request, stream=True)
+            except httpx.RemoteProtocolError:
+                if stale:
+                    raise
+                stale += 1
+                continue
+            if response.status_code not in _RETRY_STATUS or attempt >= self._retries:
+                return response
+            await response.aclose()
+            await asyncio.sleep(_retry_delay_s(response.headers.get("retry-after"), attempt))
+            attempt += 1
+
+    def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        pair = self._clients.get(loop)
+        if pair is None:
+            limits = httpx.Limits(
+                max_connections=self._max_connections,
+                max_keepalive_connections=self._max_connections,
+                keepalive_expiry=3.0,
+            )
+            client = httpx.AsyncClient(
+                headers=self._headers,
+                verify=_tls(self._verify),
+                limits=limits,
+                timeout=httpx.Timeout(self._timeout_s, connect=10.0),
+                trust_env=urlsplit(self.base_url).hostname not in _LOOPBACK,
+            )
+            pair = (client, asyncio.Semaphore(self._max_connections))
+            self._clients[loop] = pair
+        return pair
+
+    def _refused(self, status: int, body: str) -> BackendError:
+        fixes = {
+            401: "pass the right api_key=",
+            403: "pass the right api_key=",
+            404: "check the URL and the model's name",
+        }
+        return BackendError(
+            what=f"{self.base_url} answered {status}",
+            why=_message_of(body),
+            fix=fixes.get(status, ""),
+            http_status=status,
+        )
+
+
+def _tls(verify: bool | str) -> Any:
+    if isinstance(verify, bool):
+        return verify
+    import ssl
+
+    return ssl.create_default_context(cafile=verify)
+
+
+def _retry_delay_s(retry_after: str | None, attempt: int) -> float:
+    try:
+        return min(float(retry_after or ""), 30.0)
+    except ValueError:
+        return 0.5 * 2.0**attempt
+
+
+def _message_of(body: str) -> str:
+    """The human part of an error body, in whichever of the usual shapes it comes."""
+    try:
+        decoded = json.loads(body)
+    except ValueError:
+        return body.strip()[:500]
+    for key in ("error", "message", "detail"):
+        if isinstance(decoded, dict) and decoded.get(key):
+            inner = decoded[key]
+            if isinstance(inner, dict):
+                return str(inner.get("message", inner))
+            return str(inner)
+    return body.strip()[:500]

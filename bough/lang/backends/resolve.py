@@ -1,0 +1,41 @@
+"""From what a caller hands over as a backend to a `Backend`."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from bough.lang.backends.base import Backend
+from bough.lang.backends.engine import EngineBackend, EngineLike
+from bough.lang.backends.runtime import Runtime
+from bough.lang.config import global_config
+from bough.lang.errors import LangError
+
+_engines: WeakKeyDictionary[Any, EngineBackend] = WeakKeyDictionary()
+
+
+def as_backend(handed: Any) -> Backend:
+    """A backend as it is, a `Runtime`'s endpoint, or an engine wrapped (once) into a backend."""
+    if isinstance(handed, Backend):
+        return handed
+    if isinstance(handed, Runtime):
+        return handed.endpoint
+    if isinstance(handed, EngineLike):
+        if handed not in _engines:
+            _engines[handed] = EngineBackend(handed)
+        return _engines[handed]
+    raise LangError(
+        what=f"a {type(handed).__name__} is not a backend",
+        why="programs run on a server, an engine or an API",
+        fix="pass RuntimeEndpoint(url), Runtime(...), Engine(...), OpenAI(...), Anthropic(...) or LiteLLM(...)",
+    )
+
+
+def default_backend() -> Any:
+    if global_config.default_backend is None:
+        raise LangError(
+            what="no backend to run on",
+            why="neither backend= was passed nor a default set",
+            fix='call set_default_backend(RuntimeEndpoint("http://127.0.0.1:30000")) first',
+        )
+    return global_config.default_backend
