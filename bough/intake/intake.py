@@ -1,0 +1,507 @@
+"""The way into the engine, for one API process: requests in, deltas out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from bough.core.errors import BoughError, Conflict, DeadlineExceeded, InvalidRequest, PromptTooLong, Unavailable
+from bough.core.messages import (
+    WORKER_SHIFT,
+    Abort,
+    Delta,
+    Deltas,
+    FlushCache,
+    Generate,
+    GetInfo,
+    Ids,
+    Pause,
+    Profile,
+    Reply,
+    Resume,
+    TextSpec,
+    ToApi,
+    ToEngine,
+    pack_ids,
+)
+from bough.core.sampling import SamplingParams
+from bough.intake.request import Request
+from bough.intake.stream import Stream
+from bough.ipc import AsyncInbox, Endpoints, Outbox, read_status
+from bough.tokenizer import Tokenizer, TokenizerPool
+
+_log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 30.0
+_NEVER = 2**31 - 1
+"""As `TextSpec.every`: only at the end."""
+_TAIL_IDS = 8
+_WATCH_EVERY_S = 0.25
+_LONG_TEXT_CHARS = 65_536
+_MAX_NAME_CHARS = 256
+
+
+class Place(Protocol):
+    """An admitted request's hold on the gate's bounds."""
+
+    def began(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Gate(Protocol):
+    """Decides how much work is let in; raises `Overloaded`."""
+
+    def admit(self, *, requests: int, tokens: int) -> Place: ...
+
+
+@dataclass(slots=True)
+class IntakeStats:
+    """Counters since the start."""
+
+    submitted: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    """By `End.reason`, and `given_up` for those whose client went away."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    live: int = 0
+
+
+class Intake:
+    """Submits requests and hands out their news. Everything runs in the event loop that `start` was called in."""
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        *,
+        tokenizer: Tokenizer | None,
+        context_length: int,
+        vocab_size: int,
+        eos_ids: Sequence[int] = (),
+        worker: int = 0,
+        gate: Gate | None = None,
+    ) -> None:
+        """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways."""
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self.stats = IntakeStats()
+        self._endpoints = endpoints
+        self._worker = worker
+        self._gate = gate
+        self._pool = TokenizerPool(tokenizer) if tokenizer is not None else None
+        self._eos_ids = tuple(dict.fromkeys([*(tokenizer.eos_ids if tokenizer else ()), *eos_ids]))
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, Stream] = {}
+        self._places: dict[int, Place] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._gone: BoughError | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._longest_token = 0
+
+    @classmethod
+    def from_facts(
+        cls,
+        endpoints: Endpoints,
+        facts: Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+        *,
+        worker: int = 0,
+        gate: Gate | None = None,
+    ) -> Intake:
+        """From what the engine said when it was ready."""
+        return cls(
+            endpoints,
+            tokenizer=tokenizer,
+            context_length=facts["context_length"],
+            vocab_size=facts["vocab_size"],
+            eos_ids=facts["eos_ids"],
+            worker=worker,
+            gate=gate,
+        )
+
+    async def start(self) -> None:
+        """Opens the channels. Call once, in the loop that will use the intake."""
+        self._inbox: AsyncInbox[ToApi] = AsyncInbox(self._endpoints.api(self._worker), ToApi)
+        self._outbox = Outbox(self._endpoints.engine)
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    async def close(self) -> None:
+        """Gives up what is left and closes the channels."""
+        self.fail_all(Unavailable(what="the server is shutting down"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._inbox.close()
+        self._outbox.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> list[Stream]:
+        """Tokenises, checks and sends a request; one stream for each of its `n` answers.
+
+        Raises `InvalidRequest`, `PromptTooLong`, `Overloaded` or `Unavailable` before anything was sent.
+        """
+        return (await self.submit_batch([request]))[0]
+
+    async def submit_batch(self, requests: Sequence[Request]) -> list[list[Stream]]:
+        """Like `submit`, for many at once: either all are sent or none."""
+        self._check_alive()
+        places = self._admit(requests)
+        try:
+            prompts = await self._prompts(requests)
+            ready = [self._check(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
+            bad_words = [await self._bad_words(request) for request in requests]
+            self._check_alive()
+            streams = []
+            for request, prompt, sampling, words in zip(requests, prompts, ready, bad_words, strict=True):
+                if words:
+                    sampling = msgspec.structs.replace(sampling, bad_words=words)
+                streams.append(self._send(request, prompt, sampling, places))
+        finally:
+            for place in places:
+                place.end()
+        return streams
+
+    async def collect(self, request: Request) -> list[Delta]:
+        """Submits and awaits whole answers, one delta each."""
+        streams = await self.submit(request)
+        try:
+            return [await stream.collect() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
+
+    def abort(self, rid: str = "", *, reason: str = "aborted by request") -> int:
+        """Ends the requests of that name (all, if empty); their streams end with reason `abort`. Returns how many."""
+        found = [stream for stream in self._streams.values() if not rid or stream.rid == rid]
+        for stream in found:
+            self._outbox.send(Abort(stream.id, reason))
+        return len(found)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._streams)
+
+    def fail_all(self, error: BoughError) -> None:
+        """Every waiting request and call gets the error, and so does whoever comes later."""
+        self._gone = error
+        for stream in list(self._streams.values()):
+            self._forget(stream.id, "error")
+            stream.fail(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        self._calls.clear()
+
+    # -- control ---------------------------------------------------------------------------------------------------
+
+    async def flush_cache(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        return await self.call(FlushCache, timeout_s)
+
+    async def info(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        return await self.call(GetInfo, timeout_s)
+
+    async def pause(self, mode: str = "abort", timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        if mode not in ("abort", "retract", "in_place"):
+            raise InvalidRequest(
+                what=f"mode is {mode[:40]!r}", why="it must be abort, retract or in_place", fix="send a valid mode"
+            )
+        return await self.call(lambda call: Pause(call, mode), timeout_s)  # type: ignore[arg-type]
+
+    async def resume(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        return await self.call(Resume, timeout_s)
+
+    async def profile(
+        self, *, start: bool, output_dir: str = "", num_steps: int = 0, timeout_s: float = CALL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        message: Callable[[int], ToEngine] = lambda call: Profile(
+            call=call, start=start, output_dir=output_dir, num_steps=num_steps
+        )
+        return await self.call(message, timeout_s)
+
+    async def call(self, message: Callable[[int], ToEngine], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """Sends a control message made with its call's id and awaits the answer.
+
+        Raises `Conflict` with the engine's reason, `DeadlineExceeded` or `Unavailable`.
+        """
+        self._check_alive()
+        number = self._new_id()
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self._outbox.send(message(number))
+        try:
+            reply = await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                what=f"the engine did not answer within {timeout_s:g} s",
+                why="it is busy with a long step, or stuck",
+                fix="try again",
+            ) from None
+        finally:
+            self._calls.pop(number, None)
+        if reply.error:
+            raise Conflict(what=reply.error)
+        return reply.body
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._gone is not None:
+            raise self._gone
+
+    def _new_id(self) -> int:
+        return (self._worker << WORKER_SHIFT) | next(self._numbers)
+
+    def _admit(self, requests: Sequence[Request]) -> list[Place]:
+        if self._gate is None:
+            return []
+        places: list[Place] = []
+        try:
+            for request in requests:
+                tokens = len(request.prompt) if not isinstance(request.prompt, str) else len(request.prompt) // 3 + 1
+                places += [
+                    self._gate.admit(requests=1, tokens=tokens) for _ in range(max(1, min(request.sampling.n, 64)))
+                ]
+        except BaseException:
+            for place in places:
+                place.end()
+            raise
+        return places
+
+    async def _prompts(self, requests: Sequence[Request]) -> list[Ids]:
+        texts: dict[bool, list[int]] = {True: [], False: []}
+        prompts: list[Ids | None] = [None] * len(requests)
+        for at, request in enumerate(requests):
+            if isinstance(request.prompt, str):
+                self._check_text(request.prompt)
+                texts[request.add_special_tokens].append(at)
+            else:
+                prompts[at] = self._as_ids(request.prompt)
+        for special, places in texts.items():
+            if places:
+                assert self._pool is not None
+                encoded = await self._pool.encode_batch([str(requests[at].prompt) for at in places], special)
+                for at, ids in zip(places, encoded, strict=True):
+                    prompts[at] = np.asarray(ids, np.int32)
+        return [prompt for prompt in prompts if prompt is not None]
+
+    def _check_text(self, text: str) -> None:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                what="the prompt is text",
+                why="the server has no tokenizer (--skip-tokenizer-init)",
+                fix="send token ids (input_ids)",
+                param="prompt",
+            )
+        if len(text) > _LONG_TEXT_CHARS:
+            if not self._longest_token:
+                self._longest_token = max(map(len, self.tokenizer.token_bytes() or [b"x" * 256]))
+            least = len(text) // self._longest_token
+            if least >= self.context_length:
+                raise self._too_long(f"at least {least}")
+
+    def _as_ids(self, prompt: Sequence[int] | Ids) -> Ids:
+        if isinstance(prompt, np.ndarray):
+            ids = prompt
+        else:
+            try:
+                ids = np.asarray(prompt)
+            except (ValueError, OverflowError):
+                ids = np.empty(0, object)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise InvalidRequest(
+                what="the prompt is no list of token ids",
+                why="ids are integers",
+                fix="send text, or a list of integers",
+                param="input_ids",
+            )
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocab_size):
+            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise InvalidRequest(
+                what=f"the prompt has token id {bad}",
+                why=f"the vocabulary has ids 0 to {self.vocab_size - 1}",
+                fix="send ids of this model's tokenizer",
+                param="input_ids",
+            )
+        return ids.astype(np.int32, copy=False)
+
+    def _check(self, request: Request, prompt: Ids) -> SamplingParams:
+        """The request's sampling parameters, with a length that fits."""
+        sampling = request.sampling
+        sampling.check(self.vocab_size)
+        if len(request.rid) > _MAX_NAME_CHARS or len(request.namespace) > 2 * _MAX_NAME_CHARS:
+            raise InvalidRequest(
+                what="the request's id or cache salt is too long", fix="send a shorter one", param="rid"
+            )
+        if request.every < 1:
+            raise InvalidRequest(what="stream_interval is less than 1", fix="send 1 or more", param="stream_interval")
+        if self.tokenizer is None and (sampling.stop or sampling.stop_regex):
+            raise InvalidRequest(
+                what="stop strings were given",
+                why="the server has no tokenizer (--skip-tokenizer-init)",
+                fix="use stop_token_ids",
+                param="stop",
+            )
+        if len(prompt) == 0:
+            raise InvalidRequest(what="the prompt is empty", fix="send at least one token", param="prompt")
+        room = self.context_length - len(prompt)
+        if request.pool:
+            if room < 0:
+                raise self._too_long(str(len(prompt)))
+            return sampling
+        wanted = sampling.max_new_tokens
+        if room < min(wanted, 1):
+            raise self._too_long(str(len(prompt)))
+        if request.room == "exact" and wanted > room:
+            raise PromptTooLong(
+                what=f"the prompt's {len(prompt)} tokens and max_new_tokens of {wanted} make {len(prompt) + wanted}",
+                why=f"the context is {self.context_length} tokens",
+                fix=f"ask for at most {room} new tokens, or start the server with a larger --context-length",
+                param="max_new_tokens",
+            )
+        fits = room if request.room == "fill" else min(wanted, room)
+        return sampling if fits == wanted else msgspec.structs.replace(sampling, max_new_tokens=fits)
+
+    def _too_long(self, tokens: str) -> PromptTooLong:
+        return PromptTooLong(
+            what=f"the prompt has {tokens} tokens, at most {self.context_length - 1} fit",
+            why=f"the context is {self.context_length} tokens",
+            fix="shorten the prompt, or start the server with a larger --context-length",
+            param="prompt",
+        )
+
+    async def _bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of the bad words, each at a text's start and after a space."""
+        if not request.bad_words:
+            return request.sampling.bad_words
+        if self._pool is None:
+            raise InvalidRequest(
+                what="bad_words were given", why="the server has no tokenizer", fix="remove them", param="bad_words"
+            )
+        variants = [form for word in request.bad_words for form in (word, " " + word.lstrip())]
+        encoded = await self._pool.encode_batch(variants, add_special_tokens=False)
+        found = [tuple(ids) for ids in encoded if ids]
+        return tuple(dict.fromkeys([*request.sampling.bad_words, *found]))
+
+    def _send(self, request: Request, prompt: Ids, sampling: SamplingParams, places: list[Place]) -> list[Stream]:
+        rid = request.rid or secrets.token_hex(16)
+        packed = pack_ids(prompt)
+        text = self._text_spec(request, sampling, prompt)
+        now = time.time()
+        streams: list[Stream] = []
+        for index in range(sampling.n):
+            stream = Stream(self._new_id(), rid, index, prompt, self._give_up)
+            seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
+            each = sampling if sampling.n == 1 else msgspec.structs.replace(sampling, n=1, seed=seed)
+            message = Generate(
+                id=stream.id,
+                rid=rid,
+                prompt=packed,
+                sampling=each,
+                text=text,
+                stream=request.stream or bool(text is not None and (sampling.stop or sampling.stop_regex)),
+                logprobs=request.logprobs,
+                hidden_states=request.hidden_states,
+                namespace=request.namespace,
+                priority=request.priority,
+                deadline_s=request.deadline_s,
+                arrived_s=now,
+                eos_ids=() if sampling.ignore_eos else self._eos_ids,
+                pool=request.pool,
+                reasoning_end=request.reasoning_end,
+                reasoning_open=request.reasoning_forced,
+                thinking_budget=request.thinking_budget,
+            )
+            self._outbox.send(message)
+            self._streams[stream.id] = stream
+            if places:
+                self._places[stream.id] = places.pop(0)
+            self.stats.submitted += 1
+            self.stats.prompt_tokens += len(prompt)
+            self.stats.live = len(self._streams)
+            streams.append(stream)
+        return streams
+
+    def _text_spec(self, request: Request, sampling: SamplingParams, prompt: Ids) -> TextSpec | None:
+        tokenizer = self.tokenizer
+        if tokenizer is None or request.pool:
+            return None
+        if not request.want_text and not (sampling.stop or sampling.stop_regex):
+            return None
+        tail = prompt[-_TAIL_IDS:] if tokenizer.codebook.form == "other" else prompt[:0]
+        return TextSpec(
+            stop=sampling.stop,
+            stop_regex=sampling.stop_regex,
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            no_stop_trim=sampling.no_stop_trim,
+            logprob_text=request.logprob_text,
+            reasoning_parser=request.reasoning_parser,
+            reasoning_forced=request.reasoning_forced,
+            stream_reasoning=request.stream_reasoning,
+            tool_parser=request.tool_parser,
+            tools=request.tools,
+            every=request.every if request.stream else _NEVER,
+            prompt_tail=pack_ids(tail),
+        )
+
+    def _give_up(self, request_id: int, reason: str) -> None:
+        if request_id in self._streams:
+            self._forget(request_id, "given_up")
+            self._outbox.send(Abort(request_id, reason))
+
+    def _forget(self, request_id: int, how: str) -> None:
+        del self._streams[request_id]
+        place = self._places.pop(request_id, None)
+        if place is not None:
+            place.end()
+        self.stats.ended[how] += 1
+        self.stats.live = len(self._streams)
+
+    async def _read(self) -> None:
+        while not self._inbox.closed:
+            for message in await self._inbox.drain():
+                match message:
+                    case Deltas(deltas):
+                        for delta in deltas:
+                            stream = self._streams.get(delta.id)
+                            if stream is not None:
+                                self._deliver(stream, delta)
+                    case Reply(call=call):
+                        answer = self._calls.get(call)
+                        if answer is not None and not answer.done():
+                            answer.set_result(message)
+
+    def _deliver(self, stream: Stream, delta: Delta) -> None:
+        end = delta.end
+        if end is not None:
+            self._forget(stream.id, end.reason)
+            self.stats.completion_tokens += end.completion_tokens
+            self.stats.cached_tokens += end.cached_tokens
+        elif not stream.first_s and stream.id in self._places:
+            self._places[stream.id].began()
+        stream.deliver(delta)
+
+    async def _watch(self) -> None:
+        """Notices that the launcher has declared the server dead."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                status = read_status(self._endpoints)
+                if status.phase == "failed" and self._gone is None:
+                    self.fail_all(Unavailable(what="the engine has stopped", fix="the server's log says why"))

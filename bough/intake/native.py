@@ -1,0 +1,349 @@
+"""Native JSON: requests as clients of `/generate` and `Engine.generate` write them, and answers in the same shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from bough.core.errors import InvalidRequest
+from bough.core.messages import Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
+from bough.intake.request import Request
+from bough.intake.sampling import parse_sampling
+from bough.intake.stream import Stream
+
+Json = dict[str, Any]
+
+MAX_TOP_LOGPROBS: Final = 1024
+_MAX_SCORED_IDS: Final = 1024
+_MAX_NAME_CHARS: Final = 256
+
+_PER_REQUEST: Final = (
+    "sampling_params",
+    "rid",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "priority",
+    "cache_salt",
+    "extra_key",
+)
+"""May be one value for all prompts, or a list with one for each."""
+_SHARED: Final = ("text", "prompt", "input_ids", "stream", "return_text_in_logprobs", "stream_interval")
+NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_SHARED})
+"""Every field that `native_batch` understands."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBatch:
+    """The prompts of one native request."""
+
+    requests: list[Request]
+    single: bool
+    """One prompt, not in a list: with n = 1 the answer is one object."""
+    stream: bool
+
+    @property
+    def one_answer(self) -> bool:
+        return self.single and self.requests[0].sampling.n == 1
+
+
+def native_batch(
+    fields: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    want_text: bool = True,
+    every: int = 1,
+    pool: str = "",
+    max_prompts: int | None = None,
+) -> NativeBatch:
+    """Reads a native request. Null means: not given. Raises `InvalidRequest` naming the field.
+
+    `defaults` are the model's own sampling parameters; `every` the server's tokens between two deltas; `pool` what a
+    pooling model is to return.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    unknown = sorted(set(given) - NATIVE_FIELDS)
+    if unknown:
+        raise InvalidRequest(
+            what=f"there is no field {unknown[0][:60]!r}",
+            why=f"known are {', '.join(sorted(NATIVE_FIELDS))}",
+            fix="remove it",
+            param=unknown[0][:60],
+        )
+    prompts, single = _prompts(given)
+    if max_prompts is not None and len(prompts) > max_prompts:
+        raise InvalidRequest(
+            what=f"there are {len(prompts)} prompts",
+            why=f"at most {max_prompts} are taken in one request",
+            fix="send several requests",
+            param="text",
+        )
+    stream = _flag("stream", given.get("stream", False))
+    columns = {name: _column(name, given[name], len(prompts), single) for name in _PER_REQUEST if name in given}
+    rows = [{name: column[at] for name, column in columns.items()} for at in range(len(prompts))]
+    shared = {name: given[name] for name in ("return_text_in_logprobs", "stream_interval") if name in given}
+    requests = [
+        _request(prompt, {**shared, **row}, stream, defaults, want_text, every, pool)
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    return NativeBatch(requests, single, stream)
+
+
+def _prompts(given: Mapping[str, Any]) -> tuple[list[str | Sequence[int] | Ids], bool]:
+    names = [name for name in ("text", "prompt", "input_ids") if name in given]
+    if len(names) != 1:
+        raise InvalidRequest(
+            what="there is no prompt" if not names else f"{names[0]} and {names[1]} were both given",
+            why="a request has one prompt, or one list of them",
+            fix="send text or input_ids",
+            param=names[1] if names else "text",
+        )
+    name = names[0]
+    value = given[name]
+    if name != "input_ids":
+        if isinstance(value, str):
+            return [value], True
+        if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
+            return list(value), False
+        raise _wrong(name, value, "a text or a list of texts")
+    if isinstance(value, np.ndarray):
+        return ([value], True) if value.ndim == 1 else (list(value), False)
+    if isinstance(value, list | tuple) and value:
+        if isinstance(value[0], list | tuple | np.ndarray):
+            if not all(isinstance(each, list | tuple | np.ndarray) for each in value):
+                raise _wrong(name, value, "a list of token ids or a list of such lists")
+            return list(value), False
+        return [value], True
+    raise _wrong(name, value, "a list of token ids or a list of such lists")
+
+
+def _column(name: str, value: Any, rows: int, single: bool) -> Sequence[Any]:
+    """One value for each prompt."""
+    listed = isinstance(value, list | tuple)
+    if name == "token_ids_logprob":
+        listed = listed and bool(value) and all(each is None or isinstance(each, list | tuple) for each in value)
+    if not listed:
+        if name == "rid" and rows > 1:
+            return [f"{value}_{at}" for at in range(rows)]
+        return [value] * rows
+    if len(value) != rows or single:
+        raise InvalidRequest(
+            what=f"{name} has {len(value)} entries for {rows} prompt{'s' if rows > 1 else ''}",
+            why="a list must have one entry for each prompt",
+            fix=f"send one {name}, or a list as long as the prompts'",
+            param=name,
+        )
+    return list(value)
+
+
+def _request(
+    prompt: str | Sequence[int] | Ids,
+    row: Mapping[str, Any],
+    stream: bool,
+    defaults: Mapping[str, Any] | None,
+    want_text: bool,
+    every: int,
+    pool: str,
+) -> Request:
+    given = {name: value for name, value in row.items() if value is not None}
+    sampling = parse_sampling(given.get("sampling_params"), defaults)
+    interval = given.get("stream_interval", sampling.every)
+    return Request(
+        prompt=prompt,
+        sampling=sampling.params,
+        room=sampling.room,
+        bad_words=sampling.bad_words,
+        rid=_name("rid", given.get("rid", "")),
+        stream=stream,
+        want_text=want_text,
+        logprobs=_logprobs(given),
+        logprob_text=_flag("return_text_in_logprobs", given.get("return_text_in_logprobs", False)),
+        hidden_states=_hidden_states(given.get("return_hidden_states", False)),
+        namespace=namespace_of(
+            _name("cache_salt", given.get("cache_salt", "")), _name("extra_key", given.get("extra_key", ""))
+        ),
+        priority=_integer("priority", given.get("priority", 0), -(2**31), 2**31 - 1),
+        every=_integer("stream_interval", every if interval is None else interval, 1, 2**31 - 1),
+        pool=pool,
+    )
+
+
+def namespace_of(cache_salt: str, extra_key: str = "") -> str:
+    """The cache namespace of a request: different salts or keys never share a prefix."""
+    return f"{extra_key}\n{cache_salt}" if cache_salt or extra_key else ""
+
+
+def _logprobs(given: Mapping[str, Any]) -> LogprobSpec | None:
+    if not _flag("return_logprob", given.get("return_logprob", False)):
+        return None
+    scored = given.get("token_ids_logprob", ())
+    if not isinstance(scored, list | tuple) or len(scored) > _MAX_SCORED_IDS:
+        raise _wrong("token_ids_logprob", scored, f"a list of at most {_MAX_SCORED_IDS} token ids")
+    return LogprobSpec(
+        start=_integer("logprob_start_len", given.get("logprob_start_len", -1), -1, 2**31 - 1),
+        top=_integer("top_logprobs_num", given.get("top_logprobs_num", 0), 0, MAX_TOP_LOGPROBS),
+        token_ids=tuple(_integer("token_ids_logprob", each, 0, 2**31 - 1) for each in scored),
+    )
+
+
+def _hidden_states(value: Any) -> Literal["", "last", "all"]:
+    if value is False:
+        return ""
+    if value is True:
+        return "all"
+    if value == "last":
+        return "last"
+    raise _wrong("return_hidden_states", value, 'true, false or "last"')
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise _wrong(name, value, f"an integer from {low} to {high}")
+    return int(value)
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_NAME_CHARS:
+        raise _wrong(name, value, f"a text of at most {_MAX_NAME_CHARS} characters")
+    return value
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:
+    shown = repr(value) if not isinstance(value, list | tuple | dict | np.ndarray) else type(value).__name__
+    return InvalidRequest(
+        what=f"{name} is {shown[:60]}", why=f"it must be {wanted}", fix=f"send a valid {name}", param=name
+    )
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+class NativeAnswer:
+    """Renders the deltas of one stream as native JSON: everything so far, or with `incremental` only what is new."""
+
+    def __init__(self, stream: Stream, request: Request, *, incremental: bool = False, text: bool = True) -> None:
+        self._stream = stream
+        self._request = request
+        self._incremental = incremental
+        self._text = text
+        self._said: list[str] = []
+        self._tokens: list[int] = []
+        self._num_tokens = 0
+        self._output: list[TokenLogprobs] = []
+        self._input: list[TokenLogprobs] = []
+        self._hidden: list[list[float]] = []
+
+    def add(self, delta: Delta) -> Json:
+        """The answer after this delta."""
+        if delta.embedding or self._request.pool:
+            return self._pooled(delta)
+        if self._incremental:
+            self._said.clear()
+            self._tokens = []
+            self._output.clear()
+            self._input.clear()
+            self._hidden = []
+        self._said.append(delta.text)
+        new = unpack_ids(delta.tokens).tolist()
+        self._tokens += new
+        self._num_tokens += len(new)
+        if delta.logprobs is not None:
+            self._output.append(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self._input.append(delta.prompt_logprobs)
+        if delta.hidden_states is not None:
+            self._hidden += delta.hidden_states
+        answer: Json = {"text": "".join(self._said)} if self._text else {}
+        return {**answer, "output_ids": list(self._tokens), "meta_info": self._meta(delta.end)}
+
+    def _meta(self, end: End | None) -> Json:
+        stream = self._stream
+        meta: Json = {
+            "id": stream.rid,
+            "finish_reason": None if end is None else finish_reason(end),
+            "prompt_tokens": len(stream.prompt),
+            "completion_tokens": self._num_tokens if end is None else end.completion_tokens,
+            "cached_tokens": 0 if end is None else end.cached_tokens,
+            "weight_version": "default",
+            "e2e_latency": time.time() - stream.began_s,
+        }
+        if end is not None:
+            meta |= {
+                "reasoning_tokens": end.reasoning_tokens,
+                "num_retractions": end.retractions,
+                "queue_time": end.queued_s,
+                "prefill_time": end.prefill_s,
+                "decode_time": end.decode_s,
+            }
+        if self._request.logprobs is not None:
+            meta |= self._logprob_fields(self._request.logprobs)
+        if self._request.hidden_states:
+            meta["hidden_states"] = self._hidden
+        return meta
+
+    def _logprob_fields(self, spec: LogprobSpec) -> Json:
+        fields: Json = {}
+        for side, parts in (("input", self._input), ("output", self._output)):
+            fields[f"{side}_token_logprobs"] = [entry for part in parts for entry in _entries(part)]
+            if spec.top:
+                fields[f"{side}_top_logprobs"] = [row for part in parts for row in _top_entries(part)]
+            if spec.token_ids:
+                fields[f"{side}_token_ids_logprobs"] = [
+                    [[score, token_id, None] for token_id, score in row] for part in parts for row in part.chosen
+                ]
+        return fields
+
+    def _pooled(self, delta: Delta) -> Json:
+        end = delta.end
+        return {
+            "embedding": np.frombuffer(delta.embedding, "<f4").tolist(),
+            "meta_info": {
+                "id": self._stream.rid,
+                "finish_reason": None if end is None else finish_reason(end),
+                "prompt_tokens": len(self._stream.prompt),
+                "cached_tokens": 0 if end is None else end.cached_tokens,
+                "e2e_latency": time.time() - self._stream.began_s,
+            },
+        }
+
+
+def finish_reason(end: End) -> Json:
+    """How a request ended, in native words."""
+    match end.reason:
+        case "stop":
+            return {"type": "stop", "matched": end.matched}
+        case "length":
+            return {"type": "length", "length": end.completion_tokens}
+        case _:
+            return {
+                "type": "abort",
+                "message": end.message,
+                "status_code": end.status or None,
+                "err_type": end.code or None,
+            }
+
+
+def _entries(part: TokenLogprobs) -> list[list[Any]]:
+    texts: Sequence[str | None] = part.text or [None] * len(part.token_ids)
+    return [list(entry) for entry in zip(part.logprobs, part.token_ids, texts, strict=True)]
+
+
+def _top_entries(part: TokenLogprobs) -> list[list[list[Any]]]:
+    if not part.top_text:
+        return [[[score, token_id, None] for token_id, score in row] for row in part.top]
+    return [
+        [[score, token_id, text] for (token_id, score), text in zip(row, texts, strict=True)]
+        for row, texts in zip(part.top, part.top_text, strict=True)
+    ]

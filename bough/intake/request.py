@@ -1,0 +1,51 @@
+"""A checked request, in no dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bough.core.messages import Ids, LogprobSpec
+from bough.core.sampling import SamplingParams
+
+Room = Literal["exact", "at_most", "fill"]
+"""What to do about `max_new_tokens` and the context: refuse what doesn't fit, lower it, or take all that is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client wants, once its words are understood. `n` of the sampling parameters makes that many streams."""
+
+    prompt: str | Sequence[int] | Ids
+    """Text (for chats: already rendered) or token ids."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    room: Room = "exact"
+    rid: str = ""
+    """The client's name for it; made if empty."""
+    stream: bool = False
+    """The client wants news as they come, not only the whole."""
+    add_special_tokens: bool = True
+    """Tokenise with the tokenizer's beginning-of-sequence token; off for rendered chats that bring theirs."""
+    want_text: bool = True
+    """Off: token ids only, nothing is detokenised."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not appear."""
+    logprobs: LogprobSpec | None = None
+    logprob_text: bool = False
+    hidden_states: Literal["", "last", "all"] = ""
+    namespace: str = ""
+    priority: int = 0
+    deadline_s: float = 0.0
+    every: int = 1
+    """Tokens between two deltas of a streamed request."""
+    reasoning_parser: str | None = None
+    reasoning_forced: bool = False
+    stream_reasoning: bool = True
+    tool_parser: str | None = None
+    tools: str = ""
+    """JSON list of the tools."""
+    reasoning_end: tuple[int, ...] = ()
+    thinking_budget: int = -1
+    pool: str = ""
+    """Pooling models: "embed", "classify", ...; empty: generate."""

@@ -1,0 +1,296 @@
+"""Native sampling parameters, as clients write them, to `SamplingParams`. One table for HTTP, gRPC and Python."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from bough.core.errors import InvalidRequest
+from bough.core.sampling import GrammarKind, GrammarSpec, SamplingParams
+from bough.intake.request import Room
+
+ANY_JSON: Final = "$$ANY$$"
+"""As `json_schema`: any JSON object."""
+
+_MAX_STOPS: Final = 32
+_MAX_STOP_CHARS: Final = 1024
+_MAX_PATTERN_CHARS: Final = 256
+_MAX_STOP_IDS: Final = 256
+_MAX_BIASES: Final = 1024
+_MAX_ALLOWED_IDS: Final = 65_536
+_MAX_BAD_WORDS: Final = 256
+_MAX_SOURCE_BYTES: Final = 64 * 1024
+_MAX_CHOICES: Final = 1024
+_MAX_CUSTOM_PARAMS: Final = 64
+_MAX_TEXT_PARAM: Final = 4096
+
+_GRAMMARS: Final[dict[str, GrammarKind]] = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "structural_tag": "structural_tag",
+    "choice": "choice",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters and what travels with them."""
+
+    params: SamplingParams
+    room: Room = "at_most"
+    """`exact` if the client set `max_new_tokens` itself."""
+    bad_words: tuple[str, ...] = ()
+    """Still as text: the intake tokenises them."""
+    every: int | None = None
+    """The client's own `stream_interval`."""
+
+
+def parse_sampling(given: Mapping[str, Any] | None, defaults: Mapping[str, Any] | None = None) -> Sampling:
+    """Checks native sampling parameters. Null means the default; `defaults` stand in for what is not given.
+
+    Raises `InvalidRequest` naming the first wrong field. Ids are checked against the vocabulary later.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise _wrong("sampling_params", given, "an object")
+    own = {name: value for name, value in (given or {}).items() if value is not None}
+    merged = {**{name: value for name, value in (defaults or {}).items() if value is not None}, **own}
+    if "seed" in merged:
+        merged.setdefault("sampling_seed", merged.pop("seed"))
+    fields: dict[str, Any] = {}
+    for name, value in merged.items():
+        if name in _READERS:
+            field, read = _READERS[name]
+            fields[field] = read(name, value)
+        elif name not in _ELSEWHERE:
+            raise _unknown(name)
+    fields["grammar"] = _grammar(merged)
+    params = SamplingParams(**fields)
+    params.check()
+    every = merged.get("stream_interval")
+    return Sampling(
+        params=params,
+        room="exact" if "max_new_tokens" in own else "at_most",
+        bad_words=_texts("bad_words", merged["bad_words"], _MAX_BAD_WORDS, 256) if "bad_words" in merged else (),
+        every=None if every is None else _positive("stream_interval", every),
+    )
+
+
+# -- one value ------------------------------------------------------------------------------------
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        raise _wrong(name, value, "an integer")
+    if not -(2**63) <= value < 2**63:
+        raise _wrong(name, value, "an integer of 64 bits")
+    return value
+
+
+def _positive(name: str, value: Any) -> int:
+    number = _integer(name, value)
+    if number < 1:
+        raise _wrong(name, value, "an integer of at least 1")
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _wrong(name, value, "a number")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT_PARAM:
+        raise _wrong(name, value, "a short text")
+    return value
+
+
+def _texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+        raise _wrong(name, value, "a text or a list of texts")
+    _at_most(name, len(listed), most, "entries")
+    for each in listed:
+        _at_most(name, len(each), most_chars, "characters in an entry")
+    return tuple(dict.fromkeys(each for each in listed if each))
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    return _texts(name, value, _MAX_STOPS, _MAX_STOP_CHARS)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    import regex
+
+    patterns = _texts(name, value, _MAX_STOPS, _MAX_PATTERN_CHARS)
+    for pattern in patterns:
+        try:
+            regex.compile(pattern)
+        except (regex.error, OverflowError, RecursionError) as error:
+            raise InvalidRequest(
+                what=f"{name} has a pattern that can't be read: {pattern!r}",
+                why=str(error),
+                fix="send regular expressions in Python's syntax",
+                param=name,
+            ) from error
+    return patterns
+
+
+def _ids(most: int) -> Callable[[str, Any], tuple[int, ...]]:
+    def read(name: str, value: Any) -> tuple[int, ...]:
+        listed = [value] if isinstance(value, int) else value
+        if not isinstance(listed, list | tuple | set | frozenset):
+            raise _wrong(name, value, "a list of token ids")
+        _at_most(name, len(listed), most, "token ids")
+        return tuple(dict.fromkeys(_integer(name, each) for each in listed))
+
+    return read
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, "an object of token ids and numbers")
+    _at_most(name, len(value), _MAX_BIASES, "token ids")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        try:
+            token_id = int(token)
+        except (TypeError, ValueError):
+            raise _wrong(name, token, "an object whose keys are token ids") from None
+        biases[token_id] = _number(name, bias)
+    return biases
+
+
+def _custom(name: str, value: Any) -> dict[str, bool | int | float | str]:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, "an object")
+    _at_most(name, len(value), _MAX_CUSTOM_PARAMS, "entries")
+    for key, each in value.items():
+        if not isinstance(key, str) or not isinstance(each, bool | int | float | str):
+            raise _wrong(f"{name}.{key}", each, "a number, a text, true or false")
+        if isinstance(each, str):
+            _at_most(name, len(each), _MAX_TEXT_PARAM, "characters in an entry")
+    return dict(value)
+
+
+_READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
+    "max_new_tokens": ("max_new_tokens", _integer),
+    "min_new_tokens": ("min_new_tokens", _integer),
+    "temperature": ("temperature", _number),
+    "top_p": ("top_p", _number),
+    "top_k": ("top_k", _integer),
+    "min_p": ("min_p", _number),
+    "frequency_penalty": ("frequency_penalty", _number),
+    "presence_penalty": ("presence_penalty", _number),
+    "repetition_penalty": ("repetition_penalty", _number),
+    "sampling_seed": ("seed", _integer),
+    "n": ("n", _integer),
+    "stop": ("stop", _stops),
+    "stop_token_ids": ("stop_token_ids", _ids(_MAX_STOP_IDS)),
+    "stop_regex": ("stop_regex", _patterns),
+    "ignore_eos": ("ignore_eos", _flag),
+    "skip_special_tokens": ("skip_special_tokens", _flag),
+    "spaces_between_special_tokens": ("spaces_between_special_tokens", _flag),
+    "no_stop_trim": ("no_stop_trim", _flag),
+    "logit_bias": ("logit_bias", _biases),
+    "allowed_token_ids": ("allowed_token_ids", _ids(_MAX_ALLOWED_IDS)),
+    "logit_processor": ("logit_processor", _text),
+    "custom_params": ("custom_params", _custom),
+    "beam_width": ("beam_width", _integer),
+}
+_ELSEWHERE: Final = frozenset({*_GRAMMARS, "bad_words", "stream_interval"})
+
+
+# -- constraints ----------------------------------------------------------------------------------
+
+
+def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
+    asked = [name for name in _GRAMMARS if given.get(name) not in (None, "")]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise InvalidRequest(
+            what=f"{asked[0]} and {asked[1]} were both given",
+            why="an answer follows one constraint at a time",
+            fix="send one of json_schema, regex, ebnf, structural_tag and choice",
+            param=asked[1],
+        )
+    name = asked[0]
+    value = given[name]
+    if name == "choice":
+        choices = _texts(name, value, _MAX_CHOICES, _MAX_TEXT_PARAM)
+        if not choices:
+            raise _wrong(name, value, "a list of texts to choose from")
+        source = json.dumps(choices, ensure_ascii=False, separators=(",", ":"))
+    elif name == "json_schema" and value == ANY_JSON:
+        return GrammarSpec(kind="json", source="")
+    elif name in ("json_schema", "structural_tag"):
+        source = _json_source(name, value)
+    elif isinstance(value, str):
+        source = value
+    else:
+        raise _wrong(name, value, "a text")
+    _at_most(name, len(source.encode()), _MAX_SOURCE_BYTES, "bytes")
+    return GrammarSpec(kind=_GRAMMARS[name], source=source)
+
+
+def _json_source(name: str, value: Any) -> str:
+    """The same schema always gives the same text; the order of keys means something and is kept."""
+    if isinstance(value, str):
+        _at_most(name, len(value.encode()), _MAX_SOURCE_BYTES, "bytes")
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                what=f"{name} is not JSON", why=str(error)[:200], fix=f"send {name} as JSON", param=name
+            ) from error
+    if not isinstance(value, dict | bool) or (name == "structural_tag" and not isinstance(value, dict)):
+        raise _wrong(name, value, "a JSON object")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _at_most(name: str, count: int, most: int, unit: str) -> None:
+    if count > most:
+        raise InvalidRequest(
+            what=f"{name} is too large: {count} {unit}",
+            why=f"at most {most} are taken",
+            fix=f"send a smaller {name}",
+            param=name,
+        )
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:
+    shown = repr(value)
+    return InvalidRequest(
+        what=f"{name} is {shown[:60]}{'...' if len(shown) > 60 else ''}",
+        why=f"it must be {wanted}",
+        fix=f"send a valid {name}",
+        param=name,
+    )
+
+
+def _unknown(name: Any) -> InvalidRequest:
+    known = [*_READERS, *_ELSEWHERE]
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return InvalidRequest(
+        what=f"there is no sampling parameter {str(name)[:60]!r}",
+        why=f"known are {', '.join(sorted(known))}",
+        fix=f"did you mean {near[0]}?" if near else "remove it",
+        param=str(name)[:60],
+    )
