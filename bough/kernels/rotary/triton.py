@@ -18,7 +18,7 @@ def to_cache(value, inverse_scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     """Converts to the cache's dtype, saturating where that is float8."""
     if SCALED:
         value = value.to(tl.float32) * inverse_scale
-    if DTYPE == tl.float8e4nv:
+    if tl.float8e4nv == DTYPE:
         value = tl.clamp(value.to(tl.float32), -448.0, 448.0)
     return value.to(DTYPE)
 
@@ -71,6 +71,7 @@ def _heads_kernel(
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (N + HEADS - 1) // HEADS
     trigger(PDL)
+    # Positions are inputs of the step: no kernel since its first ordinary launch writes them.
     position = tl.load(positions + token).to(tl.int64)
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HALF
@@ -103,11 +104,11 @@ def _heads_kernel(
             at = tl.load(loc + token).to(tl.int64)
             if at >= 0:
                 DTYPE: tl.constexpr = k_cache.dtype.element_ty
-                a = to_cache(a, inverse_k_scale, SCALED, DTYPE)
-                b = to_cache(b, inverse_k_scale, SCALED, DTYPE)
-                rest = to_cache(rest, inverse_k_scale, SCALED, DTYPE)
+                cached_a = to_cache(a, inverse_k_scale, SCALED, DTYPE)
+                cached_b = to_cache(b, inverse_k_scale, SCALED, DTYPE)
+                cached_rest = to_cache(rest, inverse_k_scale, SCALED, DTYPE)
                 _store_head(
-                    k_cache + at * k_cache_token, k_cache_head, head, K, H, HALF, a, b, rest,
+                    k_cache + at * k_cache_token, k_cache_head, head, K, H, HALF, cached_a, cached_b, cached_rest,
                     INTERLEAVED, BLOCK_HALF, BLOCK_REST,
                 )  # fmt: skip
                 dim = tl.arange(0, BLOCK_V)

@@ -1,0 +1,64 @@
+"""Rows without context: their K and V are the step's own, contiguous, and the vendor's attention needs no pages."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bough.kernels.attention.inputs import Spec
+from bough.kernels.choices import facts_of
+
+FRESH_FROM = 2048
+"""Shorter rows share one launch of the paged kernel, which is as fast for them."""
+
+
+def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
+    """Whether cuDNN's attention computes this layer on this device."""
+    facts = facts_of(q_TNH.device.type, q_TNH.device.index)
+    return (
+        facts.device_type == "cuda"
+        and facts.capability >= (9, 0)
+        and torch.version.hip is None
+        and q_TNH.dtype in (torch.bfloat16, torch.float16)
+        and q_TNH.shape[2] == v_TKV.shape[2]
+        and q_TNH.shape[2] in (64, 128)
+        and spec.causal
+        and spec.window is None
+        and spec.softcap is None
+    )
+
+
+def padded_length(length: int) -> int:
+    """Lengths are rounded up, so that cuDNN builds its plans for a few of them: causal attention ignores what follows."""
+    step = 256 if length <= 4096 else 512
+    return -(-length // step) * step
+
+
+def attend_fresh(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, rows: list[tuple[int, int]], scale: float, out_TNV: Tensor
+) -> None:
+    """Fills `out_TNV` for the rows (first token, tokens)."""
+    for first, length in rows:
+        padded = padded_length(length)
+        parts = [_rows(x, first, length, padded) for x in (q_TNH, k_TKH, v_TKV)]
+        out_TNV[first : first + length] = _sdpa(*parts, scale)[:length]
+
+
+def attend_whole(q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float) -> Tensor:
+    """[T, N, V] where all tokens belong to fresh rows of one `length`."""
+    return _sdpa(q_TNH, k_TKH, v_TKV, scale, rows=q_TNH.shape[0] // length)
+
+
+def _rows(x: Tensor, first: int, length: int, padded: int) -> Tensor:
+    if first + padded <= x.shape[0]:
+        return x[first : first + padded]
+    return F.pad(x[first : first + length], (0, 0, 0, 0, 0, padded - length))
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, rows: int = 1) -> Tensor:
+    batched = [x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(*batched, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,405 @@
+"""The work list of a step's attention, made on the device so that a captured graph serves any mixture of rows.
+
+A *tile* is up to `block_m` rows of (query token, head of one KV head's group) against a stretch of a row's KV. Tiles, their
+KV heads and their KV blocks, in this order, form one *stream* of blocks, which is cut into equal *chunks*, one a program.
+A (tile, KV head) cut over several chunks is put together by whichever program finishes last. Equal chunks keep every
+multiprocessor busy to the end whatever the lengths; many short rows are hardly ever cut, one long row is cut to fill the
+device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bough.kernels.attention.inputs import AttentionInputs
+from bough.kernels.launching import num_sms
+
+# Fields of a tile: rows of `Plan.tiles`.
+START = tl.constexpr(0)
+"""Where the tile's blocks start in the stream."""
+TOKEN = tl.constexpr(1)
+"""First query token (for groups: first entry of the member list)."""
+TOKENS = tl.constexpr(2)
+POSITION = tl.constexpr(3)
+"""KV index of the first query."""
+KV_LOW = tl.constexpr(4)
+KV_HIGH = tl.constexpr(5)
+SLOT = tl.constexpr(6)
+PREFIX = tl.constexpr(7)
+"""KV tokens before KV_LOW that the shared pass has already covered."""
+NUM_FIELDS = 8
+# Fields of `Plan.header`.
+TOTAL = tl.constexpr(0)
+PER_CHUNK = tl.constexpr(1)
+REAL_TOKENS = tl.constexpr(2)
+NUM_HEADER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kernel cuts its work. `block_n` must divide the page size or be a multiple of it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+    min_tokens: int = 128
+    """A chunk holds at least this many KV tokens: shorter ones cost more in merging than they save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a plan depends on besides the step: layers of one kind share a plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    window: int | None
+    causal: bool
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(slots=True)
+class Plan:
+    """A work list on the device and the buffers its launches share."""
+
+    shape: Shape
+    num_chunks: int
+    tokens_per_tile: int
+    tiles: Tensor
+    """int32 [NUM_FIELDS, most tiles]."""
+    header: Tensor
+    chunk_tile: Tensor
+    """int32 [num_chunks]: the tile in which the chunk starts."""
+    counters: Tensor
+    """int32 [most tiles, KV heads], zero between launches: chunks of a tile that are done."""
+    prefixed: bool = False
+    """Rows may have a prefix that a shared pass covers."""
+    members: Tensor | None = None
+    """For shared groups: int32, the query token of each member row."""
+
+
+@triton.jit
+def _search(ends, value, count, STEPS: tl.constexpr):
+    """How many of the first `count` entries of the ascending array are <= value."""
+    low = value * 0
+    high = low + count
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        open_ = low < high
+        entry = tl.load(ends + middle, mask=open_, other=0)
+        right = open_ & (entry <= value)
+        low = tl.where(right, middle + 1, low)
+        high = tl.where(open_ & (entry > value), middle, high)
+    return low
+
+
+@triton.jit
+def _cut(
+    header,
+    chunk_tile,
+    tiles,
+    total,
+    longest,
+    num_tiles,
+    real_tokens,
+    min_blocks,
+    max_splits,
+    NUM_CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Cuts the stream into chunks. With more than `max_splits` pieces a tile, merging would cost more than it saves."""
+    per_chunk = tl.maximum((total + NUM_CHUNKS - 1) // NUM_CHUNKS, (longest + max_splits - 1) // max_splits)
+    per_chunk = tl.maximum(per_chunk, min_blocks)
+    tl.store(header + TOTAL, total)
+    tl.store(header + PER_CHUNK, per_chunk)
+    tl.store(header + REAL_TOKENS, real_tokens)
+    tl.debug_barrier()
+    for base in range(0, NUM_CHUNKS, BLOCK):
+        chunk = base + tl.arange(0, BLOCK)
+        tile = _search(tiles, chunk * per_chunk, num_tiles, STEPS) - 1
+        tl.store(chunk_tile + chunk, tl.maximum(tile, 0), mask=chunk < NUM_CHUNKS)
+
+
+@triton.jit
+def _plan_kernel(
+    query_start,
+    kv_len,
+    slots,
+    prefix,
+    row_tiles,
+    tiles,
+    header,
+    chunk_tile,
+    R,
+    tile_room,
+    kv_heads,
+    tokens_per_tile,
+    least_query,
+    most_query,
+    window,
+    fresh_from,
+    min_blocks,
+    max_splits,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    num_tiles = 0
+    for base in range(0, R, BLOCK):
+        row = base + lane
+        inside = row < R
+        first = tl.load(query_start + row, mask=inside, other=0)
+        query = tl.load(query_start + row + 1, mask=inside, other=0) - first
+        context = tl.load(kv_len + row, mask=inside, other=0) - query
+        mine = inside & (query >= least_query) & (query <= most_query) & ((context != 0) | (query < fresh_from))
+        count = tl.where(mine, (query + tokens_per_tile - 1) // tokens_per_tile, 0)
+        tl.store(row_tiles + row, num_tiles + tl.cumsum(count, 0), mask=inside)
+        num_tiles += tl.sum(count, 0)
+    tl.debug_barrier()
+    total = 0
+    longest = 0
+    for base in range(0, tile_room, BLOCK):
+        tile = base + lane
+        real = tile < num_tiles
+        row = _search(row_tiles, tl.where(real, tile, -1), R, STEPS)
+        row = tl.minimum(row, R - 1)
+        before = tl.load(row_tiles + row - 1, mask=real & (row > 0), other=0)
+        offset = (tile - before) * tokens_per_tile
+        first = tl.load(query_start + row, mask=real, other=0)
+        query = tl.load(query_start + row + 1, mask=real, other=0) - first
+        num_kv = tl.load(kv_len + row, mask=real, other=0)
+        tokens = tl.minimum(query - offset, tokens_per_tile)
+        position = num_kv - query + offset
+        high = num_kv
+        if CAUSAL:
+            high = tl.minimum(high, position + tokens)
+        low = tile * 0
+        if WINDOWED:
+            low = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+        if SHARED:
+            low = tl.load(prefix + row, mask=real, other=0)
+            tl.store(tiles + PREFIX * tile_room + tile, low, mask=tile < tile_room)
+        else:
+            tl.store(tiles + PREFIX * tile_room + tile, tile * 0, mask=tile < tile_room)
+        blocks = tl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
+        blocks = tl.where(real, blocks, 0)
+        work = blocks * kv_heads
+        end = total + tl.cumsum(work, 0)
+        stored = tile < tile_room
+        tl.store(tiles + START * tile_room + tile, end - work, mask=stored)
+        tl.store(tiles + TOKEN * tile_room + tile, first + offset, mask=stored)
+        tl.store(tiles + TOKENS * tile_room + tile, tokens, mask=stored)
+        tl.store(tiles + POSITION * tile_room + tile, position, mask=stored)
+        tl.store(tiles + KV_LOW * tile_room + tile, low, mask=stored)
+        tl.store(tiles + KV_HIGH * tile_room + tile, high, mask=stored)
+        slot = tl.load(slots + row, mask=real, other=0)
+        tl.store(tiles + SLOT * tile_room + tile, slot, mask=stored)
+        total += tl.sum(work, 0)
+        longest = tl.maximum(longest, tl.max(blocks, 0))
+    real_tokens = tl.load(query_start + R)
+    _cut(
+        header, chunk_tile, tiles, total, longest, num_tiles, real_tokens, min_blocks, max_splits,
+        NUM_CHUNKS, STEPS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _plan_groups_kernel(
+    query_start,
+    slots,
+    rows,
+    start,
+    num_tokens,
+    members,
+    prefix,
+    group_tiles,
+    tiles,
+    header,
+    chunk_tile,
+    R,
+    G,
+    tile_room,
+    kv_heads,
+    tokens_per_tile,
+    min_blocks,
+    max_splits,
+    BLOCK_N: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    for base in range(0, R, BLOCK):
+        row = base + lane
+        tl.store(prefix + row, row * 0, mask=row < R)
+    num_tiles = 0
+    for base in range(0, G, BLOCK):
+        group = base + lane
+        inside = group < G
+        first = tl.load(start + group, mask=inside, other=0)
+        count = tl.load(start + group + 1, mask=inside, other=0) - first
+        span = tl.load(num_tokens + group, mask=inside, other=0)
+        count = tl.where(span > 0, (count + tokens_per_tile - 1) // tokens_per_tile, 0)
+        tl.store(group_tiles + group, num_tiles + tl.cumsum(count, 0), mask=inside)
+        num_tiles += tl.sum(count, 0)
+    num_members = tl.load(start + G)
+    tl.debug_barrier()
+    for base in range(0, num_members, BLOCK):
+        member = base + lane
+        inside = member < num_members
+        group = _search(start, tl.where(inside, member, 0), G + 1, STEPS) - 1
+        row = tl.load(rows + member, mask=inside, other=0)
+        tl.store(members + member, tl.load(query_start + row, mask=inside, other=0), mask=inside)
+        tl.store(prefix + row, tl.load(num_tokens + group, mask=inside, other=0), mask=inside)
+    total = 0
+    longest = 0
+    for base in range(0, tile_room, BLOCK):
+        tile = base + lane
+        real = tile < num_tiles
+        group = tl.minimum(_search(group_tiles, tl.where(real, tile, -1), G, STEPS), G - 1)
+        before = tl.load(group_tiles + group - 1, mask=real & (group > 0), other=0)
+        first = tl.load(start + group, mask=real, other=0)
+        end_member = tl.load(start + group + 1, mask=real, other=0)
+        member = first + (tile - before) * tokens_per_tile
+        high = tl.load(num_tokens + group, mask=real, other=0)
+        leader = tl.load(rows + first, mask=real, other=0)
+        blocks = tl.where(real, (high + BLOCK_N - 1) // BLOCK_N, 0)
+        work = blocks * kv_heads
+        end = total + tl.cumsum(work, 0)
+        stored = tile < tile_room
+        tl.store(tiles + START * tile_room + tile, end - work, mask=stored)
+        tl.store(tiles + TOKEN * tile_room + tile, member, mask=stored)
+        tl.store(tiles + TOKENS * tile_room + tile, tl.minimum(end_member - member, tokens_per_tile), mask=stored)
+        tl.store(tiles + POSITION * tile_room + tile, high, mask=stored)
+        tl.store(tiles + KV_LOW * tile_room + tile, tile * 0, mask=stored)
+        tl.store(tiles + KV_HIGH * tile_room + tile, high, mask=stored)
+        tl.store(tiles + SLOT * tile_room + tile, tl.load(slots + leader, mask=real, other=0), mask=stored)
+        tl.store(tiles + PREFIX * tile_room + tile, tile * 0, mask=stored)
+        total += tl.sum(work, 0)
+        longest = tl.maximum(longest, tl.max(blocks, 0))
+    _cut(
+        header, chunk_tile, tiles, total, longest, num_tiles, 0, min_blocks, max_splits, NUM_CHUNKS, STEPS, BLOCK
+    )  # fmt: skip
+
+
+def _room(kind: Kind, shape: Shape, most_tiles: int, device: torch.device) -> Plan:
+    num_chunks = num_sms(device) * shape.ctas_per_sm
+    return Plan(
+        shape=shape,
+        num_chunks=num_chunks,
+        tokens_per_tile=shape.block_m // kind.group,
+        tiles=torch.empty((NUM_FIELDS, most_tiles), dtype=torch.int32, device=device),
+        header=torch.empty(NUM_HEADER, dtype=torch.int32, device=device),
+        chunk_tile=torch.empty(num_chunks, dtype=torch.int32, device=device),
+        counters=torch.zeros((most_tiles, kind.num_kv_heads), dtype=torch.int32, device=device),
+    )
+
+
+def _limits(kind: Kind, shape: Shape, device: torch.device) -> tuple[int, int]:
+    """(fewest blocks a chunk holds, most chunks a tile is cut into)."""
+    return max(1, shape.min_tokens // shape.block_n), max(16, num_sms(device) // kind.num_kv_heads)
+
+
+def plan_rows(
+    inputs: AttentionInputs,
+    kind: Kind,
+    shape: Shape,
+    *,
+    least_query: int = 1,
+    most_query: int = 2**30,
+    fresh_from: int = 2**30,
+    prefix_R: Tensor | None = None,
+) -> Plan:
+    """Plans the rows with `least_query` to `most_query` query tokens, but not those without context and with at least
+    `fresh_from` of them. `prefix_R`: KV tokens a shared pass covers."""
+    device, rows = inputs.kv_len_R.device, inputs.num_rows
+    per_tile = shape.block_m // kind.group
+    plan = _room(kind, shape, max(1, min(inputs.num_tokens, inputs.num_tokens // per_tile + rows)), device)
+    plan.prefixed = prefix_R is not None
+    min_blocks, max_splits = _limits(kind, shape, device)
+    scratch = torch.empty(rows, dtype=torch.int32, device=device)
+    tile_room = plan.tiles.shape[1]
+    _plan_kernel[(1,)](
+        inputs.query_start_R1,
+        inputs.kv_len_R,
+        inputs.slots_R,
+        scratch if prefix_R is None else prefix_R,
+        scratch,
+        plan.tiles,
+        plan.header,
+        plan.chunk_tile,
+        rows,
+        tile_room,
+        kind.num_kv_heads,
+        per_tile,
+        least_query,
+        most_query,
+        kind.window or 0,
+        fresh_from,
+        min_blocks,
+        max_splits,
+        CAUSAL=kind.causal,
+        WINDOWED=kind.window is not None,
+        SHARED=prefix_R is not None,
+        BLOCK_N=shape.block_n,
+        NUM_CHUNKS=plan.num_chunks,
+        STEPS=max(rows, tile_room).bit_length() + 1,
+        BLOCK=min(1024, triton.next_power_of_2(max(rows, tile_room))),
+        num_warps=8,
+    )
+    return plan
+
+
+def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan, Tensor]:
+    """Plans the pass over the shared spans. Returns the plan and int32 [R]: the KV tokens it covers of each row."""
+    shared = inputs.shared
+    assert shared is not None
+    device, rows = inputs.kv_len_R.device, inputs.num_rows
+    groups, most_members = shared.num_tokens_G.shape[0], shared.rows_S.shape[0]
+    per_tile = shape.block_m // kind.group
+    plan = _room(kind, shape, max(1, most_members // per_tile + groups), device)
+    plan.members = torch.empty(most_members, dtype=torch.int32, device=device)
+    prefix_R = torch.empty(rows, dtype=torch.int32, device=device)
+    min_blocks, max_splits = _limits(kind, shape, device)
+    tile_room = plan.tiles.shape[1]
+    _plan_groups_kernel[(1,)](
+        inputs.query_start_R1,
+        inputs.slots_R,
+        shared.rows_S,
+        shared.start_G1,
+        shared.num_tokens_G,
+        plan.members,
+        prefix_R,
+        torch.empty(groups, dtype=torch.int32, device=device),
+        plan.tiles,
+        plan.header,
+        plan.chunk_tile,
+        rows,
+        groups,
+        tile_room,
+        kind.num_kv_heads,
+        per_tile,
+        min_blocks,
+        max_splits,
+        BLOCK_N=shape.block_n,
+        NUM_CHUNKS=plan.num_chunks,
+        STEPS=max(groups + 1, tile_room).bit_length() + 1,
+        BLOCK=min(1024, triton.next_power_of_2(max(rows, groups, tile_room))),
+        num_warps=8,
+    )
+    return plan, prefix_R

@@ -1,0 +1,433 @@
+"""Attention over paged KV on the GPU: one program a chunk of the plan's stream (see plan.py), any mixture of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bough.kernels.attention import plan as planning
+from bough.kernels.attention.plan import (
+    KV_HIGH,
+    KV_LOW,
+    PER_CHUNK,
+    POSITION,
+    PREFIX,
+    REAL_TOKENS,
+    SLOT,
+    START,
+    TOKEN,
+    TOKENS,
+    TOTAL,
+)
+from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _page_of(table, n, n_high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the block's tokens: one scalar where a block lies in one page, else one entry a token."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + n // PAGE, mask=n < n_high, other=0)
+    else:  # noqa: RET505 - Triton needs one return a branch
+        tokens = n + tl.arange(0, BLOCK_N)
+        return tl.load(table + tokens // PAGE, mask=tokens < n_high, other=0)
+
+
+@triton.jit
+def _locations(page, n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int64 [BLOCK_N]: where the block's tokens lie in the flat cache."""
+    if PAGE % BLOCK_N == 0:
+        return page.to(tl.int64) * PAGE + n % PAGE + tl.arange(0, BLOCK_N)
+    else:  # noqa: RET505
+        return page.to(tl.int64) * PAGE + (n + tl.arange(0, BLOCK_N)) % PAGE
+
+
+@triton.jit
+def _attend_blocks(
+    acc,
+    high,
+    norm,
+    q,
+    position,
+    k_cache,
+    v_cache,
+    table,
+    low,
+    end,
+    kv_high,
+    scale_log2,
+    softcap,
+    window,
+    k_token,
+    v_token,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    H: tl.constexpr,
+    VH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Online softmax over KV tokens low .. end (a whole number of blocks); `high` is the running maximum, base 2."""
+    dim = tl.arange(0, BLOCK_H)
+    v_dim = tl.arange(0, BLOCK_V)
+    page = _page_of(table, low, kv_high, PAGE, BLOCK_N)
+    for n in tl.range(low, end, BLOCK_N):
+        at = _locations(page, n, PAGE, BLOCK_N)
+        page = _page_of(table, n + BLOCK_N, kv_high, PAGE, BLOCK_N)
+        tokens = n + tl.arange(0, BLOCK_N)
+        k_at = k_cache + at[None, :] * k_token + dim[:, None]
+        if MASKED and BLOCK_H != H:
+            k = tl.load(k_at, mask=(tokens < kv_high)[None, :] & (dim < H)[:, None], other=0.0)
+        elif MASKED:
+            k = tl.load(k_at, mask=(tokens < kv_high)[None, :], other=0.0)
+        elif BLOCK_H != H:
+            k = tl.load(k_at, mask=(dim < H)[:, None], other=0.0)
+        else:
+            k = tl.load(k_at)
+        score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
+        if SOFTCAP:
+            bounded = 2.0 * tl.sigmoid(score * (2.0 / (_LOG2E * softcap))) - 1.0
+            score = bounded * (softcap * _LOG2E)
+        if MASKED:
+            seen = (tokens < kv_high)[None, :]
+            if CAUSAL:
+                seen = seen & (tokens[None, :] <= position[:, None])
+            if WINDOWED:
+                seen = seen & (tokens[None, :] > (position - window)[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        new_high = tl.maximum(high, tl.max(score, 1))
+        if MASKED:
+            anchor = tl.where(new_high == float("-inf"), 0.0, new_high)
+        else:
+            anchor = new_high
+        weight = tl.exp2(score - anchor[:, None])
+        shrink = tl.exp2(high - anchor)
+        norm = norm * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None]
+        v_at = v_cache + at[:, None] * v_token + v_dim[None, :]
+        if MASKED and BLOCK_V != VH:
+            v = tl.load(v_at, mask=(tokens < kv_high)[:, None] & (v_dim < VH)[None, :], other=0.0)
+        elif MASKED:
+            v = tl.load(v_at, mask=(tokens < kv_high)[:, None], other=0.0)
+        elif BLOCK_V != VH:
+            v = tl.load(v_at, mask=(v_dim < VH)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        high = new_high
+    return acc, high, norm
+
+
+@triton.jit
+def _merge(partial, partial_stats, first, last, valid, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Puts the partial results of chunks first .. last together, in their order."""
+    row = tl.arange(0, BLOCK_M)
+    v_dim = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+    high = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for chunk in tl.range(first, last + 1):
+        place = (2 * chunk + (chunk == first).to(tl.int32)).to(tl.int64)
+        stats = partial_stats + place * (2 * BLOCK_M) + row
+        part_high = tl.load(stats, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        part_norm = tl.load(stats + BLOCK_M, mask=valid, other=0.0, cache_modifier=".cg")
+        part_at = partial + place * (BLOCK_M * BLOCK_V) + row[:, None] * BLOCK_V + v_dim[None, :]
+        part = tl.load(part_at, mask=valid[:, None], other=0.0, cache_modifier=".cg")
+        new_high = tl.maximum(high, part_high)
+        anchor = tl.where(new_high == float("-inf"), 0.0, new_high)
+        old, new = tl.exp2(high - anchor), tl.exp2(part_high - anchor)
+        acc = acc * old[:, None] + part * new[:, None]
+        norm = norm * old + part_norm * new
+        high = new_high
+    return acc, high, norm
+
+
+@triton.jit
+def _attention_kernel(
+    q,
+    out,
+    k_cache,
+    v_cache,
+    page_table,
+    tiles,
+    header,
+    chunk_tile,
+    counters,
+    members,
+    partial,
+    partial_stats,
+    shared_out,
+    shared_lse,
+    scale_log2,
+    softcap,
+    v_scale,
+    window,
+    num_tokens,
+    tile_room,
+    table_stride,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    G: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    H: tl.constexpr,
+    VH: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SHARED: tl.constexpr,
+    ZERO: tl.constexpr,
+    TWO_PHASE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS_PER_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    trigger(PDL)
+    # The plan, the page table and the lengths are inputs of the step: no kernel of the layers writes them.
+    total = tl.load(header + TOTAL)
+    per_chunk = tl.load(header + PER_CHUNK)
+    tile = tl.load(chunk_tile + chunk)
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_H)
+    v_dim = tl.arange(0, BLOCK_V)
+    HEADS: tl.constexpr = G * KV_HEADS
+    wait(PDL)
+    if ZERO:
+        _zero_padding(
+            out, tl.load(header + REAL_TOKENS) + chunk, num_tokens, tl.num_programs(0), HEADS * VH, BLOCK_V
+        )  # fmt: skip
+    at = chunk * per_chunk
+    end = tl.minimum(at + per_chunk, total)
+    while at < end:
+        start = tl.load(tiles + START * tile_room + tile)
+        token = tl.load(tiles + TOKEN * tile_room + tile)
+        tokens = tl.load(tiles + TOKENS * tile_room + tile)
+        position = tl.load(tiles + POSITION * tile_room + tile)
+        kv_low = tl.load(tiles + KV_LOW * tile_room + tile)
+        kv_high = tl.load(tiles + KV_HIGH * tile_room + tile)
+        slot = tl.load(tiles + SLOT * tile_room + tile)
+        blocks = tl.maximum((kv_high - kv_low + BLOCK_N - 1) // BLOCK_N, 1)
+        kv_head = (at - start) // blocks
+        head_start = start + kv_head * blocks
+        block = at - head_start
+        block_end = tl.minimum(blocks, block + end - at)
+
+        valid = (row // G < tokens) & (row < TOKENS_PER_TILE * G)
+        if GROUPED:
+            query = tl.load(members + token + row // G, mask=valid, other=0).to(tl.int64)
+        else:
+            query = (token + row // G).to(tl.int64)
+        head = kv_head * G + row % G
+        q_mask = valid[:, None]
+        if BLOCK_H != H:
+            q_mask = q_mask & (dim < H)[None, :]
+        q_tile = tl.load(q + query[:, None] * q_token + head[:, None] * q_head + dim[None, :], mask=q_mask, other=0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        norm = tl.zeros([BLOCK_M], tl.float32)
+        high = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        where = position + row // G
+        table = page_table + slot.to(tl.int64) * table_stride
+        k_base = k_cache + kv_head * k_head
+        v_base = v_cache + kv_head * v_head
+        low = kv_low + block * BLOCK_N
+        high_end = kv_low + block_end * BLOCK_N
+        if TWO_PHASE:
+            # Blocks that every query sees in full need no mask.
+            full = kv_high
+            if CAUSAL and not GROUPED:
+                full = tl.minimum(full, position + 1)
+            full_end = kv_low + tl.maximum(full - kv_low, 0) // BLOCK_N * BLOCK_N
+            if WINDOWED:
+                # The first blocks reach beyond the window of the last query: masked, before the full ones.
+                edge = tl.maximum(position + tokens - window, 0)
+                full_start = kv_low + (tl.maximum(edge - kv_low, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+                full_start = tl.minimum(tl.maximum(full_start, low), high_end)
+                acc, high, norm = _attend_blocks(
+                    acc, high, norm, q_tile, where, k_base, v_base, table, low, full_start, kv_high,
+                    scale_log2, softcap, window, k_token, v_token,
+                    True, CAUSAL, WINDOWED, SOFTCAP, PRECISION, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+                )  # fmt: skip
+                low = full_start
+            full_end = tl.minimum(tl.maximum(full_end, low), high_end)
+            acc, high, norm = _attend_blocks(
+                acc, high, norm, q_tile, where, k_base, v_base, table, low, full_end, kv_high,
+                scale_log2, softcap, window, k_token, v_token,
+                False, CAUSAL, WINDOWED, SOFTCAP, PRECISION, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+            )  # fmt: skip
+            low = full_end
+        acc, high, norm = _attend_blocks(
+            acc, high, norm, q_tile, where, k_base, v_base, table, low, high_end, kv_high,
+            scale_log2, softcap, window, k_token, v_token,
+            True, CAUSAL and not GROUPED, WINDOWED, SOFTCAP, PRECISION, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+        )  # fmt: skip
+
+        first = head_start // per_chunk
+        last = (head_start + blocks - 1) // per_chunk
+        finish = first == last
+        if first != last:
+            place = (2 * chunk + (chunk == first).to(tl.int32)).to(tl.int64)
+            stats = partial_stats + place * (2 * BLOCK_M) + row
+            tl.store(stats, high, mask=valid)
+            tl.store(stats + BLOCK_M, norm, mask=valid)
+            part_at = partial + place * (BLOCK_M * BLOCK_V) + row[:, None] * BLOCK_V + v_dim[None, :]
+            tl.store(part_at, acc, mask=valid[:, None])
+            tl.debug_barrier()
+            counter = counters + tile * KV_HEADS + kv_head
+            done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            finish = done == last - first
+            if finish:
+                tl.store(counter, 0)
+                acc, high, norm = _merge(partial, partial_stats, first, last, valid, BLOCK_M, BLOCK_V)
+        if finish:
+            place = query * HEADS + head
+            out_mask = valid[:, None]
+            if BLOCK_V != VH:
+                out_mask = out_mask & (v_dim < VH)[None, :]
+            if SHARED:
+                prefix = tl.load(tiles + PREFIX * tile_room + tile)
+                if prefix > 0:
+                    lse = tl.load(shared_lse + place, mask=valid, other=float("-inf"))
+                    front = tl.load(shared_out + place[:, None] * VH + v_dim[None, :], mask=out_mask, other=0.0)
+                    top = tl.maximum(high, lse)
+                    anchor = tl.where(top == float("-inf"), 0.0, top)
+                    own, share = tl.exp2(high - anchor), tl.exp2(lse - anchor)
+                    acc = acc * own[:, None] + front * share[:, None]
+                    norm = norm * own + share
+            safe = tl.where(norm > 0.0, norm, 1.0)
+            result = acc / safe[:, None]
+            if GROUPED:
+                tl.store(shared_lse + place, high + tl.log2(safe), mask=valid)
+                tl.store(shared_out + place[:, None] * VH + v_dim[None, :], result, mask=out_mask)
+            else:
+                result = (result * v_scale).to(out.dtype.element_ty)
+                tl.store(out + place[:, None] * VH + v_dim[None, :], result, mask=out_mask)
+        at += block_end - block
+        tile += ((kv_head == KV_HEADS - 1) & (block_end == blocks)).to(tl.int32)
+
+
+@triton.jit
+def _zero_padding(out, first, num_tokens, step, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Zeroes the output of the tokens first, first + step, ... that belong to no row."""
+    BLOCK: tl.constexpr = BLOCK_V * 8
+    for token in range(first, num_tokens, step):
+        for base in range(0, WIDTH, BLOCK):
+            col = base + tl.arange(0, BLOCK)
+            zero = tl.zeros([BLOCK], out.dtype.element_ty)
+            tl.store(out + tl.cast(token, tl.int64) * WIDTH + col, zero, mask=col < WIDTH)
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Where programs leave partial results. One is enough for all launches of a stream: each leaves nothing behind."""
+
+    partial: Tensor
+    stats: Tensor
+
+    @staticmethod
+    def make(num_chunks: int, block_m: int, v_width: int, device: torch.device) -> Workspace:
+        def room(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        return Workspace(room(2 * num_chunks, block_m, power_of_two(v_width, 16)), room(2 * num_chunks, 2, block_m))
+
+
+def attend(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    plan: planning.Plan,
+    workspace: Workspace,
+    out_TNV: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    shared: tuple[Tensor, Tensor] | None = None,
+    zero_padding: bool = False,
+    after_plan: bool = False,
+) -> None:
+    """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous).
+
+    `shared` is (float32 [T, N, V], float32 [T, N]): a plan of groups leaves its result and log-sum-exp (base 2) there and
+    doesn't touch `out_TNV`; a plan of rows merges what it finds there. With `zero_padding` tokens of no row become zero.
+    `after_plan`: the plan may just have been queued, so this launch must not start before it ends.
+    """
+    num_tokens, num_heads, width = q_TNH.shape
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    v_width = v_cache.shape[3]
+    shape = plan.shape
+    front, lse = (workspace.partial, workspace.stats) if shared is None else shared
+    _attention_kernel[(plan.num_chunks,)](
+        q_TNH,
+        out_TNV,
+        k_cache,
+        v_cache,
+        page_table,
+        plan.tiles,
+        plan.header,
+        plan.chunk_tile,
+        plan.counters,
+        plan.header if plan.members is None else plan.members,
+        workspace.partial,
+        workspace.stats,
+        front,
+        lse,
+        scale * k_scale * _LOG2E.value,
+        0.0 if softcap is None else softcap,
+        v_scale,
+        0 if window is None else window,
+        num_tokens,
+        plan.tiles.shape[1],
+        page_table.stride(0),
+        q_TNH.stride(0),
+        q_TNH.stride(1),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        G=num_heads // kv_heads,
+        KV_HEADS=kv_heads,
+        H=width,
+        VH=v_width,
+        PAGE=page_size,
+        CAUSAL=causal,
+        WINDOWED=window is not None,
+        SOFTCAP=softcap is not None,
+        GROUPED=plan.members is not None,
+        SHARED=shared is not None and plan.members is None,
+        ZERO=zero_padding,
+        TWO_PHASE=shape.block_m >= 64,
+        PRECISION="ieee" if q_TNH.dtype == torch.float32 else "tf32",
+        TOKENS_PER_TILE=plan.tokens_per_tile,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_H=power_of_two(width, 16),
+        BLOCK_V=power_of_two(v_width, 16),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **({"PDL": False} if after_plan else pdl_options(q_TNH.device)),
+    )

@@ -1,0 +1,207 @@
+"""The attention backend of CUDA devices: plans a step once per kind of layer, then runs every layer from the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bough.kernels.attention import fresh, plan, triton
+from bough.kernels.attention.inputs import AttentionInputs, Spec
+from bough.kernels.attention.plan import Kind, Plan, Shape
+from bough.kernels.launching import power_of_two
+from bough.kernels.rotary.triton import rope_and_write, write_kv
+
+DECODE = Shape(block_m=16, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2)
+"""Rows whose queries (times the heads of a KV head) fit into one tile: the KV is read once, at memory bandwidth."""
+EXTEND = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=1)
+"""Longer rows of small steps."""
+PREFILL = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=1)
+"""Longer rows of large steps."""
+SHARED = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=1)
+"""Members of a group against their shared span."""
+_LARGE_STEP = 1024
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """The launches of one kind of layer in this step."""
+
+    rows: list[Plan]
+    shared: Plan | None
+    fresh: list[tuple[int, int]]
+    """(first token, tokens) of rows left to the vendor's attention."""
+    just_planned: bool = True
+
+
+class TritonAttention:
+    """`AttentionBackend` over `AttentionInputs`. One object serves a device's stream: its buffers are reused."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inputs: AttentionInputs | None = None
+        self._prepared: dict[tuple[Kind, bool, int], _Prepared] = {}
+        self._workspaces: dict[tuple[int, int, int], triton.Workspace] = {}
+
+    def prepare(self, inputs: AttentionInputs) -> None:
+        """Starts a step (or the capture of a graph). Plans are queued by the first layer that needs them."""
+        self._inputs = inputs
+        self._prepared.clear()
+
+    def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]."""
+        inputs = self._step()
+        k_scale, v_scale = inputs.scales(spec.layer)
+        k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+        write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+        return self.attend(spec, q_TNH, k_TKH, v_TKH)
+
+    def forward_rope(
+        self,
+        spec: Spec,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        positions_T: Tensor,
+        cos_sin_PR: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write."""
+        inputs = self._step()
+        k_scale, v_scale = inputs.scales(spec.layer)
+        q, k = rope_and_write(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            positions_T,
+            cos_sin_PR,
+            inputs.k_caches[spec.layer],
+            inputs.v_caches[spec.layer],
+            inputs.loc_T,
+            q_norm,
+            k_norm,
+            eps,
+            offset,
+            interleaved=interleaved,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return self.attend(spec, q, k, v_TKH)
+
+    def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """`forward` for KV that is already in the pages."""
+        inputs = self._step()
+        q = q_TNH if q_TNH.stride(2) == 1 else q_TNH.contiguous()
+        v_width = inputs.v_caches[spec.layer].shape[3]
+        prepared = self._prepare_kind(spec, q, v_TKH, v_width)
+        if not prepared.rows and prepared.shared is None:
+            lengths = {length for _, length in prepared.fresh}
+            if len(lengths) == 1 and sum(length for _, length in prepared.fresh) == inputs.num_tokens:
+                return fresh.attend_whole(q, k_TKH, v_TKH, lengths.pop(), spec.scale).flatten(1)
+        out = torch.empty((inputs.num_tokens, spec.num_heads, v_width), dtype=q.dtype, device=q.device)
+        self._launch(spec, inputs, prepared, q, out)
+        if prepared.fresh:
+            fresh.attend_fresh(q, k_TKH, v_TKH, prepared.fresh, spec.scale, out)
+        return out.flatten(1)
+
+    def _step(self) -> AttentionInputs:
+        if self._inputs is None:
+            raise RuntimeError("prepare() must run before the layers of a step")
+        return self._inputs
+
+    def _launch(self, spec: Spec, inputs: AttentionInputs, prepared: _Prepared, q: Tensor, out: Tensor) -> None:
+        k_scale, v_scale = inputs.scales(spec.layer)
+        front = None
+        plans = prepared.rows
+        if prepared.shared is not None:
+            room = {"dtype": torch.float32, "device": q.device}
+            front = (torch.empty(out.shape, **room), torch.empty(out.shape[:2], **room))
+            plans = [prepared.shared, *plans]
+        for place, each in enumerate(plans):
+            is_rows = each is not prepared.shared
+            triton.attend(
+                q,
+                inputs.k_caches[spec.layer],
+                inputs.v_caches[spec.layer],
+                inputs.page_table,
+                each,
+                self._workspace(each, out.shape[2]),
+                out,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+                causal=spec.causal,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                shared=front if each.prefixed or not is_rows else None,
+                zero_padding=is_rows and each is prepared.rows[0],
+                after_plan=prepared.just_planned and place == 0,
+            )
+        if not prepared.rows and prepared.fresh:
+            last = max(first + length for first, length in prepared.fresh)
+            out[last:].zero_()
+        prepared.just_planned = False
+
+    def _workspace(self, each: Plan, v_width: int) -> triton.Workspace:
+        key = (each.num_chunks, each.shape.block_m, v_width)
+        found = self._workspaces.get(key)
+        if found is None:
+            found = self._workspaces[key] = triton.Workspace.make(*key, self._device)
+        return found
+
+    def _prepare_kind(self, spec: Spec, q: Tensor, v: Tensor, v_width: int) -> _Prepared:
+        inputs = self._step()
+        kind = Kind(spec.num_heads, spec.num_kv_heads, spec.window, spec.causal)
+        may_be_fresh = inputs.host is not None and fresh.suits(spec, q, v)
+        key = (kind, may_be_fresh, v_width)
+        found = self._prepared.get(key)
+        if found is None:
+            width = power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
+            found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, may_be_fresh)
+        return found
+
+
+def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, may_be_fresh: bool) -> _Prepared:
+    """Which launches the step needs: host lengths, where known, leave out those without rows."""
+    decode = shape_for(DECODE, kind.group, bytes_per_token)
+    most_decode = decode.block_m // kind.group
+    fresh_rows: list[tuple[int, int]] = []
+    has_decode, has_longer = True, inputs.max_query > most_decode
+    fresh_from = 2**30
+    if inputs.host is not None:
+        query, context = inputs.host.num_query_R, inputs.host.context_R
+        starts = query.cumsum() - query
+        is_fresh = (context == 0) & (query >= fresh.FRESH_FROM) & may_be_fresh
+        fresh_rows = [(int(starts[row]), int(query[row])) for row in is_fresh.nonzero()[0]]
+        fresh_from = fresh.FRESH_FROM if may_be_fresh else fresh_from
+        has_decode = bool((query <= most_decode).any())
+        has_longer = bool(((query > most_decode) & ~is_fresh).any())
+    shared, prefix_R = None, None
+    if inputs.shared is not None and kind.window is None and has_decode:
+        shared, prefix_R = plan.plan_groups(inputs, kind, shape_for(SHARED, kind.group, bytes_per_token))
+    rows: list[Plan] = []
+    if has_decode:
+        rows.append(plan.plan_rows(inputs, kind, decode, most_query=most_decode, prefix_R=prefix_R))
+    if has_longer:
+        longer = shape_for(PREFILL if inputs.num_tokens >= _LARGE_STEP else EXTEND, kind.group, bytes_per_token)
+        rows.append(plan.plan_rows(inputs, kind, longer, least_query=most_decode + 1, fresh_from=fresh_from))
+    return _Prepared(rows, shared, fresh_rows)
+
+
+def shape_for(shape: Shape, group: int, bytes_per_token: int) -> Shape:
+    """The shape with tiles that hold at least one token of `group` heads, and KV blocks that fit into shared memory.
+
+    `bytes_per_token`: K and V of one head, widths rounded up to powers of two.
+    """
+    block_m = max(shape.block_m, 1 << (group - 1).bit_length())
+    block_n = shape.block_n
+    if bytes_per_token > 512:
+        block_m = max(min(block_m, 64), 1 << (group - 1).bit_length())
+        block_n = max(16, block_n * 512 // bytes_per_token)
+    return replace(shape, block_m=block_m, block_n=block_n)
