@@ -22,7 +22,7 @@ from bough.lang.backends.base import Backend
 from bough.lang.errors import LangError, Origin, UnknownVariable, program_error
 from bough.lang.evaluator import Evaluator
 from bough.lang.loop import on_loop_thread, settle
-from bough.lang.memory import Memory
+from bough.lang.memory import Heard, Memory
 from bough.lang.sampling import SamplingParams
 
 _inside: ContextVar[tuple[Run, ...]] = ContextVar("bough_lang_runs", default=())
@@ -187,14 +187,14 @@ class Executor:
         """Wait until everything appended so far is executed."""
         await self._async_wait(self._idle)
 
-    def wait_longer(self, name: str | None, sent: int) -> tuple[str, bool]:
-        """(text so far, whether it is all) once there is more than `sent` characters of the state or of a variable."""
+    def wait_longer(self, name: str | None, sent: int) -> Heard:
+        """What there is of the state's or a variable's text, once it is more than `sent` characters or all."""
         self._wait(lambda: len(self._visible(name)) > sent or self._complete(name), name)
-        return self._progress(name)
+        return self._heard(name)
 
-    async def async_wait_longer(self, name: str | None, sent: int) -> tuple[str, bool]:
+    async def async_wait_longer(self, name: str | None, sent: int) -> Heard:
         await self._async_wait(lambda: len(self._visible(name)) > sent or self._complete(name))
-        return self._progress(name)
+        return self._heard(name)
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:
@@ -304,9 +304,10 @@ class Executor:
     def _complete(self, name: str | None) -> bool:
         return self.failure is not None or self._settled() or (name is not None and self._known(name))
 
-    def _progress(self, name: str | None) -> tuple[str, bool]:
+    def _heard(self, name: str | None) -> Heard:
         with self._lock:
-            return self._visible(name), self._complete(name)
+            meta = self.memory.meta_info.get(name, {}) if name is not None else {}
+            return Heard(self._visible(name), self._complete(name), meta)
 
     def _raise_failure(self) -> NoReturn:
         self.failure_seen = True

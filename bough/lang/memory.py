@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bough.lang.speculation import Speculation
 from bough.lang.transcript import Transcript
+
+
+class Heard(NamedTuple):
+    """What somebody who follows a state or a variable gets to see at one moment."""
+
+    text: str
+    complete: bool
+    meta_info: Any
 
 
 @dataclass(slots=True)

@@ -27,7 +27,6 @@ SAMPLING_DEFAULTS = frozenset(
      "min_p", "frequency_penalty", "presence_penalty", "ignore_eos", "return_logprob", "logprob_start_len",
      "top_logprobs_num", "return_text_in_logprobs")
 )  # fmt: skip
-_RUN_WORDS = frozenset(("backend", "stream", "use_thread", "num_threads", "progress_bar", "generator_style"))
 
 
 class Function:
@@ -52,13 +51,6 @@ class Function:
                 what=f"{func.__name__} takes *args or **kwargs",
                 why="a program's arguments are known by name, so that batches can be traced",
                 fix="name every parameter",
-            )
-        taken = sorted((SAMPLING_DEFAULTS | _RUN_WORDS) & set(names))
-        if taken:
-            raise LangError(
-                what=f"{func.__name__} has a parameter called {taken[0]}",
-                why=f"run(..., {taken[0]}=...) already means something",
-                fix="give the parameter another name",
             )
         self.func = func
         self.num_api_spec_tokens = num_api_spec_tokens
@@ -88,7 +80,7 @@ class Function:
         `stream=True` returns at once, while the program runs on: follow it with `text_iter`. `use_thread=False`
         executes each expression before the next line of the program runs.
         """
-        defaults, kwargs = _split(kwargs)
+        defaults, kwargs = self._split(kwargs)
         arguments = self._arguments(args, kwargs)
         run = self._new_run(as_backend(backend or default_backend()), shared_loop(), defaults, stream)
         state = ProgramState(run.root)
@@ -119,7 +111,7 @@ class Function:
         """`run` for callers on an event loop: an `async def` program runs on the caller's loop."""
         if not self.is_async:
             return await asyncio.to_thread(self.run, *args, backend=backend, stream=stream, **kwargs)
-        defaults, kwargs = _split(kwargs)
+        defaults, kwargs = self._split(kwargs)
         arguments = self._arguments(args, kwargs)
         run = self._new_run(as_backend(backend or default_backend()), asyncio.get_running_loop(), defaults, stream)
         state = ProgramState(run.root)
@@ -178,7 +170,7 @@ class Function:
     def _batch(
         self, batch_kwargs: Sequence[Mapping[str, Any] | Sequence[Any]], kwargs: dict[str, Any], backend: Any
     ) -> tuple[SamplingParams, list[dict[str, Any]], Backend]:
-        defaults, rest = _split(kwargs)
+        defaults, rest = self._split(kwargs)
         if rest:
             raise LangError(
                 what=f"run_batch got {', '.join(rest)}",
@@ -329,6 +321,13 @@ class Function:
         del arguments["s"]
         return arguments
 
+    def _split(self, kwargs: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+        """Default sampling parameters, and the program's arguments: a name that is both is the program's."""
+        own = self._signature.parameters
+        sampling = {name: value for name, value in kwargs.items() if name in SAMPLING_DEFAULTS and name not in own}
+        rest = {name: value for name, value in kwargs.items() if name not in sampling}
+        return SamplingParams().merged(normalise(sampling)), rest
+
     def _check_names(self, arguments: Mapping[str, Any]) -> None:
         unknown = [name for name in arguments if name not in self._signature.parameters or name == "s"]
         if unknown:
@@ -341,13 +340,6 @@ class Function:
 
 _background: set[asyncio.Task[ProgramState]] = set()
 """Streamed programs on callers' loops; a loop keeps only weak references to its tasks."""
-
-
-def _split(kwargs: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """Default sampling parameters, and the rest."""
-    sampling = {name: value for name, value in kwargs.items() if name in SAMPLING_DEFAULTS}
-    rest = {name: value for name, value in kwargs.items() if name not in SAMPLING_DEFAULTS}
-    return SamplingParams().merged(normalise(sampling)), rest
 
 
 def _say(run: Run) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from bough.lang import ir
 from bough.lang.errors import LangError, Origin
+from bough.lang.memory import Heard
 
 JOIN_MODES = ("gather_variable", "concate_and_append")
 
@@ -31,8 +32,8 @@ class StateEngine(Protocol):
     def messages(self) -> list[dict[str, Any]]: ...
     def wait_settled(self) -> None: ...
     async def async_wait_settled(self) -> None: ...
-    def wait_longer(self, name: str | None, sent: int) -> tuple[str, bool]: ...
-    async def async_wait_longer(self, name: str | None, sent: int) -> tuple[str, bool]: ...
+    def wait_longer(self, name: str | None, sent: int) -> Heard: ...
+    async def async_wait_longer(self, name: str | None, sent: int) -> Heard: ...
     def raise_if_failed(self) -> None: ...
     def raise_if_unknown(self, name: str) -> None: ...
 
@@ -112,7 +113,7 @@ class ProgramState:
         """Pieces of the text, or of one variable, as they are generated (in a run with stream=True)."""
         sent = 0
         while True:
-            text, complete = self._engine.wait_longer(var_name, sent)
+            text, complete, _ = self._engine.wait_longer(var_name, sent)
             if len(text) > sent:
                 yield text[sent:]
                 sent = len(text)
@@ -128,11 +129,11 @@ class ProgramState:
             )
         sent = 0
         while True:
-            text, complete = await self._engine.async_wait_longer(var_name, sent)
+            text, complete, meta = await self._engine.async_wait_longer(var_name, sent)
             if len(text) > sent:
                 piece = text[sent:]
                 sent = len(text)
-                yield (piece, self._engine.get_meta_info(var_name)) if return_meta_data and var_name else piece
+                yield (piece, meta) if return_meta_data else piece
             if complete:
                 self._check_complete(var_name)
                 return

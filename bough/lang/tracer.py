@@ -10,6 +10,7 @@ from typing import Any
 from bough.lang import ir
 from bough.lang.chat_template import ChatTemplate, get_chat_template
 from bough.lang.errors import Origin
+from bough.lang.memory import Heard
 from bough.lang.state import ProgramState
 from bough.lang.transcript import Transcript
 
@@ -141,10 +142,10 @@ class _Recorder:
     def get_meta_info(self, name: str) -> Any:
         return ir.Placeholder(f"meta information of {name}")
 
-    def wait_longer(self, name: str | None, sent: int) -> tuple[str, bool]:
+    def wait_longer(self, name: str | None, sent: int) -> Heard:
         raise ir.StopTracing("generated text")
 
-    async def async_wait_longer(self, name: str | None, sent: int) -> tuple[str, bool]:
+    async def async_wait_longer(self, name: str | None, sent: int) -> Heard:
         raise ir.StopTracing("generated text")
 
     def raise_if_failed(self) -> None:

@@ -71,8 +71,11 @@ class NativeBackend(Backend):
         self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesSamplingMethod
     ) -> ChoicesDecision:
         """Prefill the prompt once, then score all choices over it in one batched request."""
-        reply = await self.call(self._prefill_body(prompt))
-        tokens = await self._score(prompt, choices, int(reply["meta_info"]["prompt_tokens"]))
+        prompt_tokens = 0
+        if prompt.text:
+            reply = await self.call(self._prefill_body(prompt))
+            prompt_tokens = int(_checked(reply)["meta_info"]["prompt_tokens"])
+        tokens = await self._score(prompt, choices, prompt_tokens)
         alone: list[list[TokenLogprob]] | None = None
         if method.requires_unconditional_logprobs:
             replies = await self.call(
@@ -100,7 +103,7 @@ class NativeBackend(Backend):
         therefore goes along in the batch: where any choice's tokens first depart from it, all scores begin. One
         token before the end is looked at first, more only if a merge reaches further back.
         """
-        texts = [prompt.text, *(prompt.text + choice for choice in choices)]
+        texts = [prompt.text] * bool(prompt.text) + [prompt.text + choice for choice in choices]
         look_back = 2
         while True:
             start = max(prompt_tokens - look_back, 0)
@@ -113,7 +116,7 @@ class NativeBackend(Backend):
             if self.text_in_logprobs:
                 body["return_text_in_logprobs"] = True
             rows = [_positioned(_checked(reply)) for reply in await self.call(body)]
-            own, scored = rows[0], rows[1:]
+            own, scored = (rows[0], rows[1:]) if prompt.text else ({}, rows)
             departs = min(
                 (at for at in own for row in scored if at not in row or row[at][1] != own[at][1]),
                 default=prompt_tokens,
