@@ -57,7 +57,9 @@ def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     attention = DenseAttention(len(PROMPTS))
     tokens = [[token] for token in next_tokens(model, attention, list(enumerate(PROMPTS)))]
     for _ in range(63):
-        for row, token in enumerate(next_tokens(model, attention, [(row, [own[-1]]) for row, own in enumerate(tokens)])):
+        for row, token in enumerate(
+            next_tokens(model, attention, [(row, [own[-1]]) for row, own in enumerate(tokens)])
+        ):
             tokens[row].append(token)
     assert tokens == wanted
 

@@ -62,8 +62,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {"sliding_window": 9}),
-    "phi3-partial": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-    "phi3-longrope": ("Phi3", {"original_max_position_embeddings": 256, "max_position_embeddings": 1024, **_rope("longrope", **FACTORS)}),
+    "phi3-partial": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {"original_max_position_embeddings": 256, "max_position_embeddings": 1024, **_rope("longrope", **FACTORS)},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
