@@ -21,7 +21,7 @@ MAX_TOP_LOGPROBS: Final = 1024
 _MAX_SCORED_IDS: Final = 1024
 _MAX_NAME_CHARS: Final = 256
 
-_PER_REQUEST: Final = (
+_PER_REQUEST: Final[tuple[str, ...]] = (
     "sampling_params",
     "rid",
     "return_logprob",
@@ -34,8 +34,8 @@ _PER_REQUEST: Final = (
     "extra_key",
 )
 """May be one value for all prompts, or a list with one for each."""
-_SHARED: Final = ("text", "prompt", "input_ids", "stream", "return_text_in_logprobs", "stream_interval")
-NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_SHARED})
+_FOR_ALL: Final[tuple[str, ...]] = ("return_text_in_logprobs", "stream_interval")
+NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_FOR_ALL, "text", "prompt", "input_ids", "stream"})
 """Every field that `native_batch` understands."""
 
 
@@ -87,7 +87,7 @@ def native_batch(
     stream = _flag("stream", given.get("stream", False))
     columns = {name: _column(name, given[name], len(prompts), single) for name in _PER_REQUEST if name in given}
     rows = [{name: column[at] for name, column in columns.items()} for at in range(len(prompts))]
-    shared = {name: given[name] for name in ("return_text_in_logprobs", "stream_interval") if name in given}
+    shared: Json = {name: given[name] for name in _FOR_ALL if name in given}
     requests = [
         _request(prompt, {**shared, **row}, stream, defaults, want_text, every, pool)
         for prompt, row in zip(prompts, rows, strict=True)

@@ -18,6 +18,7 @@ ANY_JSON: Final = "$$ANY$$"
 
 _MAX_STOPS: Final = 32
 _MAX_STOP_CHARS: Final = 1024
+_MAX_ALL_STOPS_CHARS: Final = 8192
 _MAX_PATTERN_CHARS: Final = 256
 _MAX_STOP_IDS: Final = 256
 _MAX_BIASES: Final = 1024
@@ -129,7 +130,9 @@ def _texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
-    return _texts(name, value, _MAX_STOPS, _MAX_STOP_CHARS)
+    stops = _texts(name, value, _MAX_STOPS, _MAX_STOP_CHARS)
+    _at_most(name, sum(map(len, stops)), _MAX_ALL_STOPS_CHARS, "characters in all")
+    return stops
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

@@ -1,0 +1,277 @@
+"""One request's way out: its tokens become text, the text is watched for stops and parsed, and deltas leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from bough.core.errors import BoughError
+from bough.core.messages import (
+    Began,
+    Delta,
+    End,
+    EndReason,
+    ParsedEvent,
+    RowOutput,
+    TextSpec,
+    TokenLogprobs,
+    unpack_ids,
+)
+from bough.detokenizer.decode import DecoderFactory, TokenDecoder
+from bough.detokenizer.stops import Stops
+from bough.parsers import ResponseParser, tool_specs
+
+
+class Verdict(NamedTuple):
+    """The end as found here; it wins over whatever the engine says later."""
+
+    num_tokens: int
+    reason: EndReason
+    matched: str | None = None
+    error: BoughError | None = None
+
+
+class PlainAnswer:
+    """A request that wants token ids only."""
+
+    __slots__ = ("id",)
+
+    def __init__(self, request_id: int) -> None:
+        self.id = request_id
+
+    def advance(self, ids: Sequence[int], packed: bytes, row: RowOutput | None) -> Delta | None:
+        if row is None:
+            return Delta(id=self.id, tokens=packed)
+        return Delta(
+            id=self.id,
+            tokens=packed,
+            end=row.end,
+            logprobs=row.logprobs,
+            prompt_logprobs=row.prompt_logprobs,
+            hidden_states=row.hidden_states,
+            embedding=row.embedding,
+        )
+
+
+class TextAnswer:
+    """A request that wants text. `verdict` is set when its end was found in the text; tell the engine then."""
+
+    __slots__ = (
+        "_decoder",
+        "_embedding",
+        "_events",
+        "_every",
+        "_factory",
+        "_hidden",
+        "_last_kept",
+        "_logprobs",
+        "_num_scored",
+        "_num_tokens",
+        "_parser",
+        "_prompt_logprobs",
+        "_said",
+        "_spec",
+        "_stops",
+        "_tokens",
+        "_unsent",
+        "id",
+        "verdict",
+    )
+
+    def __init__(self, began: Began, spec: TextSpec, factory: DecoderFactory) -> None:
+        """Raises `BoughError` for parsers or tools that don't exist."""
+        self.id = began.id
+        self.verdict: Verdict | None = None
+        self._spec = spec
+        self._every = spec.every
+        self._factory = factory
+        self._parser = _parser(spec)
+        keep = frozenset(self._parser.markers) if self._parser is not None else frozenset[str]()
+        self._last_kept = keep
+        self._decoder: TokenDecoder = factory.make(
+            skip_special=spec.skip_special_tokens,
+            spaces=spec.spaces_between_special_tokens,
+            keep=keep,
+            tail=unpack_ids(spec.prompt_tail).tolist(),
+        )
+        self._stops = (
+            Stops(spec.stop, spec.stop_regex, keep_match=spec.no_stop_trim) if spec.stop or spec.stop_regex else None
+        )
+        self._num_tokens = 0
+        self._num_scored = 0
+        self._unsent = 0
+        self._said: list[str] = []
+        self._tokens: list[bytes] = []
+        self._events: list[ParsedEvent] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._hidden: list[list[float]] = []
+        self._embedding = b""
+
+    def advance(self, ids: Sequence[int], packed: bytes, row: RowOutput | None) -> Delta | None:
+        """Takes a row's news; a delta if it is time for one. With an end in the row, the delta is the last one."""
+        if row is None and self._stops is None and self._parser is None and self._every <= 1 and self.verdict is None:
+            self._num_tokens += len(ids)
+            return Delta(id=self.id, text=self._decoder.feed(ids), tokens=packed)
+        if self.verdict is None:
+            self._take_tokens(ids, packed, row.end if row is not None else None)
+        if row is not None:
+            self._take_extras(row)
+        end = row.end if row is not None else None
+        if end is None:
+            due = self._unsent >= self._every or self.verdict is not None
+            return self._delta(None) if due and self._tokens else None
+        if self.verdict is None:
+            self._finish_text()
+        return self._delta(self._final(end))
+
+    def fail(self, error: BoughError) -> None:
+        """Ends the answer with an error; what was said stays said."""
+        self.verdict = Verdict(self._num_tokens, "error", error=error)
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def _take_tokens(self, ids: Sequence[int], packed: bytes, end: End | None) -> None:
+        spoken = ids[:-1] if self._ends_silently(ids, end) else ids
+        if self._stops is None:
+            self._say(self._decoder.feed(spoken))
+        else:
+            for place, token_id in enumerate(spoken):
+                found = self._stops.feed(self._decoder.feed((token_id,)))
+                self._say(found.text)
+                if found.matched is not None:
+                    self.verdict = Verdict(self._num_tokens + place + 1, "stop", found.matched)
+                    ids, packed = ids[: place + 1], packed[: 4 * (place + 1)]
+                    self._finish_parsing()
+                    break
+        if len(ids):
+            self._num_tokens += len(ids)
+            self._unsent += len(ids)
+            self._tokens.append(packed)
+
+    def _ends_silently(self, ids: Sequence[int], end: End | None) -> bool:
+        """The last token is the stop token itself, which is no part of the text."""
+        if end is None or not len(ids) or self._spec.no_stop_trim or end.reason != "stop" or end.matched != ids[-1]:
+            return False
+        return self._parser is None or self._factory.token_text(ids[-1]) not in self._last_kept
+
+    def _finish_text(self) -> None:
+        rest = self._decoder.finish()
+        if self._stops is not None:
+            found = self._stops.feed(rest) if rest else None
+            if found is not None:
+                self._say(found.text)
+            if found is None or found.matched is None:
+                found = self._stops.finish()
+                self._say(found.text)
+            if found.matched is not None:
+                self.verdict = Verdict(self._num_tokens, "stop", found.matched)
+        else:
+            self._say(rest)
+        self._finish_parsing()
+
+    def _finish_parsing(self) -> None:
+        if self._parser is not None:
+            self._events += self._parser.finish()
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._said.append(text)
+            if self._parser is not None:
+                self._events += self._parser.feed(text)
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def _take_extras(self, row: RowOutput) -> None:
+        if row.logprobs is not None:
+            kept = row.logprobs
+            if self.verdict is not None:
+                kept = _cut(kept, max(0, self.verdict.num_tokens - self._num_scored))
+            self._num_scored += len(row.logprobs.token_ids)
+            if kept.token_ids:
+                self._logprobs.append(self._with_text(kept))
+        if row.prompt_logprobs is not None:
+            self._prompt_logprobs.append(self._with_text(row.prompt_logprobs))
+        if row.hidden_states is not None:
+            self._hidden += row.hidden_states
+        self._embedding += row.embedding
+
+    def _with_text(self, scores: TokenLogprobs) -> TokenLogprobs:
+        if self._spec.logprob_text:
+            text = self._factory.token_text
+            scores.text = [text(token_id) for token_id in scores.token_ids]
+            scores.top_text = [[text(token_id) for token_id, _ in row] for row in scores.top]
+        return scores
+
+    def _final(self, end: End) -> End:
+        verdict = self.verdict
+        if verdict is None:
+            return end
+        error = verdict.error
+        return msgspec.structs.replace(
+            end,
+            reason=verdict.reason,
+            matched=verdict.matched,
+            message=error.sentence() if error is not None else "",
+            status=error.status if error is not None else 0,
+            code=(error.code or error.type) if error is not None else "",
+            completion_tokens=verdict.num_tokens,
+            reasoning_tokens=min(end.reasoning_tokens, verdict.num_tokens),
+        )
+
+    def _delta(self, end: End | None) -> Delta:
+        delta = Delta(
+            id=self.id,
+            text="".join(self._said),
+            tokens=b"".join(self._tokens),
+            events=self._events,
+            end=end,
+            logprobs=_joined(self._logprobs),
+            prompt_logprobs=_joined(self._prompt_logprobs),
+            hidden_states=self._hidden or None,
+            embedding=self._embedding,
+        )
+        self._said, self._tokens, self._events, self._hidden = [], [], [], []
+        self._logprobs, self._prompt_logprobs = [], []
+        self._embedding = b""
+        self._unsent = 0
+        return delta
+
+
+def _parser(spec: TextSpec) -> ResponseParser | None:
+    if spec.reasoning_parser is None and spec.tool_parser is None:
+        return None
+    return ResponseParser.named(
+        reasoning=spec.reasoning_parser,
+        tools=spec.tool_parser,
+        tool_list=tool_specs(spec.tools) if spec.tools else (),
+        force_reasoning=spec.reasoning_forced or None,
+        stream_reasoning=spec.stream_reasoning,
+    )
+
+
+def _cut(scores: TokenLogprobs, length: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        scores.token_ids[:length],
+        scores.logprobs[:length],
+        scores.top[:length],
+        scores.chosen[:length],
+        scores.top_text[:length],
+        scores.text[:length],
+    )
+
+
+def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    whole = TokenLogprobs([], [], [], [], [], [])
+    for part in parts:
+        whole.token_ids += part.token_ids
+        whole.logprobs += part.logprobs
+        whole.top += part.top
+        whole.chosen += part.chosen
+        whole.top_text += part.top_text
+        whole.text += part.text
+    return whole

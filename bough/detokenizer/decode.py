@@ -1,0 +1,155 @@
+"""Token ids to text, a few at a time, never half a character.
+
+Most vocabularies are tables of bytes: text is the bytes joined. For those that are not (their decoders look at neighbours),
+the library decodes a short window before and after each token, and the difference is the news.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+from bough.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MOST_STUMPS = 8
+"""Tokens that may make up one character; beyond, the bytes are broken and shown as such."""
+
+
+class TokenDecoder(Protocol):
+    """Decodes one answer."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete."""
+        ...
+
+    def finish(self) -> str:
+        """What is left: the stump of a character, as U+FFFD."""
+        ...
+
+
+class Tables:
+    """What each id adds to text: as text where it is whole characters, else as bytes."""
+
+    __slots__ = ("spelled", "texts")
+
+    def __init__(self, token_bytes: Sequence[bytes], silent: frozenset[int]) -> None:
+        self.spelled = [b"" if i in silent else spelled for i, spelled in enumerate(token_bytes)]
+        self.texts = [_whole(spelled) for spelled in self.spelled]
+
+
+def _whole(spelled: bytes) -> str | None:
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+class ByteDecoder:
+    """For vocabularies that are tables of bytes."""
+
+    __slots__ = ("_pending", "_tables")
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._pending = b""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        texts = self._tables.texts
+        try:
+            if not self._pending and len(ids) == 1:
+                text = texts[ids[0]]
+                if text is not None:
+                    return text
+            return "".join([self._one(token_id) for token_id in ids])
+        except IndexError:  # an id of the embedding's padding
+            return "".join([self._one(token_id) for token_id in ids if token_id < len(texts)])
+
+    def _one(self, token_id: int) -> str:
+        if not self._pending:
+            text = self._tables.texts[token_id]
+            if text is not None:
+                return text
+        self._pending += self._tables.spelled[token_id]
+        text, used = codecs.utf_8_decode(self._pending, "replace", False)
+        self._pending = self._pending[used:]
+        return text
+
+    def finish(self) -> str:
+        rest, self._pending = self._pending, b""
+        return rest.decode("utf-8", "replace")
+
+
+class WindowDecoder:
+    """For all other vocabularies, by the tokenizer's own decoding. `tail`: the prompt's last ids, as left context."""
+
+    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip_special: bool, spaces: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._spaces = spaces
+        self._ids = list(tail)
+        self._read = len(self._ids)
+        """Ids whose text is out; those before serve as context."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return "".join([self._one(token_id) for token_id in ids])
+
+    def _one(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._news()
+        if not text or (text.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MOST_STUMPS):
+            return ""
+        self._advance()
+        return text
+
+    def finish(self) -> str:
+        text = self._news()
+        self._advance()
+        return text
+
+    def _news(self) -> str:
+        before = self._decode(self._ids[: self._read])
+        after = self._decode(self._ids)
+        return after[len(before) :]
+
+    def _advance(self) -> None:
+        del self._ids[: max(0, self._read - 1)]
+        self._read = len(self._ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special, self._spaces) if ids else ""
+
+
+class DecoderFactory:
+    """Makes decoders for one tokenizer; tables are shared by all answers of the same kind."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._spelled = tokenizer.token_bytes()
+        self._tables = lru_cache(maxsize=16)(self._make_tables)
+        if self._spelled is not None:
+            self._tables(True, frozenset())
+
+    def make(self, *, skip_special: bool, spaces: bool, keep: frozenset[str], tail: Sequence[int]) -> TokenDecoder:
+        """`keep`: texts of special tokens that stay although special ones are skipped."""
+        if self._spelled is None:
+            return WindowDecoder(self._tokenizer, tail, skip_special and not keep, spaces)
+        return ByteDecoder(self._tables(skip_special, self._special_among(keep)))
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, special ones by name."""
+        return self._tokenizer.token_text(token_id)
+
+    @property
+    def special_texts(self) -> dict[int, str]:
+        added = self._tokenizer.codebook.added()
+        return {i: text for i, (text, special) in added.items() if special}
+
+    def _special_among(self, keep: frozenset[str]) -> frozenset[int]:
+        return frozenset(i for i, text in self.special_texts.items() if text in keep) if keep else frozenset()
+
+    def _make_tables(self, skip_special: bool, keep: frozenset[int]) -> Tables:
+        assert self._spelled is not None
+        return Tables(self._spelled, self._tokenizer.special_ids - keep if skip_special else frozenset())
