@@ -1,11 +1,12 @@
 """The one table of what a client may ask for at most. Every entrance checks against it, before any work is done.
 
-Ranges of sampling parameters (temperature and so on) belong to `SamplingParams.check`; sizes and counts are here.
+Sampling parameters (ranges of numbers, how many stop strings, how large a schema) are bounded where they are read, in
+`intake.sampling`, which every entrance goes through as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 
 from bough.core.errors import BodyTooLarge, InvalidRequest
@@ -18,28 +19,17 @@ class Bound:
 
 
 BOUNDS: Mapping[str, Bound] = {
-    "n": Bound(64, "completions of one prompt"),
     "best_of": Bound(64, "candidates of one prompt"),
     "prompts": Bound(256, "prompts in one request"),
     "completions": Bound(1024, "completions in one request (prompts x n)"),
     "messages": Bound(4096, "messages"),
     "content_parts": Bound(1024, "content parts in one message"),
-    "stop": Bound(32, "stop strings"),
-    "stop_bytes": Bound(1024, "bytes in a stop string"),
-    "stop_token_ids": Bound(256, "stop token ids"),
-    "stop_regex": Bound(32, "stop patterns"),
-    "stop_regex_chars": Bound(256, "characters in a stop pattern"),
-    "logit_bias": Bound(1024, "biased tokens"),
-    "allowed_token_ids": Bound(65_536, "allowed token ids"),
-    "bad_words": Bound(256, "bad words"),
     "top_logprobs": Bound(20, "alternatives a token"),
     "native_top_logprobs": Bound(1024, "alternatives a token"),
     "token_ids_logprob": Bound(1024, "scored token ids"),
     "tools": Bound(256, "tools"),
     "tools_bytes": Bound(1024 * 1024, "bytes of tool definitions"),
-    "schema_bytes": Bound(64 * 1024, "bytes in a schema, pattern or grammar"),
     "schema_depth": Bound(32, "levels in a schema"),
-    "template_kwargs_bytes": Bound(16 * 1024, "bytes of template arguments"),
     "rid_chars": Bound(256, "characters in a request id"),
     "salt_chars": Bound(256, "characters in a cache salt"),
     "json_depth": Bound(64, "levels of nesting in a body"),
@@ -64,12 +54,6 @@ def count(bound: str, items: Sized | None, param: str) -> None:
     """Raises `InvalidRequest` if there are more items than the named bound allows."""
     if items is not None:
         at_most(bound, len(items), param)
-
-
-def each_text(bound: str, texts: Iterable[str], param: str) -> None:
-    """Raises `InvalidRequest` if one of the texts is longer (in bytes) than the named bound."""
-    for text in texts:
-        at_most(bound, len(text.encode()), param)
 
 
 def body_bytes(size: int, most: int) -> None:

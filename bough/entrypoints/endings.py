@@ -28,19 +28,10 @@ _BY_STATUS: dict[int, type[BoughError]] = {
 }
 
 
-class Aborted(BoughError):
-    """The request was aborted by somebody else: an abort call, a pause, a drain."""
-
-    status = 503
-    type = "aborted_error"
-    code = "aborted"
-
-
 def failure(end: End) -> BoughError | None:
-    """The error that a client is to see, or None if the request ended as it should."""
-    if end.reason not in ("abort", "error"):
+    """The error that a client is to see, or None if there is an answer. A request that was aborted by name has one: what
+    was generated so far."""
+    if end.reason not in ("abort", "error") or (end.reason == "abort" and end.status == 0):
         return None
-    kind = _BY_CODE.get(end.code) or _BY_STATUS.get(end.status)
-    if kind is None:
-        kind = Aborted if end.reason == "abort" else RequestFailed
-    return kind(what=end.message or ("the request was aborted" if end.reason == "abort" else "the request failed"))
+    kind = _BY_CODE.get(end.code) or _BY_STATUS.get(end.status) or RequestFailed
+    return kind(what=end.message or "the request failed")

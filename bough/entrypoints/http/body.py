@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -13,14 +13,14 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints import bounds
 from bough.entrypoints.stream import ClientGone
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 IGNORED_HEADER = "x-bough-ignored-fields"
 
 _MOST_NAMED = 16
 _decode = msgspec.json.Decoder().decode
 _AT = re.compile(r" - at `\$(.*)`$")
-_WORDS = (("`", ""), ("null", "null"), ("object", "an object"), ("array", "a list"))
 
 
 class Body(Generic[T]):
@@ -57,13 +57,31 @@ async def read_bytes(request: Request, most: int) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-async def read_json(request: Request, kind: type[T], *, most: int, strict: bool) -> Body[T]:
+async def read_json(request: Request, kind: type[S], *, most: int, strict: bool) -> Body[S]:
     """The body as `kind`. Under `strict` unknown fields are an error."""
     return parse_json(await read_bytes(request, most), kind, strict=strict)
 
 
-def parse_json(raw: bytes, kind: type[T], *, strict: bool) -> Body[T]:
+def parse_json(raw: bytes, kind: type[S], *, strict: bool) -> Body[S]:
     """Bytes of JSON as `kind`. Raises `InvalidRequest` saying where and why they are not."""
+    data = parse_object(raw)
+    try:
+        value = msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+    ignored = tuple(name for name in data if name not in known_fields(kind))
+    if ignored and strict:
+        raise InvalidRequest(
+            what=f"unknown field {ignored[0][:60]!r}",
+            why="the server runs with --strict-api",
+            fix="remove it",
+            param=ignored[0][:60],
+        )
+    return Body(value, ignored)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Bytes as a JSON object of bounded depth. Raises `InvalidRequest`."""
     if not raw.strip():
         raise InvalidRequest(what="the body is empty", why="this route needs a JSON object", fix="send one")
     try:
@@ -86,25 +104,13 @@ def parse_json(raw: bytes, kind: type[T], *, strict: bool) -> Body[T]:
         raise InvalidRequest(
             what=f"the body is a JSON {_name_of(data)}", why="this route needs an object", fix="send an object"
         )
-    try:
-        value = msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from error
-    ignored = tuple(name for name in data if name not in known_fields(kind))
-    if ignored and strict:
-        raise InvalidRequest(
-            what=f"unknown field {ignored[0]!r}"[:200],
-            why="the server runs with --strict-api",
-            fix="remove it",
-            param=ignored[0][:64],
-        )
-    return Body(value, ignored)
+    return data
 
 
 @lru_cache(maxsize=64)
 def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Names that a body of this kind may have."""
-    return frozenset(kind.__struct_encode_fields__)
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest:

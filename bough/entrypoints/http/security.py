@@ -1,6 +1,6 @@
 """Who may call what: keys, admin keys, hosts and origins, and the size of headers. One middleware, before every route.
 
-Deny by default: every path needs the key except the three probes. Without a key the server is meant for this machine only,
+Deny by default: every path needs the key except the probes. Without a key the server is meant for this machine only,
 so requests that a browser was tricked into (foreign Host or Origin) are refused.
 """
 
@@ -24,7 +24,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/health_generate"})
+"""Probes: they read the heartbeat, tell nothing else, and must work for whoever has no key."""
 
 
 class HeadersTooLarge(InvalidRequest):
@@ -90,15 +91,16 @@ class Guard:
         if self._local_only:
             self._check_local(host.decode("latin-1"), origin.decode("latin-1"))
         if path in self._admin_paths:
-            self._check_key(authorization, self._admin_key, "admin key")
+            self._check_key(authorization, (self._admin_key,), "admin key")
         elif self._key:
-            self._check_key(authorization, self._key, "key")
+            self._check_key(authorization, (self._key, self._admin_key), "key")
         if self._isolate_cache and authorization:
             scope["bough.tenant"] = hashlib.sha256(authorization).hexdigest()[:16]
 
-    def _check_key(self, authorization: bytes, key: bytes, what: str) -> None:
+    def _check_key(self, authorization: bytes, keys: tuple[bytes, ...], what: str) -> None:
         scheme, _, sent = authorization.partition(b" ")
-        if scheme.lower() == b"bearer" and key and hmac.compare_digest(sent.strip(), key):
+        matches = [hmac.compare_digest(sent.strip(), key) for key in keys if key]  # all of them: equal time for each
+        if scheme.lower() == b"bearer" and any(matches):
             return
         raise Unauthorized(
             what=f"the {what} is missing" if not authorization else f"the {what} is wrong",
@@ -128,3 +130,12 @@ def _host_name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
+
+
+def is_admin(scope: Scope, server: ServerConfig) -> bool:
+    """Whether the caller may act on other people's requests: it has the admin key, or the server has no keys at all."""
+    if not server.api_key and not server.admin_api_key:
+        return True
+    sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    key = server.admin_api_key.encode()
+    return bool(key) and hmac.compare_digest(sent.partition(b" ")[2].strip(), key)

@@ -16,6 +16,7 @@ from bough.core.messages import (
     Content,
     Delta,
     End,
+    Ids,
     ParsedEvent,
     Reasoning,
     TokenLogprobs,
@@ -26,6 +27,7 @@ from bough.core.messages import (
 )
 from bough.entrypoints.endings import failure
 from bough.entrypoints.http.openai.shapes import chat_logprobs, finish_reason, join_scores, usage
+from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
 from bough.parsers import assemble
 
@@ -46,9 +48,7 @@ class ChatForm:
     at_most_one_call: bool = False
     logprobs: bool = False
     token_ids: bool = False
-    num_prompt_tokens: int = 0
-    prompt_ids: list[int] | None = None
-    """To be returned; None: not asked for."""
+    prompt_ids: bool = False
     report_cache: bool = True
     include_usage: bool = False
     usage_in_chunks: bool = False
@@ -74,10 +74,13 @@ class ChatBody:
     def __init__(self, form: ChatForm) -> None:
         self._form = form
         self._choices = [_Collected() for _ in range(form.num_choices)]
+        self._prompt: Ids | None = None
 
-    def add(self, index: int, delta: Delta) -> None:
+    def add(self, news: News) -> None:
         """Raises the error that a choice ended with."""
-        choice = self._choices[index]
+        _, stream, delta = news
+        self._prompt = stream.prompt
+        choice = self._choices[stream.index]
         choice.events.extend(events_of(delta, self._form))
         if delta.logprobs is not None:
             choice.scores.append(delta.logprobs)
@@ -102,8 +105,8 @@ class ChatBody:
             "choices": [self._choice(index, choice) for index, choice in enumerate(self._choices)],
             "usage": usage((choice.ended for choice in self._choices), with_cache=form.report_cache),
         }
-        if form.prompt_ids is not None:
-            body["prompt_token_ids"] = form.prompt_ids
+        if form.prompt_ids and self._prompt is not None:
+            body["prompt_token_ids"] = self._prompt.tolist()
         return body
 
     def _choice(self, index: int, choice: _Collected) -> Json:
@@ -181,10 +184,14 @@ class ChatChunks:
         self._called = [False] * form.num_choices
         self._counts = [0] * form.num_choices
         self._ends: list[End] = []
-        self._prompt_sent = form.prompt_ids is None
+        self._prompt: Ids | None = None
+        self._prompt_sent = not form.prompt_ids
 
-    def add(self, index: int, delta: Delta) -> bytes:
-        """The delta's events. Raises the error that a choice ended with, unless others may go on."""
+    def add(self, news: News) -> bytes:
+        """The delta's events. Raises the error that a choice ended with."""
+        _, stream, delta = news
+        index = stream.index
+        self._prompt = stream.prompt
         parts: list[bytes] = []
         if not self._begun[index]:
             self._begun[index] = True
@@ -208,10 +215,6 @@ class ChatChunks:
             return DONE
         counted = usage(self._ends, with_cache=self._form.report_cache)
         return b"data: " + self._head + b',"choices":[],"usage":' + _encode(counted) + b"}\n\n" + DONE
-
-    @property
-    def ended(self) -> bool:
-        return len(self._ends) == self._form.num_choices
 
     def _lead(self, index: int) -> bytes:
         return b"data: " + self._head + b',"choices":[{"index":%d,"delta":{' % index
@@ -260,8 +263,8 @@ class ChatChunks:
             "model": form.model,
             "choices": [choice],
         }
-        if not self._prompt_sent:
-            chunk["prompt_token_ids"] = form.prompt_ids
+        if not self._prompt_sent and self._prompt is not None:
+            chunk["prompt_token_ids"] = self._prompt.tolist()
             self._prompt_sent = True
         if form.usage_in_chunks:
             chunk["usage"] = self._usage_so_far()
@@ -285,6 +288,6 @@ class ChatChunks:
         return self._chunk(index, {}, finish=finish)
 
     def _usage_so_far(self) -> Json:
-        prompt = self._form.num_prompt_tokens
+        prompt = 0 if self._prompt is None else len(self._prompt)
         completion = sum(self._counts)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from bough.core.messages import Delta, End, TokenLogprobs, unpack_ids
+from bough.core.messages import Delta, End, Ids, TokenLogprobs, unpack_ids
 from bough.entrypoints.endings import failure
 from bough.entrypoints.http.openai.chat_answer import meta_info
 from bough.entrypoints.http.openai.shapes import CompletionLogprobs, add_usage, finish_reason, join_scores, usage
+from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
 
 Json = dict[str, Any]
@@ -34,9 +35,8 @@ class CompletionForm:
     """The prompts' texts, to stand before their completions."""
     top_logprobs: int | None = None
     """None: no log-probabilities."""
-    num_prompt_tokens: tuple[int, ...] = ()
     token_ids: bool = False
-    prompt_ids: tuple[list[int], ...] | None = None
+    prompt_ids: bool = False
     report_cache: bool = True
     include_usage: bool = False
     usage_in_chunks: bool = False
@@ -58,6 +58,7 @@ class _Completion:
         self.token_ids: list[int] = []
         self.hidden_states: list[list[float]] = []
         self.end: End | None = None
+        self.prompt: Ids | None = None
 
     @property
     def ended(self) -> End:
@@ -79,9 +80,11 @@ class CompletionBody:
         self._form = form
         self._prompts = [[_Completion() for _ in range(form.candidates)] for _ in range(form.num_prompts)]
 
-    def add(self, prompt: int, copy: int, delta: Delta) -> None:
+    def add(self, news: News) -> None:
         """Raises the error that a completion ended with."""
-        one = self._prompts[prompt][copy]
+        prompt, stream, delta = news
+        one = self._prompts[prompt][stream.index]
+        one.prompt = stream.prompt
         one.texts.append(delta.text)
         if delta.logprobs is not None:
             one.scores.append(delta.logprobs)
@@ -132,8 +135,8 @@ class CompletionBody:
         }
         if form.token_ids:
             choice["token_ids"] = one.token_ids
-        if form.prompt_ids is not None:
-            choice["prompt_token_ids"] = form.prompt_ids[prompt]
+        if form.prompt_ids and one.prompt is not None:
+            choice["prompt_token_ids"] = one.prompt.tolist()
         if one.hidden_states:
             choice["hidden_states"] = one.hidden_states
         if form.meta_info:
@@ -158,11 +161,14 @@ class CompletionChunks:
         self._begun = [False] * count
         self._counts = [0] * count
         self._ends: list[list[End]] = [[] for _ in range(form.num_prompts)]
+        self._asked: dict[int, Ids] = {}
 
-    def add(self, prompt: int, copy: int, delta: Delta) -> bytes:
+    def add(self, news: News) -> bytes:
         """The delta's events. Raises the error that a completion ended with."""
         form = self._form
-        index = prompt * form.n + copy
+        prompt, stream, delta = news
+        index = prompt * form.n + stream.index
+        self._asked[prompt] = stream.prompt
         self._counts[index] += len(delta.tokens) // 4
         text = delta.text
         scores = delta.logprobs
@@ -207,8 +213,8 @@ class CompletionChunks:
         }
         if hidden_states is not None:
             choice["hidden_states"] = hidden_states
-        if self._form.prompt_ids is not None:
-            choice["prompt_token_ids"] = self._form.prompt_ids[prompt]
+        if self._form.prompt_ids:
+            choice["prompt_token_ids"] = self._asked[prompt].tolist()
         if self._form.meta_info:
             choice["meta_info"] = meta_info(end)
         return event(self._wrap(prompt, choice))
@@ -224,7 +230,7 @@ class CompletionChunks:
         }
         if form.usage_in_chunks:
             sent = sum(self._counts[prompt * form.n : (prompt + 1) * form.n])
-            asked = form.num_prompt_tokens[prompt]
+            asked = len(self._asked[prompt])
             chunk["usage"] = {"prompt_tokens": asked, "completion_tokens": sent, "total_tokens": asked + sent}
         elif form.include_usage:
             chunk["usage"] = None

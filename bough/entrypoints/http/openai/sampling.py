@@ -9,9 +9,7 @@ import msgspec
 from bough.core.errors import InvalidRequest
 from bough.entrypoints import bounds
 from bough.entrypoints.http.openai.schema import Common
-
-ANY_JSON = "$$ANY$$"
-"""Native spelling of "any JSON object" as a schema."""
+from bough.intake import ANY_JSON
 
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "stop",
@@ -84,9 +82,7 @@ def constraint(response_format: dict[str, Any]) -> dict[str, str]:
 
 
 def _source(schema: str | dict[str, Any]) -> str:
-    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    bounds.at_most("schema_bytes", len(text.encode()), "response_format")
-    return text
+    return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
 
 
 def _bad_format(what: str, fix: str) -> InvalidRequest:

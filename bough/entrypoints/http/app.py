@@ -1,0 +1,176 @@
+"""The application: one table of routes, from which it is mounted and its OpenAPI document is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import bough
+from bough.core.errors import BoughError
+from bough.entrypoints.http import admin, info, native
+from bough.entrypoints.http.body import IGNORED_HEADER
+from bough.entrypoints.http.errors import on_error
+from bough.entrypoints.http.openai import chat, completions, models
+from bough.entrypoints.http.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from bough.entrypoints.http.replies import json_reply
+from bough.entrypoints.http.security import OPEN_PATHS, App, Guard
+from bough.entrypoints.service import Service
+from bough.entrypoints.stream import ClientGone
+
+Make = Callable[[Service], chat.Handler]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSpec:
+    """One route. `paths[0]` is its name, the others are kept for clients that use them."""
+
+    paths: tuple[str, ...]
+    methods: tuple[str, ...]
+    make: Make
+    about: str
+    body: type[msgspec.Struct] | None = None
+    admin: bool = False
+
+
+def _banner(service: Service) -> chat.Handler:
+    async def handle(request: Request) -> Response:
+        return json_reply(
+            {"name": "bough", "version": bough.__version__, "model": service.served.name, "docs": "/docs"}
+        )
+
+    return handle
+
+
+ROUTES: tuple[RouteSpec, ...] = (
+    RouteSpec(
+        paths=("/v1/chat/completions",), methods=("POST",), make=chat.chat_completions, body=ChatRequest,
+        about="Answer a conversation.",
+    ),
+    RouteSpec(
+        paths=("/v1/completions",), methods=("POST",), make=completions.completions, body=CompletionRequest,
+        about="Continue a text.",
+    ),
+    RouteSpec(paths=("/v1/models",), methods=("GET",), make=models.list_models, about="List the served models."),
+    RouteSpec(paths=("/v1/models/{model:path}",), methods=("GET",), make=models.get_model, about="One model."),
+    RouteSpec(
+        paths=("/generate",), methods=("POST", "PUT"), make=native.generate, body=native.GenerateRequest,
+        about="Continue texts or token ids, in SGLang's JSON.",
+    ),
+    RouteSpec(
+        paths=("/tokenize", "/v1/tokenize"), methods=("POST",), make=native.tokenize, body=TokenizeRequest,
+        about="Token ids of a text or a conversation.",
+    ),
+    RouteSpec(
+        paths=("/detokenize", "/v1/detokenize"), methods=("POST",), make=native.detokenize, body=DetokenizeRequest,
+        about="The text of token ids.",
+    ),
+    RouteSpec(
+        paths=("/abort_request",), methods=("POST",), make=native.abort_request, body=native.AbortRequest,
+        about="End a request by its id.",
+    ),
+    RouteSpec(paths=("/flush_cache",), methods=("GET", "POST"), make=native.flush_cache, about="Empty the prefix cache."),
+    RouteSpec(
+        paths=("/server_info", "/get_server_info"), methods=("GET",), make=info.server_info,
+        about="Settings, decisions, memory and the engine's numbers.",
+    ),
+    RouteSpec(
+        paths=("/model_info", "/get_model_info"), methods=("GET",), make=info.model_info,
+        about="The model: names, limits, parsers, marks around messages.",
+    ),
+    RouteSpec(paths=("/livez",), methods=("GET",), make=info.live, about="200 while the engine lives."),
+    RouteSpec(
+        paths=("/readyz", "/health", "/health_generate"), methods=("GET",), make=info.ready,
+        about="200 while requests are taken.",
+    ),
+    RouteSpec(paths=("/",), methods=("GET", "HEAD"), make=_banner, about="Name and version."),
+    RouteSpec(
+        paths=("/pause_generation",), methods=("POST",), make=admin.pause, body=admin.PauseRequest, admin=True,
+        about="Stop computing until /continue_generation.",
+    ),
+    RouteSpec(
+        paths=("/continue_generation",), methods=("POST",), make=admin.resume, admin=True, about="Go on after a pause."
+    ),
+    RouteSpec(
+        paths=("/start_profile",), methods=("POST",), make=admin.start_profile, body=admin.ProfileRequest, admin=True,
+        about="Record the engine's steps with the torch profiler.",
+    ),
+    RouteSpec(
+        paths=("/stop_profile",), methods=("POST",), make=admin.stop_profile, admin=True, about="End the recording."
+    ),
+)  # fmt: skip
+
+
+def mounted(service: Service) -> list[RouteSpec]:
+    """The routes of this server: admin routes don't exist without an admin key."""
+    return [spec for spec in ROUTES if not spec.admin or service.config.server.admin_api_key]
+
+
+def make_app(service: Service) -> App:
+    """The ASGI application, keys and limits included."""
+    specs = mounted(service)
+    app = FastAPI(title="bough", version=bough.__version__, redoc_url=None, debug=False)
+    for spec in specs:
+        handler = spec.make(service)
+        app.router.routes.extend(Route(path, handler, methods=list(spec.methods)) for path in spec.paths)
+    document = openapi(specs)
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    app.add_exception_handler(Exception, on_error)
+    for kind in (BoughError, HTTPException, ClientGone):
+        app.add_exception_handler(kind, on_error)
+    origins = service.config.server.cors_origins
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
+        )  # fmt: skip
+    admin_paths = frozenset(path for spec in ROUTES if spec.admin for path in spec.paths)
+    return Guard(app, service.config.server, admin_paths)
+
+
+def openapi(specs: list[RouteSpec]) -> dict[str, Any]:
+    """The OpenAPI document of the routes."""
+    bodies = [spec.body for spec in specs if spec.body is not None]
+    schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    by_body = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for spec in specs:
+        for path in spec.paths:
+            operations: dict[str, Any] = {}
+            for method in spec.methods:
+                operations[method.lower()] = _operation(spec, by_body)
+            paths[path.replace(":path}", "}")] = operations
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "bough", "version": bough.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(spec: RouteSpec, by_body: Mapping[type[msgspec.Struct], Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": spec.about,
+        "responses": {"200": {"description": "OK"}, "4XX": {"description": "an error: {error: {message, type, ...}}"}},
+    }
+    if spec.paths[0] not in OPEN_PATHS:
+        operation["security"] = [{"key": []}]
+    if spec.body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": by_body[spec.body]}},
+        }
+    if "{model" in spec.paths[0]:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation

@@ -1,0 +1,259 @@
+"""Native routes: /generate in SGLang's JSON, tokenising, aborting, flushing."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bough.core.errors import Forbidden, InvalidRequest
+from bough.entrypoints import bounds
+from bough.entrypoints.endings import failure
+from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json
+from bough.entrypoints.http.openai.chat import Handler, render
+from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
+from bough.entrypoints.http.openai.tools import offer
+from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of, within_tenant
+from bough.entrypoints.http.security import is_admin
+from bough.entrypoints.service import News, Service
+from bough.entrypoints.stream import DONE, Events, event, while_connected
+from bough.intake import NativeAnswer, NativeBatch, native_batch
+from bough.intake.native import NATIVE_FIELDS
+from bough.tokenizer import Tokenizer
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """POST /generate. Fields marked "list" may have one entry for each prompt."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int]] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | str | list[bool | str] | None = None
+    priority: int | list[int] | None = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+    stream_interval: int | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """POST /abort_request."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+def generate(service: Service) -> Handler:
+    """POST /generate."""
+    server = service.config.server
+
+    async def handle(request: Request) -> Response:
+        data = parse_object(await read_bytes(request, server.max_body_bytes))
+        body = _known(data, strict=server.strict_api)
+        batch = native_batch(
+            body.value,
+            defaults=service.served.sampling_defaults,
+            want_text=service.served.tokenizer is not None,
+            every=service.config.scheduler.stream_interval,
+            max_prompts=bounds.BOUNDS["prompts"].most,
+        )
+        bounds.at_most("completions", sum(each.sampling.n for each in batch.requests), "sampling_params.n")
+        tenant, deadline_s = tenant_of(request), deadline_of(request)
+        placed = [
+            replace(each, namespace=within_tenant(tenant, each.namespace), deadline_s=deadline_s)
+            for each in batch.requests
+        ]
+        batch = replace(batch, requests=placed)
+        if batch.stream:
+            return EventReply(_events(service, batch), body.headers())
+        answers = await while_connected(_answers(service, batch), request.receive)
+        return json_reply(answers[0] if batch.one_answer else answers, headers=body.headers())
+
+    return handle
+
+
+def tokenize(service: Service) -> Handler:
+    """POST /tokenize: texts, or messages as the chat template renders them."""
+    server = service.config.server
+
+    async def handle(request: Request) -> Response:
+        body = await read_json(request, TokenizeRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        tokenizer = _tokenizer(service)
+        special = asked.add_special_tokens is not False
+        given = asked.prompt if asked.prompt is not None else asked.text
+        if (given is None) == (asked.messages is None):
+            raise InvalidRequest(
+                what="there must be a prompt or messages",
+                why="one of them is tokenised",
+                fix="send prompt, or messages",
+                param="prompt",
+            )
+        if asked.messages is not None:
+            chat = ChatRequest(
+                messages=asked.messages, tools=asked.tools, add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message, chat_template_kwargs=asked.chat_template_kwargs,
+            )  # fmt: skip
+            given, special = render(chat, service.served, offer(chat, service.served.tool_parser)), False
+        texts = [given] if isinstance(given, str) else given or []
+        bounds.count("prompts", texts, "prompt")
+        ids = await service.encode(texts, special)
+        one = isinstance(given, str)
+        answer: dict[str, Any] = {
+            "tokens": ids[0] if one else ids,
+            "count": len(ids[0]) if one else [len(each) for each in ids],
+            "max_model_len": service.served.context_length,
+        }
+        if asked.return_token_strs:
+            names = [[tokenizer.token_text(token) for token in each] for each in ids]
+            answer["token_strs"] = names[0] if one else names
+        return json_reply(answer, headers=body.headers())
+
+    return handle
+
+
+def detokenize(service: Service) -> Handler:
+    """POST /detokenize."""
+    server = service.config.server
+
+    async def handle(request: Request) -> Response:
+        body = await read_json(request, DetokenizeRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        tokenizer = _tokenizer(service)
+        given = asked.tokens if asked.tokens is not None else asked.input_ids
+        if given is None:
+            raise InvalidRequest(what="tokens is missing", why="it is required", fix="send tokens", param="tokens")
+        many = bool(given) and all(isinstance(each, list) for each in given)
+        lists = [each for each in given if isinstance(each, list)] if many else [[*given]]
+        bounds.count("prompts", lists, "tokens")
+        skip = asked.skip_special_tokens is not False
+        texts = [tokenizer.decode(_ids(each, tokenizer), skip_special_tokens=skip) for each in lists]
+        return json_reply(
+            {"prompt": texts if many else texts[0], "text": texts if many else texts[0]}, headers=body.headers()
+        )
+
+    return handle
+
+
+def abort_request(service: Service) -> Handler:
+    """POST /abort_request: ends the requests with exactly this id, or all of them."""
+    server = service.config.server
+
+    async def handle(request: Request) -> Response:
+        body = await read_json(request, AbortRequest, most=server.max_body_bytes, strict=server.strict_api)
+        if body.value.abort_all:
+            if not is_admin(request.scope, server):
+                raise Forbidden(
+                    what="abort_all needs the admin key",
+                    why="it ends other people's requests",
+                    fix="send a rid instead",
+                )
+            return json_reply({"success": True, "aborted": service.intake.abort()})
+        if not body.value.rid:
+            raise InvalidRequest(what="rid is missing", why="it says which request to end", fix="send rid", param="rid")
+        return json_reply({"success": True, "aborted": service.intake.abort(body.value.rid)}, headers=body.headers())
+
+    return handle
+
+
+def flush_cache(service: Service) -> Handler:
+    """POST /flush_cache: empties the prefix cache; 409 while requests are running."""
+
+    async def handle(request: Request) -> Response:
+        return json_reply({"success": True, **await service.intake.flush_cache()})
+
+    return handle
+
+
+def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
+    ignored = tuple(name for name in data if name not in NATIVE_FIELDS)
+    if ignored and strict:
+        raise InvalidRequest(
+            what=f"unknown field {ignored[0][:60]!r}",
+            why="the server runs with --strict-api",
+            fix="remove it",
+            param=ignored[0][:60],
+        )
+    for name in ("custom_logit_processor", "lora_path", "session_params", "image_data", "input_embeds"):
+        if data.get(name) is not None:
+            raise InvalidRequest(
+                what=f"{name} is not supported",
+                why="this server has nothing to do it with",
+                fix="remove it",
+                param=name,
+            )
+    return Body({name: value for name, value in data.items() if name in NATIVE_FIELDS}, ignored)
+
+
+async def _answers(service: Service, batch: NativeBatch) -> list[dict[str, Any]]:
+    slots: list[list[dict[str, Any]]] = [[{} for _ in range(each.sampling.n)] for each in batch.requests]
+    renderers: dict[int, NativeAnswer] = {}
+    async with contextlib.aclosing(service.run(batch.requests)) as news:
+        async for each in news:
+            at, stream, _ = each
+            slots[at][stream.index] = _render(service, batch, renderers, each, incremental=False)
+    return [answer for row in slots for answer in row]
+
+
+async def _events(service: Service, batch: NativeBatch) -> Events:
+    renderers: dict[int, NativeAnswer] = {}
+    incremental = service.config.server.incremental_streaming_output
+    first = [0]
+    for each in batch.requests:
+        first.append(first[-1] + each.sampling.n)
+    async with contextlib.aclosing(service.run(batch.requests)) as news:
+        async for told in news:
+            at, stream, _ = told
+            answer = _render(service, batch, renderers, told, incremental=incremental)
+            if not batch.one_answer:
+                answer["index"] = first[at] + stream.index
+            yield event(answer)
+    yield DONE
+
+
+def _render(
+    service: Service, batch: NativeBatch, renderers: dict[int, NativeAnswer], news: News, *, incremental: bool
+) -> dict[str, Any]:
+    at, stream, delta = news
+    if delta.end is not None:
+        error = failure(delta.end)
+        if error is not None:
+            raise error
+    renderer = renderers.get(stream.id)
+    if renderer is None:
+        text = service.served.tokenizer is not None
+        renderer = NativeAnswer(stream, batch.requests[at], incremental=incremental, text=text)
+        renderers[stream.id] = renderer
+    return renderer.add(delta)
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    if service.served.tokenizer is None:
+        raise InvalidRequest(
+            what="this server has no tokenizer",
+            why="it was started with --skip-tokenizer-init",
+            fix="tokenise on your side",
+        )
+    return service.served.tokenizer
+
+
+def _ids(given: list[Any], tokenizer: Tokenizer) -> list[int]:
+    for each in given:
+        if not isinstance(each, int) or not 0 <= each < tokenizer.vocab_size:
+            raise InvalidRequest(
+                what=f"tokens has {str(each)[:40]!r}",
+                why=f"the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
+                fix="send ids of this model's tokenizer",
+                param="tokens",
+            )
+    return given

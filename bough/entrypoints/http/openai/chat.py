@@ -1,0 +1,241 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from bough.core.errors import InvalidRequest
+from bough.core.messages import LogprobSpec
+from bough.entrypoints import bounds
+from bough.entrypoints.http.body import read_json
+from bough.entrypoints.http.openai.chat_answer import ChatBody, ChatChunks, ChatForm
+from bough.entrypoints.http.openai.fields import (
+    check_sizes,
+    hidden_states_of,
+    namespace_of,
+    refuse_unserved,
+    served_name,
+)
+from bough.entrypoints.http.openai.messages import check_messages, with_tools
+from bough.entrypoints.http.openai.sampling import native_sampling
+from bough.entrypoints.http.openai.schema import ChatRequest
+from bough.entrypoints.http.openai.tools import Offer, describe, offer
+from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.service import Served, Service
+from bough.entrypoints.stream import Events, while_connected
+from bough.intake import Request, parse_sampling
+from bough.parsers import prompt_opens_reasoning
+from bough.tokenizer import ChatTemplate
+
+Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+
+
+def chat_completions(service: Service) -> Handler:
+    """The route's handler."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, ChatRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        model = served_name(service.served, asked.model)
+        job, offered = make_request(asked, service)
+        job = replace(job, namespace=namespace_of(asked, tenant_of(request)), deadline_s=deadline_of(request))
+        form = make_form(asked, job, offered, model, report_cache=server.enable_cache_report)
+        if asked.stream:
+            return EventReply(_events(service, job, form), body.headers())
+        answer = await while_connected(_answer(service, job, form), request.receive)
+        return json_reply(answer, headers=body.headers())
+
+    return handle
+
+
+def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
+    """The body as a request, its prompt rendered by the model's template, and the tools it offers. Raises
+    `InvalidRequest`."""
+    served = service.served
+    refuse_unserved(asked)
+    check_sizes(asked)
+    offered = offer(asked, served.tool_parser)
+    prompt = asked.input_ids if asked.input_ids is not None else render(asked, served, offered)
+    given = native_sampling(asked, _max_new_tokens(asked))
+    if offered.structural_tag:
+        _add_tool_constraint(given, offered)
+    sampling = parse_sampling(given, served.sampling_defaults)
+    reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
+    opened = served.reasoning_parser is not None and _opens_reasoning(prompt, served.reasoning_parser)
+    params = sampling.params
+    if params.grammar is not None and (opened or _will_reason(asked, served)):
+        params = structs.replace(params, grammar=structs.replace(params.grammar, after_reasoning=True))
+    request = Request(
+        prompt=prompt,
+        add_special_tokens=False,
+        sampling=params,
+        room="exact" if "max_new_tokens" in given else "fill",
+        bad_words=sampling.bad_words,
+        rid=asked.rid or "",
+        stream=bool(asked.stream),
+        every=service.config.scheduler.stream_interval if sampling.every is None else sampling.every,
+        logprobs=_logprobs(asked),
+        logprob_text=bool(asked.logprobs),
+        hidden_states=hidden_states_of(asked),
+        priority=asked.priority or 0,
+        reasoning_parser=reasoning,
+        reasoning_forced=opened,
+        stream_reasoning=asked.stream_reasoning is not False,
+        reasoning_end=served.reasoning_end,
+        thinking_budget=-1 if asked.thinking_budget is None else asked.thinking_budget,
+        tool_parser=offered.parser,
+        tools=offered.source,
+    )
+    return request, offered
+
+
+def _opens_reasoning(prompt: str | list[int], parser: str) -> bool:
+    return isinstance(prompt, str) and prompt_opens_reasoning(prompt, parser)
+
+
+def _will_reason(asked: ChatRequest, served: Served) -> bool:
+    """Whether a model that opens its reasoning section itself is going to: its template has a switch and it is on."""
+    if served.reasoning_parser is None or served.tokenizer is None or served.tokenizer.chat_template is None:
+        return False
+    template = served.tokenizer.chat_template
+    kwargs = template_kwargs(asked, template)
+    return "enable_thinking" in template.accepted_kwargs and kwargs.get("enable_thinking", True) is not False
+
+
+def render(asked: ChatRequest, served: Served, offered: Offer) -> str:
+    """The prompt that the model's template makes of the messages."""
+    template = template_of(served)
+    messages = check_messages(asked.messages)
+    tools = offered.tools or None
+    if tools and not template.takes_tools:
+        messages, tools = with_tools(messages, describe(tools)), None
+    return template.render(
+        messages,
+        tools=tools,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        continue_final_message=bool(asked.continue_final_message),
+        kwargs=template_kwargs(asked, template),
+    )
+
+
+def template_of(served: Served) -> ChatTemplate:
+    """The served model's chat template, or an error that says what to do without one."""
+    if served.tokenizer is None:
+        raise InvalidRequest(
+            what="this server takes token ids only",
+            why="it was started with --skip-tokenizer-init",
+            fix="send input_ids",
+            param="messages",
+        )
+    if served.tokenizer.chat_template is None:
+        raise InvalidRequest(
+            what="the served model has no chat template",
+            why="it is a base model, or its template is missing",
+            fix="use /v1/completions, or start the server with --chat-template",
+            param="messages",
+        )
+    return served.tokenizer.chat_template
+
+
+def template_kwargs(asked: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """Arguments of the template: the client's own, and `reasoning_effort` and `thinking` in the template's words."""
+    accepted = template.accepted_kwargs
+    kwargs: dict[str, Any] = {}
+    thinking = asked.thinking
+    if asked.reasoning_effort is not None:
+        if "reasoning_effort" in accepted and asked.reasoning_effort != "none":
+            kwargs["reasoning_effort"] = asked.reasoning_effort
+        thinking = asked.reasoning_effort not in ("none", 0) if thinking is None else thinking
+    if thinking is not None:
+        kwargs.update({name: thinking for name in ("enable_thinking", "thinking") if name in accepted})
+    return {**kwargs, **(asked.chat_template_kwargs or {})}
+
+
+def _max_new_tokens(asked: ChatRequest) -> int | None:
+    chosen = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
+    if chosen is not None and chosen < 1:
+        raise InvalidRequest(
+            what=f"max_tokens is {chosen}",
+            why="an answer has at least one token",
+            fix="send a positive number, or leave it out",
+            param="max_completion_tokens" if asked.max_completion_tokens is not None else "max_tokens",
+        )
+    return chosen
+
+
+def _logprobs(asked: ChatRequest) -> LogprobSpec | None:
+    top = asked.top_logprobs or 0
+    if top < 0:
+        raise InvalidRequest(
+            what=f"top_logprobs is {top}", why="it counts alternatives", fix="send 0 to 20", param="top_logprobs"
+        )
+    bounds.at_most("top_logprobs", top, "top_logprobs")
+    if not asked.logprobs:
+        if top:
+            raise InvalidRequest(
+                what="top_logprobs without logprobs",
+                why="alternatives are listed beside the tokens' own log-probabilities",
+                fix="send logprobs: true as well",
+                param="top_logprobs",
+            )
+        return None
+    return LogprobSpec(top=top)
+
+
+def _add_tool_constraint(sampling: dict[str, Any], offered: Offer) -> None:
+    constrained = [name for name in ("json_schema", "regex", "ebnf", "structural_tag", "choice") if name in sampling]
+    if not constrained:
+        sampling["structural_tag"] = offered.structural_tag
+    elif offered.forced:
+        raise InvalidRequest(
+            what="tool_choice forces a call, and the answer is constrained as well",
+            why="an answer can't be a call and something else",
+            fix="leave out response_format, or use tool_choice auto",
+            param="tool_choice",
+        )
+
+
+def make_form(asked: ChatRequest, request: Request, offered: Offer, model: str, *, report_cache: bool) -> ChatForm:
+    """How the answers are to look."""
+    options = asked.stream_options
+    return ChatForm(
+        id=f"chatcmpl-{uuid.uuid4().hex}",
+        model=model,
+        num_choices=request.sampling.n,
+        parsed=bool(request.reasoning_parser or request.tool_parser),
+        at_most_one_call=offered.at_most_one,
+        logprobs=request.logprobs is not None,
+        token_ids=bool(asked.return_token_ids),
+        prompt_ids=bool(asked.return_prompt_token_ids),
+        report_cache=report_cache,
+        include_usage=bool(options and options.include_usage),
+        usage_in_chunks=bool(options and options.continuous_usage_stats),
+        meta_info=bool(asked.return_meta_info),
+    )
+
+
+async def _answer(service: Service, request: Request, form: ChatForm) -> dict[str, Any]:
+    body = ChatBody(form)
+    async with contextlib.aclosing(service.run([request])) as news:
+        async for each in news:
+            body.add(each)
+    return body.render()
+
+
+async def _events(service: Service, request: Request, form: ChatForm) -> Events:
+    chunks = ChatChunks(form)
+    async with contextlib.aclosing(service.run([request])) as news:
+        async for each in news:
+            chunk = chunks.add(each)
+            if chunk:
+                yield chunk
+    yield chunks.last()

@@ -1,0 +1,207 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from bough.core.errors import InvalidRequest
+from bough.core.messages import LogprobSpec
+from bough.entrypoints import bounds
+from bough.entrypoints.http.body import read_json
+from bough.entrypoints.http.openai.chat import Handler
+from bough.entrypoints.http.openai.completion_answer import CompletionBody, CompletionChunks, CompletionForm
+from bough.entrypoints.http.openai.fields import (
+    check_sizes,
+    hidden_states_of,
+    namespace_of,
+    refuse_unserved,
+    served_name,
+)
+from bough.entrypoints.http.openai.sampling import native_sampling
+from bough.entrypoints.http.openai.schema import CompletionRequest
+from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.service import Service
+from bough.entrypoints.stream import Events, while_connected
+from bough.intake import Request, parse_sampling
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for this route."""
+
+
+def completions(service: Service) -> Handler:
+    """The route's handler."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, CompletionRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        model = served_name(service.served, asked.model)
+        namespace, deadline_s = namespace_of(asked, tenant_of(request)), deadline_of(request)
+        jobs = [replace(job, namespace=namespace, deadline_s=deadline_s) for job in make_requests(asked, service)]
+        form = make_form(asked, jobs, service, model)
+        if asked.stream:
+            return EventReply(_events(service, jobs, form), body.headers())
+        answer = await while_connected(_answer(service, jobs, form), request.receive)
+        return json_reply(answer, headers=body.headers())
+
+    return handle
+
+
+def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The four forms of `prompt` as a list of texts or of token lists."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise _bad_prompt("prompt is empty", "there is nothing to complete")
+    if all(isinstance(each, int) for each in prompt):
+        return [[each for each in prompt if isinstance(each, int)]]
+    if all(isinstance(each, str) for each in prompt):
+        bounds.count("prompts", prompt, "prompt")
+        return [each for each in prompt if isinstance(each, str)]
+    if all(isinstance(each, list) for each in prompt):
+        bounds.count("prompts", prompt, "prompt")
+        lists = [each for each in prompt if isinstance(each, list)]
+        if not all(lists):
+            raise _bad_prompt("one of the prompts is empty", "there is nothing to complete")
+        return [*lists]
+    raise _bad_prompt("prompt mixes texts, token ids and lists", "its elements must be of one kind")
+
+
+def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
+    """The body as requests, one a prompt. Raises `InvalidRequest`."""
+    refuse_unserved(asked)
+    check_sizes(asked)
+    if asked.suffix:
+        raise InvalidRequest(
+            what="suffix is not supported",
+            why="the served model has no format for filling in the middle",
+            fix="leave it out, or send the model's own fill-in-the-middle tokens in the prompt",
+            param="suffix",
+        )
+    n = asked.n or 1
+    candidates = _candidates(asked, n)
+    prompts = prompts_of(asked.prompt)
+    bounds.at_most("completions", len(prompts) * candidates, "n")
+    max_new = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if max_new < 0 or (max_new == 0 and not asked.echo):
+        raise InvalidRequest(
+            what=f"max_tokens is {max_new}",
+            why="a completion has at least one token (none only with echo)",
+            fix="send a positive number",
+            param="max_tokens",
+        )
+    given = native_sampling(asked, max_new)
+    given["n"] = candidates
+    sampling = parse_sampling(given, service.served.sampling_defaults)
+    common: dict[str, Any] = {
+        "sampling": sampling.params,
+        "bad_words": sampling.bad_words,
+        "room": "at_most" if asked.max_tokens is None else "exact",
+        "stream": bool(asked.stream),
+        "every": service.config.scheduler.stream_interval if sampling.every is None else sampling.every,
+        "logprobs": _logprobs(asked, scored=candidates > n),
+        "logprob_text": asked.logprobs is not None,
+        "hidden_states": hidden_states_of(asked),
+        "rid": asked.rid or "",
+        "priority": asked.priority or 0,
+    }
+    return [Request(prompt=prompt, **common) for prompt in prompts]
+
+
+def _candidates(asked: CompletionRequest, n: int) -> int:
+    best_of = n if asked.best_of is None else asked.best_of
+    bounds.at_most("best_of", best_of, "best_of")
+    if best_of < n:
+        raise InvalidRequest(
+            what=f"best_of is {best_of}, n is {n}",
+            why="the n best are chosen from best_of",
+            fix=f"send best_of of at least {n}",
+            param="best_of",
+        )
+    if best_of > n and asked.stream:
+        raise InvalidRequest(
+            what="best_of can't be streamed",
+            why="the best is known only at the end",
+            fix="send stream: false, or leave best_of out",
+            param="best_of",
+        )
+    return best_of
+
+
+def _logprobs(asked: CompletionRequest, *, scored: bool) -> LogprobSpec | None:
+    if asked.logprobs is None:
+        return LogprobSpec() if scored else None
+    if asked.logprobs < 0:
+        raise InvalidRequest(
+            what=f"logprobs is {asked.logprobs}", why="it counts alternatives", fix="send 0 to 20", param="logprobs"
+        )
+    bounds.at_most("top_logprobs", asked.logprobs, "logprobs")
+    return LogprobSpec(start=0 if asked.echo else -1, top=asked.logprobs)
+
+
+def make_form(asked: CompletionRequest, requests: list[Request], service: Service, model: str) -> CompletionForm:
+    """How the answers are to look."""
+    options = asked.stream_options
+    return CompletionForm(
+        id=f"cmpl-{uuid.uuid4().hex}",
+        model=model,
+        num_prompts=len(requests),
+        n=asked.n or 1,
+        best_of=requests[0].sampling.n,
+        echo=_echoes(service, requests) if asked.echo else None,
+        top_logprobs=asked.logprobs,
+        token_ids=bool(asked.return_token_ids),
+        prompt_ids=bool(asked.return_prompt_token_ids),
+        report_cache=service.config.server.enable_cache_report,
+        include_usage=bool(options and options.include_usage),
+        usage_in_chunks=bool(options and options.continuous_usage_stats),
+        meta_info=bool(asked.return_meta_info),
+    )
+
+
+def _echoes(service: Service, requests: list[Request]) -> tuple[str, ...]:
+    """The prompts as text."""
+    texts: list[str] = []
+    for request in requests:
+        if isinstance(request.prompt, str):
+            texts.append(request.prompt)
+        elif service.served.tokenizer is not None:
+            texts.append(service.served.tokenizer.decode([*map(int, request.prompt)], skip_special_tokens=False))
+        else:
+            raise InvalidRequest(
+                what="token ids can't be echoed",
+                why="the server was started with --skip-tokenizer-init",
+                fix="leave echo out",
+                param="echo",
+            )
+    return tuple(texts)
+
+
+async def _answer(service: Service, requests: list[Request], form: CompletionForm) -> dict[str, Any]:
+    body = CompletionBody(form)
+    async with contextlib.aclosing(service.run(requests)) as news:
+        async for each in news:
+            body.add(each)
+    return body.render()
+
+
+async def _events(service: Service, requests: list[Request], form: CompletionForm) -> Events:
+    chunks = CompletionChunks(form)
+    async with contextlib.aclosing(service.run(requests)) as news:
+        async for each in news:
+            chunk = chunks.add(each)
+            if chunk:
+                yield chunk
+    yield chunks.last()
+
+
+def _bad_prompt(what: str, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        what=what, why=why, fix="send a text, a list of texts, a list of token ids, or a list of those", param="prompt"
+    )

@@ -1,0 +1,72 @@
+"""Fields that chat and plain completions have in common: names, sizes, and what this server does not do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bough.core.errors import InvalidRequest, ModelNotFound
+from bough.entrypoints import bounds
+from bough.entrypoints.http.openai.schema import ChatRequest, Common
+from bough.entrypoints.http.replies import within_tenant
+from bough.entrypoints.service import Served
+from bough.intake.native import namespace_of as salted
+
+
+def served_name(served: Served, model: str | None) -> str:
+    """The name to answer with: the one the client used, if it is one of ours. Raises `ModelNotFound`."""
+    if model is None or model == "" or model == served.name:
+        return served.name
+    if model in served.aliases:
+        return model
+    raise ModelNotFound(
+        what=f"there is no model {model[:200]!r}",
+        why=f"this server serves {served.name!r}",
+        fix=f'send "model": "{served.name}", or start the server with --served-model-name',
+        param="model",
+    )
+
+
+def check_sizes(asked: Common) -> None:
+    """Checks every client-controlled size of a body against the table of bounds."""
+    if asked.n is not None and asked.n < 1:
+        raise InvalidRequest(what=f"n is {asked.n}", why="it counts completions", fix="send at least 1", param="n")
+    if asked.rid is not None:
+        bounds.at_most("rid_chars", len(asked.rid), "rid")
+    for name in ("cache_salt", "extra_key"):
+        bounds.count("salt_chars", getattr(asked, name), name)
+
+
+def refuse_unserved(asked: Common) -> None:
+    """Raises `InvalidRequest` for what is asked but does not exist here, instead of ignoring it."""
+    _refuse(
+        asked.custom_logit_processor, "custom_logit_processor", "no code from requests is run", "use logit_processor"
+    )
+    _refuse(asked.lora_path, "lora_path", "this server has no adapters loaded", "leave it out")
+    _refuse(asked.session_params, "session_params", "this server keeps no sessions", "send the whole prompt")
+    if not isinstance(asked, ChatRequest):
+        return
+    _refuse(asked.audio, "audio", "the served model gives text only", "leave it out")
+    _refuse(asked.functions, "functions", "it was replaced by tools", "send tools")
+    _refuse(asked.function_call, "function_call", "it was replaced by tool_choice", "send tool_choice")
+    _refuse(asked.web_search_options, "web_search_options", "this server does not search", "leave it out")
+    _refuse(asked.chat_template, "chat_template", "templates from requests are not run", "start with --chat-template")
+    if asked.modalities is not None and asked.modalities != ["text"]:
+        _refuse(asked.modalities, "modalities", "the served model gives text only", 'send ["text"]')
+
+
+def namespace_of(asked: Common, tenant: str) -> str:
+    """Cache namespace: prefixes are shared only between requests with the same salt, key and tenant."""
+    return within_tenant(tenant, salted(asked.cache_salt or "", asked.extra_key or ""))
+
+
+def hidden_states_of(asked: Common) -> Literal["", "last", "all"]:
+    """Which hidden states are wanted; `true` means all."""
+    wanted = asked.return_hidden_states
+    if wanted is None or wanted is False:
+        return ""
+    return "all" if wanted is True else wanted
+
+
+def _refuse(value: object, name: str, why: str, fix: str) -> None:
+    if value is not None:
+        raise InvalidRequest(what=f"{name} is not supported", why=why, fix=fix, param=name)

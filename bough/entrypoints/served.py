@@ -1,0 +1,90 @@
+"""Loads what an API worker needs to know of the model: its tokenizer and template, its parsers, its sampling defaults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bough.config.concerns import Config
+from bough.config.hf import Checkpoint, open_checkpoint
+from bough.entrypoints.service import Served
+from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning_format, tool_format
+from bough.tokenizer import Tokenizer, load_tokenizer
+
+DEFAULT_NAME = "default"
+"""A model name that always works, for clients that insist on sending one."""
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a generation_config.json may recommend."""
+
+
+def load_model_side(config: Config) -> tuple[Checkpoint, Tokenizer | None]:
+    """Reads the checkpoint's headers and loads its tokenizer; takes a while, needs no engine."""
+    model = config.model
+    checkpoint = open_checkpoint(
+        model.model, revision=model.revision, load_format=model.load_format, overrides=model.json_model_override_args
+    )
+    if model.skip_tokenizer_init:
+        return checkpoint, None
+    tokenizer = load_tokenizer(
+        model.tokenizer or checkpoint,
+        trust_remote_code=model.trust_remote_code,
+        revision="" if not model.tokenizer else model.revision,
+        chat_template=model.chat_template,
+    )
+    return checkpoint, tokenizer
+
+
+def make_served(
+    config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer | None, facts: Mapping[str, Any]
+) -> Served:
+    """The model as clients will know it. `facts`: what the engine said when it was ready."""
+    name = config.model.served_model_name or checkpoint.name
+    template = tokenizer.chat_template.source if tokenizer is not None and tokenizer.chat_template is not None else ""
+    reasoning = choose_reasoning_parser(config.server.reasoning_parser, template)
+    return Served(
+        name=name,
+        aliases=frozenset({checkpoint.name, config.model.model, DEFAULT_NAME} - {name, ""}),
+        tokenizer=tokenizer,
+        context_length=facts["context_length"],
+        reasoning_parser=reasoning,
+        reasoning_end=reasoning_end_ids(reasoning, tokenizer),
+        tool_parser=choose_tool_parser(config.server.tool_call_parser, template),
+        sampling_defaults=recommended(checkpoint) if config.server.sampling_defaults == "model" else {},
+        created=int(time.time()),
+        facts=facts,
+    )
+
+
+def choose_reasoning_parser(setting: str, template: str) -> str | None:
+    """The parser's name, by the setting: a name (checked), `auto` (by the template) or `none`."""
+    if setting == "none":
+        return None
+    return detect_reasoning_parser(template) if setting == "auto" else reasoning_format(setting).name
+
+
+def choose_tool_parser(setting: str, template: str) -> str | None:
+    """Like `choose_reasoning_parser`, for tool calls."""
+    if setting == "none":
+        return None
+    return detect_tool_parser(template) if setting == "auto" else tool_format(setting).name
+
+
+def reasoning_end_ids(parser: str | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids of the mark that ends a reasoning section; empty where there is none."""
+    if parser is None or tokenizer is None:
+        return ()
+    ends = reasoning_format(parser).ends
+    return tuple(tokenizer.encode(ends[0], add_special_tokens=False)) if ends else ()
+
+
+def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sampling parameters that the model's authors recommend, in native words."""
+    given = checkpoint.generation_config
+    if given.get("do_sample") is False:
+        return {"temperature": 0.0}
+    found = {name: given[name] for name in _DEFAULTS if isinstance(given.get(name), int | float)}
+    if found.get("top_k") == 0:
+        found["top_k"] = -1
+    return found

@@ -1,0 +1,168 @@
+"""What every route works with: the served model, the intake behind it, and the engine's health."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bough.config.concerns import Config
+from bough.core.errors import InvalidRequest
+from bough.core.messages import Delta
+from bough.entrypoints.admission import Admission
+from bough.intake import Intake, Request, Stream
+from bough.observability.health import Beat, Pulse, State
+from bough.tokenizer import Tokenizer, TokenizerPool
+
+News = tuple[int, Stream, Delta]
+"""(which request, which of its answers, what is new)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The model as clients know it."""
+
+    name: str
+    aliases: frozenset[str] = frozenset()
+    """Other names that are accepted: the path it was started with, "default"."""
+    tokenizer: Tokenizer | None
+    """None under --skip-tokenizer-init."""
+    context_length: int
+    reasoning_parser: str | None = None
+    reasoning_end: tuple[int, ...] = ()
+    """Token ids that end a reasoning section."""
+    tool_parser: str | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Native sampling parameters that the model's authors recommend."""
+    created: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine said when it was ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How the engine is, by its heartbeat alone."""
+
+    alive: bool
+    ready: bool
+    why: str
+    """What is wrong, if something is."""
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class Service:
+    """One API worker's view of the server."""
+
+    def __init__(
+        self, config: Config, served: Served, intake: Intake, pulse: Pulse, admission: Admission | None = None
+    ) -> None:
+        self.config = config
+        self.served = served
+        self.intake = intake
+        self.admission = admission or make_admission(config, served.facts)
+        self.draining = False
+        self._pulse = pulse
+        self._pool = TokenizerPool(served.tokenizer) if served.tokenizer is not None else None
+
+    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[News, None]:
+        """The news of all requests as they come, until all have ended. Closing it early aborts what is left.
+
+        Raises `BoughError` before the first news if a request can't be taken; an answer that ends badly is news too.
+        """
+        groups = await self.intake.submit_batch(requests)
+        streams = [(at, stream) for at, group in enumerate(groups) for stream in group]
+        try:
+            if len(streams) == 1:
+                only = streams[0][1]
+                async for delta in only:
+                    yield 0, only, delta
+            else:
+                async for news in _side_by_side(streams):
+                    yield news
+        finally:
+            for _, stream in streams:
+                stream.abort()
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts, long ones off the event loop."""
+        if self._pool is None:
+            raise InvalidRequest(
+                what="this server has no tokenizer",
+                why="it was started with --skip-tokenizer-init",
+                fix="tokenise on your side",
+            )
+        return await self._pool.encode_batch(texts, add_special_tokens)
+
+    def health(self) -> Health:
+        """Reads the heartbeat; asks nobody and takes microseconds."""
+        beat = self._pulse.read()
+        if beat.pid and not _is_running(beat.pid):
+            return Health(alive=False, ready=False, why="the engine has died")
+        return judge(beat, stuck_after_s=self.config.server.watchdog_timeout_s, draining=self.draining)
+
+
+def judge(beat: Beat, *, stuck_after_s: float, draining: bool = False) -> Health:
+    """What a heartbeat says about the engine."""
+    numbers = {"num_running": beat.num_running, "num_waiting": beat.num_waiting}
+    if beat.state is State.ENDED:
+        return Health(alive=False, ready=False, why="the engine has ended")
+    if beat.state is State.STARTING:
+        return Health(alive=True, ready=False, why="the engine is starting")
+    if beat.age_s > stuck_after_s:
+        return Health(alive=False, ready=False, why=f"the engine has not moved for {beat.age_s:.0f} s", **numbers)
+    if draining or beat.state is State.DRAINING:
+        return Health(alive=True, ready=False, why="the server is draining", **numbers)
+    if beat.state is State.PAUSED:
+        return Health(alive=True, ready=True, why="the engine is paused", **numbers)
+    return Health(alive=True, ready=True, why="", **numbers)
+
+
+def make_admission(config: Config, facts: Mapping[str, Any]) -> Admission:
+    """This worker's part of the server's bounds."""
+    workers = max(1, config.server.api_workers)
+    running = int(facts.get("max_running_requests", 0))
+    return Admission(
+        max_requests=max(1, (config.scheduler.max_queued_requests + running) // workers),
+        max_tokens=max(1, config.scheduler.max_queued_tokens // workers),
+    )
+
+
+async def _side_by_side(streams: Sequence[tuple[int, Stream]]) -> AsyncGenerator[News, None]:
+    """News of several streams in the order they come. The first error ends all of them."""
+    queue: asyncio.Queue[News | BaseException | None] = asyncio.Queue()
+
+    async def feed(at: int, stream: Stream) -> None:
+        try:
+            async for delta in stream:
+                queue.put_nowait((at, stream, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(feed(at, stream)) for at, stream in streams]
+    try:
+        remaining = len(tasks)
+        while remaining:
+            news = await queue.get()
+            if news is None:
+                remaining -= 1
+            elif isinstance(news, BaseException):
+                raise news
+            else:
+                yield news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process exists and has not died; a dead one may linger until its parent looks."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
