@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
+
+import torch
 
 from bough.core.errors import ConfigError
+from bough.kernels.attention import AttentionInputs
+from bough.layers.batch import AttentionBackend
 from bough.runner.forward import AttentionFactory
 
-_BACKENDS = {
+_PER_STEP = {
     "torch": ("bough.kernels.attention.torch_backend", "TorchAttention"),
     "cpu": ("bough.kernels.attention.cpu", "CpuAttention"),
-    "triton": ("bough.kernels.attention.triton_backend", "TritonAttention"),
 }
+_PER_DEVICE = {"triton": ("bough.kernels.attention.triton_backend", "TritonAttention")}
 
 
-def attention_factory(name: str) -> AttentionFactory:
-    """The backend's class: called with a step's AttentionInputs, it gives the step's attention."""
-    if name not in _BACKENDS:
-        raise ConfigError(
-            what=f"there is no attention backend {name!r}",
-            why=f"there are: {', '.join(_BACKENDS)}",
-            fix="leave --attention-backend out, or choose one of them",
-            param="attention_backend",
-        )
-    module, attribute = _BACKENDS[name]
-    factory: AttentionFactory = vars(import_module(module))[attribute]
-    return factory
+def attention_factory(name: str, device: torch.device) -> AttentionFactory:
+    """What gives a step its attention: a fresh object, or the device's own one told about the step."""
+    if name in _PER_STEP:
+        factory: AttentionFactory = _class(*_PER_STEP[name])
+        return factory
+    if name in _PER_DEVICE:
+        backend = _class(*_PER_DEVICE[name])(device)
+
+        def prepared(inputs: AttentionInputs) -> AttentionBackend:
+            backend.prepare(inputs)
+            return backend  # type: ignore[no-any-return]
+
+        return prepared
+    raise ConfigError(
+        what=f"there is no attention backend {name!r}",
+        why=f"there are: {', '.join((*_PER_STEP, *_PER_DEVICE))}",
+        fix="leave --attention-backend out, or choose one of them",
+        param="attention_backend",
+    )
+
+
+def _class(module: str, name: str) -> Any:
+    return vars(import_module(module))[name]

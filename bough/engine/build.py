@@ -84,7 +84,7 @@ def run_rank(launch: Launch, rank: int) -> None:
             rank, config.parallel.tp_size, init_method=launch.endpoints.rendezvous, device=device.torch_device
         )
     with start.phase("loading weights", 0.2):
-        model = load_model(checkpoint, config, device, mesh)
+        model = load_model(checkpoint, config, resolved.plan, device, mesh)
     with start.phase("laying out memory", 0.8):
         runner = make_runner(model, config, resolved.plan, device, checkpoint)
     with start.phase("warming up", 0.9):
@@ -117,7 +117,7 @@ def open_device(config: Config, rank: int) -> Device:
     return Device(kind, rank if kind == "cuda" else 0, threads=threads if isinstance(threads, int) else None)
 
 
-def load_model(checkpoint: Checkpoint, config: Config, device: Device, mesh: Mesh) -> Model:
+def load_model(checkpoint: Checkpoint, config: Config, plan: MemoryPlan, device: Device, mesh: Mesh) -> Model:
     return build_model(
         checkpoint,
         dtype=_DTYPES[config.model.dtype],
@@ -125,6 +125,7 @@ def load_model(checkpoint: Checkpoint, config: Config, device: Device, mesh: Mes
         mesh=mesh,
         load_format=config.model.load_format,
         quantization=config.model.quantization,
+        context_length=plan.context_length,
         seed=config.model.seed,
     )
 
@@ -154,7 +155,7 @@ def make_runner(model: Model, config: Config, plan: MemoryPlan, device: Device, 
         model,
         pool,
         limits,
-        attention_factory(config.device.attention_backend),
+        attention_factory(config.device.attention_backend, device.torch_device),
         device,
         graph_max_tokens=config.device.cuda_graph_max_tokens if config.device.cuda_graph else 0,
     )
