@@ -1,0 +1,10 @@
+"""Which page holds which prefix: the page pool, the radix tree over token prefixes, and what is evicted first.
+
+in: token keys, page counts, step numbers. out: page numbers. never: torch, KV tensors, or requests.
+"""
+
+from bough.cache.pages import PagePool, PoolDry
+from bough.cache.prefix import AccountError, CacheView, PrefixCache
+from bough.cache.radix import Match, Node, RadixTree
+
+__all__ = ["AccountError", "CacheView", "Match", "Node", "PagePool", "PoolDry", "PrefixCache", "RadixTree"]

@@ -1,0 +1,68 @@
+"""The seam between constrained decoding and the scheduler: who compiles a grammar, and who follows it token by token.
+
+`bough.grammar` implements these; the scheduler knows nothing else of it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from bough.core.sampling import GrammarSpec
+from bough.core.step import I32
+
+
+class Matcher(Protocol):
+    """Where one request stands in its grammar."""
+
+    def accept(self, token: int) -> bool:
+        """Advances by one output token. False: the grammar does not allow it, and the state did not change."""
+        ...
+
+    def fill_mask(self, out: I32) -> None:
+        """Overwrites one row of a vocabulary bit mask with the tokens allowed next."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """True when nothing more can follow, not even an end token."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last accepted tokens."""
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next whatever the model says; empty where it has a choice. Changes nothing."""
+        ...
+
+
+class Compiled(Struct, frozen=True):
+    """A request's grammar is ready."""
+
+    id: int
+    matcher: Matcher
+
+
+class CompileFailed(Struct, frozen=True):
+    """A request's grammar can't be used: a sentence for the client."""
+
+    id: int
+    message: str
+    status: int = 400
+
+
+class GrammarQueue(Protocol):
+    """Compiles grammars beside the loop. Requests wait in it until theirs is ready."""
+
+    def submit(self, request_id: int, spec: GrammarSpec) -> None:
+        """Asks for a matcher. Never waits; the answer comes from `poll`."""
+        ...
+
+    def poll(self) -> list[Compiled | CompileFailed]:
+        """What became ready since the last call. Never waits."""
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """The request is gone; no answer is wanted."""
+        ...

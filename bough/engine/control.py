@@ -1,0 +1,145 @@
+"""Everything that is not a request: cache flushes, information, pauses, shutdown, and the line about throughput."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct, structs
+
+from bough.cache.prefix import PrefixCache
+from bough.core.messages import FlushCache, GetInfo, Pause, Profile, Reply, Resume, Shutdown
+from bough.scheduler.accept import abort_all
+from bough.scheduler.leave import retract
+from bough.scheduler.policy import effective
+from bough.scheduler.queues import Queues
+
+Info = dict[str, Any]
+
+
+def _ignore_beat(step: int) -> None:
+    """Nobody watches."""
+
+
+def _ignore_report(report: Info) -> None:
+    """Nobody reads it."""
+
+
+class Hooks(Struct, kw_only=True):
+    """What the process around the loop wants to hear."""
+
+    heartbeat: Callable[[int], None] = _ignore_beat
+    """Called every turn with the number of steps settled."""
+    report: Callable[[Info], None] = _ignore_report
+    """Called every few seconds while there is work: `Control.info` and the throughput since the last time."""
+    problem: Callable[[str], None] = logging.getLogger(__name__).warning
+    """Called with a sentence about something that went wrong and was handled."""
+    profile: Callable[[Profile], str] | None = None
+    """Starts or stops a profile; returns an error or an empty string."""
+    extra_info: Callable[[], Info] | None = None
+    """More for `GetInfo`: what the process knows and the loop does not."""
+
+
+class Control:
+    """Answers control messages and holds the states they lead to."""
+
+    def __init__(self, queues: Queues, cache: PrefixCache, hooks: Hooks, *, report_every_s: float) -> None:
+        self.paused = False
+        self.stop_by_s: float | None = None
+        """Set while shutting down: when to give up on what still runs."""
+        self._queues = queues
+        self._cache = cache
+        self._hooks = hooks
+        self._every_s = report_every_s
+        self._reported_s = 0.0
+        self._reported = (0, 0, 0)
+
+    def handle(self, message: FlushCache | GetInfo | Pause | Resume | Profile | Shutdown, *, now: float) -> None:
+        """Does what the message says; the reply goes out with the queues' mail."""
+        match message:
+            case FlushCache():
+                self._reply(message.call, *self._flush())
+            case GetInfo():
+                self._reply(message.call, "", self.info())
+            case Pause():
+                self._reply(message.call, "", self._pause(message, now))
+            case Resume():
+                self.paused = False
+                self._reply(message.call, "", {})
+            case Profile():
+                profile = self._hooks.profile
+                error = profile(message) if profile is not None else "this engine has no profiler"
+                self._reply(message.call, error, {})
+            case Shutdown():
+                self._queues.draining = True
+                self.stop_by_s = now + message.drain_s
+
+    def _reply(self, call: int, error: str, body: Info) -> None:
+        self._queues.mail.put(Reply(call=call, error=error, body=body))
+
+    def _flush(self) -> tuple[str, Info]:
+        live = self._queues.num_live
+        if live:
+            return f"the cache can't be flushed while {live} requests are running", {}
+        return "", {"pages_freed": self._cache.flush()}
+
+    def _pause(self, message: Pause, now: float) -> Info:
+        queues, cache = self._queues, self._cache
+        self.paused = True
+        if message.mode == "abort":
+            return {"aborted": abort_all(queues, cache, "the server was paused", now=now)}
+        if message.mode == "retract":
+            rows = [*queues.prefilling.values(), *queues.running.values()]
+            for row in rows:
+                retract(queues, cache, row, dry=False)
+            return {"retracted": len(rows)}
+        return {"frozen": queues.num_live}
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    def info(self) -> Info:
+        """Where the engine stands, as plain values."""
+        queues, cache = self._queues, self._cache
+        extra = self._hooks.extra_info() if self._hooks.extra_info is not None else {}
+        return {
+            "running": len(queues.running),
+            "prefilling": len(queues.prefilling),
+            "leaving": len(queues.leaving),
+            "queued": len(queues.waiting),
+            "queued_tokens": queues.waiting.num_tokens,
+            "compiling": len(queues.compiling),
+            "paused": self.paused,
+            "draining": queues.draining,
+            "pages": {
+                "total": cache.total,
+                "free": cache.pool.num_free,
+                "cached": cache.tree.num_cached,
+                "evictable": cache.tree.num_evictable,
+                "held": cache.num_held,
+                "page_size": cache.page_size,
+                "repairs": cache.num_repairs,
+            },
+            "token_usage": 1.0 - cache.num_available / cache.total,
+            "cache_hit_rate": queues.hits.overall,
+            "cache_hit_rate_recent": queues.hits.recent,
+            "policy": effective(queues, cache, queues.limits),
+            "output_ratio": queues.ratio.mean,
+            "decode_step_ms": queues.cost.decode_ms,
+            "prefill_token_ms": queues.cost.prefill_token_ms,
+            "counters": structs.asdict(queues.counters),
+            **extra,
+        }
+
+    def tell(self, *, now: float) -> None:
+        """Reports throughput every few seconds, if anything has happened."""
+        passed = now - self._reported_s
+        if passed < self._every_s:
+            return
+        counters = self._queues.counters
+        numbers = (counters.output_tokens, counters.prompt_tokens, counters.steps)
+        done = [new - old for new, old in zip(numbers, self._reported, strict=True)]
+        self._reported_s, self._reported = now, numbers
+        if done[2]:
+            rates = {"output_tokens_per_s": done[0] / passed, "prompt_tokens_per_s": done[1] / passed}
+            self._hooks.report({**self.info(), **rates, "steps": done[2], "seconds": passed})

@@ -1,0 +1,262 @@
+"""The loop: receive, plan, launch, settle. Modes differ in what is plugged in, never in a copy of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from msgspec import Struct
+
+from bough.cache.prefix import PrefixCache
+from bough.core.errors import BoughError, Unavailable
+from bough.core.messages import Abort, Generate, StopAt
+from bough.core.step import Launched, Outcome, Runner
+from bough.engine.control import Control, Hooks
+from bough.engine.inbox import Clock, Inbox, Outbox, SystemClock
+from bough.scheduler.accept import abort, abort_all, accept, collect_grammars, expire, stop_at
+from bough.scheduler.account import check_account
+from bough.scheduler.commit import Flight, commit
+from bough.scheduler.fail import fail_step
+from bough.scheduler.limits import Limits
+from bough.scheduler.masks import fill_masks
+from bough.scheduler.plan import plan_step
+from bough.scheduler.queues import Queues
+from bough.scheduler.settle import settle
+from bough.scheduler.sharing import Groups
+
+_FAILURES_IN_A_ROW = 3
+_BLOCKED_S = 0.001
+"""How long to wait for news when requests wait for something that no step will bring."""
+
+
+class EngineBroken(BoughError):
+    """Steps keep failing: the process had better start afresh."""
+
+
+class Laps(Struct):
+    """Seconds of host work by phase, since the start. `wait` is the device's."""
+
+    receive: float = 0.0
+    plan: float = 0.0
+    commit: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    settle: float = 0.0
+    send: float = 0.0
+
+
+class _InFlight(Struct):
+    flight: Flight
+    launched: Launched | None
+    launched_s: float
+    error: Exception | None = None
+
+    def wait(self) -> Outcome:
+        if self.error is not None or self.launched is None:
+            raise self.error or RuntimeError("the step was never launched")
+        return self.launched.wait()
+
+
+class Loop:
+    """Drives a runner from an inbox to an outbox. `depth` steps stay in flight while the next one is planned."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        queues: Queues,
+        cache: PrefixCache,
+        limits: Limits,
+        inbox: Inbox,
+        outbox: Outbox,
+        depth: int = 1,
+        hooks: Hooks | None = None,
+        clock: Clock | None = None,
+        idle_s: float = 0.5,
+        report_every_s: float = 5.0,
+        strict: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.queues = queues
+        self.cache = cache
+        self.limits = limits
+        self.inbox = inbox
+        self.outbox = outbox
+        self.depth = depth
+        self.hooks = hooks or Hooks()
+        self.clock = clock or SystemClock()
+        self.idle_s = idle_s
+        self.strict = strict
+        """Check the whole page account after every turn (tests)."""
+        self.control = Control(queues, cache, self.hooks, report_every_s=report_every_s)
+        self.laps = Laps()
+        self.done = False
+        self._groups = Groups()
+        self._in_flight: deque[_InFlight] = deque()
+        self._failures = 0
+        self._settled_s = 0.0
+        self._busy = True
+        self._worked = False
+
+    def run(self) -> None:
+        """Turns until the inbox closes or a shutdown is complete."""
+        while not self.done and not self.inbox.closed:
+            self.turn()
+        self._settle(keep=0)
+        self.runner.clear()
+
+    def turn(self) -> None:
+        """One turn: what has come, one step planned and launched, the steps before it settled, what is due sent."""
+        self._receive()
+        entry = self._launch_next()
+        if entry is not None and entry.launched is not None and entry.launched.needs_masks:
+            self._settle(keep=1)
+            self._sample(entry, entry.launched)
+        self._settle(keep=self.depth if entry is not None and entry.error is None else 0)
+        self._send()
+        if self.strict:
+            check_account(self.queues, self.cache)
+        self._rest()
+
+    # -- the way in -------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        messages = self.inbox.drain(0.0 if self._busy or self._in_flight else self._patience_s())
+        began = time.perf_counter()
+        now, wall = self.clock.monotonic(), self.clock.wall()
+        for message in messages:
+            match message:
+                case Generate():
+                    accept(self.queues, message, now=now, wall=wall)
+                case Abort():
+                    abort(self.queues, self.cache, message, now=now)
+                case StopAt():
+                    stop_at(self.queues, self.cache, message, now=now)
+                case _:
+                    self.control.handle(message, now=now)
+        if self.queues.deadlines:
+            expire(self.queues, self.cache, now=now, wall=wall)
+        if self.queues.compiling:
+            collect_grammars(self.queues, self.cache, now=now)
+        self.laps.receive += time.perf_counter() - began
+
+    def _patience_s(self) -> float:
+        """How long nothing but a message can be news."""
+        if self.control.stop_by_s is not None or self.queues.compiling:
+            return _BLOCKED_S
+        if len(self.queues.waiting) and not self.control.paused:
+            return _BLOCKED_S
+        if self.queues.deadlines:
+            return max(0.0, min(self.idle_s, self.queues.deadlines[0][0] - self.clock.wall()))
+        return self.idle_s
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _launch_next(self) -> _InFlight | None:
+        """Plans, commits and launches a step. None: there is nothing to run."""
+        self._worked = False
+        if self.control.paused:
+            return None
+        began = time.perf_counter()
+        plan = plan_step(self.queues, self.cache.view(), self.limits)
+        self._worked = plan.has_rows or bool(plan.retract or plan.preempt)
+        planned = time.perf_counter()
+        now = self.clock.monotonic()
+        flight = commit(plan, self.queues, self.cache, self._groups, self.limits, now=now)
+        committed = time.perf_counter()
+        self.laps.plan += planned - began
+        self.laps.commit += committed - planned
+        if flight is None:
+            return None
+        entry = _InFlight(flight, None, now)
+        try:
+            entry.launched = self.runner.launch(flight.step)
+        except Exception as error:
+            entry.error = error
+        self.laps.launch += time.perf_counter() - committed
+        self._in_flight.append(entry)
+        return entry
+
+    def _sample(self, entry: _InFlight, launched: Launched) -> None:
+        """A mask needs the token before it: every earlier step has settled by now."""
+        try:
+            launched.sample(fill_masks(entry.flight, self.queues))
+        except Exception as error:
+            entry.error = error
+
+    def _settle(self, *, keep: int) -> None:
+        """Settles the oldest steps until `keep` are in flight. The only place that waits for the device."""
+        while len(self._in_flight) > keep:
+            entry = self._in_flight.popleft()
+            self._worked = True
+            began = time.perf_counter()
+            outcome, error = None, None
+            try:
+                outcome = entry.wait()
+            except Exception as raised:
+                error = raised
+            waited = time.perf_counter()
+            now = self.clock.monotonic()
+            if outcome is not None:
+                self._learn(entry, now)
+                settle(entry.flight, outcome, self.queues, self.cache, now=now)
+                self._failures = 0
+            elif error is not None:
+                self._fail(entry, error, now)
+            self.laps.wait += waited - began
+            self.laps.settle += time.perf_counter() - waited
+
+    def _learn(self, entry: _InFlight, now: float) -> None:
+        """What the step cost: it ran from its launch, or from the end of the step before it."""
+        spent_ms = 1e3 * (now - max(entry.launched_s, self._settled_s))
+        step = entry.flight.step
+        self.queues.cost.observe(spent_ms, step.num_decodes, step.num_tokens - step.num_decodes)
+        self._settled_s = now
+        if self.queues.prefill_cap is not None and entry.flight.chunks:
+            self.queues.prefill_cap += max(1, self.queues.prefill_cap // 16)
+            if self.queues.prefill_cap >= self.limits.max_step_tokens:
+                self.queues.prefill_cap = None
+
+    def _fail(self, entry: _InFlight, error: Exception, now: float) -> None:
+        step = entry.flight.step
+        self.hooks.problem(f"step {step.index} ({step.num_rows} rows) failed: {type(error).__name__}: {error}")
+        fail_step(entry.flight, error, self.queues, self.cache, now=now)
+        self._failures += 1
+        if self._failures >= _FAILURES_IN_A_ROW:
+            self._in_flight.clear()
+            abort_all(self.queues, self.cache, "the engine broke down", now=now)
+            self._send()
+            raise EngineBroken(
+                what=f"{self._failures} steps in a row have failed", why=f"{type(error).__name__}: {error}"
+            ) from error
+
+    # -- the way out ------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        began = time.perf_counter()
+        for message in self.queues.mail.take():
+            self.outbox.send(message)
+        self.laps.send += time.perf_counter() - began
+
+    def _rest(self) -> None:
+        """Ends a turn: the beat, the report, and what is done only when nothing runs."""
+        now = self.clock.monotonic()
+        self.hooks.heartbeat(self.queues.settled + 1)
+        self.control.tell(now=now)
+        was_busy, self._busy = self._busy, self._worked
+        if self.control.stop_by_s is not None:
+            self._wind_up(now)
+        if was_busy and not self._busy and self.queues.num_live == 0:
+            self.runner.clear()
+            if self.cache.repair():
+                self.hooks.problem("the page account was not whole: the cache was emptied")
+
+    def _wind_up(self, now: float) -> None:
+        """Shutting down: what still runs gets its time, then everything ends."""
+        stop_by = self.control.stop_by_s
+        assert stop_by is not None, "only called while shutting down"
+        if now >= stop_by or self.queues.idle:
+            abort_all(self.queues, self.cache, Unavailable(what="the server is shutting down").sentence(), now=now)
+            self._settle(keep=0)
+            self._send()
+            self.done = True

@@ -1,0 +1,214 @@
+"""The door: messages about requests change the queues. Whatever can't be served ends here, with a reason."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from bough.cache.prefix import PrefixCache
+from bough.core.errors import (
+    BoughError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    Unavailable,
+)
+from bough.core.grammar import CompileFailed
+from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, unpack_ids
+from bough.scheduler.constrain import Gate
+from bough.scheduler.leave import end_request, make_end, output_of
+from bough.scheduler.limits import Limits
+from bough.scheduler.queues import Compiling, Job, Queues, Waiting
+
+
+class Aborted(BoughError):
+    """The client, or an operator, gave the request up."""
+
+    status = 499
+    type = "aborted"
+    code = "aborted"
+
+
+def accept(queues: Queues, ask: Generate, *, now: float, wall: float) -> None:
+    """A new request waits, or ends with an error that says why. A request id that is known already is ignored."""
+    if ask.id in queues.where:
+        return
+    queues.counters.accepted += 1
+    queues.mail.put(Began(id=ask.id, rid=ask.rid, text=ask.text))
+    job = _job(queues, ask, now)
+    try:
+        _check(queues, job, wall)
+    except BoughError as error:
+        refuse(queues, job, error, now)
+        return
+    queues.add_deadline(job)
+    grammar = ask.sampling.grammar
+    if grammar is not None and queues.grammars is not None:
+        queues.compiling[job.id] = queues.where[job.id] = Compiling(job)
+        queues.grammars.submit(job.id, grammar)
+    else:
+        if ask.thinking_budget >= 0 and ask.reasoning_end:
+            job.gate = Gate(None, marker=ask.reasoning_end, budget=ask.thinking_budget)
+        _enqueue(queues, job)
+
+
+def refuse(queues: Queues, job: Job, error: BoughError, now: float) -> None:
+    """Ends a request that never entered a queue."""
+    queues.counters.failed += 1
+    end = make_end(job, job.output, now, "error", error=error)
+    queues.mail.add(job.id, row=RowOutput(end=end))
+
+
+def _enqueue(queues: Queues, job: Job) -> None:
+    waiting = Waiting(job, job.key)
+    queues.where[job.id] = waiting
+    queues.waiting.add(waiting)
+
+
+def _job(queues: Queues, ask: Generate, now: float) -> Job:
+    prompt = unpack_ids(ask.prompt)
+    spec = ask.logprobs
+    queues.next_seq += 1
+    return Job(
+        ask=ask,
+        prompt=prompt,
+        key=prompt.astype(np.int64),
+        seq=queues.next_seq,
+        limit=0 if ask.pool else output_limit(queues.limits, len(prompt), ask.sampling.max_new_tokens),
+        stops=tuple(dict.fromkeys(ask.eos_ids + ask.sampling.stop_token_ids)),
+        accepted_s=now,
+        scored_to=max(spec.start, 0) if spec is not None and spec.start >= 0 else 0,
+    )
+
+
+def output_limit(limits: Limits, num_prompt: int, max_new_tokens: int) -> int:
+    """Output tokens that context and memory leave room for. The last one's KV is never needed."""
+    room = min(limits.context_length - num_prompt, limits.capacity_tokens - num_prompt + 1)
+    return max(0, min(max_new_tokens, room))
+
+
+def _check(queues: Queues, job: Job, wall: float) -> None:
+    limits, ask = queues.limits, job.ask
+    if queues.draining:
+        raise Unavailable(what="the server is shutting down", fix="send the request to another replica")
+    if 0 < ask.deadline_s <= wall:
+        raise DeadlineExceeded(what="the request's deadline had passed when it arrived", fix="allow more time")
+    _check_prompt(limits, job)
+    ask.sampling.check(limits.vocab_size)
+    if ask.sampling.grammar is not None and queues.grammars is None:
+        raise InvalidRequest(
+            what="constrained output is switched off",
+            why="the server was started with --grammar-backend none",
+            fix="start it with --grammar-backend xgrammar",
+        )
+    num_queued = len(queues.waiting) + len(queues.compiling)
+    if num_queued >= limits.max_queued_requests:
+        raise Overloaded(
+            what=f"{num_queued} requests are waiting already",
+            why=f"at most {limits.max_queued_requests} may (--max-queued-requests)",
+            fix="come back later",
+        )
+    if queues.waiting.num_tokens and queues.waiting.num_tokens + len(job.prompt) > limits.max_queued_tokens:
+        raise Overloaded(
+            what=f"{queues.waiting.num_tokens} prompt tokens are waiting already",
+            why=f"at most {limits.max_queued_tokens} may (--max-queued-tokens)",
+            fix="come back later",
+        )
+
+
+def _check_prompt(limits: Limits, job: Job) -> None:
+    count = len(job.prompt)
+    if count == 0:
+        raise InvalidRequest(what="the prompt has no tokens", fix="send at least one token", param="prompt")
+    low, high = int(job.prompt.min()), int(job.prompt.max())
+    if low < 0 or high >= limits.vocab_size:
+        raise InvalidRequest(
+            what=f"the prompt has token id {low if low < 0 else high}",
+            why=f"the vocabulary has ids 0 to {limits.vocab_size - 1}",
+            fix="send ids of this model's tokenizer",
+            param="prompt",
+        )
+    wanted = 0 if job.ask.pool else min(job.ask.sampling.max_new_tokens, 1)
+    if count + wanted > limits.context_length:
+        raise PromptTooLong(
+            what=f"the prompt has {count} tokens, at most {limits.context_length - wanted} fit",
+            why=f"the context is {limits.context_length} tokens",
+            fix="shorten the prompt, or start the server with a larger --context-length",
+            param="prompt",
+        )
+    if count > limits.capacity_tokens:
+        raise PromptTooLong(
+            what=f"the prompt has {count} tokens, memory for {limits.capacity_tokens} exists",
+            why="the KV cache is smaller than the model's context",
+            fix="shorten the prompt, or give the KV cache more memory (--mem-fraction-static, --max-total-tokens)",
+            param="prompt",
+        )
+
+
+# -- later news of a request ----------------------------------------------------------------------
+
+
+def abort(queues: Queues, cache: PrefixCache, message: Abort, *, now: float) -> None:
+    """Ends a request wherever it is. Unknown or ended ones are ignored."""
+    _end_with(queues, cache, message.id, Aborted(what=message.reason), now)
+
+
+def expire(queues: Queues, cache: PrefixCache, *, now: float, wall: float) -> None:
+    """Drops requests whose deadline has passed."""
+    while queues.deadlines and queues.deadlines[0][0] <= wall:
+        _, request_id = heapq.heappop(queues.deadlines)
+        error = DeadlineExceeded(what="the request's deadline has passed", fix="allow more time or ask for less")
+        _end_with(queues, cache, request_id, error, now)
+
+
+def abort_all(queues: Queues, cache: PrefixCache, reason: str, *, now: float) -> int:
+    """Ends every request. Returns how many."""
+    ids = list(queues.where)
+    for request_id in ids:
+        _end_with(queues, cache, request_id, Aborted(what=reason), now)
+    return len(ids)
+
+
+def _end_with(queues: Queues, cache: PrefixCache, request_id: int, error: BoughError, now: float) -> None:
+    phase = queues.where.get(request_id)
+    if phase is not None:
+        end = make_end(phase.job, output_of(queues, phase), now, "abort", error=error)
+        end_request(queues, cache, phase, end)
+
+
+def stop_at(queues: Queues, cache: PrefixCache, message: StopAt, *, now: float) -> None:
+    """The detokenizer found the end in the text. A request that has ended already is not touched."""
+    phase = queues.where.get(message.id)
+    if phase is not None:
+        output = output_of(queues, phase)[: message.num_tokens]
+        end = make_end(phase.job, output, now, "stop")
+        end_request(queues, cache, phase, end, send_held=False)
+
+
+def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
+    """Requests whose grammar is ready join the queue; those whose grammar is wrong end."""
+    if not queues.compiling or queues.grammars is None:
+        return
+    for answer in queues.grammars.poll():
+        phase = queues.compiling.pop(answer.id, None)
+        if phase is None:
+            continue
+        job, ask = phase.job, phase.job.ask
+        if isinstance(answer, CompileFailed):
+            del queues.where[job.id]
+            end = make_end(job, job.output, now, "error", error=InvalidRequest(what=answer.message))
+            end.status = answer.status
+            queues.mail.add(job.id, row=RowOutput(end=end))
+            queues.counters.failed += 1
+            continue
+        spec = ask.sampling.grammar
+        assert spec is not None, "only requests with a grammar are compiled"
+        job.gate = Gate(
+            answer.matcher,
+            marker=ask.reasoning_end,
+            after_reasoning=spec.after_reasoning,
+            budget=ask.thinking_budget,
+        )
+        _enqueue(queues, job)

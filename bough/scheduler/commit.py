@@ -1,0 +1,368 @@
+"""Carries a plan out on the host: slots, pages and the tree change, and a `Step` of plain arrays comes out."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from bough.cache.prefix import PrefixCache
+from bough.core.messages import LogprobSpec
+from bough.core.step import FROM_DEVICE, I32, I64, SlotSetup, Step
+from bough.scheduler.leave import retract
+from bough.scheduler.limits import Limits
+from bough.scheduler.plan import StepPlan
+from bough.scheduler.policy import mix
+from bough.scheduler.prefill import Share
+from bough.scheduler.queues import Job, Prefilling, Queues, Running, Waiting
+from bough.scheduler.sharing import Groups
+from bough.scheduler.slots import NEVER
+
+HELD_WITH_STOPS = 16
+"""Tokens held back at most where a stop string may end the request."""
+
+
+class ChunkRow(Struct):
+    """A prefill row of a step."""
+
+    row: int
+    slot: int
+    job: Job
+    key: I64
+    start: int
+    num_tokens: int
+    is_last: bool
+
+
+class Flight(Struct):
+    """A committed step and what settling it needs to know."""
+
+    step: Step
+    chunks: list[ChunkRow]
+    tails: dict[int, list[int]]
+    """Row -> forced tokens that it brought in, which become output when the step settles."""
+    tails_accepted: bool = False
+    rejected: dict[int, str] = {}
+    """Row -> why its grammar gave up."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class _Arrays:
+    """The step's arrays, in the making."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.num_query: list[int] = []
+        self.context: list[int] = []
+        self.samples: list[bool] = []
+        self.tokens: list[I32] = []
+        self.table_at: list[I64] = []
+        self.table_pages: list[I32] = []
+        self.setups: list[SlotSetup] = []
+
+    def add(self, slot: int, context: int, tokens: I32, *, samples: bool) -> None:
+        self.slots.append(slot)
+        self.num_query.append(len(tokens))
+        self.context.append(context)
+        self.samples.append(samples)
+        self.tokens.append(tokens)
+
+
+def commit(
+    plan: StepPlan, queues: Queues, cache: PrefixCache, groups: Groups, limits: Limits, *, now: float
+) -> Flight | None:
+    """Changes the queues and the cache as planned. None: the plan only took memory away."""
+    for slot in plan.retract:
+        retract(queues, cache, _row_of(queues, slot), dry=True)
+    for slot in plan.preempt:
+        retract(queues, cache, _row_of(queues, slot), dry=False)
+    if not plan.has_rows:
+        return None
+    index = queues.next_step
+    queues.next_step += 1
+    queues.counters.steps += 1
+    _count_overtaken(plan, queues)
+    arrays = _Arrays()
+    rows = [_enter(share, queues, cache, limits, arrays, now) for share in plan.shares]
+    decode_at, decode_pages = _give_pages(plan, rows, queues, cache, limits, arrays)
+    tails = _runs(plan, queues, arrays, index)
+    chunks = _chunks(plan, rows, queues, arrays, index)
+    context = _decodes(plan, queues, index)
+    _resend_dirty(queues, arrays, index)
+    _grow_tree(chunks, queues, cache, index)
+    num = len(plan.decodes)
+    for chunk in chunks:
+        chunk.row += num
+    step = Step(
+        index=index,
+        num_decodes=num,
+        slots=_join(plan.decodes, arrays.slots),
+        num_query=_join(np.ones(num, np.int32), arrays.num_query),
+        context=_join(context, arrays.context),
+        samples=_join(np.ones(num, np.bool_), arrays.samples),
+        tokens=np.concatenate([np.full(num, FROM_DEVICE, np.int32), *arrays.tokens]),
+        table_at=np.concatenate([decode_at, *arrays.table_at]),
+        table_pages=np.concatenate([decode_pages, *arrays.table_pages]),
+        setups=arrays.setups,
+        shared=groups.of(queues, limits, plan.decodes) if cache.enabled and num > 1 else None,
+    )
+    flight = Flight(step, chunks, {row + num: tail for row, tail in tails.items()})
+    _mark_scored(flight)
+    if queues.gates:
+        _mark_constrained(flight, queues)
+    return flight
+
+
+_T = TypeVar("_T", bound=np.generic)
+
+
+def _join(first: npt.NDArray[_T], rest: list[int] | list[bool]) -> npt.NDArray[_T]:
+    """Decode rows' values, then the others'."""
+    return np.concatenate([first, np.array(rest, first.dtype)]) if rest else first
+
+
+def _row_of(queues: Queues, slot: int) -> Prefilling | Running:
+    row = queues.prefilling.get(slot)
+    return row if row is not None else queues.running[slot]
+
+
+def _count_overtaken(plan: StepPlan, queues: Queues) -> None:
+    admitted = {id(share.row) for share in plan.shares if isinstance(share.row, Waiting)}
+    if admitted:
+        oldest = queues.waiting.oldest()
+        if oldest is not None and id(oldest) not in admitted:
+            oldest.skipped += 1
+
+
+# -- admission ------------------------------------------------------------------------------------
+
+
+def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays, now: float) -> Prefilling:
+    """The row of a share: the one under way, or a waiting request that gets its slot and the pages of its prefix now."""
+    waiting = share.row
+    if isinstance(waiting, Prefilling):
+        return waiting
+    job, slots = waiting.job, queues.slots
+    queues.waiting.remove(waiting)
+    node, pages = cache.lock(job.ask.namespace, waiting.key, share.start, job.ask.priority)
+    slot = slots.take()
+    row = Prefilling(job, slot, node, waiting.key, share.start)
+    queues.prefilling[slot] = queues.where[job.id] = row
+    _fill_slot(queues, row, limits)
+    slots.table[slot, : len(pages)] = pages
+    slots.num_pages[slot] = slots.tree_pages[slot] = len(pages)
+    if len(pages):
+        arrays.table_at.append(slot * slots.pages_per_slot + np.arange(len(pages), dtype=np.int64))
+        arrays.table_pages.append(pages)
+    if not job.admitted_s:
+        job.admitted_s = now
+        job.cached_tokens = share.start
+        queues.hits.observe(len(job.prompt), share.start)
+        queues.counters.cached_tokens += share.start
+    arrays.setups.append(_setup(job, slot, len(job.output), limits))
+    return row
+
+
+def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
+    slots, slot, job = queues.slots, row.slot, row.job
+    num_prompt, num_output = len(job.prompt), len(job.output)
+    slots.request_id[slot] = job.id
+    slots.seq[slot] = job.seq
+    slots.priority[slot] = max(-(2**31), min(job.ask.priority, 2**31 - 1))
+    slots.history[slot, :num_prompt] = job.prompt
+    slots.history[slot, num_prompt : num_prompt + num_output] = job.output
+    slots.prompt_len[slot] = num_prompt
+    slots.known[slot] = num_prompt + num_output
+    slots.kv_len[slot] = slots.kv_settled[slot] = row.computed
+    slots.out_launched[slot] = slots.out_settled[slot] = num_output
+    slots.out_limit[slot] = job.limit
+    slots.min_new[slot] = job.ask.sampling.min_new_tokens
+    slots.set_stops(slot, job.stops)
+    slots.last_step[slot] = -1
+    slots.live[slot] = True
+    slots.emitted[slot] = job.emitted
+    slots.hold[slot] = _hold(job)
+    slots.pinned[slot] = job.dry_retractions >= limits.max_retractions
+    if job.gate is not None:
+        queues.gates[slot] = job.gate
+    if job.ask.logprobs is not None or job.ask.hidden_states or job.ask.pool:
+        queues.reporting.add(slot)
+
+
+def _hold(job: Job) -> int:
+    """Output tokens to gather before they are sent on."""
+    text = job.ask.text
+    every = max(text.every, 1) if text is not None else 1
+    if not job.ask.stream:
+        every = int(NEVER)
+    watched = text is not None and bool(text.stop or text.stop_regex)
+    return min(every, HELD_WITH_STOPS) if watched else every
+
+
+def _setup(job: Job, slot: int, num_output: int, limits: Limits) -> SlotSetup:
+    ask, sampling, spec = job.ask, job.ask.sampling, job.ask.logprobs
+    if spec is not None and spec.start >= 0 and not job.scores_prompt:
+        spec = LogprobSpec(top=spec.top, token_ids=spec.token_ids, processed=spec.processed)
+    needs_prompt = sampling.repetition_penalty != 1.0 or job.scores_prompt
+    needs_output = sampling.penalised or bool(sampling.bad_words) or sampling.logit_processor is not None
+    return SlotSetup(
+        slot=slot,
+        sampling=sampling,
+        eos_ids=job.stops,
+        prompt=job.prompt if needs_prompt else None,
+        output=job.output if needs_output and len(job.output) else None,
+        num_output=num_output,
+        rng_seed=sampling.seed if sampling.seed is not None else mix(limits.seed, job.id) >> 1,
+        logprobs=spec,
+        hidden_states=ask.hidden_states,
+    )
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+
+def _give_pages(
+    plan: StepPlan, rows: list[Prefilling], queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays
+) -> tuple[I64, I32]:
+    """Allocates the step's new pages. Returns the table writes of decode rows; others' go to `arrays`."""
+    slots, size = queues.slots, limits.page_size
+    growing = plan.decodes[plan.needs_page]
+    wants = [(run.slot, run.num_new_pages) for run in plan.runs]
+    wants += [(row.slot, share.num_new_pages(size)) for row, share in zip(rows, plan.shares, strict=True)]
+    pages = cache.alloc(len(growing) + sum(count for _, count in wants))
+    first = pages[: len(growing)]
+    column = slots.num_pages[growing]
+    slots.table[growing, column] = first
+    slots.num_pages[growing] = column + 1
+    at = len(growing)
+    for slot, count in wants:
+        if count > 0:
+            held = int(slots.num_pages[slot])
+            mine = pages[at : at + count]
+            slots.table[slot, held : held + count] = mine
+            slots.num_pages[slot] = held + count
+            start = slot * slots.pages_per_slot + held
+            arrays.table_at.append(np.arange(start, start + count, dtype=np.int64))
+            arrays.table_pages.append(mine)
+            at += count
+    return growing.astype(np.int64) * slots.pages_per_slot + column, first
+
+
+def _resend_dirty(queues: Queues, arrays: _Arrays, index: int) -> None:
+    """Sends page-table entries that changed since the row's last step."""
+    slots = queues.slots
+    for slot in [slot for slot in slots.dirty if slots.last_step[slot] == index]:
+        lo, hi = slots.dirty.pop(slot)
+        arrays.table_at.append(slot * slots.pages_per_slot + np.arange(lo, hi, dtype=np.int64))
+        arrays.table_pages.append(slots.table[slot, lo:hi].copy())
+
+
+def _grow_tree(chunks: list[ChunkRow], queues: Queues, cache: PrefixCache, index: int) -> None:
+    """Full pages enter the tree now: device order makes them readable by the next step."""
+    if not cache.enabled:
+        return
+    slots, size = queues.slots, cache.page_size
+    for chunk in chunks:
+        slot = chunk.slot
+        row = _row_of(queues, slot)
+        node = row.node
+        end = chunk.start + chunk.num_tokens
+        end -= end % size
+        if end <= node.depth:
+            continue
+        first = node.depth // size
+        tail = chunk.key[node.depth : end]
+        extended = cache.insert(
+            node, tail, slots.table[slot, first : end // size], step=index, priority=chunk.job.ask.priority
+        )
+        row.node = extended.node
+        slots.tree_pages[slot] = end // size
+        for at, pages in extended.switched:
+            lo = first + at
+            slots.table[slot, lo : lo + len(pages)] = pages
+            slots.mark_dirty(slot, lo, lo + len(pages))
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def _decodes(plan: StepPlan, queues: Queues, index: int) -> I32:
+    """Advances the rows that decode. Returns the tokens they have in memory before the step."""
+    slots, rows = queues.slots, plan.decodes
+    context: I32 = slots.kv_len[rows]
+    slots.kv_len[rows] = context + 1
+    slots.out_launched[rows] += 1
+    slots.last_step[rows] = index
+    if queues.forced:
+        for slot in rows[np.isin(rows, list(queues.forced))].tolist():
+            del queues.forced[slot]
+    return context
+
+
+def _runs(plan: StepPlan, queues: Queues, arrays: _Arrays, index: int) -> dict[int, list[int]]:
+    """Rows with forced tokens: all of them are known, so the slot's count of outputs is set anew."""
+    slots = queues.slots
+    tails = {}
+    for run in plan.runs:
+        slot, job = run.slot, queues.running[run.slot].job
+        tail = run.tokens[1:]
+        tails[len(arrays.slots)] = tail
+        arrays.add(slot, int(slots.kv_len[slot]), np.array(run.tokens, np.int32), samples=True)
+        num_output = int(slots.out_launched[slot]) + len(tail)
+        arrays.setups.append(_setup(job, slot, num_output, queues.limits))
+        slots.kv_len[slot] += len(run.tokens)
+        slots.out_launched[slot] = num_output + 1
+        slots.last_step[slot] = index
+        del queues.forced[slot]
+    return tails
+
+
+def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arrays, index: int) -> list[ChunkRow]:
+    """Prompt chunks. A row whose last chunk this is runs from now on."""
+    slots = queues.slots
+    chunks = []
+    for row, share in zip(rows, plan.shares, strict=True):
+        slot, job, count = row.slot, row.job, share.num_tokens
+        is_last = share.left == 0
+        samples = is_last and (job.limit > 0 or bool(job.ask.pool))
+        chunks.append(ChunkRow(len(arrays.slots), slot, job, row.key, row.computed, count, is_last))
+        tokens = slots.history[slot, row.computed : row.computed + count].copy()
+        arrays.add(slot, row.computed, tokens, samples=samples)
+        row.computed += count
+        slots.kv_len[slot] = row.computed
+        slots.last_step[slot] = index
+        queues.counters.prompt_tokens += count
+        if is_last:
+            slots.out_launched[slot] += 1 if samples and not job.ask.pool else 0
+            del queues.prefilling[slot]
+            queues.start_running(Running(job, slot, row.node))
+    return chunks
+
+
+def _mark_scored(flight: Flight) -> None:
+    """Names the rows whose prompt tokens are scored: position p of a chunk scores token p + 1."""
+    rows = []
+    for chunk in flight.chunks:
+        if chunk.job.scores_prompt:
+            last = min(chunk.start + chunk.num_tokens, len(chunk.job.prompt) - 1)
+            if last >= max(chunk.job.scored_to, 1):
+                rows.append(chunk.row)
+    if rows:
+        flight.step.prompt_logprobs = np.array(rows, np.int32)
+
+
+def _mark_constrained(flight: Flight, queues: Queues) -> None:
+    """Names the rows whose sample may need a mask."""
+    step, slots = flight.step, queues.slots
+    rows = [
+        row
+        for row in np.flatnonzero(np.isin(step.slots, list(queues.gates)) & step.samples).tolist()
+        if queues.gates[int(step.slots[row])].may_constrain(int(slots.out_launched[step.slots[row]]) - 1)
+    ]
+    if rows:
+        step.constrained = np.array(rows, np.int32)

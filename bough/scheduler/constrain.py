@@ -1,0 +1,99 @@
+"""A row whose tokens are not free: a grammar, a grammar that waits for the end of reasoning, a budget of reasoning tokens."""
+
+from __future__ import annotations
+
+from bough.core.grammar import Matcher
+from bough.core.step import I32
+
+
+class Gate:
+    """Decides what one request may say next. It sees every output token once, in order.
+
+    While `thinking`, nothing is constrained, except that after `budget` tokens the marker that ends the reasoning is
+    forced. After it (or from the start, without reasoning) the matcher rules.
+    """
+
+    __slots__ = ("_budget", "_ended_at", "_marker", "_matcher", "_seen", "_thinks", "thinking")
+
+    def __init__(
+        self,
+        matcher: Matcher | None,
+        *,
+        marker: tuple[int, ...] = (),
+        after_reasoning: bool = False,
+        budget: int = -1,
+    ) -> None:
+        self._matcher = matcher
+        self._marker = list(marker)
+        self._budget = budget
+        self._seen: list[int] = []
+        self._thinks = bool(marker) and (after_reasoning if matcher is not None else budget >= 0)
+        self._ended_at = 0
+        self.thinking = self._thinks
+
+    def may_constrain(self, num_output: int) -> bool:
+        """Can the sample after `num_output` tokens need a mask? Answered before the last tokens are known."""
+        if self._matcher is not None:
+            return True
+        return self.thinking and num_output >= self._budget
+
+    def accept(self, token: int) -> bool:
+        """An output token is known. False: the grammar forbids it."""
+        if not self.thinking and self._matcher is not None and not self._matcher.accept(token):
+            return False
+        self._seen.append(token)
+        if self.thinking and self._seen[-len(self._marker) :] == self._marker:
+            self.thinking = False
+            self._ended_at = len(self._seen)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last accepted tokens."""
+        if num_tokens <= 0:
+            return
+        left = len(self._seen) - num_tokens
+        if not self.thinking and self._matcher is not None:
+            self._matcher.rollback(len(self._seen) - max(left, self._ended_at))
+        if self._thinks and not self.thinking and left < self._ended_at:
+            self.thinking = True
+            self._ended_at = 0
+        del self._seen[left:]
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next."""
+        if self.thinking:
+            if self._budget < 0 or len(self._seen) < self._budget:
+                return []
+            return self._marker[self._half_marker() :]
+        return self._matcher.forced() if self._matcher is not None and not self._matcher.is_terminated() else []
+
+    def fill_mask(self, out: I32) -> None:
+        """Overwrites a mask row with what may be sampled next."""
+        if self.thinking:
+            forced = self.forced()
+            if forced:
+                allow_only(out, forced[0])
+            else:
+                out[:] = -1
+        elif self._matcher is not None and not self._matcher.is_terminated():
+            self._matcher.fill_mask(out)
+        else:
+            out[:] = -1
+
+    @property
+    def terminated(self) -> bool:
+        """The grammar is complete and nothing can follow."""
+        return not self.thinking and self._matcher is not None and self._matcher.is_terminated()
+
+    def _half_marker(self) -> int:
+        """How much of the marker the output ends with already."""
+        for length in range(min(len(self._marker) - 1, len(self._seen)), 0, -1):
+            if self._seen[-length:] == self._marker[:length]:
+                return length
+        return 0
+
+
+def allow_only(out: I32, token: int) -> None:
+    out[:] = 0
+    bit = 1 << (token & 31)
+    out[token >> 5] = bit - (1 << 32) if bit >= 1 << 31 else bit

@@ -1,0 +1,73 @@
+"""A step that failed: its requests end, or start again where memory was the reason. Other requests go on."""
+
+from __future__ import annotations
+
+from bough.cache.prefix import PrefixCache
+from bough.core.errors import RequestFailed
+from bough.scheduler.commit import Flight
+from bough.scheduler.leave import end_request, let_go, make_end, release_settled, retract
+from bough.scheduler.queues import Leaving, Queues, Row
+
+_OOM_STEPS = 2
+"""A request whose prefill ran the device out of memory this often fails."""
+_LEAST_PREFILL = 32
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Device libraries have their own class for it; its name is what they agree on."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCache, *, now: float) -> None:
+    """Settles a step that raised. Nothing it was to compute is used.
+
+    Out of memory: its rows lose their memory and start again, with smaller prefills; prompts that meet it again fail.
+    Rows of later steps that read pages of this one start again.
+    """
+    step = flight.step
+    queues.counters.failed_steps += 1
+    queues.settled = step.index
+    cache.drop_step(step.index)
+    out_of_memory = is_out_of_memory(error)
+    prefills = {chunk.slot for chunk in flight.chunks}
+    if out_of_memory and prefills:
+        queues.prefill_cap = max(flight.prefill_tokens // 2, _LEAST_PREFILL)
+    for at, slot in enumerate(step.slots.tolist()):
+        row = _row(queues, slot)
+        if row is None or not queues.slots.live[slot]:
+            continue
+        if flight.tails_accepted and at in flight.tails:
+            queues.gates[slot].rollback(len(flight.tails[at]))
+        if out_of_memory and slot in prefills:
+            row.job.oom_steps += 1
+        if out_of_memory and row.job.oom_steps < _OOM_STEPS:
+            _start_again(queues, cache, row)
+        else:
+            _fail(queues, cache, row, error, now)
+    for row in [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]:
+        if row.node.detached and queues.slots.live[row.slot]:
+            _start_again(queues, cache, row, keep_kv=False)
+    cache.settle(step.index)
+    release_settled(queues, cache)
+
+
+def _row(queues: Queues, slot: int) -> Row | None:
+    return queues.prefilling.get(slot) or queues.running.get(slot) or queues.leaving.get(slot)
+
+
+def _start_again(queues: Queues, cache: PrefixCache, row: Row, *, keep_kv: bool = True) -> None:
+    """What the row's steps in flight yield follows from a step that never was: it is dropped."""
+    queues.slots.live[row.slot] = False
+    if isinstance(row, Leaving):
+        let_go(queues, cache, row, requeue=row.requeue, keep_kv=keep_kv)
+    else:
+        retract(queues, cache, row, dry=False, keep_kv=keep_kv)
+
+
+def _fail(queues: Queues, cache: PrefixCache, row: Row, error: Exception, now: float) -> None:
+    failed = RequestFailed(
+        what="the step that computed this request failed",
+        why=f"{type(error).__name__}: {error}",
+        fix="send the request again",
+    )
+    end_request(queues, cache, row, make_end(row.job, queues.slots.output(row.slot), now, "error", error=failed))

@@ -1,0 +1,100 @@
+"""What the scheduler learns while it runs: how long answers get, what a step costs, how often the tree hits."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+_WINDOW = 15
+
+
+class OutputRatio:
+    """How much of `max_new_tokens` requests really use: mean and spread, moving."""
+
+    def __init__(self, start: float = 0.7) -> None:
+        self.mean = start
+        self.variance = 0.04
+        self.count = 0
+
+    def observe(self, used: int, limit: int) -> None:
+        if limit <= 0:
+            return
+        ratio = min(used / limit, 1.0)
+        self.count += 1
+        weight = max(0.02, 1.0 / (self.count + 1))
+        off = ratio - self.mean
+        self.mean += weight * off
+        self.variance = (1.0 - weight) * (self.variance + weight * off * off)
+
+    def retracted(self) -> None:
+        """The estimate was too low: memory ran out."""
+        self.mean = min(1.0, self.mean * 1.1 + 0.02)
+
+    def estimate(self, num_rows: int, conservativeness: float) -> float:
+        """Share of their limits that `num_rows` rows will use in sum, with two deviations to spare."""
+        spare = 2.0 * math.sqrt(self.variance / max(num_rows, 1))
+        return min(1.0, max(0.01, (self.mean + spare) * conservativeness))
+
+
+class _Median:
+    """Of the last few values: one slow step (a kernel being built) does not move it."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        self.value = sorted(self._recent)[len(self._recent) // 2]
+
+    def __bool__(self) -> bool:
+        return bool(self._recent)
+
+
+class StepCost:
+    """Milliseconds of a decode step, and of each prefill token on top."""
+
+    def __init__(self) -> None:
+        self._decode = _Median()
+        self._per_token = _Median()
+
+    @property
+    def decode_ms(self) -> float:
+        return self._decode.value
+
+    @property
+    def prefill_token_ms(self) -> float:
+        return self._per_token.value
+
+    def observe(self, ms: float, num_decodes: int, prefill_tokens: int) -> None:
+        if prefill_tokens == 0:
+            self._decode.add(ms)
+        else:
+            base = min(self._decode.value, 0.9 * ms) if num_decodes else 0.0
+            self._per_token.add((ms - base) / prefill_tokens)
+
+    def tokens_within(self, target_ms: float | None) -> int | None:
+        """Prefill tokens that keep a step with decodes within the target; None: no bound is known."""
+        if not self._per_token or self._per_token.value <= 0.0 or target_ms == 0.0:
+            return None
+        if target_ms is None:
+            target_ms = max(50.0, 3.0 * self._decode.value)
+        return max(0, int((target_ms - self._decode.value) / self._per_token.value))
+
+
+class HitRate:
+    """Share of prompt tokens found in the tree: in all, and of late."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.recent = 0.0
+
+    def observe(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.recent += 0.1 * (cached_tokens / max(prompt_tokens, 1) - self.recent)
+
+    @property
+    def overall(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

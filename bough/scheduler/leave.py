@@ -1,0 +1,191 @@
+"""How rows let go: they end, or lose their memory and go back to the queue. Pages wait for the last step that reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bough.cache.prefix import PrefixCache
+from bough.core.errors import BoughError
+from bough.core.messages import End, EndReason, RowOutput
+from bough.core.step import I32, I64
+from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
+
+_NO_IDS = np.empty(0, np.int32)
+
+
+def output_of(queues: Queues, phase: Phase) -> I32:
+    """The request's settled output ids."""
+    if isinstance(phase, Compiling | Waiting):
+        return phase.job.output
+    return queues.slots.output(phase.slot)
+
+
+def make_end(
+    job: Job,
+    output: I32,
+    now: float,
+    reason: EndReason,
+    *,
+    matched: int | None = None,
+    error: BoughError | None = None,
+) -> End:
+    """How the request ended and what it cost, as of now."""
+    admitted = job.admitted_s or now
+    first = job.first_token_s or now
+    return End(
+        reason=reason,
+        matched=matched,
+        message=error.sentence() if error else "",
+        status=error.status if error else 0,
+        code=(error.code or error.type) if error else "",
+        prompt_tokens=len(job.prompt),
+        completion_tokens=len(output),
+        cached_tokens=job.cached_tokens,
+        reasoning_tokens=_reasoning_tokens(job, output),
+        retractions=job.retractions,
+        queued_s=max(0.0, admitted - job.accepted_s),
+        prefill_s=max(0.0, first - admitted) if job.admitted_s else 0.0,
+        decode_s=max(0.0, now - first) if job.first_token_s else 0.0,
+    )
+
+
+def _reasoning_tokens(job: Job, output: I32) -> int:
+    """Output tokens before the marker that ends the reasoning."""
+    marker = job.ask.reasoning_end
+    if not marker:
+        return 0
+    for at in np.flatnonzero(output == marker[0]).tolist():
+        if tuple(output[at : at + len(marker)].tolist()) == marker:
+            return int(at)
+    return len(output) if job.ask.reasoning_open else 0
+
+
+def take_extras(job: Job, end: End | None = None, embedding: bytes = b"") -> RowOutput:
+    """What has gathered for the request beyond token ids, once."""
+    row = RowOutput(
+        end=end,
+        logprobs=job.output_scores,
+        prompt_logprobs=job.prompt_scores,
+        hidden_states=job.hidden or None,
+        embedding=embedding,
+    )
+    job.output_scores = job.prompt_scores = None
+    job.hidden = []
+    return row
+
+
+def end_request(queues: Queues, cache: PrefixCache, phase: Phase, end: End, *, send_held: bool = True) -> None:
+    """Ends a request in whatever phase it is, outside of `settle`, and says so. Tokens held back go out with it."""
+    job = phase.job
+    held = _NO_IDS
+    if send_held:
+        emitted = job.emitted if isinstance(phase, Compiling | Waiting) else int(queues.slots.emitted[phase.slot])
+        held = output_of(queues, phase)[emitted:].copy()
+    queues.mail.add(job.id, held, take_extras(job, end))
+    count_end(queues, end)
+    match phase:
+        case Compiling():
+            del queues.compiling[job.id]
+            del queues.where[job.id]
+            if queues.grammars is not None:
+                queues.grammars.cancel(job.id)
+        case Waiting():
+            queues.waiting.remove(phase)
+            del queues.where[job.id]
+        case _:
+            let_go(queues, cache, phase, requeue=False)
+
+
+def count_end(queues: Queues, end: End) -> None:
+    counters = queues.counters
+    if end.reason == "error":
+        counters.failed += 1
+    elif end.reason == "abort":
+        counters.aborted += 1
+    else:
+        counters.finished += 1
+
+
+def let_go(queues: Queues, cache: PrefixCache, row: Row, *, requeue: bool, keep_kv: bool = True) -> None:
+    """Takes a row out of the plan. Its memory goes back at once, or when its last step in flight has settled.
+
+    With `requeue` the request waits again, with the output it has by then; otherwise it has ended. Without `keep_kv`
+    its memory is not to be trusted: what its steps in flight yield is dropped, and nothing of it enters the tree.
+    """
+    slot = row.slot
+    match row:
+        case Prefilling():
+            del queues.prefilling[slot]
+        case Running():
+            queues.stop_running(slot)
+        case Leaving():
+            del queues.leaving[slot]
+            requeue = requeue and row.requeue
+            keep_kv = keep_kv and row.keep_kv
+    queues.forced.pop(slot, None)
+    leaving = Leaving(row.job, slot, row.node, requeue, keep_kv)
+    if requeue:
+        queues.where[row.job.id] = leaving
+    else:
+        queues.where.pop(row.job.id, None)
+    if not requeue or not keep_kv:
+        queues.slots.live[slot] = False
+    if queues.in_flight(slot):
+        queues.leaving[slot] = leaving
+    else:
+        release(queues, cache, leaving)
+
+
+def retract(queues: Queues, cache: PrefixCache, row: Prefilling | Running, *, dry: bool, keep_kv: bool = True) -> None:
+    """Takes a row's memory away; it goes to the head of the queue."""
+    row.job.retractions += 1
+    queues.counters.retractions += 1
+    if dry:
+        row.job.dry_retractions += 1
+        queues.ratio.retracted()
+    let_go(queues, cache, row, requeue=True, keep_kv=keep_kv)
+
+
+def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
+    """Nothing in flight reads the row any more: its full pages enter the tree, the rest is free, and so is its slot."""
+    slots = queues.slots
+    slot, job, node = row.slot, row.job, row.node
+    if row.keep_kv and cache.enabled and not node.detached:
+        size = cache.page_size
+        end = int(min(slots.kv_settled[slot], slots.known[slot]))
+        end -= end % size
+        if end > node.depth:
+            first = node.depth // size
+            tail = key_span(queues, job, slot, node.depth, end)
+            pages = slots.table[slot, first : end // size]
+            node = cache.insert(node, tail, pages, step=-1, priority=job.ask.priority).node
+            slots.tree_pages[slot] = end // size
+    cache.release(node, slots.private_pages(slot))
+    if row.requeue:
+        job.output = slots.output(slot).copy()
+        job.emitted = int(slots.emitted[slot])
+    queues.gates.pop(slot, None)
+    queues.reporting.discard(slot)
+    slots.give_back(slot)
+    if row.requeue:
+        waiting = Waiting(job, np.concatenate([job.key, job.output.astype(np.int64)]))
+        queues.where[job.id] = waiting
+        queues.waiting.put_back(waiting)
+
+
+def release_settled(queues: Queues, cache: PrefixCache) -> None:
+    """Releases the rows whose last step has settled."""
+    if queues.leaving:
+        last_step, settled = queues.slots.last_step, queues.settled
+        for row in [row for slot, row in queues.leaving.items() if last_step[slot] <= settled]:
+            del queues.leaving[row.slot]
+            release(queues, cache, row)
+
+
+def key_span(queues: Queues, job: Job, slot: int, start: int, stop: int) -> I64:
+    """Tokens `start..stop` of a row as the tree sees them."""
+    cut = len(job.key)
+    if stop <= cut:
+        return job.key[start:stop]
+    rest: I64 = queues.slots.history[slot, max(start, cut) : stop].astype(np.int64)
+    return rest if start >= cut else np.concatenate([job.key[start:], rest])

@@ -1,0 +1,92 @@
+"""What planning has to keep to: the device's limits and the operator's wishes, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bough.config.concerns import AUTO, Auto, SchedulePolicy, SchedulerConfig
+from bough.core.step import RunnerLimits
+
+DEFAULT_CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Fixed for the life of an engine."""
+
+    num_slots: int
+    num_pages: int
+    """With page 0, which is never handed out."""
+    page_size: int
+    pages_per_slot: int
+    context_length: int
+    max_step_tokens: int
+    vocab_size: int
+    max_running: int
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 8_388_608
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    """Prompt tokens in one step at most."""
+    whole_prompts: bool = False
+    """Never cut a prompt that fits into one step."""
+    policy: SchedulePolicy = "auto"
+    conservativeness: float = 1.0
+    tpot_target_ms: float | None = None
+    """Time per token that prefill chunks must leave running rows; None: follow the measured decode time; 0: no target."""
+    small_share: float = 0.25
+    priority: bool = False
+    preempt_gap: int = 10
+    min_chunk_tokens: int = 64
+    """Progress that prefill makes in any case, whatever the target says."""
+    share_tokens: int = 32
+    """A common new prefix of this many tokens (or a page) is worth waiting for another row to compute it."""
+    group_min_tokens: int = 256
+    """Shortest span that decode rows read together."""
+    group_min_saved: int = 512
+    """KV tokens not read twice, (rows - 1) x span, below which a group is not worth making."""
+    max_retractions: int = 4
+    estimate_clip_tokens: int = 4096
+    """`max_new_tokens` above this count as this much when a request's memory is estimated."""
+    lpm_window: int = 128
+    seed: int = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """KV tokens that one request can ever hold."""
+        return min((self.num_pages - 1) * self.page_size, self.pages_per_slot * self.page_size)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @classmethod
+    def of(cls, runner: RunnerLimits, config: SchedulerConfig, *, seed: int = 0) -> Limits:
+        """Limits of an engine. Values still `AUTO` follow the runner."""
+        running = config.max_running_requests
+        chunk = config.chunked_prefill_size
+        target = config.tpot_target_ms
+        return cls(
+            num_slots=runner.num_slots,
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            pages_per_slot=runner.pages_per_slot,
+            context_length=runner.context_length,
+            max_step_tokens=runner.max_step_tokens,
+            vocab_size=runner.vocab_size,
+            max_running=runner.num_slots if running is AUTO else min(_int(running), runner.num_slots),
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            chunk_tokens=runner.max_step_tokens if chunk is AUTO or _int(chunk) <= 0 else _int(chunk),
+            whole_prompts=chunk is not AUTO and _int(chunk) <= 0,
+            policy=config.schedule_policy,
+            conservativeness=config.schedule_conservativeness,
+            tpot_target_ms=None if isinstance(target, Auto) else target,
+            small_share=config.small_request_share,
+            priority=config.priority_scheduling,
+            preempt_gap=config.priority_preemption_threshold,
+            seed=seed,
+        )
+
+
+def _int(value: int | Auto) -> int:
+    assert not isinstance(value, Auto), "AUTO was ruled out above"
+    return value

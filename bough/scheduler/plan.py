@@ -1,0 +1,134 @@
+"""What the next step does. `plan_step` is pure: it reads everything and changes nothing; `commit` carries the plan out."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+
+from bough.cache.prefix import CacheView
+from bough.core.step import I32, Bool
+from bough.scheduler.limits import Limits
+from bough.scheduler.preempt import coming, victims
+from bough.scheduler.prefill import Share, plan_prefill
+from bough.scheduler.queues import Queues
+
+_NO_SLOTS = np.empty(0, np.int32)
+_NO_NEEDS = np.empty(0, np.bool_)
+
+
+class Run(Struct):
+    """A row whose next tokens are forced: they go in at once, the first having been sampled under a mask."""
+
+    slot: int
+    tokens: list[int]
+    num_new_pages: int
+
+
+class StepPlan(Struct):
+    """One step: rows that decode, rows with forced tokens, prompts' chunks; and rows that lose their memory before it."""
+
+    decodes: I32
+    needs_page: Bool
+    """Per decode row: its next token begins a page."""
+    runs: list[Run] = []
+    shares: list[Share] = []
+    retract: list[int] = []
+    """Slots whose memory is needed."""
+    preempt: list[int] = []
+    """Slots that give way to a more urgent request."""
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(len(self.decodes) or self.runs or self.shares)
+
+
+def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
+    """Decodes first, within memory; then prefill within what is left of the token budget."""
+    wants_prefill = bool(queues.prefilling or len(queues.waiting))
+    plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
+    decode_pages = int(np.count_nonzero(plan.needs_page))
+    pages = cache.num_available - decode_pages
+    tokens = limits.max_step_tokens - len(plan.decodes)
+    for run in plan.runs:
+        pages -= run.num_new_pages
+        tokens -= len(run.tokens)
+    if wants_prefill and not plan.retract:
+        budget = prefill_budget(queues, limits, tokens, len(plan.decodes) + len(plan.runs))
+        prefill = plan_prefill(queues, cache, limits, tokens=budget, pages=pages, decode_pages=decode_pages)
+        plan.shares, plan.preempt = prefill.shares, prefill.preempt
+    if not plan.has_rows and not plan.retract and not plan.preempt and _stuck(queues):
+        plan.retract = victims(queues, limits, 1)
+    return plan
+
+
+def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int) -> int:
+    """Prompt tokens for a step that has `tokens` left, such that the rows that decode in it keep their time per token."""
+    budget = tokens if limits.whole_prompts else min(tokens, limits.chunk_tokens)
+    if queues.prefill_cap is not None:
+        budget = min(budget, queues.prefill_cap)
+    if num_decodes:
+        within = queues.cost.tokens_within(limits.tpot_target_ms)
+        if within is not None:
+            budget = min(budget, max(within, limits.min_chunk_tokens))
+    return budget
+
+
+def _stuck(queues: Queues) -> bool:
+    """Prompts under way got no memory, and nothing in flight or leaving will give any."""
+    return bool(queues.prefilling) and not queues.leaving and queues.settled == queues.next_step - 1
+
+
+def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_prefill: bool) -> StepPlan:
+    slots = queues.slots
+    rows = queues.running_slots()
+    if not len(rows):
+        return StepPlan(_NO_SLOTS, _NO_NEEDS)
+    more = slots.out_launched[rows] < slots.out_limit[rows]
+    if not more.all():
+        rows = rows[more]
+    rows = _within_tokens(queues, limits, rows, wants_prefill=wants_prefill)
+    needs = slots.kv_len[rows] >= slots.num_pages[rows] * limits.page_size
+    short = int(np.count_nonzero(needs)) - cache.num_available
+    if short > 0:
+        return _plan_dry(queues, cache, limits, rows, needs, short)
+    runs: list[Run] = []
+    if queues.forced:
+        runs, rows, needs = _plan_runs(queues, cache, limits, rows, needs)
+    return StepPlan(rows, needs, runs)
+
+
+def _within_tokens(queues: Queues, limits: Limits, rows: I32, *, wants_prefill: bool) -> I32:
+    """Of more rows than a step has room for, those that have waited longest; prompts keep a part of it."""
+    cap = limits.max_step_tokens
+    if wants_prefill and cap > 1:
+        cap -= max(1, min(limits.min_chunk_tokens, cap // 4))
+    if len(rows) <= cap:
+        return rows
+    waited = np.argsort(queues.slots.last_step[rows], kind="stable")[:cap]
+    return rows[np.sort(waited)]
+
+
+def _plan_dry(queues: Queues, cache: CacheView, limits: Limits, rows: I32, needs: Bool, short: int) -> StepPlan:
+    """Not every row can have its page: the youngest give theirs up, unless rows that are leaving will do."""
+    retract = victims(queues, limits, short) if coming(queues) < short else []
+    fits = ~needs | (np.cumsum(needs) <= cache.num_available)
+    if retract:
+        fits &= ~np.isin(rows, retract)
+    return StepPlan(rows[fits], needs[fits], retract=retract)
+
+
+def _plan_runs(queues: Queues, cache: CacheView, limits: Limits, rows: I32, needs: Bool) -> tuple[list[Run], I32, Bool]:
+    """Rows with forced tokens take them all at once, as far as memory and the token budget allow."""
+    slots = queues.slots
+    pages = cache.num_available - int(np.count_nonzero(needs))
+    tokens = limits.max_step_tokens - len(rows)
+    runs = []
+    for slot in rows[np.isin(rows, list(queues.forced))].tolist():
+        forced = queues.forced[slot]
+        new_pages = limits.pages_for(int(slots.kv_len[slot]) + len(forced)) - int(slots.num_pages[slot])
+        if len(forced) - 1 <= tokens and new_pages <= pages:
+            runs.append(Run(slot, forced, new_pages))
+            tokens -= len(forced) - 1
+            pages -= new_pages
+    rest = ~np.isin(rows, [run.slot for run in runs])
+    return runs, rows[rest], needs[rest]

@@ -1,0 +1,62 @@
+"""Whose memory is taken when there is not enough. Pure: names slots, changes nothing."""
+
+from __future__ import annotations
+
+from bough.cache.radix import Node
+from bough.scheduler.limits import Limits
+from bough.scheduler.queues import Prefilling, Queues, Running, Waiting
+
+
+def freed_by(queues: Queues, row: Prefilling | Running) -> int:
+    """Pages that become available when this row lets go: its own, and those of the tree that only it locks."""
+    slots = queues.slots
+    pages = int(slots.num_pages[row.slot] - slots.tree_pages[row.slot])
+    node: Node | None = row.node
+    while node is not None and node.locks == 1:
+        pages += len(node.pages)
+        node = node.parent
+    return pages
+
+
+def coming(queues: Queues) -> int:
+    """Pages that rows on their way out will make available within the steps in flight."""
+    slots = queues.slots
+    return sum(int(slots.num_pages[slot] - slots.tree_pages[slot]) for slot in queues.leaving)
+
+
+def youngest_first(queues: Queues, limits: Limits) -> list[Prefilling | Running]:
+    """Live rows, those that give way first in front: less urgent, then younger."""
+    rows: list[Prefilling | Running] = [*queues.prefilling.values(), *queues.running.values()]
+    if limits.priority:
+        return sorted(rows, key=lambda r: (r.job.ask.priority, -r.job.seq))
+    return sorted(rows, key=lambda r: -r.job.seq)
+
+
+def victims(queues: Queues, limits: Limits, short_pages: int) -> list[int]:
+    """Rows to retract so that `short_pages` become available. Never the last row, nor one whose memory is reserved."""
+    rows = youngest_first(queues, limits)
+    chosen: list[int] = []
+    for row in rows:
+        if short_pages <= 0 or len(chosen) == len(rows) - 1:
+            break
+        if not queues.slots.pinned[row.slot]:
+            chosen.append(row.slot)
+            short_pages -= max(freed_by(queues, row), 1)
+    return chosen
+
+
+def give_way(queues: Queues, limits: Limits, waiting: Waiting, short_pages: int, short_slots: int) -> list[int]:
+    """Rows that are so much less urgent than `waiting` that it may take their place; empty if that would not be enough."""
+    short_slots -= len(queues.leaving)
+    short_pages -= coming(queues)
+    ceiling = waiting.job.ask.priority - limits.preempt_gap
+    chosen: list[int] = []
+    for row in youngest_first(queues, limits):
+        if short_slots <= 0 and short_pages <= 0:
+            break
+        if row.job.ask.priority > ceiling:
+            return []
+        chosen.append(row.slot)
+        short_slots -= 1
+        short_pages -= freed_by(queues, row)
+    return chosen if short_slots <= 0 and short_pages <= 0 else []

@@ -1,0 +1,289 @@
+"""Every request the engine has, by phase. A phase is a type with its own queue; hot state lives in `SlotTable`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, ValuesView
+
+import numpy as np
+from msgspec import Struct, field
+
+from bough.cache.radix import Match, Node
+from bough.core.grammar import GrammarQueue
+from bough.core.messages import Generate, Ids, TokenLogprobs
+from bough.core.step import I32, I64
+from bough.scheduler.constrain import Gate
+from bough.scheduler.learn import HitRate, OutputRatio, StepCost
+from bough.scheduler.limits import Limits
+from bough.scheduler.mail import Mail
+from bough.scheduler.slots import SlotTable
+
+_NO_IDS = np.empty(0, np.int32)
+
+
+class Job(Struct, kw_only=True, eq=False):
+    """A request from its arrival to its end: what it asked for, and what all phases add to."""
+
+    ask: Generate
+    prompt: Ids
+    key: I64
+    """The prompt as the tree sees it."""
+    seq: int
+    """Order of arrival."""
+    limit: int
+    """Output tokens at most: what was asked for, as far as context and memory allow."""
+    stops: tuple[int, ...]
+    accepted_s: float
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+    cached_tokens: int = 0
+    retractions: int = 0
+    """Times it lost its memory, for whatever reason."""
+    dry_retractions: int = 0
+    """Times it lost its memory because there was not enough."""
+    oom_steps: int = 0
+    output: Ids = field(default_factory=lambda: _NO_IDS)
+    """Output so far, while it has no slot."""
+    emitted: int = 0
+    gate: Gate | None = None
+    scored_to: int = 0
+    """Next prompt token to be scored, if prompt log-probabilities are wanted."""
+    prompt_scores: TokenLogprobs | None = None
+    output_scores: TokenLogprobs | None = None
+    """Gathered, not sent yet."""
+    hidden_to: int = 0
+    """Positions whose hidden states have been gathered."""
+    hidden: list[list[float]] = []
+
+    @property
+    def id(self) -> int:
+        return self.ask.id
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Prompt tokens remain to be scored."""
+        spec = self.ask.logprobs
+        return spec is not None and spec.start >= 0 and self.scored_to < len(self.prompt)
+
+    @property
+    def jumps(self) -> bool:
+        """Forced tokens may skip the sampler: nothing that it keeps or reports depends on seeing them."""
+        sampling = self.ask.sampling
+        plain = not (sampling.penalised or sampling.bad_words or sampling.logit_processor)
+        return plain and self.ask.logprobs is None and not self.ask.hidden_states
+
+    def match_limit(self, num_tokens: int) -> int:
+        """How many of the request's tokens may come from the cache: what must be computed anew is left out."""
+        limit = num_tokens - 1
+        if self.scores_prompt:
+            limit = min(limit, max(self.scored_to - 1, 0))
+        if self.ask.hidden_states == "all":
+            limit = min(limit, self.hidden_to)
+        return 0 if self.ask.pool else limit
+
+
+class Compiling(Struct, eq=False):
+    """Its grammar is not ready."""
+
+    job: Job
+
+
+class Waiting(Struct, eq=False):
+    """Has no memory yet, or has lost it."""
+
+    job: Job
+    key: I64
+    """All tokens that must be in memory before the next one can be sampled."""
+    skipped: int = 0
+    """Steps in which younger requests were admitted before it, while it was the oldest."""
+    memo: tuple[int, Match] | None = None
+    """A match and the cache version it holds for."""
+
+
+class Prefilling(Struct, eq=False):
+    """Its tokens are being computed, chunk by chunk."""
+
+    job: Job
+    slot: int
+    node: Node
+    key: I64
+    computed: int
+    """0 <= computed < len(key): tokens whose KV is in memory or launched."""
+
+
+class Running(Struct, eq=False):
+    """Its last chunk is launched: it yields a token a step."""
+
+    job: Job
+    slot: int
+    node: Node
+
+
+class Leaving(Struct, eq=False):
+    """Out of the plan, but a step in flight still reads its pages. It ends then, or goes back to the queue."""
+
+    job: Job
+    slot: int
+    node: Node
+    requeue: bool
+    keep_kv: bool = True
+
+
+Row = Prefilling | Running | Leaving
+Phase = Compiling | Waiting | Prefilling | Running | Leaving
+
+
+class WaitingQueue:
+    """Waiting requests: by priority if that counts, those that lost their memory first, then by arrival."""
+
+    def __init__(self, *, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._returning: dict[int, dict[int, Waiting]] = {}
+        self._fresh: dict[int, dict[int, Waiting]] = {}
+        self._levels: list[int] = []
+        self._size = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Waiting]:
+        for returning, fresh in self.levels():
+            yield from returning
+            yield from fresh
+
+    def add(self, waiting: Waiting) -> None:
+        """A request that has just come."""
+        level = self._level(waiting)
+        self._fresh[level][waiting.job.id] = waiting
+        self._count(waiting, 1)
+
+    def put_back(self, waiting: Waiting) -> None:
+        """A request that lost its memory: it goes before all others, except older ones of its kind."""
+        level = self._level(waiting)
+        self._returning[level][waiting.job.id] = waiting
+        ordered = sorted(self._returning[level].values(), key=lambda w: w.job.seq)
+        self._returning[level] = {w.job.id: w for w in ordered}
+        self._count(waiting, 1)
+
+    def remove(self, waiting: Waiting) -> None:
+        level = self._level(waiting)
+        if self._returning[level].pop(waiting.job.id, None) is None:
+            del self._fresh[level][waiting.job.id]
+        if not self._returning[level] and not self._fresh[level]:
+            del self._returning[level], self._fresh[level]
+            self._levels = sorted(self._fresh, reverse=True)
+        self._count(waiting, -1)
+
+    def levels(self) -> Iterator[tuple[list[Waiting], ValuesView[Waiting]]]:
+        """Per priority, most urgent first: those that return, and those that have just come, oldest first."""
+        for level in self._levels:
+            yield list(self._returning[level].values()), self._fresh[level].values()
+
+    def oldest(self) -> Waiting | None:
+        """The oldest of the most urgent."""
+        if not self._levels:
+            return None
+        level = self._levels[0]
+        heads = [next(iter(q[level].values())) for q in (self._returning, self._fresh) if q[level]]
+        return min(heads, key=lambda w: w.job.seq)
+
+    def _level(self, waiting: Waiting) -> int:
+        level = waiting.job.ask.priority if self._by_priority else 0
+        if level not in self._fresh:
+            self._fresh[level] = {}
+            self._returning[level] = {}
+            self._levels = sorted(self._fresh, reverse=True)
+        return level
+
+    def _count(self, waiting: Waiting, sign: int) -> None:
+        self._size += sign
+        self.num_tokens += sign * len(waiting.key)
+
+
+class Counters(Struct):
+    """Since the start."""
+
+    accepted: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    retractions: int = 0
+    steps: int = 0
+    failed_steps: int = 0
+    prompt_tokens: int = 0
+    """Computed, not found in the cache."""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Queues:
+    """The scheduler's whole state but the cache. `plan_step` reads it; `accept`, `commit`, `settle` and `leave` change it."""
+
+    def __init__(self, limits: Limits, grammars: GrammarQueue | None = None) -> None:
+        self.limits = limits
+        self.grammars = grammars
+        self.slots = SlotTable(limits)
+        self.compiling: dict[int, Compiling] = {}
+        self.waiting = WaitingQueue(by_priority=limits.priority)
+        self.prefilling: dict[int, Prefilling] = {}
+        self.running: dict[int, Running] = {}
+        self.leaving: dict[int, Leaving] = {}
+        self.where: dict[int, Phase] = {}
+        """Request id -> its phase, for every request that has not ended."""
+        self.gates: dict[int, Gate] = {}
+        """Slot -> gate, for rows that are not free to say anything."""
+        self.forced: dict[int, list[int]] = {}
+        """Slot -> tokens that must come next; the first is being sampled by the step in flight."""
+        self.reporting: set[int] = set()
+        """Slots whose rows yield more than token ids."""
+        self.deadlines: list[tuple[float, int]] = []
+        self.mail = Mail()
+        self.ratio = OutputRatio(0.7)
+        self.cost = StepCost()
+        self.hits = HitRate()
+        self.counters = Counters()
+        self.next_seq = 0
+        self.next_step = 0
+        self.settled = -1
+        """Every step up to this one has settled."""
+        self.prefill_cap: int | None = None
+        """Prefill tokens a step at most, after the device ran out of memory."""
+        self.draining = False
+        self.epoch = 0
+        """Changes with the set of running rows."""
+        self._running_slots: I32 | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Rows that hold a slot."""
+        return len(self.prefilling) + len(self.running) + len(self.leaving)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is queued and nothing runs."""
+        return not self.where and not self.leaving
+
+    def in_flight(self, slot: int) -> bool:
+        return int(self.slots.last_step[slot]) > self.settled
+
+    def start_running(self, row: Running) -> None:
+        self.running[row.slot] = row
+        self.where[row.job.id] = row
+        self._running_slots = None
+        self.epoch += 1
+
+    def stop_running(self, slot: int) -> None:
+        del self.running[slot]
+        self._running_slots = None
+        self.epoch += 1
+
+    def running_slots(self) -> I32:
+        """Slots of running rows, in the order they began to run. Nobody changes it."""
+        if self._running_slots is None:
+            self._running_slots = np.fromiter(self.running, np.int32, len(self.running))
+        return self._running_slots
+
+    def add_deadline(self, job: Job) -> None:
+        if job.ask.deadline_s:
+            heapq.heappush(self.deadlines, (job.ask.deadline_s, job.id))

@@ -1,0 +1,242 @@
+"""What a step produced becomes output: tokens join their rows, rows end, memory goes back, messages go out.
+
+Decode rows are handled as columns; only rows that end or that want more than token ids are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bough.cache.prefix import PrefixCache
+from bough.core.errors import RequestFailed
+from bough.core.messages import End, RowOutput
+from bough.core.step import I32, Bool, Outcome
+from bough.scheduler.commit import ChunkRow, Flight
+from bough.scheduler.constrain import Gate
+from bough.scheduler.leave import count_end, end_request, let_go, make_end, release_settled, take_extras
+from bough.scheduler.queues import Leaving, Queues, Running
+from bough.scheduler.scores import add_output, add_prompt, add_unpredicted
+
+
+def settle(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache, *, now: float) -> None:
+    """Takes in the outcome of the oldest step in flight. What rows that have ended yield is dropped."""
+    step, slots = flight.step, queues.slots
+    if flight.tails:
+        take_tails(flight, queues)
+    live = slots.live[step.slots]
+    alive = step.slots[live]
+    slots.kv_settled[alive] = (step.context + step.num_query)[live]
+    queues.settled = step.index
+    cache.settle(step.index)
+    due = step.samples & live
+    yields = due & (outcome.counts > 0)
+    failed = outcome.failed | flight.rejected if flight.rejected else outcome.failed
+    for row in failed:
+        yields[row] = False
+    if outcome.hidden_states:
+        _gather_hidden(flight, outcome, queues)
+    if flight.chunks:
+        _settle_chunks(flight, outcome, queues, yields, now)
+    rows = np.flatnonzero(yields)
+    if len(rows):
+        _settle_tokens(flight, outcome, queues, cache, rows, now)
+    for row, why in failed.items():
+        _fail_row(int(step.slots[row]), why, queues, cache, now)
+    for chunk in flight.chunks:
+        if chunk.is_last and not yields[chunk.row]:
+            _finish_without_output(chunk, outcome, queues, cache, now)
+    for row in np.flatnonzero(due & ~yields).tolist():
+        _fail_row(int(step.slots[row]), "the step yielded no token for it", queues, cache, now)
+    release_settled(queues, cache)
+
+
+def take_tails(flight: Flight, queues: Queues) -> None:
+    """Forced tokens that a step brought in are output now."""
+    slots = queues.slots
+    for row, tail in flight.tails.items():
+        slot = int(flight.step.slots[row])
+        if slots.live[slot]:
+            known = int(slots.known[slot])
+            slots.history[slot, known : known + len(tail)] = tail
+            slots.known[slot] += len(tail)
+            slots.out_settled[slot] += len(tail)
+            queues.counters.output_tokens += len(tail)
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache, rows: I32, now: float) -> None:
+    """Appends each row's token, finds the rows that end with it, and sends on what is due."""
+    slots = queues.slots
+    where = flight.step.slots[rows]
+    tokens = outcome.tokens[rows, 0]
+    known = slots.known[where]
+    slots.history[where, known] = tokens
+    slots.known[where] = known + 1
+    num_output = slots.out_settled[where] + 1
+    slots.out_settled[where] = num_output
+    queues.counters.output_tokens += len(rows)
+    stops = _stops(queues, where, tokens) & (num_output > slots.min_new[where])
+    ended = stops | (num_output >= slots.out_limit[where])
+    failed: dict[int, End] = {}
+    if queues.gates:
+        failed = _accept(queues, where, tokens, stops, ended, now)
+    if outcome.output_logprobs is not None:
+        _gather_scores(outcome, queues, rows, where)
+    _send(queues, where, tokens, num_output, stops, ended, failed, now)
+    for slot in where[ended].tolist():
+        row = queues.running.get(slot) or queues.leaving[slot]
+        queues.ratio.observe(int(slots.out_settled[slot]), min(row.job.limit, queues.limits.estimate_clip_tokens))
+        let_go(queues, cache, row, requeue=False)
+
+
+def _stops(queues: Queues, where: I32, tokens: I32) -> Bool:
+    """Which tokens end their rows."""
+    slots = queues.slots
+    stops: Bool = (slots.stop_ids[where] == tokens[:, None]).any(axis=1)
+    if slots.more_stops:
+        for at, slot in enumerate(where.tolist()):
+            more = slots.more_stops.get(slot)
+            if more is not None and int(tokens[at]) in more:
+                stops[at] = True
+    return stops
+
+
+def _accept(queues: Queues, where: I32, tokens: I32, stops: Bool, ended: Bool, now: float) -> dict[int, End]:
+    """Shows constrained rows their token. Marks those that end with it; returns the ends of those that went wrong."""
+    failed: dict[int, End] = {}
+    for at in np.flatnonzero(np.isin(where, list(queues.gates)) & ~stops).tolist():
+        slot = int(where[at])
+        gate = queues.gates[slot]
+        if not _accepts(gate, int(tokens[at])):
+            row = queues.running.get(slot) or queues.leaving[slot]
+            error = RequestFailed(what=f"the sampled token {tokens[at]} is outside the grammar", fix="send it again")
+            failed[at] = make_end(row.job, queues.slots.output(slot), now, "error", error=error)
+            ended[at] = True
+        elif gate.terminated and not ended[at]:
+            ended[at] = stops[at] = True
+    return failed
+
+
+def _accepts(gate: Gate, token: int) -> bool:
+    try:
+        return gate.accept(token)
+    except Exception:
+        return False
+
+
+def _gather_scores(outcome: Outcome, queues: Queues, rows: I32, where: I32) -> None:
+    arrays = outcome.output_logprobs
+    assert arrays is not None, "called for steps with scores"
+    slot_of = dict(zip(rows.tolist(), where.tolist(), strict=True))
+    for at, row in enumerate(arrays.row.tolist()):
+        slot = slot_of.get(row)
+        if slot is not None:
+            add_output((queues.running.get(slot) or queues.leaving[slot]).job, arrays, at)
+
+
+def _send(
+    queues: Queues,
+    where: I32,
+    tokens: I32,
+    num_output: I32,
+    stops: Bool,
+    ended: Bool,
+    failed: dict[int, End],
+    now: float,
+) -> None:
+    """Sends on the rows that have gathered enough, and those that end."""
+    slots = queues.slots
+    pending = num_output - slots.emitted[where]
+    due = np.flatnonzero((pending >= slots.hold[where]) | ended)
+    if not len(due):
+        return
+    senders, counts = where[due], pending[due]
+    if int(counts.max()) == 1:
+        out = tokens[due]
+    else:
+        owner = np.repeat(senders, counts)
+        offset = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        out = slots.history[owner, np.repeat(slots.known[senders] - counts, counts) + offset]
+    first = queues.mail.add_rows(slots.request_id[senders], counts, out)
+    slots.emitted[senders] = num_output[due]
+    special = ended[due]
+    if queues.reporting:
+        special = special | np.isin(senders, list(queues.reporting))
+    for at in np.flatnonzero(special).tolist():
+        slot, column = int(senders[at]), int(due[at])
+        job = (queues.running.get(slot) or queues.leaving[slot]).job
+        end = None
+        if ended[column]:
+            token = int(tokens[column])
+            matched = token if stops[column] and token in job.stops else None
+            reason = "stop" if stops[column] else "length"
+            end = failed.get(column) or make_end(job, slots.output(slot), now, reason, matched=matched)
+            count_end(queues, end)
+        queues.mail.say(first + at, take_extras(job, end))
+
+
+# -- prefill rows and what else rows yield ---------------------------------------------------------
+
+
+def _settle_chunks(flight: Flight, outcome: Outcome, queues: Queues, yields: Bool, now: float) -> None:
+    """Prompt scores of the step's chunks, and the time of first tokens."""
+    scored = outcome.prompt_logprobs
+    for chunk in flight.chunks:
+        job = chunk.job
+        if not queues.slots.live[chunk.slot]:
+            continue
+        if scored is not None and job.scores_prompt:
+            add_prompt(job, scored, np.flatnonzero(scored.row == chunk.row).tolist(), chunk.start)
+        if chunk.is_last and job.scores_prompt and job.scored_to == 0:
+            add_unpredicted(job)
+        if yields[chunk.row] and not job.first_token_s:
+            job.first_token_s = now
+
+
+def _gather_hidden(flight: Flight, outcome: Outcome, queues: Queues) -> None:
+    """Hidden states of rows that asked; positions computed a second time after a retraction are left out."""
+    step = flight.step
+    for row, states in outcome.hidden_states.items():
+        slot = int(step.slots[row])
+        if not queues.slots.live[slot]:
+            continue
+        phase = queues.running.get(slot) or queues.prefilling.get(slot) or queues.leaving[slot]
+        job = phase.job
+        if job.ask.hidden_states == "all":
+            first = int(step.context[row]) + int(step.num_query[row]) - len(states)
+            fresh = states[max(0, job.hidden_to - first) :]
+            job.hidden.extend(fresh.tolist())
+            job.hidden_to += len(fresh)
+        else:
+            job.hidden = states[-1:].tolist()
+
+
+def _fail_row(slot: int, why: str, queues: Queues, cache: PrefixCache, now: float) -> None:
+    if queues.slots.live[slot]:
+        row = queues.running.get(slot) or queues.prefilling.get(slot) or queues.leaving[slot]
+        error = RequestFailed(what="the model's result for this request can't be used", why=why)
+        end = make_end(row.job, queues.slots.output(slot), now, "error", error=error)
+        end_request(queues, cache, row, end)
+
+
+def _finish_without_output(chunk: ChunkRow, outcome: Outcome, queues: Queues, cache: PrefixCache, now: float) -> None:
+    """Ends requests that want no tokens: pooled results, and prompts that were only to be scored."""
+    job, slot = chunk.job, chunk.slot
+    if not queues.slots.live[slot] or (job.limit > len(job.output) and not job.ask.pool):
+        return None
+    row: Running | Leaving = queues.running.get(slot) or queues.leaving[slot]
+    job.first_token_s = job.first_token_s or now
+    embedding = b""
+    if job.ask.pool:
+        pooled = outcome.embeddings.get(chunk.row)
+        if pooled is None:
+            return _fail_row(slot, "the model returned no pooled result", queues, cache, now)
+        embedding = pooled.astype("<f4").tobytes()
+    end = make_end(job, queues.slots.output(slot), now, "stop" if job.ask.pool else "length")
+    count_end(queues, end)
+    output: RowOutput = take_extras(job, end, embedding)
+    queues.mail.add(job.id, row=output)
+    let_go(queues, cache, row, requeue=False)
+    return None

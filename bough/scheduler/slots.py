@@ -1,0 +1,98 @@
+"""What the host knows of each slot, as arrays: a step of a thousand rows reads and writes columns, never objects."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from bough.core.step import I32, I64, Bool
+from bough.scheduler.limits import Limits
+
+NUM_STOP_IDS = 8
+"""Stop ids kept in the table; a row with more has them in `more_stops` too."""
+NO_TOKEN = -1
+NEVER = np.iinfo(np.int32).max
+
+
+class SlotTable:
+    """Columns by slot. `launched` counts what steps were planned to do, `settled` what is known to have happened."""
+
+    def __init__(self, limits: Limits) -> None:
+        n = limits.num_slots
+        self.num_slots = n
+        self.pages_per_slot = limits.pages_per_slot
+        self.request_id: I64 = np.zeros(n, np.int64)
+        self.seq: I64 = np.zeros(n, np.int64)
+        """Order of arrival."""
+        self.priority: I32 = np.zeros(n, np.int32)
+        self.prompt_len: I32 = np.zeros(n, np.int32)
+        self.known: I32 = np.zeros(n, np.int32)
+        """Tokens in `history`: the prompt and the settled output."""
+        self.kv_len: I32 = np.zeros(n, np.int32)
+        """KV tokens once every launched step has run."""
+        self.kv_settled: I32 = np.zeros(n, np.int32)
+        """KV tokens that are computed for certain."""
+        self.out_launched: I32 = np.zeros(n, np.int32)
+        self.out_settled: I32 = np.zeros(n, np.int32)
+        self.out_limit: I32 = np.zeros(n, np.int32)
+        self.min_new: I32 = np.zeros(n, np.int32)
+        self.stop_ids: npt.NDArray[np.int32] = np.full((n, NUM_STOP_IDS), NO_TOKEN, np.int32)
+        self.more_stops: dict[int, frozenset[int]] = {}
+        self.num_pages: I32 = np.zeros(n, np.int32)
+        self.tree_pages: I32 = np.zeros(n, np.int32)
+        """Leading pages of the row that belong to the tree; the others are its own."""
+        self.table: npt.NDArray[np.int32] = np.zeros((n, limits.pages_per_slot), np.int32)
+        """Mirror of the device's page table."""
+        self.history: npt.NDArray[np.int32] = np.zeros((n, limits.context_length), np.int32)
+        """Token ids. The memory is the system's until a slot uses it."""
+        self.last_step: I64 = np.full(n, -1, np.int64)
+        """Latest step that the row is in."""
+        self.live: Bool = np.zeros(n, np.bool_)
+        """What steps yield for the row still counts."""
+        self.emitted: I32 = np.zeros(n, np.int32)
+        """Output tokens sent on."""
+        self.hold: I32 = np.ones(n, np.int32)
+        """Output tokens to gather before sending them on."""
+        self.pinned: Bool = np.zeros(n, np.bool_)
+        """Retracted too often: its memory is reserved to the end, and it is not retracted again."""
+        self.dirty: dict[int, tuple[int, int]] = {}
+        """Page-table entries `lo..hi` that the device does not have yet."""
+        self._free = list(range(n - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        self.live[slot] = False
+        self.num_pages[slot] = self.tree_pages[slot] = 0
+        self.more_stops.pop(slot, None)
+        self.dirty.pop(slot, None)
+        self._free.append(slot)
+
+    def set_stops(self, slot: int, ids: tuple[int, ...]) -> None:
+        row = self.stop_ids[slot]
+        row[:] = NO_TOKEN
+        row[: min(len(ids), NUM_STOP_IDS)] = ids[:NUM_STOP_IDS]
+        if len(ids) > NUM_STOP_IDS:
+            self.more_stops[slot] = frozenset(ids[NUM_STOP_IDS:])
+
+    def output(self, slot: int) -> I32:
+        """Settled output ids (a view)."""
+        out: I32 = self.history[slot, self.prompt_len[slot] : self.known[slot]]
+        return out
+
+    def private_pages(self, slot: int) -> I32:
+        """Pages that are the row's own (a view)."""
+        pages: I32 = self.table[slot, self.tree_pages[slot] : self.num_pages[slot]]
+        return pages
+
+    def mark_dirty(self, slot: int, lo: int, hi: int) -> None:
+        """The mirror's entries `lo..hi` changed; the row's next step carries them."""
+        if slot in self.dirty:
+            was_lo, was_hi = self.dirty[slot]
+            lo, hi = min(lo, was_lo), max(hi, was_hi)
+        self.dirty[slot] = (lo, hi)

@@ -1,0 +1,248 @@
+"""The engine on the oracle, one behaviour at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.harness import VOCAB, Sim, check_answer, expected
+
+PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("radix", [True, False])
+def test_requests_get_what_they_would_get_alone(depth: int, page_size: int, radix: bool) -> None:
+    sim = Sim(depth=depth, page_size=page_size, num_pages=400 // page_size, radix=radix)
+    clients = [sim.ask(PROMPT[: 5 + 3 * i], max_new=4 + i, stops=(3,)) for i in range(8)]
+    sim.run()
+    for client in clients:
+        check_answer(sim, client)
+
+
+def test_second_request_reuses_pages() -> None:
+    sim = Sim()
+    first = sim.ask(PROMPT, max_new=6)
+    sim.run()
+    second = sim.ask(PROMPT, max_new=6)
+    sim.run()
+    assert first.end.cached_tokens == 0
+    assert second.end.cached_tokens == 28
+    assert second.tokens == first.tokens
+
+
+def test_a_match_leaves_one_token_to_compute() -> None:
+    sim = Sim()
+    sim.ask(PROMPT[:28], max_new=6)
+    sim.run()
+    again = sim.ask(PROMPT[:28], max_new=6)
+    sim.run()
+    assert again.end.cached_tokens == 24
+
+
+def test_copies_share_the_prompt_within_a_batch() -> None:
+    sim = Sim(num_pages=200)
+    clients = [sim.ask(PROMPT, max_new=4) for _ in range(6)]
+    sim.run()
+    assert len({tuple(c.tokens) for c in clients}) == 1
+    assert sorted(c.end.cached_tokens for c in clients) == [0, 28, 28, 28, 28, 28]
+    assert sim.runner.num_tokens <= 30 + 5 * 2 + 6 * 4
+
+
+def test_outputs_are_cached_for_the_next_turn() -> None:
+    sim = Sim()
+    first = sim.ask(PROMPT, max_new=9)
+    sim.run()
+    second = sim.ask(PROMPT + first.tokens + [1, 2, 3], max_new=4)
+    sim.run()
+    check_answer(sim, second)
+    assert second.end.cached_tokens == 36
+
+
+def test_namespaces_do_not_share() -> None:
+    sim = Sim()
+    sim.ask(PROMPT, namespace="a")
+    sim.run()
+    other = sim.ask(PROMPT, namespace="b")
+    same = sim.ask(PROMPT, namespace="a")
+    sim.run()
+    assert other.end.cached_tokens == 0
+    assert same.end.cached_tokens == 28
+
+
+def test_no_output_wanted() -> None:
+    sim = Sim()
+    client = sim.ask(PROMPT, max_new=0)
+    sim.run()
+    assert client.tokens == []
+    assert client.end.reason == "length"
+    assert client.end.completion_tokens == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_minimum_of_new_tokens(depth: int) -> None:
+    sim = Sim(depth=depth)
+    every = tuple(range(12))
+    client = sim.ask(PROMPT, max_new=12, stops=every, min_new=5)
+    sim.run()
+    check_answer(sim, client)
+    assert len(client.tokens) > 5
+
+
+def test_more_stop_ids_than_the_table_holds() -> None:
+    sim = Sim()
+    client = sim.ask(PROMPT, max_new=40, stops=tuple(range(0, 40, 2)))
+    sim.run()
+    check_answer(sim, client)
+    assert client.end.reason == "stop"
+
+
+def test_held_back_until_the_end() -> None:
+    from bough.core.messages import TextSpec
+
+    sim = Sim()
+    silent = sim.ask(PROMPT[:10], max_new=40, stream=False)
+    watched = sim.ask(PROMPT[:11], max_new=40, stream=False, text=TextSpec(stop=("x",)))
+    thirds = sim.ask(PROMPT[:12], max_new=40, text=TextSpec(every=3))
+    sizes: dict[int, list[int]] = {}
+    before = {c.ask.id: 0 for c in sim.clients.values()}
+    while not all(c.ends for c in sim.clients.values()):
+        sim.turn()
+        for c in sim.clients.values():
+            if len(c.tokens) > before[c.ask.id]:
+                sizes.setdefault(c.ask.id, []).append(len(c.tokens) - before[c.ask.id])
+                before[c.ask.id] = len(c.tokens)
+    sim.run()
+    assert sizes[silent.ask.id] == [40]
+    assert sizes[watched.ask.id] == [16, 16, 8]
+    assert sizes[thirds.ask.id] == [3] * 13 + [1]
+    for client in (silent, watched, thirds):
+        check_answer(sim, client)
+
+
+def test_context_cuts_the_answer() -> None:
+    sim = Sim(context_length=40)
+    client = sim.ask(PROMPT, max_new=100)
+    sim.run()
+    check_answer(sim, client)
+    assert len(client.tokens) == 10
+    assert client.end.reason == "length"
+
+
+def test_memory_cuts_the_answer_of_a_lone_request() -> None:
+    sim = Sim(num_pages=11, page_size=4)
+    client = sim.ask(PROMPT, max_new=60)
+    sim.run()
+    check_answer(sim, client)
+    assert len(client.tokens) == 11
+    assert client.end.retractions == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status", "words"),
+    [
+        ([], 400, "no tokens"),
+        ([1] * 96, 400, "at most 95 fit"),
+        ([VOCAB], 400, "vocabulary"),
+        ([-1], 400, "vocabulary"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt: list[int], status: int, words: str) -> None:
+    sim = Sim()
+    client = sim.ask(prompt)
+    sim.run()
+    assert client.end.reason == "error"
+    assert client.end.status == status
+    assert words in client.end.message
+
+
+def test_prompt_larger_than_memory_is_refused() -> None:
+    sim = Sim(num_pages=5, page_size=4)
+    client = sim.ask(PROMPT)
+    sim.run()
+    assert client.end.status == 400
+    assert "memory for 16" in client.end.message
+
+
+def test_queue_caps() -> None:
+    sim = Sim(max_queued_requests=3)
+    clients = [sim.ask(PROMPT) for _ in range(5)]
+    sim.run()
+    assert [c.end.status for c in clients] == [0, 0, 0, 429, 429]
+    sim = Sim(max_queued_tokens=50)
+    clients = [sim.ask(PROMPT) for _ in range(3)]
+    sim.run()
+    assert [c.end.status for c in clients] == [0, 429, 429]
+
+
+def test_deadline() -> None:
+    sim = Sim()
+    late = sim.ask(PROMPT, deadline_s=sim.clock.now - 1)
+    slow = sim.ask(PROMPT, max_new=60, deadline_s=sim.clock.now + 0.1)
+    fine = sim.ask(PROMPT, max_new=4, deadline_s=sim.clock.now + 10)
+    sim.run()
+    assert late.end.status == 504
+    assert slow.end.status == 504
+    assert 0 < len(slow.tokens) < 60
+    check_answer(sim, slow)
+    check_answer(sim, fine)
+
+
+def test_timings_add_up() -> None:
+    sim = Sim(max_running=1)
+    first = sim.ask(PROMPT, max_new=10)
+    second = sim.ask(PROMPT, max_new=10)
+    sim.run()
+    assert first.end.queued_s < second.end.queued_s
+    assert second.end.queued_s == pytest.approx(0.11, abs=0.03)
+    assert second.end.decode_s == pytest.approx(0.09, abs=0.015)
+
+
+def test_long_prefill_leaves_room_for_short_requests() -> None:
+    sim = Sim(context_length=400, num_pages=400, max_step_tokens=32, small_share=0.25)
+    long = sim.ask([i % VOCAB for i in range(350)], max_new=2)
+    sim.turn()
+    short = sim.ask([5, 6, 7, 8, 9], max_new=2)
+    turns = 0
+    while not short.ends:
+        sim.turn()
+        turns += 1
+    assert turns <= 5
+    assert not long.ends
+    sim.run()
+    check_answer(sim, long)
+
+
+def test_chunks_shrink_to_the_time_per_token() -> None:
+    sim = Sim(context_length=400, num_pages=400, max_step_tokens=256, tpot_target_ms=20.0, min_chunk_tokens=8)
+    for _ in range(20):
+        sim.queues.cost.observe(10.0, 4, 0)
+        sim.queues.cost.observe(10.0 + 64 * 0.5, 4, 64)
+    runner = sim.ask(PROMPT, max_new=50)
+    for _ in range(4):
+        sim.turn()
+    sim.ask([i % 7 for i in range(300)], max_new=2)
+    before = sim.runner.num_tokens
+    sim.turn()
+    assert sim.runner.num_tokens - before <= 1 + 20
+    sim.run()
+    check_answer(sim, runner)
+
+
+def test_pool_requests_end_with_their_embedding() -> None:
+    sim = Sim(pooling=True)
+    clients = [sim.ask(PROMPT[: 3 + i], pool="embed") for i in range(5)]
+    sim.run()
+    for client in clients:
+        assert client.end.reason == "stop"
+        assert client.tokens == []
+        assert len(client.rows[-1].embedding) == 8
+
+
+def test_expected_is_not_trivial() -> None:
+    """The oracle itself: answers differ with the prompt and are not constant."""
+    sim = Sim()
+    answers = {tuple(expected(sim, sim.ask(PROMPT[:n], max_new=12))[0]) for n in range(2, 20)}
+    assert len(answers) == 18
+    assert all(len(set(answer)) > 3 for answer in answers)
+    sim.run()

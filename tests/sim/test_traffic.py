@@ -1,0 +1,127 @@
+"""Traffic made by hypothesis, over every shape of engine: whatever happens, nobody gets another answer than alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bough.core.messages import TextSpec
+from bough.core.step import Step
+from tests.sim.harness import VOCAB, Client, Sim, check_answer
+
+_QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+STEMS = [[(stem * 11 + i * i) % VOCAB for i in range(40)] for stem in range(3)]
+
+
+@st.composite
+def prompts(draw: st.DrawFn, longest: int = 40) -> list[int]:
+    """Prompts that share stems, so that the tree branches and rows follow each other."""
+    stem = draw(st.sampled_from(STEMS))[: draw(st.integers(0, longest - 6))]
+    return stem + draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "prompt": draw(prompts()),
+        "max_new": draw(st.one_of(st.integers(0, 12), st.integers(0, 60))),
+        "stops": tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=10))),
+        "stream": draw(st.booleans()),
+        "text": draw(st.sampled_from([None, TextSpec(), TextSpec(stop=("x",)), TextSpec(every=4)])),
+        "priority": draw(st.sampled_from([0, 0, 0, 5, 20])),
+        "namespace": draw(st.sampled_from(["", "", "", "other"])),
+    }
+
+
+Event = tuple[str, Any]
+
+
+def events() -> st.SearchStrategy[list[Event]]:
+    """What happens between two turns."""
+    ask = st.tuples(st.just("ask"), asks())
+    crowd = st.tuples(st.just("crowd"), st.tuples(asks(), st.integers(2, 6)))
+    abort = st.tuples(st.just("abort"), st.integers(0, 30))
+    stop = st.tuples(st.just("stop"), st.tuples(st.integers(0, 30), st.integers(1, 30)))
+    wait = st.tuples(st.just("wait"), st.integers(1, 12))
+    return st.lists(st.one_of(ask, ask, crowd, abort, stop, wait, wait), max_size=25)
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> dict[str, Any]:
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    tokens = draw(st.sampled_from([48, 64, 96, 400]))
+    step_tokens = draw(st.sampled_from([8, 20, 64]))
+    return {
+        "page_size": page_size,
+        "num_pages": tokens // page_size + 1,
+        "num_slots": draw(st.sampled_from([1, 3, 8])),
+        "max_step_tokens": step_tokens,
+        "chunk_tokens": draw(st.sampled_from([4, 7, step_tokens])),
+        "whole_prompts": draw(st.sampled_from([False, False, True])),
+        "depth": draw(st.integers(0, 2)),
+        "radix": draw(st.sampled_from([True, True, True, False])),
+        "eviction": draw(st.sampled_from(["lru", "lfu", "fifo", "mru", "priority"])),
+        "policy": draw(
+            st.sampled_from(["auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first"])
+        ),
+        "conservativeness": draw(st.sampled_from([0.0, 0.3, 1.0])),
+        "small_share": draw(st.sampled_from([0.0, 0.25])),
+        "priority": draw(st.booleans()),
+    }
+
+
+def play(sim: Sim, script: list[Event]) -> list[Client]:
+    clients: list[Client] = []
+    for kind, value in script:
+        match kind:
+            case "ask":
+                clients.append(sim.ask(**value))
+            case "crowd":
+                ask, count = value
+                clients += [sim.ask(**{**ask, "prompt": ask["prompt"] + [i] * (i % 3)}) for i in range(count)]
+            case "abort":
+                if clients:
+                    sim.abort(clients[value % len(clients)])
+            case "stop":
+                if clients:
+                    sim.stop(clients[value[0] % len(clients)], value[1])
+            case "wait":
+                for _ in range(value):
+                    sim.turn()
+    sim.run(max_turns=6000)
+    return clients
+
+
+@_QUICK
+@given(engine=engines(), script=events())
+def test_everybody_gets_what_they_would_get_alone(engine: dict[str, Any], script: list[Event]) -> None:
+    sim = Sim(**engine)
+    for client in play(sim, script):
+        check_answer(sim, client, failures=len(client.prompt) > sim.limits.capacity_tokens)
+    assert not sim.problems
+
+
+@_QUICK
+@given(
+    engine=engines(),
+    script=events(),
+    broken=st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "wait", "oom launch", "oom wait"]), max_size=5),
+)
+def test_failed_steps_take_only_their_requests(
+    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
+) -> None:
+    def failing(moment: str) -> Any:
+        def fail(step: Step) -> Exception | None:
+            how = broken.get(step.index, "")
+            if not how.endswith(moment) or {step.index - 1, step.index - 2} <= set(broken):
+                return None
+            return MemoryError("out of memory") if how.startswith("oom") else RuntimeError("the device is on fire")
+
+        return fail
+
+    sim = Sim(**engine, fail_launch=failing("launch"), fail_wait=failing("wait"))
+    for client in play(sim, script):
+        check_answer(sim, client, failures=True)
