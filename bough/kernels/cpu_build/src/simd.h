@@ -26,6 +26,7 @@ typedef int8_t I8x16 __attribute__((vector_size(16), may_alias));
 typedef int8_t I8x16u __attribute__((vector_size(16), aligned(1), may_alias));
 
 #define BOUGH_INLINE inline __attribute__((always_inline))
+#define BOUGH_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
@@ -317,8 +318,9 @@ BOUGH_INLINE U8 shift_left(U8 v, int n, uint8_t keep) { return (U8)((U16x32)v <<
 // Nearest integer of each lane, for |x| < 2^22.
 BOUGH_INLINE I32 round_to_int(F32 x) { return (I32)(x + 12582912.0f) - 0x4b400000; }
 
-// e^x to about 1 unit in the last place; underflows to 0, overflows to a large number.
+// e^x to about 1 unit in the last place; 0 below -87, e^88 above 88.
 BOUGH_INLINE F32 exponential(F32 x) {
+  const I32 alive = (I32)(x > -87.0f);
   x = minimum(maximum(x, splat(-87.0f)), splat(88.0f));
   F32 shifted = x * 1.44269504088896341f + 12582912.0f;
   F32 n = shifted - 12582912.0f;
@@ -332,7 +334,10 @@ BOUGH_INLINE F32 exponential(F32 x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   I32 power = ((I32)shifted - 0x4b400000) << 23;
-  return (F32)((I32)p + power);
+  return (F32)(((I32)p + power) & alive);
 }
+
+BOUGH_INLINE F32 hyperbolic_tangent(F32 x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
+BOUGH_INLINE F32 sigmoid(F32 x) { return 1.0f / (1.0f + exponential(-x)); }
 
 }  // namespace bough

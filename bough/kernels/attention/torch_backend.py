@@ -1,0 +1,161 @@
+"""Attention in plain torch, on any device: rows of similar length are padded together and attended in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bough.kernels.attention.inputs import I32, AttentionInputs, Spec
+from bough.kernels.rotary import write_kv
+
+MAX_PAIRS = 1 << 24
+"""Query-key pairs of a bucket at most (more rows go to another bucket): bounds the masks' memory."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Rows attended together: B rows, padded to Q queries and S keys each."""
+
+    tokens_BQ: Tensor
+    """Index of each query token; padding repeats the row's last one."""
+    loc_BS: Tensor
+    """KV location of each position; padding repeats location 0 of the cache."""
+    position_BQ: Tensor
+    kv_len_B: Tensor
+    real: Tensor | None
+    """bool [B, Q]: queries that are not padding; None: all."""
+
+
+class TorchAttention:
+    """Reads lengths on the host: from `AttentionInputs.host` where it is given, else from the tensors (a wait on CUDA)."""
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self._inputs = inputs
+        lengths = _Lengths.read(inputs)
+        groups = list(group_rows(lengths.num_query_R, lengths.kv_len_R))
+        self._buckets = [_bucket(inputs, lengths, rows) for rows in groups]
+        self._covers_all = sum(int(lengths.num_query_R[rows].sum()) for rows in groups) == inputs.num_tokens
+        self._masks: dict[tuple[int, int | None, bool], Tensor] = {}
+
+    def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Writes k and v to their pages, then attends: [T, N * V]."""
+        inputs = self._inputs
+        k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+        k_scale, v_scale = inputs.scales(spec.layer)
+        write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+        shape = (q_TNH.shape[0], spec.num_heads, v_cache.shape[-1])
+        out = q_TNH.new_empty(shape) if self._covers_all else q_TNH.new_zeros(shape)
+        for number, bucket in enumerate(self._buckets):
+            k = _gather(k_cache, bucket.loc_BS, q_TNH.dtype, k_scale)
+            v = _gather(v_cache, bucket.loc_BS, q_TNH.dtype, v_scale)
+            result = self._attend(spec, q_TNH[bucket.tokens_BQ], k, v, number)
+            if bucket.real is None:
+                out[bucket.tokens_BQ.flatten()] = result.flatten(0, 1)
+            else:
+                out[bucket.tokens_BQ[bucket.real]] = result[bucket.real]
+        return out.flatten(1)
+
+    def _attend(self, spec: Spec, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, number: int) -> Tensor:
+        """[B, Q, N, V]. Heads that share keys become further queries of one head, so that keys are never repeated."""
+        group = spec.num_heads // spec.num_kv_heads
+        rows, queries = q_BQNH.shape[:2]
+        q_BQKGH = q_BQNH.reshape(rows, queries, spec.num_kv_heads, group, -1)
+        q_BKXH = q_BQKGH.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        k_BKSH, v_BKSV = k_BSKH.transpose(1, 2), v_BSKV.transpose(1, 2)
+        mask = self._mask(spec, number).repeat(1, group, 1).unsqueeze(1)
+        if spec.softcap:
+            scores = (q_BKXH.float() @ k_BKSH.float().transpose(2, 3)) * spec.scale
+            scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill(~mask, float("-inf"))
+            out = (scores.softmax(-1) @ v_BKSV.float()).to(q_BQNH.dtype)
+        else:
+            out = F.scaled_dot_product_attention(q_BKXH, k_BKSH, v_BKSV, attn_mask=mask, scale=spec.scale)
+        return out.reshape(rows, spec.num_kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def _mask(self, spec: Spec, number: int) -> Tensor:
+        """bool [B, Q, S]: what each query sees. Layers of one kind share it."""
+        key = (number, spec.window, spec.causal)
+        found = self._masks.get(key)
+        if found is None:
+            bucket = self._buckets[number]
+            at = bucket.position_BQ.unsqueeze(2)
+            keys = torch.arange(bucket.loc_BS.shape[1], device=at.device)
+            found = keys < bucket.kv_len_B.view(-1, 1, 1)
+            if spec.causal:
+                found = found & (keys <= at)
+            if spec.window is not None:
+                found = found & (keys > at - spec.window)
+            self._masks[key] = found = found.expand(-1, at.shape[1], -1)
+        return found
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """On the host, by row. Rows without keys have no queries either."""
+
+    start_R: I32
+    num_query_R: I32
+    kv_len_R: I32
+
+    @staticmethod
+    def read(inputs: AttentionInputs) -> _Lengths:
+        if inputs.host is not None:
+            num_query, kv_len = inputs.host.num_query_R, inputs.host.num_query_R + inputs.host.context_R
+            start = np.cumsum(num_query) - num_query
+        else:
+            bounds, kv_len = inputs.query_start_R1.cpu().numpy(), inputs.kv_len_R.cpu().numpy()
+            start, num_query = bounds[:-1], np.diff(bounds)
+        return _Lengths(start, np.where(kv_len > 0, num_query, 0), kv_len)
+
+
+def group_rows(num_query: I32, kv_len: I32) -> Iterable[I32]:
+    """Rows that have queries, in groups of similar shape: within each, padding at most doubles queries and keys."""
+    live = np.flatnonzero(num_query > 0)
+    if len(live) == 0:
+        return []
+    key = _log2(num_query[live]) * 64 + _log2(np.maximum(kv_len[live], 32))
+    groups = []
+    for value in np.unique(key):
+        rows = live[key == value]
+        pairs = int(num_query[rows].max()) * int(kv_len[rows].max())
+        step = max(1, MAX_PAIRS // max(1, pairs))
+        groups += [rows[i : i + step] for i in range(0, len(rows), step)]
+    return groups
+
+
+def _log2(lengths: I32) -> I32:
+    return np.ceil(np.log2(lengths)).astype(np.int32)
+
+
+def _bucket(inputs: AttentionInputs, lengths: _Lengths, rows: I32) -> Bucket:
+    device = inputs.page_table.device
+    num_query, kv_len = lengths.num_query_R[rows].astype(np.int64), lengths.kv_len_R[rows].astype(np.int64)
+    starts, context = lengths.start_R[rows].astype(np.int64), kv_len - num_query
+    step = np.minimum(np.arange(num_query.max()), num_query[:, None] - 1)
+    real = None if (num_query == num_query[0]).all() else np.arange(num_query.max()) < num_query[:, None]
+    at = torch.from_numpy(np.arange(kv_len.max())).to(device)
+    kv_len_B = torch.from_numpy(kv_len).to(device)
+    slots = inputs.slots_R[torch.from_numpy(rows).to(device)].long()
+    pages = inputs.page_table[slots.unsqueeze(1), (at // inputs.page_size).unsqueeze(0)].long()
+    loc = pages * inputs.page_size + at % inputs.page_size
+    return Bucket(
+        tokens_BQ=torch.from_numpy(starts[:, None] + step).to(device),
+        loc_BS=loc.masked_fill(at >= kv_len_B.unsqueeze(1), 0),
+        position_BQ=torch.from_numpy(context[:, None] + step).to(device),
+        kv_len_B=kv_len_B,
+        real=None if real is None else torch.from_numpy(real).to(device),
+    )
+
+
+def _gather(cache: Tensor, loc_BS: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """[B, S, K, H] in the queries' dtype."""
+    flat = cache.flatten(0, 1)
+    if cache.dtype.itemsize == 1:
+        found = flat.view(torch.uint8)[loc_BS].view(cache.dtype).to(dtype)
+    else:
+        found = flat[loc_BS].to(dtype)
+    return found if scale == 1.0 else found * scale

@@ -1,0 +1,81 @@
+"""The loaded library: built at first use, shared by every kernel of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from bough.kernels.cpu_build.compiler import BuildFailed, Recipe, build, find_recipe
+
+log = logging.getLogger("bough.kernels")
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Types that the kernels read and write, by their number in the C++ code."""
+
+_forbidden = False
+
+
+def forbid_custom_kernels() -> None:
+    """From now on, and before any kernel was used, this process computes with torch's own kernels only."""
+    global _forbidden
+    _forbidden = True
+    library.cache_clear()
+
+
+def custom_kernels_allowed() -> bool:
+    return not _forbidden
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it can't be had; says why, once."""
+    if _forbidden:
+        return None
+    try:
+        return load(build(find_recipe(openmp_runtime())))
+    except (BuildFailed, OSError) as error:
+        log.warning("CPU kernels could not be compiled, so torch's own are used, which are slower: %s", error)
+        return None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Opens a built library and declares its functions."""
+    loaded = ctypes.CDLL(str(path))
+    pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+    declared: dict[str, tuple[tuple[type, ...], type | None]] = {
+        "bough_packed_quant_bytes": ((pointer,), i64),
+        "bough_packed_scale_bytes": ((pointer,), i64),
+        "bough_pack": ((pointer, pointer), None),
+        "bough_dequantise": ((pointer, pointer), None),
+        "bough_packed_rows": ((pointer, pointer, i64, pointer, i32), None),
+        "bough_packed_linear": ((pointer, pointer, pointer, pointer, i64, i64, i64, i32, i32, i32), None),
+        "bough_linear_rows": ((pointer,) * 5 + (i64,) * 6 + (i32,), None),
+        "bough_rms_norm": ((pointer, i64, pointer, i64, *(pointer,) * 3, i64, i64, f32, f32, i32, i32), None),
+        "bough_rope": ((pointer,), None),
+        "bough_gated": ((pointer, i64, pointer, i64, i64, i32, i32), None),
+        "bough_attention": ((pointer, pointer), None),
+    }
+    for name, (arguments, result) in declared.items():
+        function = getattr(loaded, name)
+        function.argtypes = arguments
+        function.restype = result
+    return loaded
+
+
+def openmp_runtime() -> str:
+    """Path of the OpenMP runtime in this process, which torch brought."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rsplit(None, 1)[-1]
+        if Path(path).name.startswith("libgomp"):
+            return path
+    raise BuildFailed("torch runs without GNU's OpenMP here")
+
+
+def load_for(machine: tuple[str, ...]) -> ctypes.CDLL:
+    """The library compiled for other instruction sets than this machine's best; for comparisons."""
+    recipe = find_recipe(openmp_runtime())
+    return load(build(Recipe(recipe.compiler, recipe.openmp, machine)))

@@ -1,0 +1,257 @@
+// A whole step: new keys and values to their pages, then pieces of attention handed to the threads, then parts merged.
+
+#include "attention.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+
+namespace bough {
+namespace {
+
+enum PieceKind { kDecode, kPrompt, kGroupSpan };
+
+struct Piece {
+  PieceKind kind;
+  int32_t index;        // row, or group
+  int32_t kv_head;
+  int32_t first, last;  // key positions; for prompts: query tokens of the row
+  float* part;          // of the row's first head of this kv head (decode), of the group (span), or null
+  int64_t cost;
+};
+
+struct RowParts {  // a decode row whose result is merged from several parts
+  int32_t row, count;
+  float* first;  // [count][heads][part_floats]
+};
+
+struct Plan {
+  std::vector<Piece> pieces;
+  std::vector<RowParts> merges;
+  std::vector<int32_t> group_of;     // by row: its group, or -1
+  std::vector<int32_t> shared;       // by row: tokens of its shared span
+  std::vector<int64_t> row_parts;    // by row: offset
+  std::vector<int32_t> own_parts;    // by row: pieces of what is not shared
+};
+
+thread_local Plan plan;
+thread_local Scratch parts_scratch, rows_scratch;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <Dtype From, Dtype To>
+void write_tokens(const Layer& l, const void* from, int64_t token, int64_t token_step, int64_t head_step, void* cache, int64_t loc,
+                  int width) {
+  for (int h = 0; h < l.kv_heads; h++) {
+    const auto* in = static_cast<const typename Element<From>::type*>(from) + token * token_step + h * head_step;
+    auto* out = static_cast<typename Element<To>::type*>(cache) + (loc * l.kv_heads + h) * width;
+    for (int c = 0; c < width; c += 16) store_as<To>(out + c, load_as<From>(in + c));
+  }
+}
+
+template <Dtype From>
+void write_token(const Step& s, const Layer& l, int64_t token) {
+  const int64_t loc = s.loc[token];
+  if (loc < 0) return;
+  if (l.cache_dtype == kF32) {
+    write_tokens<From, kF32>(l, l.k, token, l.k_token, l.k_head, l.k_cache, loc, l.dim);
+    write_tokens<From, kF32>(l, l.v, token, l.v_token, l.v_head, l.v_cache, loc, l.v_dim);
+  } else if (l.cache_dtype == kBF16) {
+    write_tokens<From, kBF16>(l, l.k, token, l.k_token, l.k_head, l.k_cache, loc, l.dim);
+    write_tokens<From, kBF16>(l, l.v, token, l.v_token, l.v_head, l.v_cache, loc, l.v_dim);
+  } else {
+    write_tokens<From, kF16>(l, l.k, token, l.k_token, l.k_head, l.k_cache, loc, l.dim);
+    write_tokens<From, kF16>(l, l.v, token, l.v_token, l.v_head, l.v_cache, loc, l.v_dim);
+  }
+}
+
+void write_new(const Step& s, const Layer& l, int threads) {
+  for_each(s.tokens >= 64 ? threads : 1, s.tokens, 16, [&](int64_t t) {
+    if (l.dtype == kF32) write_token<kF32>(s, l, t);
+    else if (l.dtype == kBF16) write_token<kBF16>(s, l, t);
+    else write_token<kF16>(s, l, t);
+  });
+}
+
+int32_t window_start(const Layer& l, int32_t position) {
+  return l.window > 0 ? std::max(0, position - l.window + 1) : 0;
+}
+
+bool by_vectors(const Layer& l) { return l.heads / l.kv_heads <= 8; }
+
+// Spans worth sharing, if the layer has no window (a window may end inside the span).
+void plan_groups(const Step& s, const Layer& l) {
+  plan.group_of.assign(s.rows, -1);
+  plan.shared.assign(s.rows, 0);
+  if (!s.group_rows || l.window > 0) return;
+  for (int32_t g = 0; g < s.groups; g++) {
+    if (s.group_tokens[g] <= 0 || s.group_start[g + 1] - s.group_start[g] < 2) continue;
+    for (int32_t i = s.group_start[g]; i < s.group_start[g + 1]; i++) {
+      plan.group_of[s.group_rows[i]] = g;
+      plan.shared[s.group_rows[i]] = s.group_tokens[g];
+    }
+  }
+}
+
+// Length of the stretches that keys are cut into, so that every thread finds work.
+int64_t stretch(int64_t keys, int64_t pieces_without, int threads) {
+  const int64_t wanted = std::max<int64_t>(1, (4 * threads + pieces_without - 1) / std::max<int64_t>(1, pieces_without));
+  return threads == 1 ? std::max<int64_t>(keys, 1) : std::max<int64_t>(64, round_up((keys + wanted - 1) / wanted, 64));
+}
+
+void plan_step(const Step& s, const Layer& l, int threads) {
+  const int group = l.heads / l.kv_heads;
+  const int64_t floats = part_floats(l);
+  plan.pieces.clear();
+  plan.merges.clear();
+  plan.row_parts.assign(s.rows, -1);
+  plan.own_parts.assign(s.rows, 0);
+  plan_groups(s, l);
+  int64_t decodes = 0, used = 0;
+  for (int32_t r = 0; r < s.rows; r++) decodes += s.query_start[r + 1] - s.query_start[r] == 1;
+  for (int32_t r = 0; r < s.rows; r++) {
+    const int32_t queries = s.query_start[r + 1] - s.query_start[r], keys = s.kv_len[r];
+    if (queries != 1 || keys == 0) continue;
+    const int32_t begin = std::max(plan.shared[r], window_start(l, keys - 1));
+    const int64_t step = stretch(keys - begin, decodes * l.kv_heads, threads);
+    plan.own_parts[r] = int32_t((keys - begin + step - 1) / step);
+    const int shared = plan.group_of[r] >= 0 ? 1 : 0, count = plan.own_parts[r] + shared;
+    if (shared || count > 1) {
+      plan.row_parts[r] = used;
+      used += count * l.heads * floats;
+    }
+  }
+  float* parts = parts_scratch.get<float>(used + 1);
+  for (int32_t r = 0; r < s.rows; r++) {
+    const int32_t queries = s.query_start[r + 1] - s.query_start[r], keys = s.kv_len[r];
+    if (queries == 0 || keys == 0) continue;
+    if (queries > 1) {
+      const int32_t tile = std::max<int32_t>(4, std::min<int32_t>(128, 192 / group));
+      for (int32_t q = (queries - 1) / tile * tile; q >= 0; q -= tile)
+        for (int32_t h = 0; h < l.kv_heads; h++) {
+          const int32_t end = std::min(queries, q + tile), seen = l.causal ? keys - queries + end : keys;
+          plan.pieces.push_back({kPrompt, r, h, q, end, nullptr, int64_t(end - q) * group * seen});
+        }
+      continue;
+    }
+    const int32_t begin = std::max(plan.shared[r], window_start(l, keys - 1));
+    const int64_t step = stretch(keys - begin, decodes * l.kv_heads, threads);
+    float* mine = plan.row_parts[r] < 0 ? nullptr : parts + plan.row_parts[r];
+    const int shared = plan.group_of[r] >= 0 ? 1 : 0;
+    if (mine) plan.merges.push_back({r, plan.own_parts[r] + shared, mine});
+    for (int32_t h = 0; h < l.kv_heads; h++)
+      for (int32_t i = 0; i < plan.own_parts[r]; i++) {
+        const int32_t first = int32_t(begin + i * step), last = int32_t(std::min<int64_t>(keys, first + step));
+        float* part = mine ? mine + ((i + shared) * l.heads + h * group) * floats : nullptr;
+        plan.pieces.push_back({kDecode, r, h, first, last, part, int64_t(last - first) * group * 2});
+      }
+  }
+  if (s.group_rows && l.window <= 0)
+    for (int32_t g = 0; g < s.groups; g++) {
+      const int32_t members = s.group_start[g + 1] - s.group_start[g];
+      if (s.group_tokens[g] <= 0 || members < 2) continue;
+      for (int32_t h = 0; h < l.kv_heads; h++)
+        plan.pieces.push_back({kGroupSpan, g, h, 0, s.group_tokens[g], parts, int64_t(s.group_tokens[g]) * members * group});
+    }
+  std::stable_sort(plan.pieces.begin(), plan.pieces.end(), [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
+}
+
+// Query rows of a prompt's tile: token by token, head by head.
+int prompt_rows(const Step& s, const Layer& l, const Piece& p, QueryRow* out) {
+  const int group = l.heads / l.kv_heads;
+  const int32_t begin = s.query_start[p.index], queries = s.query_start[p.index + 1] - begin, keys = s.kv_len[p.index];
+  int count = 0;
+  for (int32_t q = p.first; q < p.last; q++) {
+    const int32_t position = keys - queries + q, hi = l.causal ? position + 1 : keys;
+    for (int g = 0; g < group; g++) out[count++] = {begin + q, p.kv_head * group + g, window_start(l, position), hi};
+  }
+  return count;
+}
+
+void run_piece(const Step& s, const Layer& l, const Plan& whole, const Piece& p) {
+  const int group = l.heads / l.kv_heads;
+  if (p.kind == kDecode) {
+    if (by_vectors(l)) {
+      attend_decode(s, l, p.index, p.kv_head, p.first, p.last, {p.part, part_floats(l)});
+      return;
+    }
+    QueryRow* rows = rows_scratch.get<QueryRow>(group);
+    for (int g = 0; g < group; g++) rows[g] = {s.query_start[p.index], p.kv_head * group + g, p.first, p.last};
+    attend_tiles(s, l, rows, group, s.slots[p.index], p.kv_head, p.first, p.last, {p.part, part_floats(l)});
+    return;
+  }
+  if (p.kind == kPrompt) {
+    QueryRow* rows = rows_scratch.get<QueryRow>((p.last - p.first) * group);
+    const int count = prompt_rows(s, l, p, rows);
+    attend_tiles(s, l, rows, count, s.slots[p.index], p.kv_head, rows[0].lo, rows[count - 1].hi, {nullptr, 0});
+    return;
+  }
+  // A shared span: each row's first part. Rows lie anywhere, so results go through a buffer of their own.
+  const int32_t begin = s.group_start[p.index], members = s.group_start[p.index + 1] - begin;
+  const int64_t floats = part_floats(l);
+  uint8_t* memory = rows_scratch.get<uint8_t>(members * group * (sizeof(QueryRow) + floats * sizeof(float)));
+  QueryRow* rows = reinterpret_cast<QueryRow*>(memory);
+  float* results = reinterpret_cast<float*>(memory + members * group * sizeof(QueryRow));
+  for (int32_t i = 0; i < members; i++)
+    for (int g = 0; g < group; g++)
+      rows[i * group + g] = {s.query_start[s.group_rows[begin + i]], p.kv_head * group + g, p.first, p.last};
+  attend_tiles(s, l, rows, members * group, s.slots[s.group_rows[begin]], p.kv_head, p.first, p.last, {results, floats});
+  for (int32_t i = 0; i < members; i++) {
+    const int64_t at = whole.row_parts[s.group_rows[begin + i]];
+    std::memcpy(p.part + at + p.kv_head * group * floats, results + i * group * floats, sizeof(float) * group * floats);
+  }
+}
+
+void merge(const Step& s, const Layer& l, const RowParts& m) {
+  const int64_t floats = part_floats(l), token = s.query_start[m.row];
+  for (int32_t h = 0; h < l.heads; h++) {
+    float top = -1e30f, total = 0;
+    for (int i = 0; i < m.count; i++) top = std::max(top, m.first[(int64_t(i) * l.heads + h) * floats + l.v_dim]);
+    float* into = m.first + h * floats;
+    for (int i = 0; i < m.count; i++) {
+      const float* part = m.first + (int64_t(i) * l.heads + h) * floats;
+      const float weight = exponential(splat(part[l.v_dim] - top))[0];
+      total += part[l.v_dim + 1] * weight;
+      for (int c = 0; c < l.v_dim; c += 16)
+        store(into + c, i == 0 ? load(part + c) * weight : load(into + c) + load(part + c) * weight);
+    }
+    const float inverse = total > 0 ? 1.0f / total : 0.0f;
+    for (int c = 0; c < l.v_dim; c += 16)
+      write_vector(l.out, (token * l.heads + h) * l.v_dim + c, l.dtype, load(into + c) * inverse);
+  }
+}
+
+void clear_rest(const Step& s, const Layer& l) {  // tokens of no row, and of rows without keys
+  const int64_t bytes = int64_t(l.heads) * l.v_dim * (l.dtype == kF32 ? 4 : 2);
+  char* out = static_cast<char*>(l.out);
+  const int32_t real = s.rows ? s.query_start[s.rows] : 0;
+  if (real < s.tokens) std::memset(out + real * bytes, 0, (s.tokens - real) * bytes);
+  for (int32_t r = 0; r < s.rows; r++)
+    if (s.kv_len[r] == 0)
+      std::memset(out + s.query_start[r] * bytes, 0, (s.query_start[r + 1] - s.query_start[r]) * bytes);
+}
+
+}  // namespace
+}  // namespace bough
+
+using namespace bough;
+
+BOUGH_EXPORT void bough_attention(const Step* step, const Layer* layer) {
+  const Step s = *step;
+  const Layer l = *layer;
+  const int available = usable_threads();
+  write_new(s, l, available);
+  clear_rest(s, l);
+  plan_step(s, l, available);
+  int64_t cost = 0;
+  for (const Piece& p : plan.pieces) cost += p.cost;
+  const int threads = cost * l.dim < 60000 ? 1 : available;
+  const Plan* shared_plan = &plan;
+  Counter next;
+  on_threads(threads, [&](int, int) {
+    const int64_t count = int64_t(shared_plan->pieces.size());
+    for (int64_t i; (i = next.take()) < count;) run_piece(s, l, *shared_plan, shared_plan->pieces[i]);
+  });
+  for (const RowParts& m : plan.merges) merge(s, l, m);
+}

@@ -1,0 +1,76 @@
+// Attention of a step's queries over paged keys and values.
+#pragma once
+
+#include "simd.h"
+
+namespace bough {
+
+struct Step {  // mirrored by a ctypes structure
+  const int32_t* query_start;   // [rows + 1]
+  const int32_t* kv_len;        // [rows]
+  const int32_t* slots;         // [rows]
+  const int32_t* page_table;    // [slots, table_stride]
+  const int64_t* loc;           // [tokens]
+  const int32_t* group_rows;    // rows of the groups that share a leading span, or null
+  const int32_t* group_start;   // [groups + 1]
+  const int32_t* group_tokens;  // [groups]
+  int64_t table_stride;
+  int32_t rows, tokens, page_size, groups;
+};
+
+struct Layer {  // mirrored by a ctypes structure
+  const void *q, *k, *v;
+  void *k_cache, *v_cache, *out;  // caches: [locations, kv heads, width]; out: [tokens, heads, v width]
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
+  int32_t heads, kv_heads, dim, v_dim, window, causal, dtype, cache_dtype;
+  float scale, softcap;
+};
+
+constexpr int kKvTile = 64;   // keys at a time
+constexpr int kRowTile = 12;  // query rows of a register tile
+
+// One query head of one token, and the keys it may see: positions lo .. hi - 1.
+struct QueryRow {
+  int32_t token, head, lo, hi;
+};
+
+// Where a stretch of attention leaves its result: the output itself, or a part to be merged: v_dim sums, then the largest
+// score and the sum of weights.
+struct Target {
+  float* part;       // null: write the output
+  int64_t row_step;  // between the parts of neighbouring query rows
+};
+
+inline int64_t location(const Step& s, int32_t slot, int64_t position) {
+  const int32_t page = s.page_table[slot * s.table_stride + position / s.page_size];
+  return int64_t(page) * s.page_size + position % s.page_size;
+}
+
+inline int64_t part_floats(const Layer& l) { return l.v_dim + 2; }
+
+inline float read_value(const void* p, int64_t at, int32_t dtype) {
+  if (dtype == kF32) return static_cast<const float*>(p)[at];
+  const uint16_t raw = static_cast<const uint16_t*>(p)[at];
+  return dtype == kBF16 ? bfloat_to_float(raw) : half_to_float(raw);
+}
+
+inline F32 read_vector(const void* p, int64_t at, int32_t dtype) {
+  if (dtype == kF32) return load(static_cast<const float*>(p) + at);
+  const uint16_t* raw = static_cast<const uint16_t*>(p) + at;
+  return dtype == kBF16 ? load_bfloat(raw) : load_half(raw);
+}
+
+inline void write_vector(void* p, int64_t at, int32_t dtype, F32 v) {
+  if (dtype == kF32) store(static_cast<float*>(p) + at, v);
+  else if (dtype == kBF16) store_bfloat(static_cast<uint16_t*>(p) + at, v);
+  else store_half(static_cast<uint16_t*>(p) + at, v);
+}
+
+// Attention of one decode row over positions first .. last - 1 of one kv head, by vectors.
+void attend_decode(const Step& s, const Layer& l, int32_t row, int32_t kv_head, int32_t first, int32_t last, const Target& target);
+
+// Attention of many query rows that read the same pages, by register tiles.
+void attend_tiles(const Step& s, const Layer& l, const QueryRow* rows, int count, int32_t slot, int32_t kv_head, int32_t first,
+                  int32_t last, const Target& target);
+
+}  // namespace bough

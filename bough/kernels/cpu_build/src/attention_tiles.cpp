@@ -1,0 +1,177 @@
+// Many query rows over the same keys: a flash-style pass in register tiles of 12 rows by 64 keys.
+
+#include <algorithm>
+
+#include "attention.h"
+#include "gemm.h"
+#include "parallel.h"
+
+namespace bough {
+namespace {
+
+thread_local Scratch scratch;
+
+struct Tiles {  // memory of one call
+  float* q;       // [row tiles][dim][12]
+  float* keys;    // [dim][64]
+  float* values;  // [64][v_dim]
+  float* scores;  // [12][64]
+  float* out;     // [row tiles * 12][v_dim]
+  float* top;     // [row tiles * 12]
+  float* total;
+};
+
+Tiles divide(const Layer& l, int tiles) {
+  const size_t rows = size_t(tiles) * kRowTile;
+  float* at = scratch.get<float>(rows * (l.dim + l.v_dim + 2) + size_t(kKvTile) * (l.dim + l.v_dim + kRowTile) + 64);
+  Tiles t;
+  auto take = [&](size_t n) {
+    float* p = at;
+    at += n;
+    return p;
+  };
+  t.keys = take(size_t(l.dim) * kKvTile);
+  t.values = take(size_t(l.v_dim) * kKvTile);
+  t.scores = take(kRowTile * kKvTile);
+  t.q = take(rows * l.dim);
+  t.out = take(rows * l.v_dim);
+  t.top = take(rows);
+  t.total = take(rows);
+  return t;
+}
+
+void gather_queries(const Layer& l, const QueryRow* rows, int count, int tiles, const Tiles& t) {
+  for (int i = 0; i < tiles * kRowTile; i++) {
+    float* column = t.q + int64_t(i / kRowTile) * l.dim * kRowTile + i % kRowTile;
+    const int64_t at = i < count ? rows[i].token * l.q_token + rows[i].head * l.q_head : 0;
+    for (int d = 0; d < l.dim; d++) column[d * kRowTile] = i < count ? read_value(l.q, at + d, l.dtype) * l.scale : 0.0f;
+    t.top[i] = -1e30f;
+    t.total[i] = 0;
+  }
+  std::memset(t.out, 0, sizeof(float) * tiles * kRowTile * l.v_dim);
+}
+
+// Keys of 64 positions column by column, values row by row; zeros beyond `count`.
+template <Dtype D>
+void gather_keys(const Step& s, const Layer& l, int32_t slot, int32_t kv_head, int32_t first, int count, const Tiles& t) {
+  typedef typename Element<D>::type E;
+  const E *k_cache = static_cast<const E*>(l.k_cache) + int64_t(kv_head) * l.dim;
+  const E *v_cache = static_cast<const E*>(l.v_cache) + int64_t(kv_head) * l.v_dim;
+  for (int base = 0; base < kKvTile; base += 16) {
+    const E* keys[16];
+    for (int i = 0; i < 16; i++) {
+      const int64_t at = base + i < count ? location(s, slot, first + base + i) : -1;
+      keys[i] = at < 0 ? nullptr : k_cache + at * l.kv_heads * l.dim;
+      if (at >= 0)
+        for (int c = 0; c < l.v_dim; c += 16)
+          store(t.values + (base + i) * l.v_dim + c, load_as<D>(v_cache + at * l.kv_heads * l.v_dim + c));
+    }
+    for (int d = 0; d < l.dim; d += 16) {
+      F32 square[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) square[i] = keys[i] ? load_as<D>(keys[i] + d) : F32{};
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) store(t.keys + (d + i) * kKvTile + base, square[i]);
+    }
+  }
+}
+
+// Scores become weights; what was summed so far shrinks to the new largest score.
+BOUGH_INLINE void soften(const Layer& l, const QueryRow* rows, int real, int32_t first, int count, float* scores, float* out,
+                         float* top, float* total) {
+  alignas(64) float change[16] = {};
+  const I32 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int i = 0; i < real; i++) {
+    float* score = scores + i * kKvTile;
+    F32 v[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      v[c] = load(score + 16 * c);
+      if (l.softcap > 0) v[c] = l.softcap * hyperbolic_tangent(v[c] / l.softcap);
+    }
+    const int lo = rows[i].lo - first, hi = std::min(count, rows[i].hi - first);
+    if (lo > 0 || hi < kKvTile) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) {
+        const I32 at = lane + 16 * c, seen = (at >= lo) & (at < hi);
+        v[c] = (F32)(((I32)v[c] & seen) | (((I32)splat(-__builtin_inff())) & ~seen));
+      }
+    }
+    const float now = std::max(top[i], max_lanes(maximum(maximum(v[0], v[1]), maximum(v[2], v[3]))));
+    F32 sum{};
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      v[c] = exponential(v[c] - now);
+      sum += v[c];
+      store(score + 16 * c, v[c]);
+    }
+    change[i] = top[i] - now;
+    top[i] = now;
+    total[i] = total[i] * exponential(splat(change[i]))[0] + sum_lanes(sum);
+  }
+  const F32 shrink = exponential(load(change));
+  for (int i = 0; i < real; i++) {
+    if (change[i] == 0) continue;
+    for (int c = 0; c < l.v_dim; c += 16) store(out + i * l.v_dim + c, load(out + i * l.v_dim + c) * shrink[i]);
+  }
+  for (int i = real; i < kRowTile; i++) std::memset(scores + i * kKvTile, 0, sizeof(float) * kKvTile);
+}
+
+void finish(const Layer& l, const QueryRow* rows, int count, const Tiles& t, const Target& target) {
+  for (int i = 0; i < count; i++) {
+    const float* out = t.out + int64_t(i) * l.v_dim;
+    if (target.part) {
+      float* part = target.part + i * target.row_step;
+      std::memcpy(part, out, sizeof(float) * l.v_dim);
+      part[l.v_dim] = t.top[i];
+      part[l.v_dim + 1] = t.total[i];
+      continue;
+    }
+    const int64_t at = (int64_t(rows[i].token) * l.heads + rows[i].head) * l.v_dim;
+    const float inverse = t.total[i] > 0 ? 1.0f / t.total[i] : 0.0f;
+    for (int c = 0; c < l.v_dim; c += 16) write_vector(l.out, at + c, l.dtype, load(out + c) * inverse);
+  }
+}
+
+template <Dtype D>
+void attend(const Step& s, const Layer& l, const QueryRow* rows, int count, int32_t slot, int32_t kv_head, int32_t first,
+            int32_t last, const Target& target) {
+  const int tiles = (count + kRowTile - 1) / kRowTile;
+  const Tiles t = divide(l, tiles);
+  gather_queries(l, rows, count, tiles, t);
+  for (int32_t p = first; p < last; p += kKvTile) {
+    const int keys = std::min<int32_t>(kKvTile, last - p);
+    gather_keys<D>(s, l, slot, kv_head, p, keys, t);
+    for (int tile = 0; tile < tiles; tile++) {
+      const QueryRow* these = rows + tile * kRowTile;
+      const int real = std::min(kRowTile, count - tile * kRowTile);
+      bool any = false;
+      for (int i = 0; i < real; i++) any |= these[i].lo < p + keys && these[i].hi > p;
+      if (!any) continue;
+      const float* q = t.q + int64_t(tile) * l.dim * kRowTile;
+      float* out = t.out + int64_t(tile) * kRowTile * l.v_dim;
+      for (int n = 0; n < (keys + 31) / 32; n++)
+        multiply<kRowTile, 2, 1, kRowTile>(l.dim, q, t.keys + 32 * n, kKvTile, 16, t.scores + 32 * n, kKvTile, false);
+      if (keys <= 32)
+        for (int i = 0; i < kRowTile; i++) std::memset(t.scores + i * kKvTile + 32, 0, sizeof(float) * 32);
+      soften(l, these, real, p, keys, t.scores, out, t.top + tile * kRowTile, t.total + tile * kRowTile);
+      int c = 0;
+      for (; c + 32 <= l.v_dim; c += 32)
+        multiply<kRowTile, 2, kKvTile, 1>(keys, t.scores, t.values + c, l.v_dim, 16, out + c, l.v_dim, true);
+      if (c < l.v_dim) multiply<kRowTile, 1, kKvTile, 1>(keys, t.scores, t.values + c, l.v_dim, 16, out + c, l.v_dim, true);
+    }
+  }
+  finish(l, rows, count, t, target);
+}
+
+}  // namespace
+
+void attend_tiles(const Step& s, const Layer& l, const QueryRow* rows, int count, int32_t slot, int32_t kv_head, int32_t first,
+                  int32_t last, const Target& target) {
+  if (l.cache_dtype == kF32) attend<kF32>(s, l, rows, count, slot, kv_head, first, last, target);
+  else if (l.cache_dtype == kBF16) attend<kBF16>(s, l, rows, count, slot, kv_head, first, last, target);
+  else attend<kF16>(s, l, rows, count, slot, kv_head, first, last, target);
+}
+
+}  // namespace bough

@@ -1,0 +1,35 @@
+// A register tile of a matrix product in fp32.
+#pragma once
+
+#include "simd.h"
+
+namespace bough {
+
+// c[m][16 n ..] (+)= sum over k of a(m, k) * b(k, 16 n ..), for MT rows and NV vectors of columns.
+// a(m, k) is a[m * AM + k * AK]; row k of vector n of b is b + k * b_step + n * b_vector.
+template <int MT, int NV, int AM, int AK>
+BOUGH_INLINE void multiply(int64_t depth, const float* a, const float* b, int64_t b_step, int64_t b_vector, float* c,
+                           int64_t c_step, bool add) {
+  F32 acc[MT][NV];
+#pragma GCC unroll 12
+  for (int m = 0; m < MT; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; n++) acc[m][n] = add ? load(c + m * c_step + 16 * n) : F32{};
+  for (int64_t k = 0; k < depth; k++) {
+    F32 row[NV];
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; n++) row[n] = load(b + k * b_step + n * b_vector);
+#pragma GCC unroll 12
+    for (int m = 0; m < MT; m++) {
+      const float x = a[m * AM + k * AK];
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; n++) acc[m][n] += row[n] * x;
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < MT; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; n++) store(c + m * c_step + 16 * n, acc[m][n]);
+}
+
+}  // namespace bough

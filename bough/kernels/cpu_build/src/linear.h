@@ -1,0 +1,64 @@
+// What the linear kernels share: activations in, a small tile of results out.
+#pragma once
+
+#include "packed.h"
+#include "simd.h"
+
+namespace bough {
+
+struct LinearCall {
+  const Weight* weight;
+  const void* x;      // [tokens, cols]
+  void* out;          // [tokens, rows]
+  const float* bias;  // [rows] or null
+  int64_t tokens, x_stride, out_stride;
+  int32_t x_dtype, out_dtype;
+};
+
+constexpr int kMaxTokens = 12;  // of a register tile
+
+// Tokens of the next register tile: as many as are left, in sizes that kernels exist for.
+inline int tile_tokens(int64_t left) { return left >= 12 ? 12 : left > 8 ? 12 : left > 4 ? 8 : left > 2 ? 4 : int(left); }
+
+// fn.template operator()<MT>() for a tile size at run time.
+template <typename Fn>
+BOUGH_INLINE void for_tile(int mt, const Fn& fn) {
+  switch (mt) {
+    case 1: fn.template operator()<1>(); break;
+    case 2: fn.template operator()<2>(); break;
+    case 4: fn.template operator()<4>(); break;
+    case 8: fn.template operator()<8>(); break;
+    default: fn.template operator()<12>();
+  }
+}
+
+BOUGH_INLINE F32 load_x(const LinearCall& call, int64_t token, int64_t col) {
+  const int64_t at = token * call.x_stride + col;
+  if (call.x_dtype == kF32) return load(static_cast<const float*>(call.x) + at);
+  if (call.x_dtype == kBF16) return load_bfloat(static_cast<const uint16_t*>(call.x) + at);
+  return load_half(static_cast<const uint16_t*>(call.x) + at);
+}
+
+// Sixteen results of one token, rows from `row` on.
+BOUGH_INLINE void write_result(const LinearCall& call, int64_t token, int64_t row, F32 v) {
+  const int64_t rows = call.weight->rows, at = token * call.out_stride + row;
+  if (row + kGroup <= rows) {
+    if (call.bias) v += load(call.bias + row);
+    if (call.out_dtype == kF32) store(static_cast<float*>(call.out) + at, v);
+    else if (call.out_dtype == kBF16) store_bfloat(static_cast<uint16_t*>(call.out) + at, v);
+    else store_half(static_cast<uint16_t*>(call.out) + at, v);
+    return;
+  }
+  for (int64_t r = 0; r < rows - row; r++) {
+    const float y = v[r] + (call.bias ? call.bias[row + r] : 0.0f);
+    if (call.out_dtype == kF32) static_cast<float*>(call.out)[at + r] = y;
+    else if (call.out_dtype == kBF16) static_cast<uint16_t*>(call.out)[at + r] = float_to_bfloat(y);
+    else static_cast<uint16_t*>(call.out)[at + r] = float_to_half(y);
+  }
+}
+
+void dequantise_panel(const Weight& w, int64_t group, int64_t first, int64_t last, float* out);
+void linear_int8(const LinearCall& call, int threads);
+void linear_exact(const LinearCall& call, int threads);
+
+}  // namespace bough

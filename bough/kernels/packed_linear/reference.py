@@ -1,0 +1,129 @@
+"""What the packed kernels compute, in plain torch: blocks are unpacked some rows at a time, in float32."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bough.kernels.packed_linear.weight import FORMATS, PackedWeight
+
+CHUNK_VALUES = 4 * 1024 * 1024
+"""Weights that are unpacked at a time: their floats take 16 MiB."""
+
+
+def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:
+    return PackedWeight(kind, raw.shape[0], cols, (raw.clone(),), functions=sys.modules[__name__])
+
+
+def packed_linear(
+    x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None = None, *, exact: bool = False, out: Tensor | None = None
+) -> Tensor:
+    (raw,) = weight.data
+    if out is None:
+        out = x_TD.new_empty((*x_TD.shape[:-1], weight.rows))
+    x = x_TD.float()
+    step = max(1, CHUNK_VALUES // weight.cols)
+    for first in range(0, weight.rows, step):
+        rows = slice(first, first + step)
+        bias = None if bias_O is None else bias_O[rows].float()
+        out[..., rows] = F.linear(x, unpack(weight.kind, raw[rows], weight.cols), bias).to(out.dtype)
+    return out
+
+
+def packed_rows(ids_T: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    return unpack(weight.kind, weight.data[0][ids_T], weight.cols).to(dtype)
+
+
+def dequantise(weight: PackedWeight) -> Tensor:
+    return unpack(weight.kind, weight.data[0], weight.cols)
+
+
+def unpack(kind: str, raw: Tensor, cols: int) -> Tensor:
+    """float32 [rows, cols] from the bytes of a checkpoint."""
+    rows, form = raw.shape[0], FORMATS[kind]
+    if kind in ("F16", "BF16"):
+        return raw.contiguous().view(torch.float16 if kind == "F16" else torch.bfloat16).float()
+    blocks = raw.reshape(rows * cols // form.block, form.block_bytes)
+    return _UNPACK[kind](blocks).reshape(rows, cols)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The 16-bit float at a byte of each block, [blocks, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Low halves of all bytes, then high halves."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _bits(packed: Tensor, count: int) -> Tensor:
+    """Bits of each byte, lowest first: [..., bytes * count]."""
+    shifts = torch.arange(count, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)
+
+
+def _q4_0(b: Tensor) -> Tensor:
+    return _half(b, 0) * (_nibbles(b[:, 2:]).float() - 8)
+
+
+def _q4_1(b: Tensor) -> Tensor:
+    return _half(b, 0) * _nibbles(b[:, 4:]).float() + _half(b, 2)
+
+
+def _q5_0(b: Tensor) -> Tensor:
+    return _half(b, 0) * ((_nibbles(b[:, 6:]) | _bits(b[:, 2:6], 8) << 4).float() - 16)
+
+
+def _q5_1(b: Tensor) -> Tensor:
+    return _half(b, 0) * (_nibbles(b[:, 8:]) | _bits(b[:, 4:8], 8) << 4).float() + _half(b, 2)
+
+
+def _q8_0(b: Tensor) -> Tensor:
+    return _half(b, 0) * b[:, 2:].view(torch.int8).float()
+
+
+def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight 6-bit scales and eight minima from 12 bytes, [blocks, 8, 1] each."""
+    low, high, mixed = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = torch.cat((low & 63, (mixed & 15) | (low >> 6) << 4), -1)
+    minima = torch.cat((high & 63, (mixed >> 4) | (high >> 6) << 4), -1)
+    return scales.float().unsqueeze(-1), minima.float().unsqueeze(-1)
+
+
+def _k_blocks(b: Tensor, quants: Tensor) -> Tensor:
+    scales, minima = _k_scales(b[:, 4:16])
+    return _half(b, 0).unsqueeze(-1) * scales * quants.float() - _half(b, 2).unsqueeze(-1) * minima
+
+
+def _q4_k(b: Tensor) -> Tensor:
+    return _k_blocks(b, _nibbles(b[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
+
+
+def _q5_k(b: Tensor) -> Tensor:
+    low = _nibbles(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8, device=b.device).view(1, 8, 1)
+    return _k_blocks(b, low | ((b[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4)
+
+
+def _q6_k(b: Tensor) -> Tensor:
+    low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=b.device).view(1, 1, 4, 1)
+    high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
+    quants = ((low | high << 4).float() - 32).reshape(-1, 16, 16)
+    return _half(b, 208).unsqueeze(-1) * b[:, 192:208].contiguous().view(torch.int8).float().unsqueeze(-1) * quants
+
+
+_UNPACK = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

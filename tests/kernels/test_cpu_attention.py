@@ -1,0 +1,225 @@
+"""Attention on the CPU, compiled and in plain torch, against the row-by-row reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bough.kernels.attention import AttentionInputs, HostLengths, SharedGroups, reference
+from bough.kernels.attention.cpu import CpuAttention, available
+from bough.kernels.attention.torch_backend import TorchAttention, group_rows
+
+BACKENDS = [TorchAttention, pytest.param(CpuAttention, marks=pytest.mark.skipif(not available(), reason="no compiler"))]
+
+
+@dataclass(frozen=True)
+class Spec:
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    scale: float = 0.125
+    window: int | None = None
+    softcap: float | None = None
+    v_head_dim: int | None = None
+    causal: bool = True
+    layer: int = 0
+
+
+@dataclass
+class Case:
+    inputs: AttentionInputs
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def make_case(
+    rows: list[tuple[int, int]],
+    spec: Spec,
+    *,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    padding: int = 0,
+    share: int = 0,
+    host: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Rows of (queries, context). `share`: leading tokens whose pages the rows of context > share have in common."""
+    generator = torch.Generator().manual_seed(seed)
+    num_query = np.array([q for q, _ in rows], np.int32)
+    context = np.array([c for _, c in rows], np.int32)
+    kv_len = num_query + context
+    per_row = int(-(-kv_len.max() // page_size)) + 1
+    num_pages = len(rows) * per_row + 1
+    free = (torch.randperm(num_pages - 1, generator=generator) + 1).to(torch.int32)
+    table = free[: len(rows) * per_row].view(len(rows), per_row).clone()
+    members = [r for r, (_, c) in enumerate(rows) if share and c > share]
+    for row in members[1:]:
+        table[row, : share // page_size] = table[members[0], : share // page_size]
+    order = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
+    page_table = torch.zeros(len(rows) + 2, per_row, dtype=torch.int32)
+    page_table[order] = table
+    positions = np.concatenate([np.arange(c, c + q) for q, c in rows])
+    owner = np.repeat(np.arange(len(rows)), num_query)
+    loc = table[owner, positions // page_size].long() * page_size + torch.from_numpy(positions % page_size)
+    loc = torch.cat((loc, torch.full((padding,), -1)))
+    v_dim = spec.v_head_dim or spec.head_dim
+    make = lambda *shape: torch.randn(*shape, generator=generator)
+    cache_dtype = cache_dtype or dtype
+    k_cache = make(num_pages, page_size, spec.num_kv_heads, spec.head_dim).to(cache_dtype)
+    v_cache = make(num_pages, page_size, spec.num_kv_heads, v_dim).to(cache_dtype)
+    tokens = len(positions) + padding
+    starts = torch.tensor(np.concatenate(([0], np.cumsum(num_query))), dtype=torch.int32)
+    shared = None
+    if share:
+        shared = SharedGroups(
+            rows_S=torch.tensor([*members, 0, 0], dtype=torch.int32),
+            start_G1=torch.tensor([0, len(members), len(members)], dtype=torch.int32),
+            num_tokens_G=torch.tensor([share, 0], dtype=torch.int32),
+        )
+    inputs = AttentionInputs(
+        query_start_R1=starts,
+        kv_len_R=torch.from_numpy(kv_len),
+        slots_R=order.to(torch.int32),
+        page_table=page_table,
+        loc_T=loc,
+        page_size=page_size,
+        max_query=int(num_query.max()),
+        max_kv=int(kv_len.max()),
+        k_caches=[k_cache],
+        v_caches=[v_cache],
+        shared=shared,
+        host=HostLengths(num_query, context) if host else None,
+    )
+    heads = spec.num_heads + spec.num_kv_heads
+    fused = make(tokens, heads * spec.head_dim + spec.num_kv_heads * v_dim).to(dtype)
+    q, k, v = fused.split(
+        (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * v_dim), 1
+    )
+    return Case(
+        inputs,
+        q.unflatten(1, (-1, spec.head_dim)),
+        k.unflatten(1, (-1, spec.head_dim)),
+        v.unflatten(1, (-1, v_dim)),
+    )
+
+
+def check(case: Case, spec: Spec, backend: type, tolerance: float = 2e-5) -> None:
+    caches = [c.clone() for c in (*case.inputs.k_caches, *case.inputs.v_caches)]
+    aside = replace(case.inputs, k_caches=[caches[0]], v_caches=[caches[1]], shared=None)
+    expected = reference.forward(spec, aside, case.q, case.k, case.v)
+    actual = backend(case.inputs).forward(spec, case.q, case.k, case.v)
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert torch.equal(case.inputs.k_caches[0], caches[0]), "keys were written elsewhere"
+    assert torch.equal(case.inputs.v_caches[0], caches[1])
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+SHAPES = {
+    "one decode": [(1, 37)],
+    "first token": [(1, 0)],
+    "decodes": [(1, 5), (1, 300), (1, 0), (1, 64), (1, 63), (1, 127)],
+    "prompt": [(150, 0)],
+    "chunk": [(40, 131)],
+    "mixed": [(1, 9), (1, 200), (7, 0), (33, 12), (2, 64), (90, 3), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_ragged_batches(backend: type, rows: list[tuple[int, int]], page_size: int) -> None:
+    check(make_case(rows, Spec(), page_size=page_size), Spec(), backend)
+
+
+VARIANTS = {
+    "window": Spec(window=16),
+    "window longer than all": Spec(window=1000),
+    "softcap": Spec(softcap=3.0),
+    "both": Spec(window=70, softcap=5.0),
+    "one head each": Spec(num_heads=3, num_kv_heads=3),
+    "one kv head": Spec(num_heads=16, num_kv_heads=1, head_dim=32),
+    "width 128": Spec(num_heads=4, num_kv_heads=2, head_dim=128, scale=0.09),
+    "width 80": Spec(head_dim=80),
+    "width 24": Spec(head_dim=24),
+    "narrow values": Spec(head_dim=96, v_head_dim=64),
+    "encoder": Spec(causal=False),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", VARIANTS.values(), ids=VARIANTS)
+def test_layer_kinds(backend: type, spec: Spec) -> None:
+    check(make_case(SHAPES["mixed"], spec), spec, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, 3e-2),
+        (torch.float16, torch.float16, 4e-3),
+        (torch.float32, torch.bfloat16, 2e-5),
+        (torch.float32, torch.float16, 2e-5),
+        (torch.bfloat16, torch.float32, 3e-2),
+        (torch.bfloat16, torch.float8_e4m3fn, 6e-2),
+    ],
+)
+def test_dtypes(backend: type, dtype: torch.dtype, cache_dtype: torch.dtype, tolerance: float) -> None:
+    case = make_case(SHAPES["mixed"], Spec(), dtype=dtype, cache_dtype=cache_dtype)
+    if cache_dtype.itemsize == 1:
+        case.inputs.k_scales, case.inputs.v_scales = [0.5], [0.25]
+        caches = [c.view(torch.uint8).clone().view(cache_dtype) for c in (*case.inputs.k_caches, *case.inputs.v_caches)]
+        aside = replace(case.inputs, k_caches=[caches[0]], v_caches=[caches[1]])
+        expected = reference.forward(Spec(), aside, case.q, case.k, case.v)
+        actual = backend(case.inputs).forward(Spec(), case.q, case.k, case.v)
+        torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    else:
+        check(case, Spec(), backend, tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("host", [False, True])
+def test_padding_is_zero_and_written_nowhere(backend: type, host: bool) -> None:
+    case = make_case(SHAPES["mixed"], Spec(), padding=5, host=host)
+    check(case, Spec(), backend)
+    out = backend(case.inputs).forward(Spec(), case.q, case.k, case.v)
+    assert torch.count_nonzero(out[-5:]) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", [Spec(), Spec(window=40), Spec(softcap=4.0), Spec(num_heads=24, num_kv_heads=2)])
+def test_shared_spans_change_nothing(backend: type, spec: Spec) -> None:
+    rows = [(1, 150), (1, 129), (1, 3), (1, 170), (20, 0), (1, 200)]
+    check(make_case(rows, spec, share=128), spec, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_number_of_threads(backend: type) -> None:
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            check(make_case([(1, 700), (1, 1000)], Spec()), Spec(), backend)
+            check(make_case([(200, 30)], Spec()), Spec(), backend)
+            check(make_case([(1, 300), (1, 290), (1, 260)], Spec(), share=256), Spec(), backend)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_similar_rows_are_grouped_and_padding_at_most_doubles() -> None:
+    rng = np.random.default_rng(0)
+    num_query = rng.integers(0, 200, 64).astype(np.int32)
+    kv_len = num_query + rng.integers(0, 2000, 64).astype(np.int32)
+    groups = list(group_rows(num_query, kv_len))
+    assert sorted(np.concatenate(groups).tolist()) == np.flatnonzero(num_query).tolist()
+    for rows in groups:
+        assert num_query[rows].max() <= 2 * num_query[rows].min()
+        assert np.maximum(kv_len[rows], 32).max() <= 2 * np.maximum(kv_len[rows], 32).min()
+    assert len(groups) < 30
