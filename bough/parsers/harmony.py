@@ -121,7 +121,7 @@ class HarmonyMachine:
         cursor = self._cursor
         found = cursor.word(_HEAD_ENDS, _MAX_HEADER)
         if found is None:
-            if not cursor.too_long(_HEAD_ENDS, _MAX_HEADER):
+            if not cursor.no_word(_HEAD_ENDS, _MAX_HEADER, spaces=True):
                 return False
         elif found[1] == MESSAGE:
             self._held += found[0] + MESSAGE

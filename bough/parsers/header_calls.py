@@ -83,7 +83,7 @@ class HeaderCalls:
         """The text before the next of `ends`, and which; None: not there yet, or broken."""
         found = cursor.word(ends, MAX_NAME)
         if found is None:
-            if cursor.too_long(ends, MAX_NAME):
+            if cursor.no_word(ends, MAX_NAME):
                 self._broken()
             return None
         if found[1] in _KEPT_ENDS:
@@ -93,20 +93,24 @@ class HeaderCalls:
     def _kind(self, cursor: Cursor) -> bool:
         assert self._header.kind is not None
         word, marker = self._header.kind
+        begin = cursor.pos
         found = self._word(cursor, markers_of(marker))
         if found is None:
             return self.status is not Status.RUNNING
         if found[0] != word:
+            cursor.pos = begin
             return self._broken()
         self._state = self._read_name
         return True
 
     def _read_name(self, cursor: Cursor) -> bool:
+        begin = cursor.pos
         found = self._word(cursor, self._name_ends)
         if found is None:
             return self.status is not Status.RUNNING
         self._name, self._id = self._header.read_name(found[0])
         if not is_name(self._name):
+            cursor.pos = begin
             return self._broken()
         if self._header.id_again and self._id is not None and self._calls.used(self._id):
             self._id = self._header.id_again.replace("INDEX", str(self._calls.count)).replace("NAME", self._name)
@@ -114,9 +118,13 @@ class HeaderCalls:
         return True
 
     def _read_id(self, cursor: Cursor) -> bool:
+        begin = cursor.pos
         found = self._word(cursor, self._id_ends)
         if found is None:
             return self.status is not Status.RUNNING
+        if len(found[0].split()) > 1:
+            cursor.pos = begin
+            return self._broken()
         self._id = found[0] or None
         self._state = self._open
         return True

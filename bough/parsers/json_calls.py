@@ -90,17 +90,19 @@ class JsonCalls:
         return self._element(cursor)
 
     def _element(self, cursor: Cursor) -> bool:
+        before = cursor.pos
         cursor.skip_space()
         if cursor.at_end():
             return False
+        if cursor.pos > before:  # a step of its own: it belongs to the list, not to the element
+            return True
         char = cursor.text[cursor.pos]
         if char == "{":
             cursor.pos += 1
             self._reset()
             self._state = self._pair
-        elif char == "]" and self._in_list:
+        elif char == "]" and self._told:  # behind a trailing comma
             cursor.pos += 1
-            self._calls.settled = True
             self.status = Status.DONE
         else:
             self.status = Status.BROKEN

@@ -332,8 +332,15 @@ def reasoning_parser(
     return DelimitedReasoningParser(format, force_reasoning=force_reasoning, stream_reasoning=stream_reasoning)
 
 
-def prompt_opens_reasoning(prompt: str, name: str) -> bool:
-    """Whether a rendered prompt ends inside a reasoning section, so that the answer begins in it."""
+def prompt_opens_reasoning(prompt: str, name: str, *, continued: str = "") -> bool:
+    """Whether the answer to a rendered prompt begins inside the reasoning: the template ended it with the start.
+
+    `continued`: the beginning of the answer, where the client wrote one and the prompt ends with it. Text of earlier
+    turns never counts.
+    """
     format = reasoning_format(name)
-    opened = max(prompt.rfind(start) for start in format.starts)
-    return opened >= 0 and opened > max(prompt.rfind(end) for end in format.ends)
+    if continued:
+        opened = max(continued.rfind(start) for start in format.starts)
+        return opened >= 0 and opened > max(continued.rfind(end) for end in format.ends)
+    tail = prompt.rstrip(SPACE)
+    return any(tail.endswith((start, (start + format.label).rstrip(SPACE))) for start in format.starts)

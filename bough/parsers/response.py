@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bough.core.messages import Content, ParsedEvent
+from bough.core.messages import Content, ParsedEvent, TextSpec
 from bough.parsers.events import EventSink, Parsed, ToolSpec, assemble, tool_specs
 from bough.parsers.reasoning import ReasoningParser, reasoning_parser
 from bough.parsers.scan import IdFactory, Parser
@@ -36,6 +36,18 @@ class ResponseParser:
             if reasoning
             else None,
             tool_parser(tools, tool_list, new_id=new_id) if tools else None,
+        )
+
+    @classmethod
+    def of(cls, spec: TextSpec, *, new_id: IdFactory | None = None) -> ResponseParser:
+        """As a request's TextSpec asks. `reasoning_forced` is taken at its word, see `prompt_opens_reasoning`."""
+        return cls.named(
+            reasoning=spec.reasoning_parser,
+            tools=spec.tool_parser,
+            tool_list=tool_specs(spec.tools) if spec.tool_parser else (),
+            force_reasoning=spec.reasoning_forced,
+            stream_reasoning=spec.stream_reasoning,
+            new_id=new_id,
         )
 
     @property

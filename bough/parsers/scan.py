@@ -31,9 +31,12 @@ class Markers:
         by_length = sorted(self.all, key=len, reverse=True)
         self._regex: re.Pattern[str] | None = re.compile("|".join(map(re.escape, by_length))) if self.all else None
 
-    def find(self, text: str, start: int) -> tuple[int, str] | None:
-        """Position and marker of the leftmost one at or after `start`."""
-        if self._regex is None or (found := self._regex.search(text, start)) is None:
+    def find(self, text: str, start: int, *, within: int | None = None) -> tuple[int, str] | None:
+        """Position and marker of the leftmost one that begins at or after `start`, at most `within` characters on."""
+        until = len(text) if within is None else start + within + self.longest
+        if self._regex is None or (found := self._regex.search(text, start, until)) is None:
+            return None
+        if within is not None and found.start() - start > within:
             return None
         return found.start(), found.group()
 
@@ -90,18 +93,18 @@ class Cursor:
 
     def word(self, ends: Markers, longest: int) -> tuple[str, str] | None:
         """The text before the next of `ends`, and which one; consumes both. None: the end is not there (yet)."""
-        found = ends.find(self.text, self.pos)
-        if found is None or found[0] - self.pos > longest:
+        found = ends.find(self.text, self.pos, within=longest)
+        if found is None:
             return None
         at, end = found
         word = self.text[self.pos : at]
         self.pos = at + len(end)
         return word, end
 
-    def too_long(self, ends: Markers, longest: int) -> bool:
-        """Whether a `word` that is not there yet can no longer come."""
-        found = ends.find(self.text, self.pos)
-        return (found[0] - self.pos if found else len(self.text) - self.pos - ends.longest) > longest
+    def no_word(self, ends: Markers, longest: int, *, spaces: bool = False) -> bool:
+        """Whether `word`, which found nothing, never will: too long already, or white space inside unless `spaces`."""
+        length = min(ends.partial(self.text, self.pos) - self.pos, longest + 1)
+        return length > longest or (not spaces and len(self.text[self.pos : self.pos + length].split()) > 1)
 
     def waits_for(self, markers: Markers) -> bool:
         """Whether all that is left may be the beginning of a marker."""

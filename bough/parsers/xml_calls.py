@@ -80,14 +80,17 @@ class MarkupCalls:
         return True
 
     def _read_name(self, cursor: Cursor) -> bool:
+        begin = cursor.pos
         found = cursor.word(self._name_ends, MAX_NAME)
         if found is None:
-            return cursor.too_long(self._name_ends, MAX_NAME) and self._broken()
+            spaces = self._markup.attributes
+            return cursor.no_word(self._name_ends, MAX_NAME, spaces=spaces) and self._broken()
         word, end = found
         if end in (self._markup.param_open, self._markup.call_close):
             cursor.pos -= len(end)
         self._name = (_attribute(word)[0] if self._markup.attributes else word).strip()
         if not is_name(self._name):
+            cursor.pos = begin
             return self._broken()
         self._state = self._between
         return True
@@ -114,7 +117,7 @@ class MarkupCalls:
     def _read_key(self, cursor: Cursor) -> bool:
         found = cursor.word(self._key_end, _MAX_KEY)
         if found is None:
-            return cursor.too_long(self._key_end, _MAX_KEY) and self._broken()
+            return cursor.no_word(self._key_end, _MAX_KEY, spaces=True) and self._broken()
         says_string: bool | None = None
         self._key = found[0].strip()
         if self._markup.attributes:
