@@ -94,7 +94,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     decisions: dict[str, Decision[object]] = {}
 
     def settle(name: str, given: object, open_value: object, decide: Decision[T]) -> T:
-        if given is not open_value:
+        if given != open_value:
             return given  # type: ignore[return-value]
         decisions[name] = Decision(decide.value, decide.because)
         return decide.value
@@ -250,6 +250,7 @@ def switch_offs(config: Config, machine: MachineFacts) -> dict[str, str]:
         off = dict.fromkeys(("overlap_schedule", "cuda_graph", "custom_kernels"), "--safe-mode")
     if machine.device == "cpu":
         off["cuda_graph"] = "a CPU has no CUDA graphs"
+        off.setdefault("overlap_schedule", "a CPU computes a step while it is launched: there is nothing to overlap with")
     return off
 
 

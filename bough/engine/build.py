@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from bough.cache.prefix import PrefixCache
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.memory_plan import MemoryPlan
@@ -23,16 +24,19 @@ from bough.core.messages import ToEngine
 from bough.core.step import Runner, RunnerLimits
 from bough.distributed.mesh import Mesh, join_mesh
 from bough.engine.attention import attention_factory
+from bough.engine.control import Hooks
 from bough.engine.facts import machine_facts, plan_facts
-from bough.engine.loop import EngineLoop
+from bough.engine.loop import Loop
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
 from bough.layers.batch import Model, attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
-from bough.observability.health import Heartbeat
+from bough.observability.health import Heartbeat, State
 from bough.platform import Device, detect
 from bough.runner.model_runner import ModelRunner
+from bough.scheduler.limits import Limits
+from bough.scheduler.queues import Queues
 
 _log = logging.getLogger(__name__)
 
@@ -192,15 +196,25 @@ def serve_steps(launch: Launch, start: StartUp, checkpoint: Checkpoint, resolved
         broadcast = BroadcastRunner(local, [Outbox(endpoints.rank(rank)) for rank in range(1, ranks)])
         runner = broadcast
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
-    outbox = Outbox(endpoints.detokenizer)
-    loop = EngineLoop(
-        runner,
-        local.limits,
-        config,
+    limits = Limits.of(local.limits, config.scheduler, seed=config.model.seed)
+    cache = PrefixCache(
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        policy=config.cache.radix_eviction_policy,
+        enabled=config.cache.radix_cache,
+    )
+    queues = Queues(limits)
+    watch = Watch(Heartbeat(endpoints.heartbeat), queues, local.idle if broadcast is None else None)
+    loop = Loop(
+        runner=runner,
+        queues=queues,
+        cache=cache,
+        limits=limits,
         inbox=inbox,
-        outbox=outbox,
-        heartbeat=Heartbeat(endpoints.heartbeat),
-        on_idle=local.idle if ranks == 1 else None,
+        outbox=Outbox(endpoints.detokenizer),
+        depth=1 if config.scheduler.overlap_schedule else 0,
+        hooks=Hooks(heartbeat=watch.beat, report=watch.report),
+        report_every_s=config.log.decode_log_interval_s,
     )
     start.ready(ready_facts(checkpoint, resolved, local.limits))
     try:
@@ -208,6 +222,31 @@ def serve_steps(launch: Launch, start: StartUp, checkpoint: Checkpoint, resolved
     finally:
         if broadcast is not None:
             broadcast.stop()
+
+
+class Watch:
+    """What happens around the loop's turns: the heartbeat, the log line, and the use of quiet moments."""
+
+    QUIET_S = 2.0
+    """Seconds without a step after which background work may start."""
+
+    def __init__(self, heartbeat: Heartbeat, queues: Queues, when_quiet: Callable[[], None] | None) -> None:
+        self._heartbeat = heartbeat
+        self._queues = queues
+        self._when_quiet = when_quiet
+        self._steps = -1
+        self._since_s = time.monotonic()
+
+    def beat(self, steps: int) -> None:
+        state = State.DRAINING if self._queues.draining else State.READY
+        self._heartbeat.beat(steps, state, len(self._queues.running), len(self._queues.waiting))
+        if steps != self._steps or not self._queues.idle:
+            self._steps, self._since_s = steps, time.monotonic()
+        elif self._when_quiet is not None and time.monotonic() - self._since_s > self.QUIET_S:
+            self._when_quiet()
+
+    def report(self, report: dict[str, Any]) -> None:
+        _log.info("%s", ", ".join(f"{name} {value}" for name, value in report.items() if not isinstance(value, dict)))
 
 
 def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,13 +33,20 @@ class KVPool:
         self.values: list[Tensor] = []
         for shape in shapes:
             page = (num_pages, page_size, shape.num_kv_heads)
-            self.keys.append(torch.zeros((*page, shape.k_dim), dtype=dtype, device=device))
-            self.values.append(torch.zeros((*page, shape.v_dim), dtype=dtype, device=device))
+            self.keys.append(_zeros((*page, shape.k_dim), dtype, device))
+            self.values.append(_zeros((*page, shape.v_dim), dtype, device))
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copies whole pages in every layer."""
         for cache in (*self.keys, *self.values):
             cache[target] = cache[source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU as fresh pages of the operating system, which take memory only once they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def kv_bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
