@@ -1,0 +1,293 @@
+"""Matrix products with few rows: the weight streams through the multiprocessors once, at memory bandwidth.
+
+Weight rows are the M dimension of the tensor-core product and tokens its N, so that a handful of tokens wastes nothing.
+All (tile of weight rows, step along D) pairs form one stream, cut into equal chunks, one a program (stream-K): every
+multiprocessor reads the same number of bytes. A tile cut over several chunks is summed, in order, by the program that
+finishes last. The first bytes of a chunk are asked for before the kernel before this one has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bough.kernels.activation.triton import gated
+from bough.kernels.launching import num_sms, pdl_options, power_of_two, trigger, wait
+
+MOST_TOKENS = 256
+"""The widest token block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the product is cut. `block_n`: weight rows a tile; `programs_per_sm` 0: one program a tile and `split` of D."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 0
+    split: int = 1
+    prefetch_bytes: int = 2048
+    """Bytes of each weight row of the first tile asked into L2 before the wait for the kernel before."""
+    tma: bool = False
+    """Weight tiles come through the copy engine (Hopper and later)."""
+
+
+@triton.jit
+def _prefetch(pointer, BYTES: tl.constexpr):
+    """Asks for BYTES from each address into L2; both must be multiples of 16."""
+    address = pointer.to(tl.int64)
+    size = tl.zeros_like(address).to(tl.int32) + BYTES
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _weight_tile(
+    weight, row, k, D, rows, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    if TMA:
+        return weight.load([row, k])
+    else:  # noqa: RET505 - Triton needs one return a branch
+        n = row + tl.arange(0, BLOCK_N)
+        col = k + tl.arange(0, BLOCK_K)
+        at = weight + n.to(tl.int64)[:, None] * stride + col[None, :]
+        if EVEN:
+            return tl.load(at, eviction_policy="evict_first")
+        else:  # noqa: RET505
+            return tl.load(at, mask=(n < rows)[:, None] & (col < D)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _sum_partials(partial, first, last, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The sum over chunks first .. last, in their order; small ones come four at a time."""
+    UNROLL: tl.constexpr = 4 if BLOCK_N * BLOCK_T <= 2048 else 1
+    offset = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for base in tl.range(first, last + 1, UNROLL):
+        for ahead in tl.static_range(UNROLL):
+            chunk = base + ahead
+            place = tl.cast(2 * chunk, tl.int64) + tl.where(chunk == first, 1, 0)
+            at = partial + place * (BLOCK_N * BLOCK_T) + offset
+            acc += tl.load(at, mask=offset * 0 + chunk <= last, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
+def _skinny_kernel(
+    x,
+    weight,
+    weight_at,
+    bias,
+    residual,
+    out,
+    partial,
+    counters,
+    T,
+    rows,
+    D,
+    x_stride,
+    weight_stride,
+    residual_stride,
+    per_chunk,
+    total,
+    k_steps,
+    SILU: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    at = chunk * per_chunk
+    end = tl.minimum(at + per_chunk, total)
+    trigger(PDL)
+    if PREFETCH > 0:
+        early = tl.minimum(at // k_steps * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1).to(tl.int64)
+        ITEM: tl.constexpr = weight_at.dtype.element_ty.primitive_bitwidth // 8
+        early_col = tl.minimum(at % k_steps * BLOCK_K, D - PREFETCH // ITEM)
+        _prefetch(weight_at + early * weight_stride + early_col, PREFETCH)
+        if SILU:
+            _prefetch(weight_at + (early + rows) * weight_stride + early_col, PREFETCH)
+    wait(PDL)
+    token = tl.arange(0, BLOCK_T)
+    real = token < T
+    while at < end:
+        tile = at // k_steps
+        k_start = at - tile * k_steps
+        k_end = tl.minimum(k_steps, k_start + end - at)
+        row = tile * BLOCK_N
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for step in tl.range(k_start, k_end):
+            k = step * BLOCK_K
+            col = k + tl.arange(0, BLOCK_K)
+            x_at = x + token.to(tl.int64)[None, :] * x_stride + col[:, None]
+            w = _weight_tile(weight, row, k, D, rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
+            if EVEN:
+                x_tile = tl.load(x_at, mask=real[None, :], other=0.0)
+            else:
+                x_tile = tl.load(x_at, mask=real[None, :] & (col < D)[:, None], other=0.0)
+            acc = tl.dot(w, x_tile, acc, input_precision=PRECISION)
+            if SILU:
+                w_up = _weight_tile(weight, row + rows, k, D, 2 * rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
+                up = tl.dot(w_up, x_tile, up, input_precision=PRECISION)
+
+        first = tile * k_steps // per_chunk
+        last = (tile * k_steps + k_steps - 1) // per_chunk
+        n = row + tl.arange(0, BLOCK_N)
+        inside = real[None, :] & (n < rows)[:, None]
+        finish = first == last
+        if first != last:
+            place = tl.cast(2 * chunk, tl.int64) + tl.where(chunk == first, 1, 0)
+            offset = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + token[None, :]
+            tl.store(partial + place * (BLOCK_N * BLOCK_T) + offset, acc)
+            if SILU:
+                half = partial + tl.cast(tl.num_programs(0), tl.int64) * (2 * BLOCK_N * BLOCK_T)
+                tl.store(half + place * (BLOCK_N * BLOCK_T) + offset, up)
+            tl.debug_barrier()
+            done = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+            finish = done == last - first
+            if finish:
+                tl.store(counters + tile, 0)
+                acc = _sum_partials(partial, first, last, BLOCK_N, BLOCK_T)
+                if SILU:
+                    half = partial + tl.cast(tl.num_programs(0), tl.int64) * (2 * BLOCK_N * BLOCK_T)
+                    up = _sum_partials(half, first, last, BLOCK_N, BLOCK_T)
+        if finish:
+            if BIAS:
+                acc += tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32)[:, None]
+            result = acc
+            if SILU:
+                # Rounded as the two halves would be if they were stored.
+                DTYPE: tl.constexpr = out.dtype.element_ty
+                result = gated(acc.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), False)
+            if ADD:
+                res_at = residual + token.to(tl.int64)[None, :] * residual_stride + n[:, None]
+                result += tl.load(res_at, mask=inside, other=0.0).to(tl.float32)
+            out_at = out + token.to(tl.int64)[None, :] * rows + n[:, None]
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+        at += k_end - k_start
+
+
+class _Scratch:
+    """Partial sums and counters of a device, grown as needed. Counters are zero between launches.
+
+    What was handed out is never freed: a captured graph may use it.
+    """
+
+    def __init__(self) -> None:
+        self._partials: dict[torch.device, list[Tensor]] = {}
+        self._counters: dict[torch.device, list[Tensor]] = {}
+
+    def get(self, device: torch.device, partial: int, counters: int) -> tuple[Tensor, Tensor]:
+        partials = self._partials.setdefault(device, [])
+        if not partials or partials[-1].numel() < partial:
+            partials.append(torch.empty(max(partial, 1 << 22), dtype=torch.float32, device=device))
+        counts = self._counters.setdefault(device, [])
+        if not counts or counts[-1].numel() < counters:
+            counts.append(torch.zeros(max(counters, 1 << 16), dtype=torch.int32, device=device))
+        return partials[-1], counts[-1]
+
+
+_SCRATCH = _Scratch()
+
+
+def reserve(device: torch.device) -> None:
+    """Allocates the scratch of a device, so that no graph capture has to."""
+    _SCRATCH.get(device, 1 << 24, 1 << 16)
+
+
+def skinny(
+    x_TD: Tensor,
+    weight: Tensor,
+    config: Config,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+) -> Tensor:
+    """x @ weight.T with at most one of: + bias, + residual, silu_mul of the result's halves."""
+    tokens, depth = x_TD.shape
+    x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    rows = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+    device = x.device
+    block_t = power_of_two(tokens, 16)
+    k_steps = triton.cdiv(depth, config.block_k)
+    tiles = triton.cdiv(rows, config.block_n)
+    total = tiles * k_steps
+    if config.programs_per_sm:
+        per_chunk = triton.cdiv(total, num_sms(device) * config.programs_per_sm)
+    else:
+        per_chunk = triton.cdiv(k_steps, config.split)
+    programs = triton.cdiv(total, per_chunk)
+    even = rows % config.block_n == 0 and depth % config.block_k == 0
+    needed = 2 * programs * config.block_n * block_t * (2 if silu_mul else 1)
+    partial, counters = _SCRATCH.get(device, needed, tiles)
+    out = torch.empty((tokens, rows), dtype=x.dtype, device=device)
+    tma = config.tma and even and device.type == "cuda"
+    pdl = pdl_options(device)
+    _skinny_kernel[(programs,)](
+        x,
+        _descriptor(weight, config) if tma else weight,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        partial,
+        counters,
+        tokens,
+        rows,
+        depth,
+        x.stride(0),
+        weight.stride(0),
+        0 if residual is None else residual.stride(0),
+        per_chunk,
+        total,
+        k_steps,
+        SILU=silu_mul,
+        ADD=residual is not None,
+        BIAS=bias is not None,
+        EVEN=even,
+        TMA=tma,
+        PREFETCH=_prefetch_bytes(config, per_chunk, weight) if pdl["PDL"] else 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        BLOCK_T=block_t,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **pdl,
+    )
+    return out
+
+
+def _prefetch_bytes(config: Config, per_chunk: int, weight: Tensor) -> int:
+    """At most what the program reads of a row, and nothing that isn't aligned as the instruction asks."""
+    item = weight.element_size()
+    if weight.shape[1] * item % 16 or weight.stride(0) * item % 16 or weight.data_ptr() % 16:
+        return 0
+    return min(config.prefetch_bytes, per_chunk * config.block_k * item, weight.shape[1] * item) // 16 * 16
+
+
+def _descriptor(weight: Tensor, config: Config) -> object:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])

@@ -1,0 +1,36 @@
+"""Linear layers on CUDA: the skinny kernel where its table says so, the vendor's library everywhere else."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bough.kernels.activation.triton import silu_mul
+from bough.kernels.linear.skinny import MOST_TOKENS, Config, skinny
+from bough.kernels.linear.table import choose
+
+
+def _config(operation: str, x_TD: Tensor, weight: Tensor) -> Config | None:
+    if x_TD.dim() != 2 or not 1 <= x_TD.shape[0] <= MOST_TOKENS or weight.stride(1) != 1:
+        return None
+    if x_TD.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x_TD.dtype:
+        return None
+    return choose(operation, x_TD.shape[0], weight.shape[0], weight.shape[1], x_TD.dtype, x_TD.device)
+
+
+def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    config = _config("linear", x_TD, weight_OD)
+    return F.linear(x_TD, weight_OD, bias_O) if config is None else skinny(x_TD, weight_OD, config, bias=bias_O)
+
+
+def linear_add(x_TD: Tensor, weight_OD: Tensor, residual_TO: Tensor) -> Tensor:
+    config = _config("linear", x_TD, weight_OD)
+    if config is None or residual_TO.stride(1) != 1:
+        return F.linear(x_TD, weight_OD).add_(residual_TO)
+    return skinny(x_TD, weight_OD, config, residual=residual_TO)
+
+
+def linear_silu_mul(x_TD: Tensor, weight_2FD: Tensor) -> Tensor:
+    config = _config("silu_mul", x_TD, weight_2FD)
+    return silu_mul(F.linear(x_TD, weight_2FD)) if config is None else skinny(x_TD, weight_2FD, config, silu_mul=True)

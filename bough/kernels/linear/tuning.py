@@ -1,0 +1,142 @@
+"""Measures the skinny kernel's configurations against the vendor's library, with weights that are cold in L2."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from bough.kernels.activation.triton import silu_mul
+from bough.kernels.choices import facts_of
+from bough.kernels.linear.skinny import Config, reserve, skinny
+from bough.kernels.linear.table import TOKEN_BUCKETS, entries, entry_name, save
+
+_COLD_BYTES = 256 << 20
+"""Distinct weights used in turn, several times the L2 of any device."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A product to tune for: "linear" or "silu_mul" with a weight [rows, depth]."""
+
+    operation: str
+    rows: int
+    depth: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What tuning found for one shape and token count."""
+
+    shape: LinearShape
+    tokens: int
+    library_us: float
+    best_us: float
+    best: Config | None
+    all_us: dict[Config, float]
+
+
+def candidates(operation: str, tokens: int, hopper: bool) -> Iterator[Config]:
+    """Configurations worth measuring. Two weight tiles a step (silu_mul) halve the rows of a tile."""
+    halves = 2 if operation == "silu_mul" else 1
+    engines = (True, False) if hopper else (False,)
+    for tma in engines:
+        if tokens <= 16:
+            yield Config(64 // halves, 256, 4, 3, 2, prefetch_bytes=4096, tma=tma)
+            yield Config(32, 256 // halves, 4, 4, 3, prefetch_bytes=4096, tma=tma)
+            yield Config(16, 512 // halves, 4, 4, 3, prefetch_bytes=8192, tma=tma)
+        if tokens <= 32:
+            for programs in (1, 2, 4):
+                yield Config(64, 128 // halves, 4, 6 - programs // 2, programs, prefetch_bytes=4096, tma=tma)
+            yield Config(64, 128 // halves, 4, 4, 0, prefetch_bytes=4096, tma=tma)
+            yield Config(128, 128 // halves, 8, 4, 1, prefetch_bytes=4096, tma=tma)
+        if 16 < tokens <= 64:
+            yield Config(128 // halves, 64, 4, 5, 2, prefetch_bytes=2048, tma=tma)
+            yield Config(128 // halves, 128, 8, 4, 1, prefetch_bytes=2048, tma=tma)
+            yield Config(64, 64, 4, 6, 2, prefetch_bytes=2048, tma=tma)
+        if 32 < tokens <= 128:
+            yield Config(256 // halves, 64, 8, 4, 1, prefetch_bytes=1024, tma=tma)
+            yield Config(128 // halves, 64, 8, 4, 1, prefetch_bytes=2048, tma=tma)
+            yield Config(128 // halves, 64, 8, 4, 0, prefetch_bytes=2048, tma=tma)
+        if tokens > 128 and halves == 1:
+            yield Config(128, 64, 8, 4, 1, prefetch_bytes=1024, tma=tma)
+            yield Config(128, 64, 8, 3, 1, prefetch_bytes=1024, tma=tma)
+            yield Config(64, 64, 8, 4, 1, prefetch_bytes=1024, tma=tma)
+
+
+def time_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
+    """Median microseconds of one call, from a graph that makes them all, replayed."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    took = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(took)
+
+
+def measure(shape: LinearShape, tokens: int, device: torch.device) -> Measured:
+    """Times the library and every candidate; a candidate that needs more than the device has is passed over."""
+    reserve(device)
+    copies = max(2, min(64, -(-_COLD_BYTES // (shape.rows * shape.depth * 2))))
+    weights = [torch.randn(shape.rows, shape.depth, dtype=shape.dtype, device=device) for _ in range(copies)]
+    x = torch.randn(tokens, shape.depth, dtype=shape.dtype, device=device)
+    gated = shape.operation == "silu_mul"
+    turns = weights * max(1, 16 // copies)
+
+    def library(weight: Tensor) -> Tensor:
+        product = F.linear(x, weight)
+        return silu_mul(product) if gated else product
+
+    library_us = time_us([lambda w=w: library(w) for w in turns])  # type: ignore[misc]
+    timed: dict[Config, float] = {}
+    hopper = facts_of(device.type, device.index).capability >= (9, 0)
+    for config in dict.fromkeys(candidates(shape.operation, tokens, hopper)):
+        try:
+            calls = [lambda w=w, c=config: skinny(x, w, c, silu_mul=gated) for w in turns]  # type: ignore[misc]
+            timed[config] = time_us(calls)
+        except OutOfResources:
+            continue
+    best = min(timed, key=lambda config: timed[config], default=None)
+    if best is None or timed[best] >= library_us:
+        return Measured(shape, tokens, library_us, library_us, None, timed)
+    return Measured(shape, tokens, library_us, timed[best], best, timed)
+
+
+def tune(
+    shapes: Iterable[LinearShape],
+    device: torch.device,
+    *,
+    buckets: Sequence[int] = TOKEN_BUCKETS,
+    again: bool = False,
+) -> list[Measured]:
+    """Measures the shapes that have no entry yet (all of them if `again`), saves the table, returns what was measured."""
+    found = []
+    table = entries(device)
+    for shape in shapes:
+        for tokens in buckets:
+            key = entry_name(shape.operation, tokens, shape.rows, shape.depth, shape.dtype)
+            if key in table and not again:
+                continue
+            measured = measure(shape, tokens, device)
+            table[key] = measured.best
+            found.append(measured)
+    if found:
+        save(device)
+    return found

@@ -1,0 +1,312 @@
+"""Sampling on the GPU: two or three passes over the logits, no sort.
+
+The first kernel reads every logit once, in stretches of the vocabulary: largest logit, sum of exponentials, and the best of
+logit / temperature + noise over the whole row. The second settles a row: the drawn token is right if it passes the filters,
+which one more pass finds by counting what is likelier. If it doesn't, no token of its logit or below passes either, so the
+best noisy token above it is next; the same pass counts above a few higher levels too, to skip most of what is left. In the
+end that token is the best of all kept ones, as if they had been cut out first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+
+_STRETCH = 4096
+_SCAN = 2048
+_LEVELS = 4
+
+
+@triton.jit
+def _noise(seed, counter, block):
+    """float32 [n, 4] Gumbel noise of vocabulary entries 4 * block .. 4 * block + 3."""
+    c0 = block.to(tl.uint32)
+    zero = c0 * 0
+    c1 = zero + (counter & 0xFFFFFFFF).to(tl.uint32)
+    c2 = zero + ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, zero)
+    words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
+    bits = tl.reshape(words, [block.shape[0], 4])
+    u = tl.minimum(bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.999999940395)
+    small = u * (1.0 + u * (0.5 + u * 0.3333333333333333))
+    return -tl.log(tl.where(u < 1e-3, small, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def _first_best(score, index):
+    """(largest score, smallest index that has it) over all elements."""
+    best = tl.max(score)
+    return best, tl.min(tl.where(score == best, index, 2147483647))
+
+
+@triton.jit
+def _scan_kernel(
+    logits,
+    temperature,
+    seeds,
+    counters,
+    tops,
+    top_ids,
+    sums,
+    scores,
+    score_ids,
+    V,
+    stride,
+    DRAW: tl.constexpr,
+    STRETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    trigger(PDL)
+    wait(PDL)
+    block = part * (STRETCH // 4) + tl.arange(0, STRETCH // 4)
+    index = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+    inside = index < V
+    value = tl.load(logits + row.to(tl.int64) * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
+    place = row * tl.num_programs(1) + part
+    top, top_id = _first_best(value, index)
+    tl.store(tops + place, top)
+    tl.store(top_ids + place, top_id)
+    if DRAW:
+        warmth = tl.load(temperature + row)
+        if warmth > 0.0:
+            inverse = 1.0 / tl.maximum(warmth, 1e-10)
+            anchor = tl.where(top == float("-inf"), 0.0, top)
+            tl.store(sums + place, tl.sum(tl.exp(value * inverse - anchor * inverse)))
+            noisy = value * inverse + _noise(tl.load(seeds + row), tl.load(counters + row), block)
+            score, score_id = _first_best(tl.where(inside, noisy, float("-inf")), index)
+            tl.store(scores + place, score)
+            tl.store(score_ids + place, score_id)
+
+
+@triton.jit
+def _top_kernel(tops, top_ids, out, PARTS, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK)
+    inside = part < PARTS
+    trigger(PDL)
+    wait(PDL)
+    top = tl.load(tops + row * PARTS + part, mask=inside, other=float("-inf"))
+    top_id = tl.load(top_ids + row * PARTS + part, mask=inside, other=2147483647)
+    _, best_id = _first_best(top, top_id)
+    tl.store(out + row, best_id.to(tl.int64))
+
+
+@triton.jit
+def _settle_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    counters,
+    tops,
+    top_ids,
+    sums,
+    scores,
+    score_ids,
+    out,
+    V,
+    stride,
+    PARTS,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK)
+    inside = part < PARTS
+    trigger(PDL)
+    wait(PDL)
+    part_top = tl.load(tops + row * PARTS + part, mask=inside, other=float("-inf"))
+    part_id = tl.load(top_ids + row * PARTS + part, mask=inside, other=2147483647)
+    top, chosen = _first_best(part_top, part_id)
+    warmth = tl.load(temperature + row)
+    if warmth > 0.0:
+        inverse = 1.0 / tl.maximum(warmth, 1e-10)
+        part_sum = tl.load(sums + row * PARTS + part, mask=inside, other=0.0)
+        share = tl.where(part_top == float("-inf"), 0.0, tl.exp((part_top - top) * inverse))
+        total = tl.sum(part_sum * share)
+        score = tl.load(scores + row * PARTS + part, mask=inside, other=float("-inf"))
+        score_id = tl.load(score_ids + row * PARTS + part, mask=inside, other=2147483647)
+        _, chosen = _first_best(score, score_id)
+        k = tl.load(top_k + row).to(tl.int32)
+        k = tl.where((k < 1) | (k > V), V + 1, k)
+        p = tl.load(top_p + row)
+        floor = tl.load(min_p + row)
+        if (k <= V) | (p < 1.0) | (floor > 0.0):
+            mass_limit = tl.where(p < 1.0, p * total, float("inf"))
+            chosen = _settle(
+                logits + row.to(tl.int64) * stride, chosen, top, inverse, k, mass_limit, floor,
+                tl.load(seeds + row), tl.load(counters + row), V, SCAN, LEVELS,
+            )  # fmt: skip
+    tl.store(out + row, chosen.to(tl.int64))
+
+
+@triton.jit
+def _settle(
+    logits,
+    chosen,
+    top,
+    inverse,
+    k,
+    mass_limit,
+    floor,
+    seed,
+    counter,
+    V,
+    SCAN: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """The best noisy token that passes the filters, starting from the best of all."""
+    done = False
+    while not done:
+        level = tl.load(logits + chosen).to(tl.float32)
+        levels = level + (top - level) * (tl.arange(0, LEVELS).to(tl.float32) * (1.0 / LEVELS))
+        count, mass = _above(logits, levels, top, inverse, V, SCAN, LEVELS)
+        fails = (count >= k) | (mass >= mass_limit) | (tl.exp(levels * inverse - top * inverse) < floor)
+        fails = fails & (levels < top)
+        highest = tl.max(tl.where(fails, levels, float("-inf")))
+        if highest < level:
+            done = True
+        else:
+            chosen = _redraw(logits, highest, inverse, seed, counter, V, SCAN)
+    return chosen
+
+
+@triton.jit
+def _above(logits, levels, top, inverse, V, SCAN: tl.constexpr, LEVELS: tl.constexpr):
+    """For each level: how many logits lie above it, and the sum of their exponentials."""
+    count = tl.zeros([SCAN, LEVELS], tl.int32)
+    mass = tl.zeros([SCAN, LEVELS], tl.float32)
+    for base in tl.range(0, V, SCAN, num_stages=3):
+        index = base + tl.arange(0, SCAN)
+        value = tl.load(logits + index, mask=index < V, other=float("-inf")).to(tl.float32)
+        weight = tl.exp(value * inverse - top * inverse)
+        above = value[:, None] > levels[None, :]
+        count += above.to(tl.int32)
+        mass += tl.where(above, weight[:, None], 0.0)
+    return tl.sum(count, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def _redraw(logits, level, inverse, seed, counter, V, SCAN: tl.constexpr):
+    """The best noisy token among those above the level; stretches without one are only looked at."""
+    lane = tl.arange(0, SCAN // 4)
+    best = tl.full([SCAN // 4, 4], float("-inf"), tl.float32)
+    best_id = tl.full([SCAN // 4, 4], 2147483647, tl.int32)
+    for base in tl.range(0, V, SCAN):
+        block = base // 4 + lane
+        index = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+        value = tl.load(logits + index, mask=index < V, other=float("-inf")).to(tl.float32)
+        if tl.max(value) > level:
+            noisy = value * inverse + _noise(seed, counter, block)
+            better = (value > level) & ((noisy > best) | (best_id == 2147483647))
+            best = tl.where(better, noisy, best)
+            best_id = tl.where(better, index, best_id)
+    _, chosen = _first_best(best, best_id)
+    return chosen
+
+
+def _parts(logits: Tensor) -> tuple[Tensor, int]:
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    return logits, triton.cdiv(logits.shape[1], _STRETCH)
+
+
+def argmax(logits_RV: Tensor) -> Tensor:
+    logits, parts = _parts(logits_RV)
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return out
+    tops = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    top_ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    pdl = pdl_options(logits.device)
+    _scan_kernel[(rows, parts)](
+        logits,
+        tops,
+        tops,
+        tops,
+        tops,
+        top_ids,
+        tops,
+        tops,
+        top_ids,
+        vocab,
+        logits.stride(0),
+        DRAW=False,
+        STRETCH=_STRETCH,
+        num_warps=8,
+        **pdl,
+    )
+    _top_kernel[(rows,)](tops, top_ids, out, parts, BLOCK=power_of_two(parts), num_warps=1, **pdl)
+    return out
+
+
+def sample(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    counters_R: Tensor,
+) -> Tensor:
+    logits, parts = _parts(logits_RV)
+    rows, vocab = logits.shape
+    device = logits.device
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows == 0:
+        return out
+    tops, sums, scores = torch.empty((3, rows, parts), dtype=torch.float32, device=device)
+    top_ids, score_ids = torch.empty((2, rows, parts), dtype=torch.int32, device=device)
+    pdl = pdl_options(device)
+    _scan_kernel[(rows, parts)](
+        logits,
+        temperature_R,
+        seeds_R,
+        counters_R,
+        tops,
+        top_ids,
+        sums,
+        scores,
+        score_ids,
+        vocab,
+        logits.stride(0),
+        DRAW=True,
+        STRETCH=_STRETCH,
+        num_warps=8,
+        **pdl,
+    )
+    _settle_kernel[(rows,)](
+        logits,
+        temperature_R,
+        top_k_R,
+        top_p_R,
+        min_p_R,
+        seeds_R,
+        counters_R,
+        tops,
+        top_ids,
+        sums,
+        scores,
+        score_ids,
+        out,
+        vocab,
+        logits.stride(0),
+        parts,
+        BLOCK=power_of_two(parts),
+        SCAN=_SCAN,
+        LEVELS=_LEVELS,
+        num_warps=16,
+        **pdl,
+    )
+    return out
