@@ -346,14 +346,16 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
 
 def _mark_scored(flight: Flight) -> None:
     """Names the rows whose prompt tokens are scored: position p of a chunk scores token p + 1."""
-    rows = []
+    rows, following = [], []
     for chunk in flight.chunks:
         if chunk.job.scores_prompt:
-            last = min(chunk.start + chunk.num_tokens, len(chunk.job.prompt) - 1)
-            if last >= max(chunk.job.scored_to, 1):
+            prompt, end = chunk.job.prompt, chunk.start + chunk.num_tokens
+            if min(end, len(prompt) - 1) >= max(chunk.job.scored_to, 1):
                 rows.append(chunk.row)
+                following.append(int(prompt[end]) if end < len(prompt) else -1)
     if rows:
         flight.step.prompt_logprobs = np.array(rows, np.int32)
+        flight.step.following = np.array(following, np.int32)
 
 
 def _mark_constrained(flight: Flight, queues: Queues) -> None:
