@@ -126,7 +126,7 @@ class HttpClient:
             if response.status_code not in _RETRY_STATUS or attempt >= self._retries:
                 return response
             await response.aclose()
-            await asyncio.sleep(_retry_delay_s(response.headers.get("retry-after"), attempt))
+            await asyncio.sleep(retry_delay_s(response.headers.get("retry-after"), attempt))
             attempt += 1
 
     def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
@@ -173,7 +173,8 @@ def _tls(verify: bool | str) -> Any:
     return ssl.create_default_context(cafile=verify)
 
 
-def _retry_delay_s(retry_after: str | None, attempt: int) -> float:
+def retry_delay_s(retry_after: str | None, attempt: int) -> float:
+    """How long to wait before asking a busy server again: what it says, else longer each time."""
     try:
         return min(float(retry_after or ""), 30.0)
     except ValueError:

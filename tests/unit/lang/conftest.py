@@ -10,11 +10,11 @@ import bough.lang as sgl
 
 sys.path.insert(0, str(Path(__file__).parent))  # the toy model and the fake server stand beside the tests
 
-from lang_fake_server import FakeServer, serve  # noqa: E402
+from lang_fake_server import FakeServer, serve
 
 
 @pytest.fixture(scope="session")
-def _running() -> Iterator[FakeServer]:
+def running() -> Iterator[FakeServer]:
     fake = FakeServer()
     server, thread = serve(fake)
     yield fake
@@ -23,10 +23,10 @@ def _running() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def fake(_running: FakeServer) -> FakeServer:
+def fake(running: FakeServer) -> FakeServer:
     """The server, as if freshly started."""
-    _running.start_anew()
-    return _running
+    running.start_anew()
+    return running
 
 
 @pytest.fixture

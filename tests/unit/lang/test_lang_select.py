@@ -49,9 +49,9 @@ def test_token_length_normalized_is_the_best_mean(
     prompt=st.text("ins the:yPaLod.", max_size=12),
     options=st.lists(st.text("ins the:yPaLod.", min_size=1, max_size=6), min_size=2, max_size=4, unique=True),
 )
-def test_any_prompt_and_options_agree_with_brute_force(_running: FakeServer, prompt: str, options: list[str]) -> None:
-    _running.start_anew()
-    endpoint = sgl.RuntimeEndpoint(_running.url)
+def test_any_prompt_and_options_agree_with_brute_force(running: FakeServer, prompt: str, options: list[str]) -> None:
+    running.start_anew()
+    endpoint = sgl.RuntimeEndpoint(running.url)
     state = pick.run(prompt=prompt, options=options, method=sgl.token_length_normalized, backend=endpoint)
     means = [sum(row) / len(row) if row else 0.0 for row in brute_force_scores(prompt, options)]
     assert state.get_meta_info("x")["normalized_prompt_logprobs"] == pytest.approx(means)
