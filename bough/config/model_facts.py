@@ -82,7 +82,7 @@ class ModelFacts:
         return sum(window is not None for window in self.windows)
 
     def num_parameters(self) -> int:
-        """Weights of the model, by arithmetic on its shapes."""
+        """Weights of the model, by arithmetic on its shapes; biases and norms of heads are too few to count."""
         attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + 2 * self.hidden
         dense = 3 * self.hidden * self.intermediate
         total = self.vocab * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
@@ -91,6 +91,7 @@ class ModelFacts:
             if sparse and self.moe is not None:
                 total += 3 * self.hidden * self.moe.intermediate * self.moe.num_experts
                 total += self.hidden * (self.moe.num_experts + 3 * self.moe.shared_intermediate)
+                total += self.hidden if self.moe.shared_intermediate else 0
             else:
                 total += dense
         return total

@@ -6,17 +6,20 @@ import torch
 
 from bough.config.hf import Checkpoint
 from bough.core.errors import ConfigError, UnsupportedModel
+from bough.kernels.cpu_build import library
 from bough.kernels.packed_linear import supported
 from bough.quantization.gguf_packed import GgufPacked
 from bough.quantization.scheme import Scheme
 from bough.quantization.unquantized import Unquantized
-from bough.weights.stored import DENSE_KINDS
 
-KNOWN = ("auto", "none", "gguf")
+KNOWN = ("auto", "none", "gguf", "gguf-exact")
 
 
 def choose_scheme(checkpoint: Checkpoint, quantization: str, device: torch.device) -> Scheme:
-    """`auto` follows the checkpoint where a kernel for its format runs on `device`; `none` dequantises on load."""
+    """`auto` follows the checkpoint where that is quick; `none` dequantises on load.
+
+    `gguf` keeps GGUF blocks packed; `gguf-exact` too, and rounds no activations (slower).
+    """
     if quantization not in KNOWN:
         raise ConfigError(
             what=f"there is no weight scheme {quantization!r}",
@@ -30,19 +33,21 @@ def choose_scheme(checkpoint: Checkpoint, quantization: str, device: torch.devic
             why=f"known: {', '.join(KNOWN[1:])}",
             fix="use the model's unquantised or GGUF checkpoint",
         )
-    if quantization == "gguf" and checkpoint.kind != "gguf":
-        raise ConfigError(
-            what="--quantization gguf needs a .gguf file", why=f"{checkpoint.name} is a {checkpoint.kind} checkpoint"
-        )
-    if quantization == "none" or checkpoint.kind != "gguf":
+    if quantization == "none":
         return Unquantized()
-    kinds = {tensor.kind for tensor in checkpoint.tensors.values()} - DENSE_KINDS
-    if any(supported(kind, device) for kind in kinds):
-        return GgufPacked()
-    if quantization == "gguf":
+    if quantization == "auto":
+        quick = checkpoint.kind == "gguf" and device.type == "cpu" and library() is not None and _packs(checkpoint)
+        return GgufPacked() if quick else Unquantized()
+    if checkpoint.kind != "gguf" or device.type != "cpu" or not _packs(checkpoint):
         raise ConfigError(
-            what=f"packed {', '.join(sorted(kinds)) or 'GGUF'} weights can't be used on {device.type}",
-            why="no kernel multiplies them there",
-            fix="use --quantization auto, which dequantises them",
+            what=f"--quantization {quantization} can't be used here",
+            why=f"weights stay packed if they come from a GGUF file and run on the CPU; {checkpoint.name} is a "
+            f"{checkpoint.kind} checkpoint, on {device.type}",
+            fix="use --quantization auto",
         )
-    return Unquantized()
+    return GgufPacked(exact=quantization == "gguf-exact")
+
+
+def _packs(checkpoint: Checkpoint) -> bool:
+    """Whether any weight is in a format that has a packed kernel (norms are not)."""
+    return any(supported(tensor.kind) for tensor in checkpoint.tensors.values())

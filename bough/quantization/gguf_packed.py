@@ -1,7 +1,7 @@
 """GGUF blocks kept packed: a few bits a weight in memory, unpacked inside the multiplication.
 
 Parts of a fused layer may come in different block formats (Q4_K_M files mix them); neighbours of one format are packed
-together, others stay matrices of their own whose results are concatenated. What has no packed kernel here is dequantised.
+together, others stay matrices of their own that write side by side. What has no packed kernel is dequantised.
 """
 
 from __future__ import annotations
@@ -15,79 +15,95 @@ from torch import Tensor
 
 from bough.config.gguf_header import BLOCK_SIZES
 from bough.kernels.linear import linear
-from bough.kernels.packed_linear import PackedWeight, pack, packed_linear, supported
-from bough.quantization.gguf_rows import dequantise_rows
+from bough.kernels.packed_linear import PackedWeight, pack, packed_linear, packed_rows, supported
 from bough.quantization.scheme import Activation, Matrix, Part
 from bough.quantization.unquantized import GATES
 from bough.weights.slots import Slot
-from bough.weights.stored import Stored, copy_into, is_packed
+from bough.weights.stored import Stored, copy_into
 
 
 class GgufPacked:
-    """The scheme."""
+    """The scheme. `exact`: float32 arithmetic on the weights' own values, instead of activations rounded to 8 bits."""
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
 
     def matrix(self, parts: Sequence[Part], *, dtype: torch.dtype, device: torch.device) -> Matrix:
-        return PackedMatrix(parts, dtype, device)
+        return PackedMatrix(parts, dtype, device, exact=self.exact)
 
 
 class PackedMatrix(Matrix):
     """Packed pieces, top to bottom."""
 
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device, *, exact: bool) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.dtype = dtype
         self.device = device
+        self.exact = exact
         self.pieces: list[PackedWeight | Tensor] = []
         self._loaded: dict[str, tuple[str, Tensor]] = {}
-        self._table: tuple[str, Tensor] | None = None
-        """Kind and rows on disk, for `lookup`: pages of the file are touched where a row is looked up."""
 
     def weight_slots(self) -> dict[str, Slot]:
         return {part.slot_name("weight"): Slot(part.shape, partial(self._take, part)) for part in self.parts}
 
     def _take(self, part: Part, stored: Stored) -> None:
-        start, stop, _ = part.rows.indices(part.shape[0])
-        if is_packed(stored) and supported(stored.kind, self.device):
-            blocks = stored.blocks(start, stop)
-            if part.num_cols == part.shape[1]:
-                self._loaded[part.name] = (stored.kind, blocks)
-                return
-            per_block, block_bytes = BLOCK_SIZES[stored.kind]
-            first, last, _ = part.cols.indices(part.shape[1])
-            if first % per_block == last % per_block == 0:
-                cut = slice(first // per_block * block_bytes, last // per_block * block_bytes)
-                self._loaded[part.name] = (stored.kind, blocks[:, cut].contiguous())
-                return
-        dense = torch.empty(part.num_rows, part.num_cols, dtype=self.dtype, device=self.device)
-        copy_into(dense, stored, part.rows, part.cols)
-        self._loaded[part.name] = ("dense", dense)
+        blocks = _blocks_of(part, stored)
+        if blocks is None:
+            dense = torch.empty(part.num_rows, part.num_cols, dtype=self.dtype, device=self.device)
+            copy_into(dense, stored, part.rows, part.cols)
+            self._loaded[part.name] = ("dense", dense)
+        else:
+            self._loaded[part.name] = (stored.kind, blocks)
 
     def finish_loading(self) -> None:
-        loaded = [self._loaded[part.name] for part in self.parts]
-        self._loaded = {}
-        num_cols = self.parts[0].num_cols
-        if len(loaded) == 1 and loaded[0][0] != "dense":
-            self._table = loaded[0]
+        loaded = [self._loaded.pop(part.name) for part in self.parts]
         for kind, group in groupby(loaded, key=lambda item: item[0]):
             tensors = [tensor for _, tensor in group]
             rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            self.pieces.append(rows if kind == "dense" else pack(kind, rows, num_cols))
+            self.pieces.append(rows if kind == "dense" else pack(kind, rows, self.parts[0].num_cols))
 
     def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        results = [
-            linear(x_TD, piece) if isinstance(piece, Tensor) else packed_linear(x_TD, piece) for piece in self.pieces
-        ]
-        out = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
-        return out if bias_O is None else out + bias_O
+        if len(self.pieces) == 1:
+            return self._multiply(x_TD, self.pieces[0], bias_O, None)
+        out_TO = x_TD.new_empty(x_TD.shape[0], sum(piece.shape[0] for piece in self.pieces))
+        start = 0
+        for piece in self.pieces:
+            rows = slice(start, start + piece.shape[0])
+            self._multiply(x_TD, piece, None if bias_O is None else bias_O[rows], out_TO[:, rows])
+            start = rows.stop
+        return out_TO
+
+    def _multiply(
+        self, x_TD: Tensor, piece: PackedWeight | Tensor, bias_O: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if isinstance(piece, PackedWeight):
+            return packed_linear(x_TD, piece, bias_O, exact=self.exact, out=out)
+        result = linear(x_TD, piece, bias_O)
+        return result if out is None else out.copy_(result)
 
     def gated(self, x_TD: Tensor, activation: Activation, bias_O: Tensor | None = None) -> Tensor:
         return GATES[activation](self(x_TD, bias_O))
 
     def lookup(self, ids_T: Tensor) -> Tensor:
-        if self._table is None:
-            (piece,) = self.pieces
-            assert isinstance(piece, Tensor)
-            return torch.nn.functional.embedding(ids_T, piece)
-        kind, rows = self._table
-        return dequantise_rows(kind, rows[ids_T]).to(self.dtype)
+        (piece,) = self.pieces
+        if isinstance(piece, PackedWeight):
+            return packed_rows(ids_T, piece, self.dtype)
+        return torch.nn.functional.embedding(ids_T, piece)
+
+
+def _blocks_of(part: Part, stored: Stored) -> Tensor | None:
+    """The blocks of this rank's share, if there is a packed kernel for them and the share ends where blocks do."""
+    if not supported(stored.kind):
+        return None
+    per_block, block_bytes = BLOCK_SIZES[stored.kind]
+    first, last, _ = part.cols.indices(part.shape[1])
+    start, stop, _ = part.rows.indices(part.shape[0])
+    if per_block == 1:  # 16-bit weights: kernels take 32 columns at a time
+        per_block, block_bytes = 32, 32 * block_bytes
+    if first % per_block or last % per_block:
+        return None
+    blocks = stored.blocks(start, stop)
+    if last - first == part.shape[1]:
+        return blocks
+    return blocks[:, first // per_block * block_bytes : last // per_block * block_bytes].contiguous()

@@ -13,6 +13,7 @@ from torch import Tensor
 from bough.config.gguf_header import BLOCK_SIZES
 from bough.config.hf import Checkpoint
 from bough.core.errors import UnsupportedModel
+from bough.kernels import packed_linear
 from bough.weights.gguf_names import IN_CONFIG, hf_name, is_interleaved, norms_include_one
 from bough.weights.stored import AsRow, Item, Reordered, Shifted, Stored, is_packed
 
@@ -38,7 +39,7 @@ class GgufTensor:
         rows = self._rows(start, stop)
         if self.kind in _DTYPES:
             return torch.from_numpy(rows).view(_DTYPES[self.kind]).view(stop - start, *self.shape[1:])
-        return torch.from_numpy(dequantise(self.kind, rows)).view(stop - start, *self.shape[1:])
+        return dequantise(self.kind, rows, self.shape[-1]).view(stop - start, *self.shape[1:])
 
     def blocks(self, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self._rows(start, stop).reshape(stop - start, -1))
@@ -48,17 +49,20 @@ class GgufTensor:
         return self.data[start * row_bytes : stop * row_bytes]
 
 
-def dequantise(kind: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Blocks of a ggml type, in any whole number, -> float32 weights, flat."""
+def dequantise(kind: str, blocks: npt.NDArray[np.uint8], num_cols: int) -> Tensor:
+    """Blocks of whole rows, -> float32 [rows, num_cols]. Common kinds go through our kernels, the rest through gguf's."""
+    per_block, block_bytes = BLOCK_SIZES[kind]
+    rows = blocks.reshape(-1, num_cols // per_block * block_bytes)
+    if packed_linear.supported(kind):
+        return packed_linear.dequantise(packed_linear.pack(kind, torch.from_numpy(rows), num_cols))
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    block_bytes = BLOCK_SIZES[kind][1]
     try:
-        weights: Any = dequantize(blocks.reshape(-1, block_bytes), GGMLQuantizationType[kind])
+        weights: Any = dequantize(rows, GGMLQuantizationType[kind])
     except NotImplementedError as error:
         raise UnsupportedModel(what=f"GGUF weights of type {kind} can't be read", fix="use another file") from error
-    return np.ascontiguousarray(weights, dtype=np.float32).reshape(-1)
+    return torch.from_numpy(np.ascontiguousarray(weights, dtype=np.float32))
 
 
 def open_gguf(checkpoint: Checkpoint) -> dict[str, Stored]:

@@ -35,17 +35,19 @@ def load_weights(model: nn.Module, mapping: Mapping, checkpoint: Checkpoint) -> 
         if fit.missing or fit.extra or fit.misshaped:
             raise _misfit(fit, checkpoint)
         with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:
-            for _ in readers.map(_put, fit.pairs):  # raises what a reader raised
-                pass
-        for module in model.modules():
-            if isinstance(module, FinishesLoading):
-                module.finish_loading()
+            list(readers.map(_put, fit.pairs))  # raises what a reader raised
+            list(readers.map(_finish, [module for module in model.modules() if isinstance(module, FinishesLoading)]))
 
 
 def _put(pair: tuple[Slot, Stored]) -> None:
     slot, stored = pair
     with torch.no_grad():  # a thread does not inherit it
         slot.put(stored)
+
+
+def _finish(module: FinishesLoading) -> None:
+    with torch.no_grad():
+        module.finish_loading()
 
 
 def _misfit(fit: Fit, checkpoint: Checkpoint) -> WeightsError:

@@ -35,7 +35,7 @@ class TakesWeights(Protocol):
 
 @runtime_checkable
 class FinishesLoading(Protocol):
-    """A module with work to do once all its slots are filled."""
+    """A module with work to do once all its slots are filled. Called once, from any thread."""
 
     def finish_loading(self) -> None: ...
 
