@@ -16,6 +16,7 @@ import lang_toy_model as toy
 import pytest
 from anthropic.types import MessageCreateParams
 from lang_fake_server import FakeServer
+from lang_toy_engine import ToyEngine
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import BaseModel, TypeAdapter
@@ -39,38 +40,6 @@ def capital(s, country):
 
 
 SCRIPT = [("Capital of France", "Paris")]
-
-
-class ToyEngine:
-    """The Engine API over the toy model, in this process."""
-
-    def __init__(self) -> None:
-        self.fake = FakeServer()
-        self.calls: list[dict[str, Any]] = []
-
-    async def async_generate(self, prompt: Any = None, sampling_params: Any = None, **kwargs: Any) -> Any:
-        self.calls.append({"prompt": prompt, "sampling_params": sampling_params, **kwargs})
-        body = {"sampling_params": sampling_params, **kwargs} | ({"text": prompt} if prompt is not None else {})
-        if kwargs.get("stream"):
-            return self._stream(body)
-        batch = prompt if prompt is not None else kwargs["input_ids"]
-        if isinstance(batch, list):
-            return list(await asyncio.gather(*(self.fake.answer(body, i) for i in range(len(batch)))))
-        return await self.fake.answer(body, None)
-
-    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        reply = await self.fake.answer(body, None)
-        for i in range(1, len(reply["text"]) + 1):
-            yield reply | {"text": reply["text"][:i]}
-
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_path": "toy/chatml-instruct", "role_affixes": self.fake.model_info["role_affixes"]}
-
-    def flush_cache(self) -> None:
-        self.fake._cached.clear()
-
-    def shutdown(self) -> None:
-        return
 
 
 def make(kind: str, fake: FakeServer) -> Any:
@@ -396,6 +365,7 @@ LAUNCHER = """
 import sys, argparse
 sys.path[:0] = {paths!r}
 from lang_fake_server import FakeServer
+from lang_toy_engine import ToyEngine
 import uvicorn
 parser = argparse.ArgumentParser()
 for flag in ("--host", "--port", "--log-level", "--model-path"):

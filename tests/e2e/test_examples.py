@@ -1,0 +1,97 @@
+"""The programs in examples/ run on the default model through every local backend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bough.lang as sgl
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "backends")
+
+# All examples in one process, on one engine: their own `use_backend` is told to use it.
+ON_ENGINE = """
+import runpy, sys
+import bough
+import bough.lang as sgl
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    engine = bough.Engine(log_level="warning")
+    try:
+        import backends
+        backends.use_backend = lambda options: sgl.set_default_backend(engine)
+        for name in sys.argv[2].split(","):
+            sys.argv[1:] = []
+            print("example", name, flush=True)
+            runpy.run_path(f"{sys.path[0]}/{name}.py", run_name="__main__")
+    finally:
+        engine.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def server_url() -> Iterator[str]:
+    """A server with the default model on a free port."""
+    with sgl.Runtime(log_level="warning") as runtime:
+        yield runtime.url
+
+
+def run_script(*arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=500, env=environment, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("api", ["native", "openai-chat", "openai-completion"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_on_a_server(name: str, api: str, server_url: str) -> None:
+    out = run_script(str(ROOT / "examples" / f"{name}.py"), "--backend-url", server_url, "--api", api)
+    assert len(out.splitlines()) >= 2
+
+
+def test_examples_on_an_engine(tmp_path: Path) -> None:
+    script = tmp_path / "on_engine.py"
+    script.write_text(ON_ENGINE)
+    out = run_script(str(script), str(ROOT / "examples"), ",".join(EXAMPLES))
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("example ")] == EXAMPLES
+
+
+def test_a_batch_shares_its_prefix_on_the_server(server_url: str) -> None:
+    """The second half of the few-shot prompt is all that a member computes, and the fork's branches likewise."""
+    examples = "".join(f"Question: what is {i} plus {i}? Answer: {i + i}.\n" for i in range(40))
+
+    @sgl.function
+    def few_shot(s, question):
+        s += examples
+        s += f"Question: {question} Answer:" + sgl.gen("answer", max_tokens=4, stop="\n")
+
+    backend = sgl.RuntimeEndpoint(server_url)
+    backend.flush_cache()
+    states = few_shot.run_batch(
+        [{"question": f"what is {i} plus 1?"} for i in range(8)], backend=backend, temperature=0
+    )
+    metas = [state.get_meta_info("answer") for state in states]
+    prompt, cached = (sum(meta[key] for meta in metas) for key in ("prompt_tokens", "cached_tokens"))
+    shared_tokens = min(meta["prompt_tokens"] for meta in metas) - 32
+    assert cached >= 8 * shared_tokens, f"{cached} of {prompt} prompt tokens came from the cache"
+
+
+def test_select_prefers_the_obvious(server_url: str) -> None:
+    @sgl.function
+    def program(s):
+        s += "Paris is the capital of" + sgl.select("country", [" France", " Bolivia", " Wednesday"])
+
+    state = program.run(backend=sgl.RuntimeEndpoint(server_url))
+    assert state["country"] == " France"
