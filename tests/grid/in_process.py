@@ -1,0 +1,191 @@
+"""The engine's real parts (scheduler, cache, runner, model) in one process, turned by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bough.cache.prefix import PrefixCache
+from bough.core.messages import (
+    End,
+    Generate,
+    LogprobSpec,
+    Pause,
+    Resume,
+    ToDetokenizer,
+    ToEngine,
+    TokenLogprobs,
+    Tokens,
+    pack_ids,
+    unpack_ids,
+)
+from bough.core.sampling import SamplingParams
+from bough.core.step import RunnerLimits
+from bough.engine.attention import attention_factory
+from bough.engine.loop import Loop
+from bough.layers.batch import Model, attention_specs
+from bough.memory.mha import KVPool, KVShape
+from bough.platform import Device
+from bough.runner.model_runner import ModelRunner
+from bough.scheduler.limits import Limits
+from bough.scheduler.queues import Queues
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One way of running the engine."""
+
+    page_size: int = 16
+    chunk_tokens: int = 512
+    overlap: bool = True
+    radix_cache: bool = True
+    attention: str = "torch"
+    shared_spans: bool = True
+    stream: bool = True
+    num_pages: int = 0
+    """0: room for everything."""
+    context_length: int = 256
+    policy: str = "fcfs"
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    graphs: bool = False
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    end: End | None = None
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+class Mailbox:
+    closed = False
+
+    def __init__(self) -> None:
+        self.incoming: list[ToEngine] = []
+        self.answers: dict[int, Answer] = {}
+
+    def drain(self, block_s: float) -> list[ToEngine]:
+        messages, self.incoming = self.incoming, []
+        return messages
+
+    def send(self, message: ToDetokenizer) -> None:
+        if not isinstance(message, Tokens):
+            return
+        ids, at = unpack_ids(message.tokens).tolist(), 0
+        for row, (request, count) in enumerate(zip(message.ids, message.counts, strict=True)):
+            answer = self.answers.setdefault(request, Answer())
+            answer.tokens += ids[at : at + count]
+            at += count
+            extra = message.rows.get(row)
+            if extra is not None:
+                if extra.end is not None:
+                    assert answer.end is None, "a request ends once"
+                    answer.end = extra.end
+                if extra.logprobs is not None:
+                    answer.output_logprobs.append(extra.logprobs)
+                if extra.prompt_logprobs is not None:
+                    answer.prompt_logprobs = extra.prompt_logprobs
+
+
+class InProcess:
+    """An engine over `model`, set up one way."""
+
+    def __init__(self, model: Model, vocab_size: int, setup: Setup) -> None:
+        assert isinstance(model, torch.nn.Module)
+        device = Device("cuda" if setup.device == "cuda" else "cpu")
+        slots, per_slot = 8, -(-setup.context_length // setup.page_size)
+        self.limits = RunnerLimits(
+            num_slots=slots,
+            num_pages=setup.num_pages or slots * per_slot + 1,
+            page_size=setup.page_size,
+            pages_per_slot=per_slot,
+            context_length=setup.context_length,
+            max_step_tokens=max(setup.chunk_tokens, slots),
+            vocab_size=vocab_size,
+        )
+        shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in attention_specs(model)]
+        pool = KVPool(shapes, self.limits.num_pages, setup.page_size, setup.dtype, device.torch_device)
+        factory = attention_factory(setup.attention, device.torch_device)
+        runner = ModelRunner(
+            model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0
+        )  # fmt: skip
+        limits = Limits(
+            num_slots=slots,
+            num_pages=self.limits.num_pages,
+            page_size=setup.page_size,
+            pages_per_slot=per_slot,
+            context_length=setup.context_length,
+            max_step_tokens=self.limits.max_step_tokens,
+            vocab_size=vocab_size,
+            max_running=slots,
+            chunk_tokens=setup.chunk_tokens,
+            policy=setup.policy,  # type: ignore[arg-type]
+            tpot_target_ms=0.0,
+            group_min_tokens=setup.page_size if setup.shared_spans else 2**30,
+            group_min_saved=0 if setup.shared_spans else 2**30,
+        )
+        self.queues = Queues(limits)
+        self.cache = PrefixCache(
+            num_pages=limits.num_pages, page_size=setup.page_size, enabled=setup.radix_cache
+        )  # fmt: skip
+        self.mailbox = Mailbox()
+        self.stream = setup.stream
+        self.loop = Loop(
+            runner=runner,
+            queues=self.queues,
+            cache=self.cache,
+            limits=limits,
+            inbox=self.mailbox,
+            outbox=self.mailbox,
+            depth=1 if setup.overlap else 0,
+            strict=True,
+        )
+        self._next_id = 0
+
+    def submit(
+        self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, logprobs: LogprobSpec | None = None
+    ) -> int:
+        self._next_id += 1
+        self.mailbox.incoming.append(
+            Generate(
+                id=self._next_id,
+                rid=str(self._next_id),
+                prompt=pack_ids(prompt),
+                sampling=sampling,
+                stream=self.stream,
+                logprobs=logprobs,
+            )
+        )
+        return self._next_id
+
+    def finish(self, ids: Sequence[int], at_turn: dict[int, Callable[[], None]] | None = None) -> list[Answer]:
+        """Turns until all of `ids` have ended; calls `at_turn[n]` before turn n."""
+        for turn in range(4000):
+            if at_turn and turn in at_turn:
+                at_turn[turn]()
+            self.loop.turn()
+            answers = [self.mailbox.answers.get(i) for i in ids]
+            if all(a is not None and a.end is not None for a in answers):
+                return [a for a in answers if a is not None]
+        raise AssertionError("the engine does not come to an end")
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+        return [answer.tokens for answer in self.finish([self.submit(p, sampling) for p in prompts])]
+
+    def generate_with_a_retraction(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """As `generate`, but everything that runs is thrown out of memory in the middle."""
+        ids = [self.submit(p) for p in prompts]
+        send = self.mailbox.incoming.append
+        steps = {
+            9: lambda: send(Pause(call=1, mode="retract")),
+            14: lambda: send(Resume(call=2)),
+            40: lambda: send(Pause(call=3, mode="retract")),
+            43: lambda: send(Resume(call=4)),
+        }
+        return [answer.tokens for answer in self.finish(ids, steps)]

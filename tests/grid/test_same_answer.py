@@ -1,0 +1,157 @@
+"""Greedy answers stay what transformers says, however the engine is set up: features switched in pairs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_tiny
+
+from bough.config.concerns import CacheConfig, DeviceConfig, SchedulerConfig
+from bough.config.hf import open_checkpoint
+from bough.core.messages import LogprobSpec
+from bough.core.sampling import SamplingParams
+from bough.layers.batch import Model
+from bough.models.load import build_model
+
+from .in_process import InProcess, Setup
+from .pairwise import pairwise_cover
+
+AXES = {
+    "page_size": [16, 1, 5],
+    "chunk_tokens": [512, 7],
+    "overlap": [True, False],
+    "radix_cache": [True, False],
+    "attention": ["torch", "cpu"],
+    "shared_spans": [True, False],
+    "stream": [True, False],
+    "policy": ["auto", "lpm", "dfs-weight", "lof", "shortest-prefill-first"],
+    "company": ["alone", "batch", "cached", "retracted", "tiny pool"],
+}
+
+# Flags that change how an answer is computed -> the axis that switches them.
+FLAG_AXES = {
+    "page_size": "page_size",
+    "radix_cache": "radix_cache",
+    "chunked_prefill_size": "chunk_tokens",
+    "schedule_policy": "policy",
+    "overlap_schedule": "overlap",
+    "attention_backend": "attention",
+    "max_total_tokens": "company",
+    "max_running_requests": "company",
+    "stream_interval": "stream",
+    "custom_kernels": "attention",
+    "safe_mode": "overlap",
+}
+# Flags that can't change an answer, or are covered elsewhere -> why.
+OTHER_FLAGS = {
+    "radix_eviction_policy": "tests/sim evicts under every policy with an oracle model",
+    "max_queued_requests": "admission",
+    "max_queued_tokens": "admission",
+    "schedule_conservativeness": "admission; tests/sim",
+    "tpot_target_ms": "sizes of chunks, which the axis chunk_tokens varies",
+    "small_request_share": "sizes of chunks",
+    "priority_scheduling": "tests/sim preempts",
+    "priority_preemption_threshold": "tests/sim preempts",
+    "device": "tests/gpu",
+    "mem_fraction_static": "sizes of the pool",
+    "cuda_graph": "tests/gpu",
+    "cuda_graph_max_tokens": "tests/gpu",
+    "cpu_threads": "threads split rows, not sums",
+    "deterministic": "tests/gpu",
+}
+
+COMMON = [(7 * i + 3) % 120 + 3 for i in range(37)]
+PROMPTS = [
+    [*COMMON, 5, 17, 99],
+    [42],
+    [*COMMON, 5, 88],
+    [100, 90, 80, 70, 60, 50, 40],
+    [*COMMON[:20], 9, 9, 9, 30, 31],
+]
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_moe"])
+def family(request, tmp_path_factory) -> tuple[Model, list[list[int]]]:
+    """A tiny model and transformers' greedy answers to PROMPTS."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    reference = make_tiny(request.param, folder)
+    model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    answers = []
+    for prompt in PROMPTS:
+        out = reference.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        answers.append(out[0, len(prompt) :].tolist())
+    return model, answers
+
+
+def answers_of(model: Model, combination: dict[str, object]) -> list[list[int]]:
+    options = dict(combination)
+    company = options.pop("company")
+    if company == "tiny pool":
+        tokens = len(COMMON) + 3 + NEW_TOKENS + 30
+        options["num_pages"] = -(-tokens // int(str(options["page_size"]))) + 3
+    engine = InProcess(model, 131, Setup(**options))  # type: ignore[arg-type]
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
+    if company == "alone":
+        return [engine.generate([prompt], greedy)[0] for prompt in PROMPTS]
+    if company == "cached":
+        engine.generate(PROMPTS[::-1], greedy)
+    if company == "retracted":
+        return [tokens[:NEW_TOKENS] for tokens in engine.generate_with_a_retraction(PROMPTS)]
+    return engine.generate(PROMPTS, greedy)
+
+
+@pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))
+def test_every_pair_of_features_keeps_the_answer(family, number):
+    model, expected = family
+    combination = pairwise_cover(AXES)[number]
+    assert answers_of(model, combination) == expected, combination
+
+
+def test_scores_stay_under_chunks_hits_and_batches(family):
+    """Log-probabilities of prompt and output, against the plainest run."""
+    model, _ = family
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
+    spec = LogprobSpec(start=3, top=2)
+
+    def scores(setup: Setup, warm: bool) -> list[float]:
+        engine = InProcess(model, 131, setup)
+        if warm:
+            engine.generate(PROMPTS, greedy)
+        ids = [engine.submit(prompt, greedy, spec) for prompt in PROMPTS[::2]]
+        values: list[float] = []
+        for answer in engine.finish(ids):
+            assert answer.prompt_logprobs is not None
+            values += [v for v in answer.prompt_logprobs.logprobs if v is not None]
+            values += [v for part in answer.output_logprobs for v in part.logprobs if v is not None]
+        return values
+
+    plain = scores(Setup(overlap=False, radix_cache=False), warm=False)
+    assert len(plain) == sum(len(p) - 3 + 4 for p in PROMPTS[::2])
+    for setup, warm in (
+        (Setup(chunk_tokens=7), True),
+        (Setup(page_size=1, attention="cpu"), True),
+        (Setup(chunk_tokens=7, radix_cache=False, stream=False), False),
+    ):
+        other = scores(setup, warm)
+        assert torch.allclose(torch.tensor(other), torch.tensor(plain), atol=1e-4), setup
+
+
+def test_the_cover_has_every_pair():
+    rows = pairwise_cover(AXES)
+    for a, b in combinations(AXES, 2):
+        seen = {(row[a], row[b]) for row in rows}
+        assert len(seen) == len(AXES[a]) * len(AXES[b])
+
+
+def test_every_flag_of_the_engine_is_on_the_grid_or_excused():
+    flags = {f.name for concern in (CacheConfig, SchedulerConfig, DeviceConfig) for f in fields(concern)}
+    assert flags == FLAG_AXES.keys() | OTHER_FLAGS.keys()
+    assert set(FLAG_AXES.values()) <= AXES.keys()
