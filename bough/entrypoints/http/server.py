@@ -1,4 +1,4 @@
-"""uvicorn around the application: probes work from the first moment, the rest once the engine is ready; drains at the end."""
+"""uvicorn around the application: probes work from the first moment, the rest once the engine is ready."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Front:
 
 
 class HttpServer:
-    """Serves on sockets that already listen, within the running event loop."""
+    """Serves on bound sockets, within the running event loop."""
 
     def __init__(self, app: App, sockets: list[socket.socket], *, drain_timeout_s: float) -> None:
         config = uvicorn.Config(
@@ -83,23 +83,3 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket. `shared`: other processes may listen on the same port and get their part of the connections.
-
-    Raises OSError.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((host.strip("[]"), port))
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

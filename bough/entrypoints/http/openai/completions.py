@@ -116,7 +116,7 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
 
 def _candidates(asked: CompletionRequest, n: int) -> int:
     best_of = n if asked.best_of is None else asked.best_of
-    bounds.at_most("best_of", best_of, "best_of")
+    bounds.at_most("best_of", best_of, "n" if asked.best_of is None else "best_of")
     if best_of < n:
         raise InvalidRequest(
             what=f"best_of is {best_of}, n is {n}",

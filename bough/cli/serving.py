@@ -1,0 +1,199 @@
+"""A server run by this process: its children, its own API worker, signals, progress and the banner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import bough
+from bough.config.check import check_exposure, is_loopback
+from bough.config.concerns import Config
+from bough.core.errors import BoughError
+from bough.entrypoints.http.sockets import bind_all
+from bough.launch import Running, start
+
+if TYPE_CHECKING:
+    from bough.entrypoints.http.worker import Worker
+    from bough.entrypoints.service import Service
+    from bough.ipc import Status
+
+_log = logging.getLogger(__name__)
+
+_SAME_SIGNAL_S = 0.3
+"""`timeout` and some shells send a signal to the process and to its group: that is one wish, not two."""
+
+
+class LocalServer:
+    """Starts at once and serves in the event loop of `run`. `stop` may be called from any thread."""
+
+    def __init__(self, config: Config, *, quiet: bool = False) -> None:
+        """Raises `ConfigError` before any process is started if the address can't be had or must not be."""
+        check_exposure(config)
+        self.config = config
+        self._sockets = bind_all(config.server.host, config.server.port, config.server.api_workers)
+        self.port: int = self._sockets[0].getsockname()[1]
+        for sock in self._sockets:
+            sock.set_inheritable(True)
+        self._began = time.perf_counter()
+        self._progress = None if quiet else Progress()
+        self._running: Running = start(config, listen_fds=[sock.fileno() for sock in self._sockets[1:]])
+        self._worker: Worker | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BoughError | None = None
+        self._asked = 0
+        self._last_asked = 0.0
+        self._stopper: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        host = self.config.server.host
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1"
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    async def run(self, opened: Callable[[Service], None]) -> None:
+        """Serves until `stop`. Raises the error that the server failed with."""
+        from bough.entrypoints.http.worker import Worker
+
+        self._loop = asyncio.get_running_loop()
+        self._worker = Worker(self._running.config, self._running.endpoints, 0, self._sockets[0])
+        self._running.on_failure(self._failed)
+        try:
+            await self._worker.run(self._ready(), opened, warm_up=not self.config.server.skip_server_warmup)
+        finally:
+            if self._progress is not None:
+                self._progress.done()
+            await asyncio.to_thread(self._end)
+        if self._error is not None:
+            raise self._error
+
+    def stop_now(self) -> None:
+        """Ends at once, without draining."""
+        self._asked, self._last_asked = max(1, self._asked), 0.0
+        self.stop()
+
+    def stop(self) -> None:
+        """Drains; a second call ends at once. Safe in signal handlers and other threads."""
+        now = time.monotonic()
+        if self._asked and now - self._last_asked < _SAME_SIGNAL_S:
+            return
+        self._asked += 1
+        self._last_asked = now
+        drain_s = self.config.server.drain_timeout_s if self._asked == 1 else 0.0
+        self._stopper = threading.Thread(target=self._running.stop, args=(drain_s,), daemon=True)
+        self._stopper.start()
+        if self._loop is not None and self._worker is not None:
+            worker, at_once = self._worker, self._asked > 1
+            self._loop.call_soon_threadsafe(lambda: worker.drain(now=at_once))
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._began
+
+    async def _ready(self) -> dict[str, Any]:
+        facts = await asyncio.to_thread(self._running.wait_ready, self._progress)
+        for sock in self._sockets[1:]:
+            sock.close()  # the workers have inherited them
+        return facts
+
+    def _failed(self, error: BoughError) -> None:
+        """Called in another thread when a process has died."""
+        self._error = error
+        if self._loop is not None and self._worker is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                asyncio.run_coroutine_threadsafe(self._worker.fail(error), self._loop)
+
+    def _end(self) -> None:
+        self._running.stop()
+        if self._stopper is not None:
+            self._stopper.join()
+
+
+class Progress:
+    """What the engine is doing: a bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar = sys.stderr.isatty()
+        self._said = ""
+
+    def __call__(self, status: Status) -> None:
+        what = status.detail or status.phase
+        if self._bar:
+            width = min(30, max(10, shutil.get_terminal_size().columns - 50))
+            filled = round(width * status.progress)
+            print(f"\r\x1b[K[{'#' * filled}{'.' * (width - filled)}] {what}", end="", file=sys.stderr, flush=True)
+        elif what != self._said:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+        self._said = what
+
+    def done(self) -> None:
+        if self._bar and self._said:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._said = ""
+
+
+def banner(server: LocalServer, service: Service) -> str:
+    """The last thing printed at start-up: what runs where, who may use it, and a line to try it with."""
+    config, served = server.config, service.served
+    facts = served.facts
+    url = server.url
+    place = f"{facts.get('device', 'cpu')}, {facts.get('dtype', '')}".rstrip(", ")
+    rows = [
+        ("API", f"{url}/v1  (OpenAI), {url}/generate  (native)"),
+        ("docs", f"{url}/docs"),
+        ("model", f"{served.name} on {place}; context {served.context_length:,} tokens"),
+        ("key", _key_state(config)),
+    ]
+    if served.sampling_defaults:
+        told = ", ".join(f"{name} {value}" for name, value in served.sampling_defaults.items())
+        rows.append(("sampling", f"the model's own defaults: {told}  (--sampling-defaults openai for OpenAI's)"))
+    header = '-H "authorization: Bearer $BOUGH_API_KEY" ' if config.server.api_key else ""
+    route, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    if served.tokenizer is None or served.tokenizer.chat_template is None:
+        route, body = "/v1/completions", '{"prompt": "The sky is blue because", "max_tokens": 32}'
+    if served.tokenizer is None:
+        route, body = "/generate", '{"input_ids": [1, 2, 3]}'
+    lines = [f"bough {bough.__version__} is ready after {server.seconds:.1f} s", ""]
+    lines += [f"  {name:<9} {text}" for name, text in rows]
+    lines += ["", f"  curl {url}{route} {header}-H 'content-type: application/json' -d '{body}'", ""]
+    return "\n".join(lines)
+
+
+def _key_state(config: Config) -> str:
+    if config.server.api_key:
+        return "required (Authorization: Bearer ...)"
+    if is_loopback(config.server.host):
+        return "none: only this machine can connect"
+    return "none, and open to the network (--insecure)"
+
+
+def run_until_signalled(server: LocalServer, opened: Callable[[Service], None]) -> int:
+    """Serves in the main thread; Ctrl-C and SIGTERM drain, a second one ends at once. Returns the exit status."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.stop)
+        await server.run(opened)
+
+    run_in_loop(main())
+    return 0
+
+
+def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine in the fastest event loop there is."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)

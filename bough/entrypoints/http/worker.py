@@ -1,0 +1,118 @@
+"""One API worker: from a bound socket to an open door, and back to a closed one.
+
+    worker = Worker(config, endpoints, index, socket)
+    await worker.run(ready)        # `ready` gives the engine's facts once it takes requests
+
+Probes are answered while the engine loads; the tokenizer is loaded meanwhile. `drain` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from bough.config.concerns import Config
+from bough.core.errors import BoughError
+from bough.core.sampling import SamplingParams
+from bough.entrypoints.http.app import make_app
+from bough.entrypoints.http.server import Front, HttpServer
+from bough.entrypoints.served import load_model_side, make_served
+from bough.entrypoints.service import Service, make_admission
+from bough.intake import Intake, Request
+from bough.ipc import Endpoints
+from bough.observability.health import Pulse
+
+_log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0
+"""After the engine has gone, time for clients to read why."""
+
+Facts = Mapping[str, Any]
+
+
+class Worker:
+    """Serves one socket. Everything runs in the event loop that `run` is called in."""
+
+    def __init__(self, config: Config, endpoints: Endpoints, index: int, sock: socket.socket) -> None:
+        self._config = config
+        self._endpoints = endpoints
+        self._index = index
+        self._front = Front()
+        self._server = HttpServer(self._front, [sock], drain_timeout_s=config.server.drain_timeout_s)
+        self._service: Service | None = None
+        self._stopping = asyncio.Event()
+
+    async def run(
+        self, ready: Awaitable[Facts], opened: Callable[[Service], None] | None = None, *, warm_up: bool = False
+    ) -> None:
+        """Serves until `drain`. `opened` hears when requests are taken. Raises what start-up failed with."""
+        serving = asyncio.ensure_future(self._server.run())
+        opening = asyncio.ensure_future(self._open(ready, warm_up))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((opening, serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                service = opening.result()
+                if opened is not None:
+                    opened(service)
+                await serving
+        finally:
+            await _cancel(opening, stopping)
+            self._server.stop(now=self._service is None)
+            await asyncio.gather(serving, return_exceptions=True)
+            if self._service is not None:
+                await self._service.intake.close()
+
+    def drain(self, *, now: bool = False) -> None:
+        """Takes no new requests and ends `run` when those under way have ended; `now`: at once."""
+        if self._service is not None:
+            self._service.draining = True
+        self._stopping.set()
+        self._server.stop(now=now)
+
+    async def fail(self, error: BoughError) -> None:
+        """The engine is gone: whoever waits gets the error, then `run` ends."""
+        if self._service is not None:
+            self._service.intake.fail_all(error)
+            await asyncio.sleep(_LAST_WORDS_S)
+        self.drain(now=True)
+
+    async def _open(self, ready: Awaitable[Facts], warm_up: bool) -> Service:
+        waiting = asyncio.ensure_future(ready)
+        try:
+            checkpoint, tokenizer = await asyncio.to_thread(load_model_side, self._config)
+            facts = await waiting
+        except BaseException:
+            await _cancel(waiting)
+            raise
+        served = make_served(self._config, checkpoint, tokenizer, facts)
+        admission = make_admission(self._config, facts)
+        intake = Intake.from_facts(self._endpoints, facts, tokenizer, worker=self._index, gate=admission)
+        await intake.start()
+        self._service = Service(self._config, served, intake, Pulse(self._endpoints.heartbeat), admission)
+        if warm_up:
+            await _warm_up(intake)
+        self._front.open(make_app(self._service))
+        return self._service
+
+
+async def _warm_up(intake: Intake) -> None:
+    """Runs one short request through all processes, so that the first client does not pay for first times."""
+    length = min(16, max(1, intake.context_length - 4))
+    request = Request(
+        prompt=[index % intake.vocab_size for index in range(1, length + 1)],
+        sampling=SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True),
+        room="at_most",
+    )
+    await intake.collect(request)
+
+
+async def _cancel(*futures: asyncio.Future[Any]) -> None:
+    for future in futures:
+        future.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*futures, return_exceptions=True)

@@ -1,0 +1,270 @@
+"""An engine that answers from a script, behind a real intake, a real application and a real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from bough.config.server_args import load_config
+from bough.core.messages import (
+    Abort,
+    Delta,
+    End,
+    FlushCache,
+    Generate,
+    GetInfo,
+    Pause,
+    Profile,
+    Reply,
+    Resume,
+    TokenLogprobs,
+    pack_ids,
+    unpack_ids,
+)
+from bough.entrypoints.http.app import make_app
+from bough.entrypoints.http.server import Front, HttpServer
+from bough.entrypoints.http.sockets import bind
+from bough.entrypoints.service import Served, Service, make_admission
+from bough.intake import Intake
+from bough.ipc.endpoints import Endpoints
+from bough.observability.health import Beat, State
+from bough.parsers import ResponseParser, tool_specs
+from bough.tokenizer import ChatTemplate, Tokenizer
+from bough.tokenizer.tokenizer import FastCodebook
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EOS = 256
+CONTEXT = 4096
+
+
+def byte_tokenizer(template: str | None = CHATML) -> Tokenizer:
+    """Token i is byte i; then the special tokens of ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_byte = {_byte_of(letter): letter for letter in alphabet}
+    vocab = {by_byte[byte]: byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    chat = ChatTemplate(template, {"eos_token": "<|im_end|>"}) if template else None
+    return Tokenizer(codebook=FastCodebook(tokenizer), eos_id=EOS, eos_ids=(EOS,), chat_template=chat)
+
+
+def _byte_of(letter: str) -> int:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    code = ord(letter)
+    return code if code in printable else others[code - 256]
+
+
+Script = Callable[[Generate, str], "Answer"]
+
+
+@dataclass
+class Answer:
+    """What the engine says to one request."""
+
+    pieces: list[str] = field(default_factory=lambda: ["Hello", " there", "."])
+    reason: str = "stop"
+    matched: int | str | None = EOS
+    delay_s: float = 0.0
+    """Between pieces."""
+    end: End | None = None
+    """Instead of an end made from the above."""
+
+
+@dataclass
+class FakeEngine:
+    """Stands where the intake's outbox was: gets its messages, delivers deltas."""
+
+    intake: Intake
+    script: Script
+    seen: list[Generate] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    flush_error: str = ""
+    _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def send(self, message: Any) -> None:
+        match message:
+            case Generate():
+                self.seen.append(message)
+                self._tasks[message.id] = asyncio.ensure_future(self._answer(message))
+            case Abort(id=which):
+                self.aborted.append(which)
+                self._abort(which)
+            case FlushCache() | GetInfo() | Pause() | Resume() | Profile():
+                self.calls.append(message)
+                error = self.flush_error if isinstance(message, FlushCache) else ""
+                reply = Reply(call=message.call, error=error, body={"fake": True})
+                self.intake._calls[message.call].set_result(reply)
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _deliver(self, delta: Delta) -> None:
+        stream = self.intake._streams.get(delta.id)
+        if stream is not None:
+            self.intake._deliver(stream, delta)
+
+    def _abort(self, which: int) -> None:
+        task = self._tasks.pop(which, None)
+        if task is not None and not task.done():
+            task.cancel()
+            self._deliver(Delta(id=which, end=End(reason="abort", message="aborted by request")))
+
+    async def _answer(self, message: Generate) -> None:
+        tokenizer = self.intake.tokenizer
+        prompt = tokenizer.decode(unpack_ids(message.prompt).tolist(), False) if tokenizer else ""
+        answer = self.script(message, prompt)
+        parser = _parser(message)
+        made = 0
+        prompt_scores = self._prompt_scores(message)
+        for piece in answer.pieces:
+            await asyncio.sleep(answer.delay_s)
+            ids = tokenizer.encode(piece, add_special_tokens=False) if tokenizer else [1]
+            made += len(ids)
+            self._deliver(
+                Delta(
+                    id=message.id,
+                    text=piece,
+                    tokens=pack_ids(ids),
+                    events=parser.feed(piece) if parser else [],
+                    logprobs=self._scores(message, ids),
+                    prompt_logprobs=prompt_scores,
+                )
+            )
+            prompt_scores = None
+        end = answer.end or End(reason=answer.reason, matched=answer.matched)  # type: ignore[arg-type]
+        end.prompt_tokens, end.completion_tokens = len(message.prompt) // 4, made
+        end.cached_tokens = 2
+        self._deliver(
+            Delta(id=message.id, events=parser.finish() if parser else [], end=end, prompt_logprobs=prompt_scores)
+        )
+
+    def _scores(self, message: Generate, ids: list[int]) -> TokenLogprobs | None:
+        return self._score(message, ids, [-0.5] * len(ids)) if message.logprobs is not None else None
+
+    def _prompt_scores(self, message: Generate) -> TokenLogprobs | None:
+        if message.logprobs is None or message.logprobs.start < 0:
+            return None
+        ids = unpack_ids(message.prompt).tolist()
+        return self._score(message, ids, [None, *[-1.5] * (len(ids) - 1)])
+
+    def _score(self, message: Generate, ids: list[int], logprobs: list[float | None]) -> TokenLogprobs:
+        tokenizer, spec = self.intake.tokenizer, message.logprobs
+        assert tokenizer is not None
+        assert spec is not None
+        text = message.text is not None and message.text.logprob_text
+        top = [[(each, -0.5 - rank) for rank in range(spec.top)] if score is not None else []
+               for each, score in zip(ids, logprobs, strict=True)]  # fmt: skip
+        return TokenLogprobs(
+            token_ids=ids,
+            logprobs=logprobs,
+            top=top if spec.top else [],
+            text=[tokenizer.token_text(each) for each in ids] if text else [],
+            top_text=[[tokenizer.token_text(each) + "'" * rank for rank, (each, _) in enumerate(row)] for row in top]
+            if text and spec.top
+            else [],
+        )
+
+
+def _parser(message: Generate) -> ResponseParser | None:
+    spec = message.text
+    if spec is None or not (spec.reasoning_parser or spec.tool_parser):
+        return None
+    numbers = iter(range(10**6))
+    return ResponseParser.named(
+        reasoning=spec.reasoning_parser,
+        tools=spec.tool_parser,
+        tool_list=tool_specs(spec.tools),
+        force_reasoning=spec.reasoning_forced,
+        stream_reasoning=spec.stream_reasoning,
+        new_id=lambda *_: f"call_{next(numbers)}",
+    )
+
+
+class FakePulse:
+    """A heartbeat that says what it is told."""
+
+    def __init__(self) -> None:
+        self.beat = Beat(steps=1, age_s=0.1, state=State.READY, num_running=1, num_waiting=2, pid=0)
+
+    def read(self) -> Beat:
+        return self.beat
+
+
+class FakeServer:
+    """A whole HTTP server in a thread. `url` works while the context lasts."""
+
+    def __init__(
+        self, script: Script, *, template: str | None = CHATML, served: dict[str, Any] | None = None, **given: Any
+    ):
+        self.config = load_config(given, environ={}).config
+        self.pulse = FakePulse()
+        self.url = ""
+        self.engine: FakeEngine
+        self.service: Service
+        self._script = script
+        self._template = template
+        self._served = served or {}
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+
+    def __enter__(self) -> FakeServer:
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._server.stop(now=True))
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        tokenizer = None if self.config.model.skip_tokenizer_init else byte_tokenizer(self._template)
+        facts = {"context_length": CONTEXT, "vocab_size": 258, "eos_ids": [EOS], "max_running_requests": 4,
+                 "architecture": "FakeForCausalLM"}  # fmt: skip
+        admission = make_admission(self.config, facts)
+        intake = Intake.from_facts(Endpoints("/nonexistent"), facts, tokenizer, gate=admission)
+        self.engine = FakeEngine(intake, self._script)
+        intake._outbox = self.engine  # type: ignore[assignment]
+        served = Served(
+            name="fake", aliases=frozenset({"default", "org/fake"}), tokenizer=tokenizer, context_length=CONTEXT,
+            facts=facts, **self._served,
+        )  # fmt: skip
+        self.service = Service(self.config, served, intake, self.pulse, admission)  # type: ignore[arg-type]
+        front = Front()
+        front.open(make_app(self.service))
+        sock = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        self._server = HttpServer(front, [sock], drain_timeout_s=1)
+        running = asyncio.ensure_future(self._server.run())
+        await self._server.started()
+        self._ready.set()
+        await running
+        self.engine.close()
+
+
+@contextlib.contextmanager
+def serving(script: Script | Answer | None = None, **given: Any) -> Iterator[FakeServer]:
+    """A running server whose engine follows `script` (or always gives the same answer)."""
+    if script is None:
+        script = Answer()
+    fixed = script
+    follow: Script = (lambda *_: fixed) if isinstance(fixed, Answer) else fixed
+    with FakeServer(follow, **given) as server:
+        yield server

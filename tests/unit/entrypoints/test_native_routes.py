@@ -1,0 +1,265 @@
+"""/generate and its neighbours, spoken by a plain HTTP client."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import EOS, Answer, FakeServer, serving
+
+from bough.observability.health import Beat, State
+
+
+@pytest.fixture(scope="module")
+def http(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+def events(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_generate(http: httpx.Client) -> None:
+    answer = http.post("/generate", json={"text": "Hi", "sampling_params": {"max_new_tokens": 5}}).json()
+    assert answer["text"] == "Hello there."
+    assert answer["output_ids"] == list(b"Hello there.")
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 12, 2)
+
+
+def test_generate_streams_all_so_far(http: httpx.Client) -> None:
+    told = events(http.post("/generate", json={"text": "Hi", "stream": True}))
+    assert told[-1]["text"] == "Hello there."
+    for before, after in itertools.pairwise(told):
+        assert after["text"].startswith(before["text"])
+    assert told[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+    assert "index" not in told[0]
+
+
+def test_generate_streams_news_only_where_configured() -> None:
+    with serving(incremental_streaming_output=True) as running:
+        told = events(httpx.post(f"{running.url}/generate", json={"text": "Hi", "stream": True}))
+    assert "".join(each["text"] for each in told) == "Hello there."
+
+
+def test_generate_batches(http: httpx.Client) -> None:
+    body = {"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 1}]}
+    answers = http.post("/generate", json=body).json()
+    assert [answer["text"] for answer in answers] == ["Hello there."] * 3
+    told = events(http.post("/generate", json={**body, "stream": True}))
+    assert {each["index"] for each in told} == {0, 1, 2}
+    assert http.post("/generate", json={"text": ["a"]}).json()[0]["text"] == "Hello there."
+
+
+def test_generate_logprobs(http: httpx.Client) -> None:
+    body = {"input_ids": [72, 105], "return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 0}
+    meta = http.post("/generate", json=body).json()["meta_info"]
+    assert meta["output_token_logprobs"][0][:2] == [-0.5, 72]
+    assert meta["input_token_logprobs"][0] == [None, 72, None]
+    assert meta["output_top_logprobs"][0] == [[-0.5, 72, None]]
+
+
+def test_generate_put_works_too(http: httpx.Client) -> None:
+    assert http.put("/generate", json={"text": "Hi"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"text": "a", "input_ids": [1]},
+        {"text": 5},
+        {"text": ["a"] * 257},
+        {"text": ""},
+        {"input_ids": [300]},
+        {"input_ids": [-1]},
+        {"input_ids": [[1], 2]},
+        {"text": "a", "sampling_params": 5},
+        {"text": "a", "sampling_params": {"temperature": -1}},
+        {"text": "a", "sampling_params": {"max_new_tokens": -5}},
+        {"text": "a", "sampling_params": {"temprature": 1}},
+        {"text": "a", "sampling_params": {"n": 1000}},
+        {"text": "a" * 5000},
+        {"text": "a", "stream": "yes"},
+        {"text": "a", "custom_logit_processor": "x"},
+        {"text": ["a"] * 256, "sampling_params": {"n": 5}},
+    ],
+)
+def test_generate_refuses(http: httpx.Client, bad: dict[str, object]) -> None:
+    response = http.post("/generate", json=bad)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"].split("; ")) >= 2
+
+
+def test_unknown_fields_warn(http: httpx.Client) -> None:
+    response = http.post("/generate", json={"text": "a", "bogus": 1})
+    assert response.status_code == 200
+    assert response.headers["x-bough-ignored-fields"] == "bogus"
+
+
+def test_tokenize_and_back(http: httpx.Client) -> None:
+    answer = http.post("/tokenize", json={"prompt": "Hé", "return_token_strs": True}).json()
+    assert answer["tokens"] == list("Hé".encode())
+    assert answer["count"] == 3
+    assert answer["max_model_len"] == 4096
+    assert answer["token_strs"][0] == "H"
+    assert http.post("/v1/detokenize", json={"tokens": answer["tokens"]}).json()["text"] == "Hé"
+    many = http.post("/v1/tokenize", json={"prompt": ["a", "bc"]}).json()
+    assert many["tokens"] == [[97], [98, 99]]
+    assert http.post("/detokenize", json={"tokens": many["tokens"]}).json()["text"] == ["a", "bc"]
+
+
+def test_tokenize_messages_is_what_chat_computes(http: httpx.Client, server: FakeServer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    ids = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    http.post("/v1/chat/completions", json={"messages": messages})
+    from bough.core.messages import unpack_ids
+
+    assert unpack_ids(server.engine.seen[-1].prompt).tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/tokenize", {"prompt": 5}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [999]}),
+        ("/detokenize", {"tokens": ["a"]}),
+        ("/detokenize", {"tokens": [[1], 2]}),
+    ],
+)
+def test_tokenize_refuses(http: httpx.Client, path: str, body: dict[str, object]) -> None:
+    assert http.post(path, json=body).status_code == 400
+
+
+def test_models(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
+    assert listed["data"][0]["id"] == "fake"
+    assert listed["data"][0]["max_model_len"] == 4096
+    assert http.get("/v1/models/fake").json()["id"] == "fake"
+    assert http.get("/v1/models/org/fake").json()["id"] == "org/fake"
+    missing = http.get("/v1/models/nope")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_model_info(http: httpx.Client) -> None:
+    for path in ("/model_info", "/get_model_info"):
+        told = http.get(path).json()
+        assert told["served_model_name"] == "fake"
+        assert told["role_affixes"]["user"] == ["<|im_start|>user\n", "<|im_end|>\n"]
+        assert told["is_generation"] is True
+        assert told["architectures"] == ["FakeForCausalLM"]
+
+
+def test_server_info_tells_everything_but_keys() -> None:
+    with serving(api_key="s3cret", admin_api_key="s4cret") as running:
+        told = httpx.get(f"{running.url}/server_info", headers={"authorization": "Bearer s3cret"})
+    assert told.status_code == 200
+    assert "s3cret" not in told.text
+    assert "s4cret" not in told.text
+    body = told.json()
+    assert body["port"] == 30000
+    assert body["num_running"] == 1
+    assert body["internal_states"] == [{"fake": True}]
+    assert body["admission"]["max_requests"] == 4096 + 4
+
+
+def test_flush_cache(http: httpx.Client, server: FakeServer) -> None:
+    assert http.post("/flush_cache").json()["success"] is True
+    server.engine.flush_error = "2 requests are running"
+    try:
+        busy = http.get("/flush_cache")
+    finally:
+        server.engine.flush_error = ""
+    assert busy.status_code == 409
+    assert "2 requests are running" in busy.json()["error"]["message"]
+
+
+def test_abort_by_exact_id() -> None:
+    with serving(Answer(pieces=["x"] * 1000, delay_s=0.01)) as running, httpx.Client(base_url=running.url) as client:
+        body = {"text": "a", "rid": "job-7", "stream": True}
+        with client.stream("POST", "/generate", json=body, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert client.post("/abort_request", json={"rid": "job"}).json()["aborted"] == 0
+            assert client.post("/abort_request", json={"rid": "job-7"}).json()["aborted"] == 1
+            last = [line for line in lines if line.startswith("data: {")][-1]
+        assert json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
+        assert client.post("/abort_request", json={}).status_code == 400
+        assert client.post("/abort_request", json={"abort_all": True}).json()["success"] is True
+
+
+@pytest.mark.parametrize(
+    ("beat", "live", "ready"),
+    [
+        (Beat(1, 0.1, State.READY, 0, 0, 0), 200, 200),
+        (Beat(0, float("inf"), State.STARTING, 0, 0, 0), 200, 503),
+        (Beat(1, 301.0, State.READY, 1, 0, 0), 503, 503),
+        (Beat(1, 0.1, State.DRAINING, 1, 0, 0), 200, 503),
+        (Beat(1, 0.1, State.ENDED, 0, 0, 0), 503, 503),
+        (Beat(1, 0.1, State.PAUSED, 0, 0, 0), 200, 200),
+        (Beat(1, 0.1, State.READY, 0, 0, 2**22 - 2), 503, 503),  # a pid that does not exist
+    ],
+)
+def test_health_is_the_heartbeat(http: httpx.Client, server: FakeServer, beat: Beat, live: int, ready: int) -> None:
+    before = server.pulse.beat
+    server.pulse.beat = beat
+    num_seen = len(server.engine.seen)
+    try:
+        assert http.get("/livez").status_code == live
+        for path in ("/readyz", "/health", "/health_generate"):
+            assert http.get(path).status_code == ready
+    finally:
+        server.pulse.beat = before
+    assert len(server.engine.seen) == num_seen  # no probe becomes a request
+
+
+def test_root_and_docs(http: httpx.Client) -> None:
+    assert http.get("/").json()["name"] == "bough"
+    assert http.head("/").status_code == 200
+    document = http.get("/openapi.json").json()
+    assert "/v1/chat/completions" in document["paths"]
+    assert "/pause_generation" not in document["paths"]
+    assert http.get("/docs").status_code == 200
+
+
+def test_without_a_tokenizer_ids_go_in_and_out() -> None:
+    with (
+        serving(Answer(pieces=["", ""]), skip_tokenizer_init=True) as running,
+        httpx.Client(base_url=running.url) as client,
+    ):
+        answer = client.post("/generate", json={"input_ids": [1, 2, 3]})
+        assert answer.status_code == 200
+        assert "text" not in answer.json()
+        assert answer.json()["output_ids"] == [1, 1]
+        for path, body in (
+            ("/generate", {"text": "a"}),
+            ("/tokenize", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/v1/completions", {"prompt": [1], "echo": True}),
+        ):
+            refused = client.post(path, json=body)
+            assert refused.status_code == 400
+            assert "skip-tokenizer-init" in refused.json()["error"]["message"]
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    with serving(template=None) as running:
+        refused = httpx.post(
+            f"{running.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]}
+        )
+    assert refused.status_code == 400
+    assert "/v1/completions" in refused.json()["error"]["message"]
