@@ -6,13 +6,13 @@ import numpy as np
 
 from bough.cache.prefix import AccountError, PrefixCache
 from bough.cache.radix import Node
-from bough.scheduler.queues import Queues
+from bough.scheduler.queues import Queues, Row
 
 
 def check_account(queues: Queues, cache: PrefixCache) -> None:
     """Raises `AccountError` on the first thing that does not add up. For tests: it looks at every page."""
     slots = queues.slots
-    rows = [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]
+    rows: list[Row] = [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]
     if len(rows) + slots.num_free != slots.num_slots or len({row.slot for row in rows}) != len(rows):
         raise AccountError(f"{len(rows)} rows and {slots.num_free} free slots of {slots.num_slots}")
     private = [slots.private_pages(row.slot) for row in rows]
@@ -26,7 +26,7 @@ def check_account(queues: Queues, cache: PrefixCache) -> None:
             path.append(node)
             node = node.parent
         pages = np.concatenate([node.pages for node in reversed(path)])
-        held = slots.table[row.slot, : slots.tree_pages[row.slot]]
+        held = slots.table[row.slot, : int(slots.tree_pages[row.slot])]
         if not np.array_equal(pages, held):
             raise AccountError(f"slot {row.slot} reads pages {held.tolist()}, its path has {pages.tolist()}")
         if slots.kv_len[row.slot] > slots.num_pages[row.slot] * cache.page_size:

@@ -1,4 +1,4 @@
-"""A row whose tokens are not free: a grammar, a grammar that waits for the end of reasoning, a budget of reasoning tokens."""
+"""A row whose tokens are not free: a grammar, one that waits for the end of reasoning, a budget of reasoning tokens."""
 
 from __future__ import annotations
 

@@ -44,9 +44,10 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
             _start_again(queues, cache, row)
         else:
             _fail(queues, cache, row, error, now)
-    for row in [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]:
-        if row.node.detached and queues.slots.live[row.slot]:
-            _start_again(queues, cache, row, keep_kv=False)
+    others: list[Row] = [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]
+    for other in others:
+        if other.node.detached and queues.slots.live[other.slot]:
+            _start_again(queues, cache, other, keep_kv=False)
     cache.settle(step.index)
     release_settled(queues, cache)
 

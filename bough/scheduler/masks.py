@@ -6,6 +6,7 @@ import numpy as np
 
 from bough.core.step import I32, Mask
 from bough.scheduler.commit import Flight
+from bough.scheduler.constrain import Gate
 from bough.scheduler.queues import Queues
 
 
@@ -43,5 +44,19 @@ def _note_forced(queues: Queues, slot: int, forced: list[int]) -> None:
         if token in stops:
             forced = forced[:at]
             break
+    if len(forced) > 1 and _ends_with(queues.gates[slot], forced):
+        forced = forced[:-1]
     if len(forced) > 1:
         queues.forced[slot] = forced
+
+
+def _ends_with(gate: Gate, tokens: list[int]) -> bool:
+    """Would the grammar be complete after these tokens?"""
+    accepted = 0
+    for token in tokens:
+        if not gate.accept(token):
+            raise ValueError(f"it forces token {token} and does not accept it")
+        accepted += 1
+    ends = gate.terminated
+    gate.rollback(accepted)
+    return ends

@@ -10,7 +10,7 @@ from bough.core.step import I32, Bool
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
 from bough.scheduler.prefill import Share, plan_prefill
-from bough.scheduler.queues import Queues
+from bough.scheduler.queues import Queues, Waiting
 
 _NO_SLOTS = np.empty(0, np.int32)
 _NO_NEEDS = np.empty(0, np.bool_)
@@ -55,10 +55,21 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     if wants_prefill and not plan.retract:
         budget = prefill_budget(queues, limits, tokens, len(plan.decodes) + len(plan.runs))
         prefill = plan_prefill(queues, cache, limits, tokens=budget, pages=pages, decode_pages=decode_pages)
-        plan.shares, plan.preempt = prefill.shares, prefill.preempt
+        plan.shares = prefill.shares
+        if prefill.preempt:
+            _take_out(plan, prefill.preempt)
     if not plan.has_rows and not plan.retract and not plan.preempt and _stuck(queues):
         plan.retract = victims(queues, limits, 1)
     return plan
+
+
+def _take_out(plan: StepPlan, preempt: list[int]) -> None:
+    """Rows that give way are not in the step."""
+    plan.preempt = preempt
+    stay = ~np.isin(plan.decodes, preempt)
+    plan.decodes, plan.needs_page = plan.decodes[stay], plan.needs_page[stay]
+    plan.runs = [run for run in plan.runs if run.slot not in preempt]
+    plan.shares = [s for s in plan.shares if isinstance(s.row, Waiting) or s.row.slot not in preempt]
 
 
 def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int) -> int:

@@ -94,11 +94,11 @@ def dfs_weight(fresh: Iterable[Waiting], queues: Queues, cache: CacheView, limit
             weight[id(node)] = weight.get(id(node), 0) + 1
             if above is not None:
                 below.setdefault(id(above), {})[id(node)] = node
-    stack = sorted(top, key=lambda n: weight[n])
+    stack = sorted(top, key=weight.__getitem__)
     while stack:
-        node = stack.pop()
-        yield from at.get(node, ())
-        stack.extend(sorted(below.get(node, {}), key=lambda n: weight[n]))
+        here = stack.pop()
+        yield from at.get(here, ())
+        stack.extend(sorted(below.get(here, {}), key=weight.__getitem__))
     yield from nowhere
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bough.cache.radix import Node
+from bough.scheduler.estimate import row_need
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Prefilling, Queues, Running, Waiting
 
@@ -51,6 +52,7 @@ def give_way(queues: Queues, limits: Limits, waiting: Waiting, short_pages: int,
     short_pages -= coming(queues)
     ceiling = waiting.job.ask.priority - limits.preempt_gap
     chosen: list[int] = []
+    ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling), limits.conservativeness)
     for row in youngest_first(queues, limits):
         if short_slots <= 0 and short_pages <= 0:
             break
@@ -58,5 +60,5 @@ def give_way(queues: Queues, limits: Limits, waiting: Waiting, short_pages: int,
             return []
         chosen.append(row.slot)
         short_slots -= 1
-        short_pages -= freed_by(queues, row)
+        short_pages -= freed_by(queues, row) + row_need(queues, limits, row, ratio)
     return chosen if short_slots <= 0 and short_pages <= 0 else []

@@ -10,16 +10,15 @@ from msgspec import Struct
 from bough.cache.prefix import CacheView
 from bough.cache.radix import Match
 from bough.core.step import I64
+from bough.scheduler.estimate import expected_output, prefill_need, running_need
 from bough.scheduler.limits import Limits
 from bough.scheduler.policy import match, ordered
 from bough.scheduler.preempt import give_way
-from bough.scheduler.queues import Job, Prefilling, Queues, Waiting
+from bough.scheduler.queues import Prefilling, Queues, Waiting
 
 LOOK_AHEAD = 256
 """Waiting requests looked at in one step."""
 _PEEK = 32
-_MIN_EXPECTED = 16
-"""Output tokens still expected of a row that has outlived the estimate."""
 PATIENCE_TO_FOLLOW = 32
 """Overtaken this often, a request no longer waits for another one to compute its prefix."""
 
@@ -137,7 +136,7 @@ def _admit(queues: Queues, cache: CacheView, limits: Limits, room: _Room, short_
         fresh_locks = [(id(node), used) for node, used in found.path if node.locks == 0 and id(node) not in counted]
         locked = sum(used for _, used in fresh_locks)
         cached = found.num_tokens // limits.page_size
-        whole = limits.pages_for(len(waiting.key) + _expected(waiting.job, limits, ratio)) - cached
+        whole = limits.pages_for(len(waiting.key) + expected_output(waiting.job, limits, ratio)) - cached
         alone = queues.num_live == 0 and not plan.shares
         short_pages = 0 if alone else whole + locked + room.reserve - room.pages
         if slots_left <= 0 or short_pages > 0:
@@ -158,33 +157,14 @@ def _admit(queues: Queues, cache: CacheView, limits: Limits, room: _Room, short_
         leaders.append((waiting.job.ask.namespace, waiting.key))
 
 
-def _expected(job: Job, limits: Limits, ratio: float) -> int:
-    """Output tokens that a waiting request is expected to add."""
-    rest = job.limit - len(job.output)
-    if job.dry_retractions >= limits.max_retractions:
-        return max(rest - 1, 0)
-    expected = ratio * min(job.limit, limits.estimate_clip_tokens) - len(job.output)
-    return max(0, min(rest - 1, int(max(expected, _MIN_EXPECTED))))
-
-
 def _reserved(queues: Queues, limits: Limits, shares: list[Share]) -> int:
-    """Pages that the rows there are will want beyond what they have: those of their prompts, and of expected output."""
-    slots = queues.slots
+    """Pages that the rows there are will want beyond what they have and are given in this step."""
     rows = queues.running_slots()
     ratio = queues.ratio.estimate(len(rows) + len(queues.prefilling), limits.conservativeness)
-    pages = 0
-    if len(rows):
-        done = slots.out_launched[rows]
-        rest = slots.out_limit[rows] - done
-        expected = ratio * np.minimum(slots.out_limit[rows], limits.estimate_clip_tokens) - done
-        expected = np.minimum(np.maximum(expected, _MIN_EXPECTED), rest)
-        expected = np.where(slots.pinned[rows], rest, expected)
-        need = -(-(slots.kv_len[rows] + expected) // limits.page_size) - slots.num_pages[rows]
-        pages += int(np.maximum(need, 0).sum())
+    pages = int(running_need(queues, limits, rows, ratio).sum())
     given = {id(share.row): share.num_new_pages(limits.page_size) for share in shares}
     for row in queues.prefilling.values():
-        whole = limits.pages_for(len(row.key) + _expected(row.job, limits, ratio))
-        pages += max(0, whole - int(slots.num_pages[row.slot]) - given.get(id(row), 0))
+        pages += max(0, prefill_need(queues, limits, row, ratio) - given.get(id(row), 0))
     return pages
 
 

@@ -218,7 +218,7 @@ class Counters(Struct):
 
 
 class Queues:
-    """The scheduler's whole state but the cache. `plan_step` reads it; `accept`, `commit`, `settle` and `leave` change it."""
+    """The scheduler's state, all but the cache. `plan_step` reads it; `accept`, `commit`, `settle`, `leave` change it."""
 
     def __init__(self, limits: Limits, grammars: GrammarQueue | None = None) -> None:
         self.limits = limits

@@ -9,7 +9,7 @@ import numpy as np
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import RequestFailed
-from bough.core.messages import End, RowOutput
+from bough.core.messages import End, EndReason, RowOutput
 from bough.core.step import I32, Bool, Outcome
 from bough.scheduler.commit import ChunkRow, Flight
 from bough.scheduler.constrain import Gate
@@ -37,7 +37,7 @@ def settle(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache,
         _gather_hidden(flight, outcome, queues)
     if flight.chunks:
         _settle_chunks(flight, outcome, queues, yields, now)
-    rows = np.flatnonzero(yields)
+    rows = np.flatnonzero(yields).astype(np.int32)
     if len(rows):
         _settle_tokens(flight, outcome, queues, cache, rows, now)
     for row, why in failed.items():
@@ -171,7 +171,7 @@ def _send(
         if ended[column]:
             token = int(tokens[column])
             matched = token if stops[column] and token in job.stops else None
-            reason = "stop" if stops[column] else "length"
+            reason: EndReason = "stop" if stops[column] else "length"
             end = failed.get(column) or make_end(job, slots.output(slot), now, reason, matched=matched)
             count_end(queues, end)
         queues.mail.say(first + at, take_extras(job, end))

@@ -87,7 +87,7 @@ class Client:
 
 
 class ParityMatcher:
-    """A grammar for tests: token k must be congruent to k modulo 3; every 4th place is forced, for `run` tokens; `length` long."""
+    """`length` tokens: token k is congruent to k modulo 3, but the last `run` of every 8 places are forced."""
 
     def __init__(self, length: int, run: int) -> None:
         self.length = length

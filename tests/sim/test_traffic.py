@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,8 @@ from bough.core.messages import TextSpec
 from bough.core.step import Step
 from tests.sim.harness import VOCAB, Client, Sim, check_answer
 
-_QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = int(os.environ.get("BOUGH_SIM_EXAMPLES", "40"))
+_QUICK = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 STEMS = [[(stem * 11 + i * i) % VOCAB for i in range(40)] for stem in range(3)]
 

@@ -1,0 +1,46 @@
+"""How much memory rows will want: their prompts for certain, their answers by what answers have been like. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bough.core.step import I32
+from bough.scheduler.limits import Limits
+from bough.scheduler.queues import Job, Prefilling, Queues, Running
+
+_MIN_EXPECTED = 16
+"""Output tokens still expected of a row that has outlived the estimate."""
+
+
+def expected_output(job: Job, limits: Limits, ratio: float) -> int:
+    """KV tokens of output that a request without a slot is expected to add; all it may, once memory is reserved for it."""
+    rest = job.limit - len(job.output) - 1
+    if job.dry_retractions >= limits.max_retractions:
+        return max(rest, 0)
+    expected = ratio * min(job.limit, limits.estimate_clip_tokens) - len(job.output)
+    return max(0, min(rest, int(max(expected, _MIN_EXPECTED))))
+
+
+def running_need(queues: Queues, limits: Limits, rows: I32, ratio: float) -> I32:
+    """Per running row, pages that it will want beyond what it has."""
+    slots = queues.slots
+    done = slots.out_launched[rows]
+    rest = slots.out_limit[rows] - done
+    expected = ratio * np.minimum(slots.out_limit[rows], limits.estimate_clip_tokens) - done
+    expected = np.minimum(np.maximum(expected, _MIN_EXPECTED), rest)
+    expected = np.where(slots.pinned[rows], rest, expected)
+    pages = np.ceil((slots.kv_len[rows] + expected) / limits.page_size) - slots.num_pages[rows]
+    return np.maximum(pages, 0).astype(np.int32)
+
+
+def prefill_need(queues: Queues, limits: Limits, row: Prefilling, ratio: float) -> int:
+    """Pages that a prompt under way will want beyond what it has."""
+    whole = limits.pages_for(len(row.key) + expected_output(row.job, limits, ratio))
+    return max(0, whole - int(queues.slots.num_pages[row.slot]))
+
+
+def row_need(queues: Queues, limits: Limits, row: Prefilling | Running, ratio: float) -> int:
+    """Pages that a row will want beyond what it has."""
+    if isinstance(row, Prefilling):
+        return prefill_need(queues, limits, row, ratio)
+    return int(running_need(queues, limits, np.array([row.slot], np.int32), ratio)[0])
