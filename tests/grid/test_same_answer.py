@@ -17,8 +17,8 @@ from bough.core.sampling import SamplingParams
 from bough.layers.batch import Model
 from bough.models.load import build_model
 
-from .in_process import InProcess, Setup
-from .pairwise import pairwise_cover
+from in_process import InProcess, Setup
+from pairwise import pairwise_cover
 
 AXES = {
     "page_size": [16, 1, 5],
