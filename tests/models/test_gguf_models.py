@@ -88,7 +88,7 @@ def test_gguf_keeps_llama3_frequencies(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("quantization", ["none", "gguf", "gguf-exact"])
 def test_block_formats(kind: str, kinds: dict[str, str], quantization: str, tmp_path: Path) -> None:
-    """Dequantised on load, or packed and exact, logits equal transformers' on the dequantised weights; packed, they are close.
+    """Dequantised on load, or packed and exact, logits equal transformers' on the same weights; packed, they are close.
 
     Fused layers mix formats here, and the embedding is looked up in its blocks.
     """
