@@ -28,6 +28,8 @@ from bough.tokenizer import Tokenizer, load_tokenizer
 _log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
+_LAST_WORDS_S = 0.2
+"""At the end, time for the last messages; whoever no longer reads is not waited for."""
 
 
 class Answers:
@@ -148,7 +150,9 @@ def run(launch: Launch) -> None:
             if worker < len(workers):
                 workers[worker].send_all(news)
         if inbox.closed and not messages:
-            return
+            break
+    for outbox in (engine, *workers):
+        outbox.close(wait_s=_LAST_WORDS_S)
 
 
 def _tokenizer(launch: Launch) -> Tokenizer | None:

@@ -103,7 +103,8 @@ class Intake:
         self._gate = gate
         self._pool = TokenizerPool(tokenizer) if tokenizer is not None else None
         self._eos_ids = tuple(dict.fromkeys([*(tokenizer.eos_ids if tokenizer else ()), *eos_ids]))
-        self._numbers = itertools.count(1)
+        # Not from 1: the engine may still hold requests of a predecessor in this place.
+        self._numbers = itertools.count(secrets.randbits(WORKER_SHIFT - 2))
         self._streams: dict[int, Stream] = {}
         self._places: dict[int, Place] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
@@ -274,9 +275,8 @@ class Intake:
         try:
             for request in requests:
                 tokens = len(request.prompt) if not isinstance(request.prompt, str) else len(request.prompt) // 3 + 1
-                places += [
-                    self._gate.admit(requests=1, tokens=tokens) for _ in range(max(1, min(request.sampling.n, 64)))
-                ]
+                for _ in range(max(1, min(request.sampling.n, 64))):
+                    places.append(self._gate.admit(requests=1, tokens=tokens))
         except BaseException:
             for place in places:
                 place.end()

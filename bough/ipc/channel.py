@@ -163,9 +163,9 @@ class Outbox:
         for message in messages:
             self.send(message)
 
-    def close(self) -> None:
-        """Closes after the last messages have left, or after two seconds."""
-        self._socket.close()
+    def close(self, wait_s: float = _LINGER_MS / 1000) -> None:
+        """Closes; in the background, the last messages get `wait_s` to leave."""
+        self._socket.close(round(wait_s * 1000))
 
 
 def flush() -> None:

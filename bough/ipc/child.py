@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from bough.core.errors import BoughError
 from bough.ipc.channel import flush
@@ -71,7 +72,7 @@ def _die_with_parent(launch: Launch, janitor: bool) -> None:
     if sys.platform == "linux" and launch.die_with_parent_thread and not janitor:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launch.parent_pid:
-        os._exit(1)
+        _end(launch, janitor)
     if launch.lifeline_fd >= 0:
         watch = threading.Thread(target=_watch_lifeline, args=(launch, janitor), name="lifeline", daemon=True)
         watch.start()
@@ -84,6 +85,11 @@ def _watch_lifeline(launch: Launch, janitor: bool) -> None:
                 break
         except OSError:
             break
+    _end(launch, janitor)
+
+
+def _end(launch: Launch, janitor: bool) -> NoReturn:
+    """Ends at once; the janitor first lets the others end and removes what the parent can't."""
     if janitor:
         time.sleep(0.5)
         shutil.rmtree(launch.directory, ignore_errors=True)

@@ -1,0 +1,362 @@
+"""`Engine`: the runtime inside a Python program, without HTTP. Same settings as the server, same shapes as `/generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import bough
+from bough.config.hf import Checkpoint, open_checkpoint
+from bough.config.server_args import build_config
+from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
+from bough.intake import Intake, NativeAnswer, NativeBatch, Stream, native_batch
+from bough.launch import Programs, Running, start
+from bough.tokenizer import Tokenizer, load_tokenizer
+
+Json = dict[str, Any]
+Answers = Json | list[Json]
+T = TypeVar("T")
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's generation_config.json recommends and sampling parameters know."""
+
+
+class Engine:
+    """A model, ready to generate. Ends its processes on `shutdown`, at the end of `with`, or with the program."""
+
+    def __init__(self, *, programs: Programs | None = None, **settings: Any) -> None:
+        """Takes the server's settings by name (`model_path`, `tp_size`, `context_length`, ...). Returns once ready.
+
+        Raises `ConfigError` for a wrong setting, and whatever start-up failed with.
+        """
+        settings.setdefault("log_level", "warning")
+        self.config = build_config(**settings)
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._running: Running = start(self.config, num_api_workers=1, programs=programs)
+        try:
+            model = self._running.config.model
+            self._checkpoint = open_checkpoint(
+                model.model,
+                revision=model.revision,
+                load_format=model.load_format,
+                overrides=model.json_model_override_args,
+            )
+            self.tokenizer: Tokenizer | None = self._load_tokenizer(self._checkpoint)
+            self._defaults = self._model_defaults(self._checkpoint)
+            self._running.wait_ready()
+            self._thread = threading.Thread(target=self._run_loop, name="bough-engine", daemon=True)
+            self._thread.start()
+            self._intake = self._call(self._open_intake())
+        except BaseException:
+            self._running.stop()
+            raise
+        self._running.on_failure(self._engine_failed)
+
+    # -- generating ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        return_logprob: bool | Sequence[bool] | None = None,
+        logprob_start_len: int | Sequence[int] | None = None,
+        top_logprobs_num: int | Sequence[int] | None = None,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        return_text_in_logprobs: bool | None = None,
+        return_hidden_states: bool | str | None = None,
+        stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        extra_key: str | None = None,
+    ) -> Answers | Iterator[Json]:
+        """Generates for one prompt (a dict) or many (a list of dicts): `{"text", "output_ids", "meta_info"}`.
+
+        `sampling_params`, `rid` and the logprob options may be lists with one entry a prompt. With `stream`, an iterator
+        of such dicts, each with all text so far; in a batch they carry `index`. Leaving the iterator early ends the
+        requests. Raises `InvalidRequest`, and `RequestFailed` if a lone request failed.
+        """
+        batch = self._batch(
+            prompt, input_ids, sampling_params, stream=stream, return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num, token_ids_logprob=token_ids_logprob,
+            return_text_in_logprobs=return_text_in_logprobs, return_hidden_states=return_hidden_states, rid=rid,
+            priority=priority, cache_salt=cache_salt, extra_key=extra_key,
+        )  # fmt: skip
+        if stream:
+            return self._iterate(batch)
+        return self._call(self._whole(batch))
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answers | AsyncIterator[Json]:
+        """Like `generate`, for a program with an event loop. With `stream`, await it for an async iterator."""
+        batch = self._batch(prompt, input_ids, sampling_params, stream=stream, **options)
+        if stream:
+            return self._async_iterate(batch)
+        future = self._submit(self._whole(batch))
+        return await asyncio.wrap_future(future)
+
+    def encode(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    ) -> Answers:
+        """Embeddings of one prompt or many, by a pooling model (`is_embedding=True`): `{"embedding", "meta_info"}`."""
+        return self._call(self._whole(self._pool_batch(prompt, input_ids)))
+
+    async def async_encode(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    ) -> Answers:
+        return await asyncio.wrap_future(self._submit(self._whole(self._pool_batch(prompt, input_ids))))
+
+    # -- control ---------------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> Json:
+        """Empties the prefix cache. Raises `Conflict` while requests run."""
+        return self._call(self._intake.flush_cache())
+
+    def get_server_info(self) -> Json:
+        """Settings, what was decided at start-up, and the engine's numbers right now."""
+        internal = self._call(self._intake.info())
+        settings = {name: dict(_plain(group)) for name, group in dataclasses.asdict(self.config).items()}
+        return {"version": bough.__version__, **settings, **self._running.facts, "internal_states": [internal]}
+
+    def get_model_info(self) -> Json:
+        model = self.config.model
+        return {
+            "model_path": str(self._checkpoint.path),
+            "served_model_name": model.served_model_name or self._checkpoint.name,
+            "is_generation": not model.is_embedding,
+            "context_length": self._running.facts["context_length"],
+            "vocab_size": self._running.facts["vocab_size"],
+            "architectures": self._checkpoint.config.get("architectures", []),
+            "preferred_sampling_params": dict(self._defaults),
+            "weight_version": "default",
+        }
+
+    def abort(self, rid: str = "") -> int:
+        """Ends requests by name, or all of them; they end with finish reason `abort`. Returns how many."""
+
+        async def run() -> int:
+            return self._intake.abort(rid)
+
+        return self._call(run())
+
+    def pause(self, mode: str = "abort") -> Json:
+        """Stops computing: `abort` ends all requests, `retract` frees their memory, `in_place` freezes them."""
+        return self._call(self._intake.pause(mode))
+
+    def resume(self) -> Json:
+        return self._call(self._intake.resume())
+
+    def start_profile(self, output_dir: str = "", num_steps: int = 0) -> Json:
+        return self._call(self._intake.profile(start=True, output_dir=output_dir, num_steps=num_steps))
+
+    def stop_profile(self) -> Json:
+        return self._call(self._intake.profile(start=False))
+
+    def get_all_child_pids(self) -> list[int]:
+        return list(self._running.pids.values())
+
+    def shutdown(self, drain_s: float = 0.0) -> None:
+        """Ends the engine's processes; requests under way get `drain_s`. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if drain_s == 0:
+            self._close_intake()
+        self._running.stop(drain_s)
+        if drain_s > 0:
+            self._close_intake()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _load_tokenizer(self, checkpoint: Checkpoint) -> Tokenizer | None:
+        model = self.config.model
+        if model.skip_tokenizer_init:
+            return None
+        return load_tokenizer(
+            model.tokenizer or checkpoint,
+            trust_remote_code=model.trust_remote_code,
+            revision=model.revision if model.tokenizer else "",
+            chat_template=model.chat_template,
+        )
+
+    def _model_defaults(self, checkpoint: Checkpoint) -> Json:
+        if self.config.server.sampling_defaults != "model":
+            return {}
+        stated = checkpoint.generation_config
+        return {name: stated[name] for name in _SAMPLING_FIELDS if stated.get(name) is not None}
+
+    async def _open_intake(self) -> Intake:
+        intake = Intake.from_facts(self._running.endpoints, self._running.facts, self.tokenizer)
+        await intake.start()
+        return intake
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _engine_failed(self, error: BoughError) -> None:
+        gone = Unavailable(what="the engine has stopped", why=error.what, fix=error.fix)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._intake.fail_all, gone)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self._closed:
+            work.close()
+            raise Unavailable(what="the engine was shut down", fix="make a new Engine")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _close_intake(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._intake.close(), self._loop).result(5)
+
+    def _batch(
+        self,
+        prompt: Any,
+        input_ids: Any,
+        sampling_params: Any,
+        *,
+        stream: bool,
+        **options: Any,
+    ) -> NativeBatch:
+        self._refuse(pooling=False)
+        fields = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream}
+        return native_batch(
+            {**fields, **options},
+            defaults=self._defaults,
+            want_text=self.tokenizer is not None,
+            every=self.config.scheduler.stream_interval,
+        )
+
+    def _pool_batch(self, prompt: Any, input_ids: Any) -> NativeBatch:
+        self._refuse(pooling=True)
+        return native_batch({"text": prompt, "input_ids": input_ids}, pool="embed")
+
+    def _refuse(self, *, pooling: bool) -> None:
+        if self.config.model.is_embedding != pooling:
+            raise InvalidRequest(
+                what=f"this engine does not {'embed' if pooling else 'generate'}",
+                why=f"it was made with is_embedding={self.config.model.is_embedding}",
+                fix=f"make one with is_embedding={pooling}",
+            )
+
+    async def _answers(self, batch: NativeBatch) -> list[tuple[Stream, NativeAnswer]]:
+        groups = await self._intake.submit_batch(batch.requests)
+        incremental = self.config.server.incremental_streaming_output and batch.stream
+        text = self.tokenizer is not None
+        return [
+            (stream, NativeAnswer(stream, request, incremental=incremental, text=text))
+            for request, group in zip(batch.requests, groups, strict=True)
+            for stream in group
+        ]
+
+    async def _whole(self, batch: NativeBatch) -> Answers:
+        pairs = await self._answers(batch)
+        try:
+            rendered = []
+            for stream, answer in pairs:
+                delta = await stream.collect()
+                if batch.one_answer and delta.end is not None and delta.end.reason == "error":
+                    raise _as_error(delta.end.status, delta.end.message)
+                rendered.append(answer.add(delta))
+        finally:
+            for stream, _ in pairs:
+                stream.abort()
+        return rendered[0] if batch.one_answer else rendered
+
+    async def _stream(self, batch: NativeBatch, put: Any) -> None:
+        """Puts every answer's news, then None; on failure the error."""
+        pairs = await self._answers(batch)
+
+        async def follow(index: int, stream: Stream, answer: NativeAnswer) -> None:
+            async with stream:
+                async for delta in stream:
+                    if batch.one_answer and delta.end is not None and delta.end.reason == "error":
+                        raise _as_error(delta.end.status, delta.end.message)
+                    news = answer.add(delta)
+                    put(news if batch.one_answer else {**news, "index": index})
+
+        tasks = [asyncio.create_task(follow(i, stream, answer)) for i, (stream, answer) in enumerate(pairs)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _iterate(self, batch: NativeBatch) -> Iterator[Json]:
+        arrived: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
+        work = self._submit(self._stream(batch, arrived.put))
+        work.add_done_callback(lambda _: arrived.put(None))
+        try:
+            while (news := arrived.get()) is not None:
+                yield news
+            work.result()
+        finally:
+            work.cancel()
+
+    async def _async_iterate(self, batch: NativeBatch) -> AsyncIterator[Json]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Json | None] = asyncio.Queue()
+
+        def put(news: Json | None) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, news)
+
+        work = self._submit(self._stream(batch, put))
+        work.add_done_callback(lambda _: put(None))
+        try:
+            while (news := await arrived.get()) is not None:
+                yield news
+            work.result()
+        finally:
+            work.cancel()
+
+
+def _as_error(status: int, message: str) -> BoughError:
+    kind = InvalidRequest if 400 <= status < 500 else RequestFailed
+    return kind(what=message or "the request failed")
+
+
+def _plain(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A concern's settings without its secrets."""
+    for name, value in group.items():
+        if name not in ("api_key", "admin_api_key"):
+            yield name, value if isinstance(value, bool | int | float | str) else str(value)

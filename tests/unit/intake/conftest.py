@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from bough.config.concerns import Config, LogConfig
+from bough.config.hf import default_model_path
+from bough.intake import Intake
+from bough.launch import Programs, Running, start
+from bough.tokenizer import Tokenizer, load_tokenizer
+
+FAKE = Programs(engine=(str(Path(__file__).with_name("fake_engine.py")),))
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Tokenizer:
+    return load_tokenizer(default_model_path())
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with start(Config(log=LogConfig(log_level="warning")), programs=FAKE) as server:
+        server.wait_ready(timeout_s=60)
+        yield server
+
+
+@pytest.fixture
+async def intake(running: Running, smollm: Tokenizer) -> AsyncIterator[Intake]:
+    opened = Intake.from_facts(running.endpoints, running.facts, smollm)
+    await opened.start()
+    yield opened
+    await opened.close()

@@ -1,0 +1,203 @@
+"""`Engine` over the fake engine process: shapes, streams, batches, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bough.core.errors import BoughError, ConfigError, Conflict, InvalidRequest, RequestFailed, Unavailable
+from bough.engine_api import Engine
+from tests.unit.intake.conftest import FAKE
+from tests.unit.intake.test_intake import BAD, IDS, SLOW, echo
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(programs=FAKE) as made:
+        yield made
+
+
+def test_one_prompt_gives_one_dict(engine: Engine) -> None:
+    answer = engine.generate(input_ids=IDS, sampling_params={"max_new_tokens": 5})
+    assert isinstance(answer, dict)
+    assert answer["output_ids"] == echo(IDS, 5)
+    assert engine.tokenizer is not None
+    assert answer["text"] == engine.tokenizer.decode(echo(IDS, 5))
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (4, 5, 1)
+    assert meta["e2e_latency"] > 0
+    assert meta["id"]
+
+
+def test_many_prompts_give_a_list_in_order(engine: Engine) -> None:
+    prompts = ["first prompt", "second", "and a third one"]
+    answers = engine.generate(prompts, {"max_new_tokens": 3})
+    assert isinstance(answers, list)
+    assert engine.tokenizer is not None
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer["output_ids"] == echo(engine.tokenizer.encode(prompt), 3)
+    twice = engine.generate(prompts[0], {"max_new_tokens": 2, "n": 2})
+    assert isinstance(twice, list)
+    assert len(twice) == 2
+
+
+def test_streaming_grows_to_the_whole(engine: Engine) -> None:
+    whole = engine.generate("some prompt", {"max_new_tokens": 6})
+    assert isinstance(whole, dict)
+    pieces = list(engine.generate("some prompt", {"max_new_tokens": 6}, stream=True))
+    assert all(isinstance(piece, dict) for piece in pieces)
+    texts = [piece["text"] for piece in pieces]
+    assert texts == sorted(texts, key=len)
+    assert texts[-1] == whole["text"]
+    assert pieces[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+    batch = list(engine.generate(["a b", "c d"], {"max_new_tokens": 2}, stream=True))
+    assert {piece["index"] for piece in batch} == {0, 1}
+
+
+def test_leaving_a_stream_ends_its_request(engine: Engine) -> None:
+    stream = engine.generate(input_ids=[SLOW, 9], stream=True)
+    assert not isinstance(stream, dict | list)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    give_up = time.monotonic() + 5
+    while engine.get_server_info()["internal_states"][0]["live"] and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert engine.get_server_info()["internal_states"][0]["live"] == 0
+
+
+async def test_async_generation(engine: Engine) -> None:
+    one, many = await asyncio.gather(
+        engine.async_generate(input_ids=IDS, sampling_params={"max_new_tokens": 2}),
+        engine.async_generate(["x", "y"], {"max_new_tokens": 2}),
+    )
+    assert isinstance(one, dict)
+    assert isinstance(many, list)
+    stream: Any = await engine.async_generate(input_ids=IDS, sampling_params={"max_new_tokens": 4}, stream=True)
+    pieces = [piece async for piece in stream]
+    assert pieces[-1]["output_ids"] == echo(IDS, 4)
+    task = asyncio.create_task(engine.async_generate(input_ids=[SLOW, 9]))  # type: ignore[arg-type]
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_errors_of_requests(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        engine.generate("x", {"temperature": "hot"})
+    with pytest.raises(InvalidRequest, match="there is no prompt"):
+        engine.generate()
+    with pytest.raises(RequestFailed, match="bad luck"):
+        engine.generate(input_ids=[BAD, 9])
+    with pytest.raises(RequestFailed, match="bad luck"):
+        list(engine.generate(input_ids=[BAD, 9], stream=True))
+    answers = engine.generate(input_ids=[[BAD, 9], IDS], sampling_params={"max_new_tokens": 1})
+    assert isinstance(answers, list)
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert answers[1]["output_ids"] == echo(IDS, 1)
+    with pytest.raises(InvalidRequest, match="does not embed"):
+        engine.encode("x")
+
+
+def test_logprobs_in_native_shape(engine: Engine) -> None:
+    answer = engine.generate(
+        input_ids=IDS,
+        sampling_params={"max_new_tokens": 2},
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=1,
+        return_text_in_logprobs=True,
+    )
+    assert isinstance(answer, dict)
+    meta = answer["meta_info"]
+    assert engine.tokenizer is not None
+    assert meta["output_token_logprobs"][0] == [-0.5, IDS[-1], engine.tokenizer.token_text(IDS[-1])]
+    assert [entry[1] for entry in meta["input_token_logprobs"]] == IDS
+    assert meta["input_token_logprobs"][0][0] is None
+    assert len(meta["output_top_logprobs"]) == 2
+
+
+def test_control(engine: Engine) -> None:
+    assert engine.flush_cache() == {"flushed": True}
+    info = engine.get_server_info()
+    assert info["context_length"] == 256
+    assert "api_key" not in str(info)
+    assert engine.get_model_info()["is_generation"] is True
+    results: list[Any] = []
+    slow = threading.Thread(target=lambda: results.append(engine.generate(input_ids=[[SLOW, 9]], rid="slow")))
+    slow.start()
+    time.sleep(0.2)
+    with pytest.raises(Conflict):
+        engine.flush_cache()
+    assert engine.abort("slow") == 1
+    slow.join(5)
+    assert results[0][0]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(engine.get_all_child_pids()) == 2
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        Engine(no_such_setting=1, programs=FAKE)
+
+
+def test_when_the_engine_dies_calls_fail_and_shutdown_works() -> None:
+    engine = Engine(programs=FAKE)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            engine.generate(input_ids=[SLOW, 9])
+        except BaseException as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.2)
+    started = time.monotonic()
+    os.kill(engine._running.pids["engine"], signal.SIGKILL)
+    waiting.join(10)
+    assert time.monotonic() - started < 3
+    assert isinstance(caught[0], Unavailable)
+    with pytest.raises(Unavailable):
+        engine.generate(input_ids=IDS)
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(Unavailable, match="shut down"):
+        engine.generate(input_ids=IDS)
+
+
+def test_without_a_tokenizer() -> None:
+    with Engine(programs=FAKE, skip_tokenizer_init=True) as engine:
+        answer = engine.generate(input_ids=IDS, sampling_params={"max_new_tokens": 3})
+        assert isinstance(answer, dict)
+        assert answer["output_ids"] == echo(IDS, 3)
+        assert "text" not in answer
+        with pytest.raises(InvalidRequest, match="the prompt is text"):
+            engine.generate("text")
+
+
+def test_a_failed_start_raises_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "fail")
+    with pytest.raises(BoughError, match="cheese"):
+        Engine(programs=FAKE)
+
+
+def test_a_large_batch_has_little_overhead(engine: Engine) -> None:
+    """512 prompts in and 512 answers out; most of the time is the fake engine's."""
+    prompts = [[100 + i] * 200 for i in range(512)]
+    best = float("inf")
+    for _ in range(3):
+        started = time.process_time()
+        answers = engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 2})
+        best = min(best, time.process_time() - started)
+        assert len(answers) == 512  # type: ignore[arg-type]
+    print(f"this process's share of 512 requests: {best * 1e3:.1f} ms")
+    assert best < 0.5

@@ -1,0 +1,330 @@
+"""The intake over real channels and the real detokenizer, with an engine that echoes prompts backwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from bough.core.errors import (
+    BoughError,
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    Unavailable,
+)
+from bough.core.messages import LogprobSpec, unpack_ids
+from bough.core.sampling import SamplingParams
+from bough.intake import Intake, Request
+from bough.launch import Running
+from bough.tokenizer import Tokenizer
+
+SLOW, BAD = 7, 8
+IDS = [100, 200, 300, 400]
+
+
+def request(prompt: Any = IDS, max_new_tokens: int = 8, **more: Any) -> Request:
+    names = set(SamplingParams.__struct_fields__)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, **{k: v for k, v in more.items() if k in names})
+    return Request(prompt=prompt, sampling=sampling, **{k: v for k, v in more.items() if k not in names})
+
+
+def echo(prompt: list[int], length: int) -> list[int]:
+    return [prompt[-1 - i % len(prompt)] for i in range(length)]
+
+
+async def live_in_engine(intake: Intake, expected: int) -> bool:
+    for _ in range(200):
+        if (await intake.info())["live"] == expected:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_a_whole_answer(intake: Intake, smollm: Tokenizer) -> None:
+    (delta,) = await intake.collect(request())
+    assert unpack_ids(delta.tokens).tolist() == echo(IDS, 8)
+    assert delta.text == smollm.decode(echo(IDS, 8))
+    assert delta.end is not None
+    assert (delta.end.reason, delta.end.prompt_tokens, delta.end.completion_tokens) == ("length", 4, 8)
+    assert intake.num_live == 0
+
+
+async def test_streaming_equals_not_streaming(intake: Intake) -> None:
+    (whole,) = await intake.collect(request("Hello there, wörld 🎉!", 12))
+    (stream,) = await intake.submit(request("Hello there, wörld 🎉!", 12, stream=True))
+    deltas = [delta async for delta in stream]
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert b"".join(delta.tokens for delta in deltas) == whole.tokens
+    assert [delta.end is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+async def test_a_request_that_need_not_stream_costs_the_engine_one_message(intake: Intake) -> None:
+    before = (await intake.info())["sent"]
+    await intake.collect(request(max_new_tokens=50))
+    assert (await intake.info())["sent"] == before + 1
+    await intake.collect(request(max_new_tokens=50, stop=("never",)))
+    assert (await intake.info())["sent"] > before + 10, "stop strings must be seen as tokens come"
+
+
+async def test_text_is_tokenised_as_the_tokenizer_does(intake: Intake, smollm: Tokenizer) -> None:
+    text = "many words " * 15
+    (stream,) = await intake.submit(request(text, 1))
+    assert stream.prompt.tolist() == smollm.encode(text)
+    await stream.collect()
+
+
+async def test_n_answers_have_seeds_of_their_own(intake: Intake) -> None:
+    streams = await intake.submit(request(n=3, seed=10, rid="triple"))
+    assert [stream.index for stream in streams] == [0, 1, 2]
+    assert len({stream.id for stream in streams}) == 3
+    assert {stream.rid for stream in streams} == {"triple"}
+    for stream in streams:
+        assert (await stream.collect()).end is not None
+    last = (await intake.info())["last"]
+    assert (last["seed"], last["n"], last["rid"]) == (12, 1, "triple")
+
+
+@pytest.mark.parametrize(
+    ("length", "room", "wanted", "expected"),
+    [(250, "exact", 6, 6), (250, "at_most", 128, 6), (10, "fill", 128, 246), (10, "at_most", 20, 20)],
+)
+async def test_lengths_are_made_to_fit(intake: Intake, length: int, room: Any, wanted: int, expected: int) -> None:
+    await intake.collect(request([50] * length, wanted, room=room))
+    assert (await intake.info())["last"]["max_new_tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        (request([50] * 250, 7), PromptTooLong, "257"),
+        (request([50] * 256, 1, room="fill"), PromptTooLong, "256 tokens"),
+        (request("word " * 400_000, 1, room="fill"), PromptTooLong, "at least"),
+        (request([]), InvalidRequest, "empty"),
+        (request(""), InvalidRequest, "empty"),
+        (request([1, 49_152]), InvalidRequest, "49152"),
+        (request([-1]), InvalidRequest, "-1"),
+        (request([1.5]), InvalidRequest, "token ids"),
+        (request([[1]]), InvalidRequest, "token ids"),
+        (request(["x"]), InvalidRequest, "token ids"),
+        (request([2**70]), InvalidRequest, "token ids"),
+        (request(stop_token_ids=(60_000,)), InvalidRequest, "stop_token_ids"),
+        (request(temperature=-1.0), InvalidRequest, "temperature"),
+        (request(rid="x" * 1000), InvalidRequest, "too long"),
+        (request(every=0), InvalidRequest, "stream_interval"),
+    ],
+)
+async def test_what_can_not_be_served_is_refused_before_the_engine_hears_of_it(
+    intake: Intake, bad: Request, error: type[BoughError], words: str
+) -> None:
+    before = (await intake.info())["generate"]
+    with pytest.raises(error, match=words):
+        await intake.submit(bad)
+    with pytest.raises(error):
+        await intake.submit_batch([request(), bad])
+    assert (await intake.info())["generate"] == before
+    assert intake.num_live == 0
+
+
+async def test_stop_strings_end_the_answer_and_the_engine(intake: Intake, smollm: Tokenizer) -> None:
+    ids = smollm.encode(" one two three")
+    said = smollm.decode(echo(ids, 3))
+    stop = said[6:9]
+    for stream in (True, False):
+        (delta,) = await intake.collect(request(ids, 100, stop=(stop,), stream=stream))
+        assert delta.end is not None
+        assert (delta.end.reason, delta.end.matched) == ("stop", stop)
+        assert delta.text == said[: said.index(stop)]
+        assert delta.end.completion_tokens == len(delta.tokens) // 4 < 10
+    assert await live_in_engine(intake, 0)
+
+
+async def test_eos_ends_unless_ignored(intake: Intake) -> None:
+    (ended,) = await intake.collect(request([2, 50], 6))
+    assert ended.end is not None
+    assert (ended.end.reason, ended.end.matched, len(ended.tokens) // 4) == ("stop", 2, 2)
+    (ignored,) = await intake.collect(request([2, 50], 6, ignore_eos=True))
+    assert ignored.end is not None
+    assert (ignored.end.reason, len(ignored.tokens) // 4) == ("length", 6)
+
+
+async def test_cancelling_a_wait_aborts(intake: Intake) -> None:
+    assert await live_in_engine(intake, 0)
+    task = asyncio.create_task(intake.collect(request([SLOW, 9])))
+    assert await live_in_engine(intake, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await live_in_engine(intake, 0)
+    assert intake.num_live == 0
+
+
+async def test_leaving_a_stream_aborts(intake: Intake) -> None:
+    (stream,) = await intake.submit(request([SLOW, 9], stream=True))
+    async with stream:
+        async for _ in stream:
+            break
+    assert await live_in_engine(intake, 0)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_a_reader_that_is_behind_gets_news_in_one_piece(intake: Intake) -> None:
+    (stream,) = await intake.submit(request(max_new_tokens=40, stream=True))
+    await asyncio.sleep(0.3)
+    deltas = [delta async for delta in stream]
+    assert len(deltas) == 1
+    assert unpack_ids(deltas[0].tokens).tolist() == echo(IDS, 40)
+
+
+async def test_abort_by_name(intake: Intake) -> None:
+    (mine,) = await intake.submit(request([SLOW, 9], rid="mine"))
+    (other,) = await intake.submit(request([SLOW, 9], rid="mine too"))
+    assert intake.abort("mine") == 1
+    delta = await mine.collect()
+    assert delta.end is not None
+    assert delta.end.reason == "abort"
+    assert not other.ended
+    assert intake.abort() == 1
+    await other.collect()
+    assert intake.abort("nobody") == 0
+
+
+async def test_a_failed_request_says_why(intake: Intake) -> None:
+    (delta,) = await intake.collect(request([BAD, 9]))
+    assert delta.end is not None
+    assert (delta.end.reason, delta.end.message, delta.end.status) == ("error", "bad luck", 500)
+
+
+async def test_control_calls(intake: Intake) -> None:
+    assert await live_in_engine(intake, 0)
+    assert await intake.flush_cache() == {"flushed": True}
+    (stream,) = await intake.submit(request([SLOW, 9]))
+    with pytest.raises(Conflict, match="running"):
+        await intake.flush_cache()
+    stream.abort()
+    assert await intake.pause("retract") == {"paused": True}
+    assert await intake.resume() == {"paused": False}
+    with pytest.raises(InvalidRequest, match="mode"):
+        await intake.pause("sometimes")
+    with pytest.raises(DeadlineExceeded, match="did not answer"):
+        await intake.profile(start=True, timeout_s=0.1)
+
+
+async def test_when_the_engine_is_gone_everybody_is_told(intake: Intake) -> None:
+    (stream,) = await intake.submit(request([SLOW, 9]))
+    waiting = asyncio.create_task(stream.collect())
+    call = asyncio.create_task(intake.profile(start=True))
+    await asyncio.sleep(0.05)
+    intake.abort()
+    (other,) = await intake.submit(request([SLOW, 9], stream=True))
+    await anext(other)
+    intake.fail_all(Unavailable(what="the engine has stopped"))
+    with pytest.raises(Unavailable):
+        await call
+    with pytest.raises(Unavailable):
+        await other.collect()
+    with pytest.raises(Unavailable):
+        await intake.submit(request())
+    with pytest.raises(Unavailable):
+        await intake.flush_cache()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+class CountingGate:
+    def __init__(self, most: int) -> None:
+        self.most, self.now, self.began_count = most, 0, 0
+
+    def admit(self, *, requests: int, tokens: int) -> CountingGate.Place:
+        if self.now + requests > self.most:
+            raise Overloaded(what="full")
+        self.now += requests
+        return self.Place(self)
+
+    class Place:
+        def __init__(self, gate: CountingGate) -> None:
+            self.gate, self.open = gate, True
+
+        def began(self) -> None:
+            self.gate.began_count += 1
+
+        def end(self) -> None:
+            if self.open:
+                self.open = False
+                self.gate.now -= 1
+
+
+async def test_the_gate_counts_from_submission_to_the_end(running: Running, smollm: Tokenizer) -> None:
+    gate = CountingGate(3)
+    intake = Intake.from_facts(running.endpoints, running.facts, smollm, gate=gate)
+    await intake.start()
+    try:
+        streams = await intake.submit(request([SLOW, 9], n=2, stream=True))
+        assert gate.now == 2
+        with pytest.raises(Overloaded):
+            await intake.submit(request(n=2))
+        with pytest.raises(InvalidRequest):
+            await intake.submit(request([-1]))
+        assert gate.now == 2
+        await anext(streams[0])
+        assert gate.began_count >= 1
+        await intake.collect(request())
+        for stream in streams:
+            stream.abort()
+        assert gate.now == 0
+    finally:
+        await intake.close()
+
+
+async def test_without_a_tokenizer_ids_go_in_and_out(running: Running) -> None:
+    intake = Intake.from_facts(running.endpoints, running.facts, None)
+    await intake.start()
+    try:
+        (delta,) = await intake.collect(request())
+        assert unpack_ids(delta.tokens).tolist() == echo(IDS, 8)
+        assert delta.text == ""
+        for bad in (request("text"), request(stop=("x",)), Request(prompt=IDS, bad_words=("x",))):
+            with pytest.raises(InvalidRequest, match=r"were given|is text"):
+                await intake.submit(bad)
+    finally:
+        await intake.close()
+
+
+async def test_bad_words_are_tokenised_both_ways(intake: Intake, smollm: Tokenizer) -> None:
+    await intake.collect(Request(prompt=IDS, sampling=SamplingParams(max_new_tokens=1), bad_words=("damn",)))
+    forms = [smollm.encode("damn", add_special_tokens=False), smollm.encode(" damn", add_special_tokens=False)]
+    assert (await intake.info())["last"]["bad_words"] == forms
+
+
+async def test_logprobs_arrive_with_text(intake: Intake, smollm: Tokenizer) -> None:
+    spec = LogprobSpec(start=1, top=2)
+    (delta,) = await intake.collect(request(max_new_tokens=3, logprobs=spec, logprob_text=True))
+    assert delta.logprobs is not None
+    assert delta.prompt_logprobs is not None
+    assert delta.logprobs.token_ids == echo(IDS, 3)
+    assert delta.logprobs.text == [smollm.token_text(i) for i in echo(IDS, 3)]
+    assert delta.logprobs.top_text[0] == [smollm.token_text(IDS[-1])] * 2
+    assert delta.prompt_logprobs.token_ids == IDS[1:]
+
+
+async def test_a_large_batch_costs_little(intake: Intake) -> None:
+    """512 prompts of 2,000 ids would not fit this engine's context, so 200: submitted at well under 0.1 ms each."""
+    batch = [request([100 + i] * 200, 4) for i in range(512)]
+    best = float("inf")
+    for _ in range(3):
+        started = time.process_time()
+        groups = await intake.submit_batch(batch)
+        spent = time.process_time() - started
+        for (stream,) in groups:
+            delta = await stream.collect()
+            assert delta.end is not None
+        best = min(best, spent)
+    print(f"submitting 512: {best * 1e3:.1f} ms")
+    assert best < 0.25
+    assert intake.stats.submitted >= 3 * 512
+    assert intake.stats.live == 0
