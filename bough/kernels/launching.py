@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """What Triton launches share: facts of the device, programmatic dependent launch, rounding to powers of two.
 
 Programmatic dependent launch (Hopper and later): a kernel may start while the one before it still runs. It calls `wait`
@@ -22,7 +23,7 @@ from bough.kernels.choices import facts_of
 @cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; a few on the CPU, where the interpreter runs kernels in tests."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 3
 
 
 @cache
@@ -37,7 +38,7 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 
 
 def power_of_two(n: int, at_least: int = 1) -> int:
-    return max(at_least, triton.next_power_of_2(n))
+    return max(at_least, 1 << max(n - 1, 0).bit_length())
 
 
 def warps_for(elements: int, per_thread: int = 8, most: int = 16) -> int:

@@ -42,8 +42,8 @@ def attend_fresh(
     """Fills `out_TNV` for the rows (first token, tokens)."""
     for first, length in rows:
         padded = padded_length(length)
-        parts = [_rows(x, first, length, padded) for x in (q_TNH, k_TKH, v_TKV)]
-        out_TNV[first : first + length] = _sdpa(*parts, scale)[:length]
+        q, k, v = (_rows(x, first, length, padded) for x in (q_TNH, k_TKH, v_TKV))
+        out_TNV[first : first + length] = _sdpa(q, k, v, scale)[:length]
 
 
 def attend_whole(q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float) -> Tensor:
@@ -58,7 +58,13 @@ def _rows(x: Tensor, first: int, length: int, padded: int) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, rows: int = 1) -> Tensor:
-    batched = [x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v)]
+    def batched(x: Tensor) -> Tensor:
+        length = x.shape[0] // rows
+        strides = (length * x.stride(0), x.stride(1), x.stride(0), x.stride(2))
+        return x.as_strided((rows, x.shape[1], length, x.shape[2]), strides)
+
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(*batched, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            batched(q), batched(k), batched(v), is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.transpose(1, 2).flatten(0, 1)

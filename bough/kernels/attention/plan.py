@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The work list of a step's attention, made on the device so that a captured graph serves any mixture of rows.
 
 A *tile* is up to `block_m` rows of (query token, head of one KV head's group) against a stretch of a row's KV. Tiles, their

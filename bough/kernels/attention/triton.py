@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Attention over paged KV on the GPU: one program a chunk of the plan's stream (see plan.py), any mixture of rows."""
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class TritonAttention:
         front = None
         plans = prepared.rows
         if prepared.shared is not None:
-            room = {"dtype": torch.float32, "device": q.device}
-            front = (torch.empty(out.shape, **room), torch.empty(out.shape[:2], **room))
+            whole = torch.empty(out.shape, dtype=torch.float32, device=q.device)
+            front = (whole, torch.empty(out.shape[:2], dtype=torch.float32, device=q.device))
             plans = [prepared.shared, *plans]
         for place, each in enumerate(plans):
             is_rows = each is not prepared.shared

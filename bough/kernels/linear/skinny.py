@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Matrix products with few rows: the weight streams through the multiprocessors once, at memory bandwidth.
 
 Weight rows are the M dimension of the tensor-core product and tokens its N, so that a handful of tokens wastes nothing.
@@ -54,9 +55,10 @@ def _prefetch(pointer, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _weight_tile(
+def weight_tile(
     weight, row, k, D, rows, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
 ):
+    """[BLOCK_N, BLOCK_K] of the weight from (row, k) on; what lies beyond (rows, D) is zero unless EVEN says it can't."""
     if TMA:
         return weight.load([row, k])
     else:  # noqa: RET505 - Triton needs one return a branch
@@ -140,14 +142,14 @@ def _skinny_kernel(
             k = step * BLOCK_K
             col = k + tl.arange(0, BLOCK_K)
             x_at = x + token.to(tl.int64)[None, :] * x_stride + col[:, None]
-            w = _weight_tile(weight, row, k, D, rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
+            w = weight_tile(weight, row, k, D, rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
             if EVEN:
                 x_tile = tl.load(x_at, mask=real[None, :], other=0.0)
             else:
                 x_tile = tl.load(x_at, mask=real[None, :] & (col < D)[:, None], other=0.0)
             acc = tl.dot(w, x_tile, acc, input_precision=PRECISION)
             if SILU:
-                w_up = _weight_tile(weight, row + rows, k, D, 2 * rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
+                w_up = weight_tile(weight, row + rows, k, D, 2 * rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
                 up = tl.dot(w_up, x_tile, up, input_precision=PRECISION)
 
         first = tile * k_steps // per_chunk

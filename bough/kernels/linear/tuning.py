@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -82,12 +83,12 @@ def time_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     graph.replay()
     took = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        took.append(begin.elapsed_time(end) * 1e3 / len(calls))
+        took.append(float(begin.elapsed_time(end)) * 1e3 / len(calls))
     return statistics.median(took)
 
 
@@ -104,12 +105,12 @@ def measure(shape: LinearShape, tokens: int, device: torch.device) -> Measured:
         product = F.linear(x, weight)
         return silu_mul(product) if gated else product
 
-    library_us = time_us([lambda w=w: library(w) for w in turns])  # type: ignore[misc]
+    library_us = time_us([partial(library, w) for w in turns])
     timed: dict[Config, float] = {}
     hopper = facts_of(device.type, device.index).capability >= (9, 0)
     for config in dict.fromkeys(candidates(shape.operation, tokens, hopper)):
         try:
-            calls = [lambda w=w, c=config: skinny(x, w, c, silu_mul=gated) for w in turns]  # type: ignore[misc]
+            calls = [partial(skinny, x, w, config, silu_mul=gated) for w in turns]
             timed[config] = time_us(calls)
         except OutOfResources:
             continue

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Sampling on the GPU: two or three passes over the logits, no sort.
 
 The first kernel reads every logit once, in stretches of the vocabulary: largest logit, sum of exponentials, and the best of
