@@ -92,8 +92,8 @@ def time_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     return statistics.median(took)
 
 
-def measure(shape: LinearShape, tokens: int, device: torch.device) -> Measured:
-    """Times the library and every candidate; a candidate that needs more than the device has is passed over."""
+def measure(shape: LinearShape, tokens: int, device: torch.device, configs: Sequence[Config] | None = None) -> Measured:
+    """Times the library and the configurations (default: all candidates); one that the device can't hold is passed over."""
     reserve(device)
     copies = max(2, min(64, -(-_COLD_BYTES // (shape.rows * shape.depth * 2))))
     weights = [torch.randn(shape.rows, shape.depth, dtype=shape.dtype, device=device) for _ in range(copies)]
@@ -108,7 +108,7 @@ def measure(shape: LinearShape, tokens: int, device: torch.device) -> Measured:
     library_us = time_us([partial(library, w) for w in turns])
     timed: dict[Config, float] = {}
     hopper = facts_of(device.type, device.index).capability >= (9, 0)
-    for config in dict.fromkeys(candidates(shape.operation, tokens, hopper)):
+    for config in dict.fromkeys(configs or candidates(shape.operation, tokens, hopper)):
         try:
             calls = [partial(skinny, x, w, config, silu_mul=gated) for w in turns]
             timed[config] = time_us(calls)

@@ -1,0 +1,129 @@
+"""Inputs for the attention benchmarks: rows of given lengths over randomly placed pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups
+from bough.kernels.attention.triton_backend import TritonAttention
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """An attention layer (see `bough.kernels.attention.inputs.Spec`)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layer: int = 0
+    scale: float = 0.09
+    window: int | None = None
+    softcap: float | None = None
+    v_head_dim: int | None = None
+    causal: bool = True
+
+
+LLAMA_8B = Layer(32, 8, 128)
+
+
+@dataclass(slots=True)
+class Setup:
+    """A step's attention, ready to run on each of a few copies of its KV."""
+
+    inputs: AttentionInputs
+    spec: Layer
+    q: Tensor
+    kv_bytes: int
+    flops: float
+
+    def layers(self) -> list[Callable[[], object]]:
+        """One call a copy of the KV; the step is planned anew."""
+        backend = TritonAttention(self.q.device)
+        backend.prepare(self.inputs)
+        calls: list[Callable[[], object]] = []
+        kv = self.q[:, : self.spec.num_kv_heads]
+        for layer in range(len(self.inputs.k_caches)):
+            spec = Layer(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, layer)
+            calls.append(partial(backend.attend, spec, self.q, kv, kv))
+        calls[0]()
+        return calls * max(1, 8 // len(calls))
+
+
+def decode_inputs(
+    batch: int, low: int, high: int, page_size: int, spec: Layer, device: torch.device, *, copies: int
+) -> Setup:
+    lengths = np.random.default_rng(0).integers(low, high + 1, batch)
+    return _setup([(1, int(length) - 1) for length in lengths], page_size, spec, device, copies)
+
+
+def extend_inputs(rows: list[tuple[int, int]], page_size: int, spec: Layer, device: torch.device) -> Setup:
+    """Rows of (queries, context). Fresh rows go through the paged kernel too."""
+    setup = _setup(rows, page_size, spec, device, 1)
+    setup.inputs.host = None
+    return setup
+
+
+def _setup(rows: list[tuple[int, int]], page_size: int, spec: Layer, device: torch.device, copies: int) -> Setup:
+    query = np.array([row[0] for row in rows], np.int32)
+    context = np.array([row[1] for row in rows], np.int32)
+    kv_len = query + context
+    pages = -(-kv_len // page_size)
+    num_pages = int(pages.sum()) + 1
+    order = np.random.default_rng(1).permutation(num_pages - 1).astype(np.int32) + 1
+    table = np.zeros((len(rows), int(pages.max())), np.int32)
+    taken = 0
+    for row, count in enumerate(pages):
+        table[row, :count] = order[taken : taken + count]
+        taken += count
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    def cache() -> Tensor:
+        shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    inputs = AttentionInputs(
+        query_start_R1=on_device(np.concatenate(([0], query.cumsum())).astype(np.int32)),
+        kv_len_R=on_device(kv_len),
+        slots_R=on_device(np.arange(len(rows), dtype=np.int32)),
+        page_table=on_device(table),
+        loc_T=on_device(np.full(int(query.sum()), -1, np.int64)),
+        page_size=page_size,
+        max_query=int(query.max()),
+        max_kv=int(kv_len.max()),
+        k_caches=[cache() for _ in range(copies)],
+        v_caches=[cache() for _ in range(copies)],
+        host=HostLengths(query, context),
+    )
+    q = torch.randn(int(query.sum()), spec.num_heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+    seen = sum(int(n) * int(c) + int(n) * (int(n) + 1) // 2 for n, c in rows)
+    return Setup(
+        inputs,
+        spec,
+        q,
+        kv_bytes=int(kv_len.sum()) * spec.num_kv_heads * spec.head_dim * 4,
+        flops=4.0 * seen * spec.num_heads * spec.head_dim,
+    )
+
+
+def share_prefixes(inputs: AttentionInputs, *, groups: int, num_tokens: int) -> None:
+    """Makes equal groups of consecutive rows share their first tokens."""
+    rows = inputs.num_rows
+    each = rows // groups
+    span = num_tokens // inputs.page_size
+    for group in range(groups):
+        members = slice(group * each, (group + 1) * each)
+        inputs.page_table[members, :span] = inputs.page_table[group * each, :span]
+    device = inputs.page_table.device
+    inputs.shared = SharedGroups(
+        rows_S=torch.arange(rows, dtype=torch.int32, device=device),
+        start_G1=torch.arange(0, rows + 1, each, dtype=torch.int32, device=device),
+        num_tokens_G=torch.full((groups,), num_tokens, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,347 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Times each GPU kernel against its reference and against the floor its bytes or FLOPs set.
+
+    python -m bough.bench.kernels [op ...] [--json PATH]
+
+Every case runs from a CUDA graph, over enough distinct buffers that L2 holds none of them. An operation that fails prints
+its error and the others go on. `tune` (not run by default) measures the linear configurations and saves the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bough.bench.kernel_inputs import LLAMA_8B, decode_inputs, extend_inputs, share_prefixes
+from bough.kernels.activation import reference as activation_reference
+from bough.kernels.activation import silu_mul
+from bough.kernels.attention import triton_backend
+from bough.kernels.attention.fresh import attend_fresh
+from bough.kernels.attention.plan import Shape
+from bough.kernels.linear.table import rule_of_thumb
+from bough.kernels.linear.tuning import LinearShape, measure, time_us, tune
+from bough.kernels.moe import fused_experts, topk_softmax
+from bough.kernels.norm import add_rms_norm
+from bough.kernels.norm import reference as norm_reference
+from bough.kernels.rotary import reference as rotary_reference
+from bough.kernels.rotary import rope_and_write
+from bough.kernels.sampling import argmax, sample
+from bough.kernels.sampling import reference as sampling_reference
+
+BANDWIDTH = 4.2e12
+"""Bytes a second an H200 reads; floors are relative to it."""
+MATRIX_RATE = 8.0e14
+_COLD = 192 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured case. `floor_us`: what its bytes or FLOPs take at the device's ceiling."""
+
+    op: str
+    case: str
+    us: float
+    floor_us: float
+    reference_us: float | None = None
+    note: str = ""
+
+    def line(self) -> str:
+        reference = f"{self.reference_us:10.1f}" if self.reference_us else " " * 10
+        share = 100 * self.floor_us / self.us
+        return (
+            f"{self.op:10s} {self.case:44s} {self.us:10.1f} {reference} {self.floor_us:9.1f} {share:5.0f}%  {self.note}"
+        )
+
+
+Report = Iterator[Row]
+
+
+def cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device=cuda()) * scale
+
+
+def cold(num_bytes: int, most: int = 32) -> range:
+    """As many turns as it takes to read more than L2 holds."""
+    return range(max(2, min(most, math.ceil(_COLD / num_bytes))))
+
+
+def over(function: Callable[..., object], sets: Sequence[tuple[object, ...]]) -> float:
+    return time_us([partial(function, *each) for each in sets])
+
+
+def bench_norm() -> Report:
+    weight = random(4096)
+    for tokens in (1, 64, 256, 8192):
+        num_bytes = tokens * 4096 * 2 * 4
+        sets = [(random(tokens, 4096), random(tokens, 4096), weight, 1e-5) for _ in cold(num_bytes)]
+        took, reference = over(add_rms_norm, sets), over(norm_reference.add_rms_norm, sets)
+        yield Row("norm", f"add_rms_norm {tokens} x 4096", took, num_bytes / BANDWIDTH * 1e6, reference)
+
+
+def bench_activation() -> Report:
+    for tokens in (64, 256, 8192):
+        num_bytes = tokens * 14336 * 2 * 3
+        sets = [(random(tokens, 28672),) for _ in cold(num_bytes)]
+        took, reference = over(silu_mul, sets), over(activation_reference.silu_mul, sets)
+        yield Row("activation", f"silu_mul {tokens} x 14336", took, num_bytes / BANDWIDTH * 1e6, reference)
+
+
+def bench_rotary() -> Report:
+    cos_sin = torch.randn(16384, 128, device=cuda())
+    for tokens in (1, 64, 256, 8192):
+        caches = [random(tokens // 16 + 1, 16, 8, 128) for _ in range(2)]
+        loc = torch.randperm(tokens, device=cuda())
+        positions = torch.randint(0, 16384, (tokens,), device=cuda())
+        num_bytes = tokens * (48 + 48 + 8) * 128 * 2
+        sets = []
+        for _ in cold(num_bytes):
+            q, k, v = random(tokens, 48, 128).split([32, 8, 8], 1)
+            sets.append((q, k, v, positions, cos_sin, *caches, loc))
+        took = over(rope_and_write, sets)
+        q, k, v, *_ = sets[0]
+        reference = over(rotary_reference.apply_rope, [(q, k, positions, cos_sin)])
+        yield Row("rotary", f"rope_and_write {tokens}", took, num_bytes / BANDWIDTH * 1e6, reference)
+
+
+def _linear_shapes() -> dict[str, LinearShape]:
+    return {
+        "qkv": LinearShape("linear", 6144, 4096),
+        "o": LinearShape("linear", 4096, 4096),
+        "gate_up": LinearShape("silu_mul", 28672, 4096),
+        "down": LinearShape("linear", 4096, 14336),
+        "head": LinearShape("linear", 128256, 4096),
+    }
+
+
+def bench_linear() -> Report:
+    for tokens in (1, 16, 64):
+        step, library_step, floor_step = 0.0, 0.0, 0.0
+        for name, shape in _linear_shapes().items():
+            rule = rule_of_thumb(shape.operation, tokens, shape.rows, shape.depth, cuda())
+            assert rule is not None
+            found = measure(shape, tokens, cuda(), [rule, replace(rule, tma=False), replace(rule, prefetch_bytes=0)])
+            floor = shape.rows * shape.depth * 2 / BANDWIDTH * 1e6
+            times = 1 if name == "head" else 32
+            step, library_step = step + times * found.all_us[rule], library_step + times * found.library_us
+            floor_step += times * floor
+            others = " ".join(f"{us:.1f}" for us in found.all_us.values())
+            yield Row(
+                "linear", f"{name} T={tokens}", found.all_us[rule], floor, found.library_us, f"tma, not, cold: {others}"
+            )
+        yield Row("linear", f"step of Llama-3.1-8B T={tokens}", step, floor_step, library_step)
+
+
+def bench_tune() -> Report:
+    for found in tune(_linear_shapes().values(), cuda(), again=True):
+        floor = found.shape.rows * found.shape.depth * 2 / BANDWIDTH * 1e6
+        case = f"{found.shape.operation} {found.shape.rows}x{found.shape.depth} T={found.tokens}"
+        ranked = sorted(found.all_us.items(), key=lambda item: item[1])[:4]
+        note = " | ".join(f"{us:.1f} {_short(asdict(config))}" for config, us in ranked)
+        yield Row("tune", case, found.best_us, floor, found.library_us, note)
+
+
+def _short(config: dict[str, int | bool]) -> str:
+    return ",".join(str(int(value)) for value in config.values())
+
+
+DECODE_SHAPES = (
+    Shape(16, 64, 4, 3, 2),
+    Shape(16, 64, 4, 3, 3),
+    Shape(16, 64, 4, 2, 3),
+    Shape(16, 64, 4, 4, 2),
+    Shape(16, 32, 4, 4, 3),
+    Shape(16, 32, 2, 4, 4),
+    Shape(16, 128, 4, 3, 1),
+    Shape(16, 128, 8, 2, 2),
+)
+
+
+DECODE_BATCHES = ((1, 128, 400), (8, 128, 400), (64, 128, 400), (256, 128, 400), (1, 8192, 8192), (16, 8192, 8192))
+
+
+def bench_decode() -> Report:
+    for page_size in (64, 16):
+        for batch, low, high in (
+            (1, 128, 400),
+            (8, 128, 400),
+            (64, 128, 400),
+            (256, 128, 400),
+            (1, 8192, 8192),
+            (16, 8192, 8192),
+        ):
+            setup = decode_inputs(batch, low, high, page_size, LLAMA_8B, cuda(), copies=8 if batch < 16 else 1)
+            timed: dict[Shape, float] = {}
+            for shape in DECODE_SHAPES if batch in (1, 256) else DECODE_SHAPES[:3]:
+                timed[shape] = _with_shape("DECODE", shape, setup.layers)
+            best = min(timed, key=lambda shape: timed[shape])
+            note = " ".join(f"{_short(asdict(shape))}:{us:.1f}" for shape, us in timed.items())
+            case = f"decode {batch} x {low}-{high} page {page_size}"
+            yield Row("decode", case, timed[best], setup.kv_bytes / BANDWIDTH * 1e6, None, note)
+
+
+def _with_shape(name: str, shape: Shape, layers: Callable[[], list[Callable[[], object]]]) -> float:
+    """Times a decode with one of the backend's shapes replaced."""
+    before = vars(triton_backend)[name]
+    setattr(triton_backend, name, shape)
+    try:
+        return time_us(layers())
+    finally:
+        setattr(triton_backend, name, before)
+
+
+PREFILL_SHAPES = (
+    Shape(128, 64, 8, 3, 1),
+    Shape(128, 64, 8, 2, 1),
+    Shape(128, 128, 8, 2, 1),
+    Shape(64, 64, 4, 3, 2),
+    Shape(128, 64, 4, 3, 1),
+)
+
+
+def bench_prefill() -> Report:
+    cases = (
+        ("1 x 2048", [(2048, 0)]),
+        ("1 x 8192", [(8192, 0)]),
+        ("8 x 1024", [(1024, 0)] * 8),
+        ("2048 after 6144", [(2048, 6144)]),
+        ("64 x 128 after 2048", [(128, 2048)] * 64),
+    )
+    for page_size in (64, 16):
+        for name, rows in cases:
+            setup = extend_inputs(rows, page_size, LLAMA_8B, cuda())
+            timed = {shape: _with_shape("PREFILL", shape, setup.layers) for shape in PREFILL_SHAPES}
+            best = min(timed, key=lambda shape: timed[shape])
+            floor = setup.flops / MATRIX_RATE * 1e6
+            note = " ".join(f"{_short(asdict(shape))}:{us:.0f}" for shape, us in timed.items())
+            rate = f"{setup.flops / timed[best] / 1e6:.0f} TFLOP/s; "
+            yield Row("prefill", f"{name} page {page_size}", timed[best], floor, None, rate + note)
+    for length in (2048, 8192):
+        q, k, v = random(length, 32, 128), random(length, 8, 128), random(length, 8, 128)
+        took = time_us([partial(attend_fresh, q, k, v, [(0, length)], 0.09, torch.empty_like(q))] * 2)
+        flops = 2 * length * length * 32 * 128
+        yield Row(
+            "prefill", f"vendor {length}", took, flops / MATRIX_RATE * 1e6, None, f"{flops / took / 1e6:.0f} TFLOP/s"
+        )
+
+
+def bench_shared() -> Report:
+    setup = decode_inputs(512, 2048 + 128, 2048 + 192, 64, LLAMA_8B, cuda(), copies=1)
+    apart = time_us(setup.layers())
+    share_prefixes(setup.inputs, groups=8, num_tokens=2048)
+    own_bytes = setup.kv_bytes - 504 * 2048 * 4096
+    for shape in (Shape(64, 64, 4, 3, 1), Shape(128, 64, 8, 3, 1), Shape(64, 64, 4, 3, 2), Shape(128, 128, 8, 2, 1)):
+        took = _with_shape("SHARED", shape, setup.layers)
+        yield Row("shared", f"8 x 64 rows, {_short(asdict(shape))}", took, own_bytes / BANDWIDTH * 1e6, apart)
+
+
+FILTERS = (("plain", -1, 1.0, 0.0), ("top_p 0.95", -1, 0.95, 0.0), ("top_k 50", 50, 1.0, 0.0), ("all", 50, 0.9, 0.02))
+
+
+def bench_sampling() -> Report:
+    for rows in (1, 64, 256):
+        for name, scale in (("flat", 1.0), ("peaked", 6.0)):
+            sets = [random(rows, 128256, scale=scale) for _ in cold(rows * 128256 * 2, most=8)]
+            full = partial(torch.full, (rows,), device=cuda())
+            seeds = torch.arange(rows, device=cuda())
+            floor = rows * 128256 * 2 / BANDWIDTH * 1e6
+            if name == "flat":
+                plain = [(logits,) for logits in sets]
+                reference = over(torch.Tensor.argmax, [(*logits, -1) for logits in plain])
+                yield Row("sampling", f"argmax {rows}", over(argmax, plain), floor, reference)
+            for case, k, p, m in FILTERS:
+                tail = (full(0.8), full(k), full(p), full(m), seeds, seeds)
+                took = over(sample, [(logits, *tail) for logits in sets])
+                reference = over(sampling_reference.sample, [(sets[0], *tail)]) if rows == 64 else None
+                yield Row("sampling", f"{name} {case} {rows}", took, floor, reference)
+
+
+def bench_moe() -> Report:
+    experts, width, inner, per_token = 128, 2048, 768, 8
+    gate_up, down = random(experts, 2 * inner, width, scale=0.02), random(experts, width, inner, scale=0.02)
+    for tokens in (1, 8, 64, 512, 4096):
+        sets, touched = [], 0
+        for _ in range(4):
+            weights, ids = topk_softmax(random(tokens, experts), per_token, True)
+            touched = ids.unique().numel()
+            sets.append((random(tokens, width), gate_up, down, weights, ids))
+        read = touched * 3 * inner * width * 2 / BANDWIDTH * 1e6
+        compute = tokens * per_token * 6 * inner * width / MATRIX_RATE * 1e6
+        yield Row(
+            "moe", f"experts T={tokens}", over(fused_experts, sets), max(read, compute), None, f"{touched} experts"
+        )
+    logits = random(64, experts)
+    yield Row("moe", "topk_softmax T=64", over(topk_softmax, [(logits, per_token, True)] * 4), 0.1)
+
+
+def bench_step() -> Report:
+    from bough.bench.kernel_step import decode_step
+
+    for batch in (1, 8, 64, 256):
+        for skinny, fused in ((False, False), (True, False), (True, True)):
+            took, floor = decode_step(batch, cuda(), skinny=skinny, pdl=fused)
+            case = f"Llama-3.1-8B decode {batch}, " + ("skinny" if skinny else "library") + (" + PDL" if fused else "")
+            yield Row("step", case, took, floor)
+
+
+BENCHES: dict[str, Callable[[], Report]] = {
+    "norm": bench_norm,
+    "activation": bench_activation,
+    "rotary": bench_rotary,
+    "linear": bench_linear,
+    "decode": bench_decode,
+    "prefill": bench_prefill,
+    "shared": bench_shared,
+    "sampling": bench_sampling,
+    "moe": bench_moe,
+    "step": bench_step,
+    "tune": bench_tune,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("op", nargs="*", choices=[*BENCHES, []], help="default: all but tune")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("error: no CUDA device\n  why: these are GPU kernels\n  fix: run on a machine with one")
+        return 2
+    torch.manual_seed(0)
+    names = options.op or [name for name in BENCHES if name != "tune"]
+    print(f"{'op':10s} {'case':44s} {'us':>10s} {'reference':>10s} {'floor':>9s} {'of it':>6s}")
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name in names:
+        begin = time.perf_counter()
+        try:
+            for row in BENCHES[name]():
+                rows.append(row)
+                print(row.line(), flush=True)
+        except Exception:
+            failed.append(name)
+            print(f"{name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
+        print(f"# {name} took {time.perf_counter() - begin:.1f} s", flush=True)
+        torch.cuda.empty_cache()
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if failed:
+        print("failed: " + ", ".join(failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
