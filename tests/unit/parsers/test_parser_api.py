@@ -31,6 +31,7 @@ from bough.parsers import (
     tool_parser,
     tool_specs,
 )
+from bough.parsers.detect import _REASONING, _TOOLS
 from bough.parsers.scan import Markers
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -248,8 +249,6 @@ def test_detection(template: str, reasoning: str | None, tools: str | None) -> N
 
 
 def test_detection_names_parsers_that_exist() -> None:
-    from bough.parsers.detect import _REASONING, _TOOLS
-
     assert {sign.parser for sign in _REASONING} == set(REASONING_FORMATS)
     assert {sign.parser for sign in _TOOLS} == set(TOOL_FORMATS)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bough.core.messages import Reasoning
 from bough.parsers import REASONING_FORMATS, TOOL_FORMATS
 
 
@@ -52,8 +53,6 @@ def test_reasoning_sample_cut_anywhere(
 def test_held_reasoning_is_one_event_a_section(
     reasoning_sample: dict[str, Any], new_reasoning_parser: Any, run_pieces: Any
 ) -> None:
-    from bough.core.messages import Reasoning
-
     text = reasoning_sample["text"]
     events = run_pieces(new_reasoning_parser(reasoning_sample, stream_reasoning=False), list(text))
     told = [event.text for event in events if isinstance(event, Reasoning)]

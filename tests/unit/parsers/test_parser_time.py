@@ -15,21 +15,23 @@ TOLERANCE = 3.0
 """A quadratic parser takes GROWTH ** 2 times as long; noise on a busy machine stays below GROWTH * TOLERANCE."""
 
 
-def hurting_texts(markers: tuple[str, ...], sample: str) -> dict[str, str]:
-    """Repeated to any length by the tests."""
-    return {
-        "plain": "The quick brown fox jumps over the lazy dog. ",
-        "openings": markers[0],
-        "half markers": "".join(marker[:-1] for marker in markers),
-        "all markers": "".join(markers),
-        "calls": sample + "\n",
-        "brackets": "[",
-        "braces": '{"a":',
-        "quotes": "\"'",
-        "white space": " \n",
-        "digits": "1",
-        "backslashes": "\\",
-    }
+def outside(markers: tuple[str, ...], sample: str) -> list[str]:
+    """What may hurt in content; repeated to any length."""
+    halves = "".join(marker[:-1] for marker in markers)
+    return [
+        "The quick brown fox jumps over the lazy dog. ",
+        markers[0],
+        halves,
+        "".join(markers),
+        sample + "\n",
+        " \n",
+        "[",
+    ]
+
+
+def inside(markers: tuple[str, ...]) -> list[str]:
+    """What may hurt inside a call or a section."""
+    return ["word ", "".join(markers), "[", '{"a":', "\"'", "\\", "1"]
 
 
 def seconds(make: Any, text: str) -> float:
@@ -56,16 +58,19 @@ def test_tool_parsers_are_linear(name: str, tool_samples: list[dict[str, Any]], 
     opened = next(
         (s["text"] for s in tool_samples if s["parser"] == name and s["name"] == "stopped inside the arguments"), sample
     )
-    for unit in hurting_texts(new_tool_parser(name).markers, sample).values():
-        for prefix in ("", opened):
+    markers = new_tool_parser(name).markers
+    for prefix, units in (("", outside(markers, sample)), (opened, inside(markers))):
+        for unit in units:
             assert_linear(lambda: new_tool_parser(name), prefix, unit)
 
 
 @pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
 def test_reasoning_parsers_are_linear(name: str) -> None:
     format = REASONING_FORMATS[name]
-    for unit in hurting_texts(reasoning_parser(name).markers, format.start + "hm" + format.end).values():
-        for prefix in ("", format.start):
+    markers = reasoning_parser(name).markers
+    section = format.start + "hm" + format.end
+    for prefix, units in (("", outside(markers, section)), (format.start, inside(markers))):
+        for unit in units:
             assert_linear(lambda: reasoning_parser(name), prefix, unit)
 
 
