@@ -124,6 +124,10 @@ class PrefixCache:
         """`step` has failed. Rows whose node is detached read what was never computed."""
         self.tree.drop_step(step)
 
+    def drop_beyond(self, node: Node, num_tokens: int) -> None:
+        """A row of a failed step has only `num_tokens` tokens: what steps in flight add to its path is dropped as well."""
+        self.tree.drop_beyond(node, num_tokens)
+
     def flush(self) -> int:
         """Forgets all cached prefixes. Returns the number of pages freed."""
         cached = self.tree.num_cached

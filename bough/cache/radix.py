@@ -330,6 +330,18 @@ class RadixTree:
             if not node.detached:
                 self._detach(node)
 
+    def drop_beyond(self, node: Node, num_tokens: int) -> None:
+        """A step failed that computed tokens of `node`'s path after the first `num_tokens`: pages that steps in flight
+        were to complete on top of them hold garbage too."""
+        top = None
+        walk: Node | None = node
+        while walk is not None and walk.depth > num_tokens:
+            if walk.step in self._by_step:
+                top = walk
+            walk = walk.parent
+        if top is not None and not top.detached:
+            self._detach(top)
+
     def _detach(self, top: Node) -> None:
         parent = top.parent
         assert parent is not None, "roots belong to no step"

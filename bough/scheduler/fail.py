@@ -34,7 +34,10 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
         queues.prefill_cap = max(flight.prefill_tokens // 2, _LEAST_PREFILL)
     for at, slot in enumerate(step.slots.tolist()):
         row = _row(queues, slot)
-        if row is None or not queues.slots.live[slot]:
+        if row is None:
+            continue
+        cache.drop_beyond(row.node, int(queues.slots.kv_settled[slot]))
+        if not queues.slots.live[slot]:
             continue
         if flight.tails_accepted and at in flight.tails:
             queues.gates[slot].rollback(len(flight.tails[at]))
