@@ -77,7 +77,7 @@ class Head(nn.Module):
         return self.matrix.weight_slots()
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
-        logits = self.matrix(hidden_LD)
+        logits = self.matrix.forward(hidden_LD)
         if self.mesh.size > 1:
             short = self.share - logits.shape[1]  # the last rank may hold fewer rows
             logits = nn.functional.pad(logits, (0, short)) if short else logits

@@ -48,8 +48,7 @@ class ReplicatedLinear(_Weighted):
         super().__init__((Part("", (out_dim, in_dim), ALL, ALL),), build, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out: Tensor = self.matrix(x_TD, self.bias)
-        return out
+        return self.matrix.forward(x_TD, self.bias)
 
 
 class ColumnLinear(_Weighted):
@@ -60,8 +59,7 @@ class ColumnLinear(_Weighted):
         super().__init__((part,), build, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out: Tensor = self.matrix(x_TD, self.bias)
-        return out
+        return self.matrix.forward(x_TD, self.bias)
 
 
 class RowLinear(_Weighted):
@@ -75,7 +73,7 @@ class RowLinear(_Weighted):
         self.reduce = reduce
 
     def forward(self, x_TF: Tensor) -> Tensor:
-        out_TD: Tensor = self.matrix(x_TF, self.bias if self.mesh.rank == 0 else None)  # the sum holds it once
+        out_TD = self.matrix.forward(x_TF, self.bias if self.mesh.rank == 0 else None)  # the sum holds it once
         return all_reduce(out_TD, self.mesh) if self.reduce else out_TD
 
 
@@ -108,7 +106,7 @@ class QKVLinear(_Weighted):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, N, H], [T, K, H], [T, K, H]: views of one product."""
-        heads = self.matrix(x_TD, self.bias).view(x_TD.shape[0], -1, self.head_dim)
+        heads = self.matrix.forward(x_TD, self.bias).view(x_TD.shape[0], -1, self.head_dim)
         q_TNH, k_TKH, v_TKH = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q_TNH, k_TKH, v_TKH
 

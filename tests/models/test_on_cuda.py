@@ -1,0 +1,65 @@
+"""The same models on a CUDA device: kernels differ, logits don't; dummy weights of an 8B model appear in place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from dense_attention import DenseAttention
+from tiny import CASES, make_tiny
+
+from bough.config.hf import open_checkpoint
+from bough.models.load import build_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PROMPTS = [[5, 17, 99, 3, 64, 2, 120, 33, 7, 8, 9, 10, 11, 5, 5, 77], [42], [100, 90, 80, 70, 60, 50, 40]]
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuda_follows_transformers(case: str, tmp_path: Path) -> None:
+    """bf16, judged by the divergence that transformers itself shows in bf16."""
+    reference = make_tiny(case, tmp_path)
+    device = torch.device("cuda")
+    model = build_model(open_checkpoint(str(tmp_path)), dtype=torch.bfloat16, device=device, context_length=256)
+    rounded = reference.to(device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        batch = DenseAttention(len(PROMPTS)).step(list(enumerate(PROMPTS)), all_logits=True, device="cuda")
+        actual = model.logits(model.forward(batch)).float()
+        bf16 = torch.cat([rounded(torch.tensor([p], device=device)).logits[0] for p in PROMPTS]).float()
+    make_tiny_again = make_tiny(case, tmp_path).to(device)
+    with torch.no_grad():
+        exact = torch.cat([make_tiny_again(torch.tensor([p], device=device)).logits[0] for p in PROMPTS])
+    ours, theirs = (actual - exact).abs().mean(), (bf16 - exact).abs().mean()
+    assert ours <= 1.5 * theirs + 0.01
+
+
+def test_dummy_8b(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    checkpoint = open_checkpoint(str(tmp_path), load_format="dummy")
+    before = torch.cuda.memory_allocated()
+    model = build_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cuda"))
+    taken = torch.cuda.memory_allocated() - before
+    assert taken <= checkpoint.weight_bytes() * 1.02
+    with torch.no_grad():
+        batch = DenseAttention(2).step([(0, [1, 2, 3]), (1, [4])], device="cuda")
+        logits = model.logits(model.forward(batch))
+    assert logits.shape == (2, 128256)
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0
