@@ -104,7 +104,7 @@ def open_checkpoint(model: str, *, revision: str = "", load_format: str = "auto"
     """
     patch = _parse_overrides(overrides)
     path = _locate(model, revision, load_format)
-    name = DEFAULT_MODEL_NAME if not model else path.stem if path.suffix == ".gguf" else _display_name(model, path)
+    name = _display_name(model, path)
     if path.is_file():
         return _open_gguf(path, name, load_format, patch)
     lone = _lone_gguf(path)
@@ -140,6 +140,10 @@ def _parse_overrides(overrides: str) -> dict[str, Any]:
 
 
 def _display_name(model: str, path: Path) -> str:
+    if not model or path.parent.name == _DEFAULT_PACKAGE:
+        return DEFAULT_MODEL_NAME
+    if path.suffix == ".gguf":
+        return path.stem
     return path.resolve().name if Path(model).exists() else model
 
 

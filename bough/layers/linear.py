@@ -107,8 +107,8 @@ class QKVLinear(_Weighted):
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, N, H], [T, K, H], [T, K, H]: views of one product."""
         heads = self.matrix.forward(x_TD, self.bias).view(x_TD.shape[0], -1, self.head_dim)
-        q_TNH, k_TKH, v_TKH = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        return q_TNH, k_TKH, v_TKH
+        keys, values = self.num_heads, self.num_heads + self.num_kv_heads
+        return heads[:, :keys], heads[:, keys:values], heads[:, values:]
 
 
 def kv_heads_per_rank(num_kv_heads: int, build: Build) -> int:

@@ -41,6 +41,7 @@ def write(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> Path
 def test_the_embedded_model() -> None:
     checkpoint = open_checkpoint("")
     assert (checkpoint.name, checkpoint.kind) == ("SmolLM2-135M-Instruct", "gguf")
+    assert open_checkpoint(str(checkpoint.path)).name == checkpoint.name
     assert checkpoint.eos_ids == (2,)
     assert checkpoint.max_context == 8192
     assert checkpoint.tokenizer == checkpoint.path == checkpoint.files[0]
