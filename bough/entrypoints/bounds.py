@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 
-from bough.core.errors import BodyTooLarge, InvalidRequest
+from bough.core.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,6 @@ def count(bound: str, items: Sized | None, param: str) -> None:
     """Raises `InvalidRequest` if there are more items than the named bound allows."""
     if items is not None:
         at_most(bound, len(items), param)
-
-
-def body_bytes(size: int, most: int) -> None:
-    """Raises `BodyTooLarge` over the server's limit."""
-    if size > most:
-        raise BodyTooLarge(
-            what="the request body is too large",
-            why=f"at most {most} bytes are read",
-            fix="send less at once, or start the server with a larger --max-body-bytes",
-        )
 
 
 def depth(value: object, bound: str, param: str | None) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from bough.core.errors import InvalidRequest
+from bough.core.errors import BodyTooLarge, InvalidRequest
 from bough.entrypoints import bounds
+from bough.entrypoints.http.errors import BodyCutOff
 from bough.entrypoints.stream import ClientGone
 
 T = TypeVar("T")
@@ -19,6 +20,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 IGNORED_HEADER = "x-bough-ignored-fields"
 
 _MOST_NAMED = 16
+_PATIENCE = 4
+"""How many times the limit is read (and dropped) before the connection is closed."""
 _decode = msgspec.json.Decoder().decode
 _AT = re.compile(r" - at `\$(.*)`$")
 
@@ -41,20 +44,39 @@ class Body(Generic[T]):
 
 
 async def read_bytes(request: Request, most: int) -> bytes:
-    """The whole body. Raises `BodyTooLarge` as soon as too much was announced or has arrived."""
+    """The whole body, at most `most` bytes.
+
+    A body that is a little too large is read to its end and dropped, so that its client can read the refusal; with one
+    that is far too large the connection is closed. Either way no more than `most` bytes are kept.
+    """
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal():
-        bounds.body_bytes(int(announced), most)
+    if announced.isdecimal() and int(announced) > most * _PATIENCE:
+        raise too_large(most, close=True)
     chunks: list[bytes] = []
     size = 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            bounds.body_bytes(size, most)
-            chunks.append(chunk)
+            if size <= most:
+                chunks.append(chunk)
+            else:
+                chunks.clear()
+            if size > most * _PATIENCE:
+                raise too_large(most, close=True)
     except ClientDisconnect as error:
         raise ClientGone from error
+    if size > most:
+        raise too_large(most, close=False)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def too_large(most: int, *, close: bool) -> BodyTooLarge:
+    kind = BodyCutOff if close else BodyTooLarge
+    return kind(
+        what="the request body is too large",
+        why=f"at most {most} bytes are read",
+        fix="send less at once, or start the server with a larger --max-body-bytes",
+    )
 
 
 async def read_json(request: Request, kind: type[S], *, most: int, strict: bool) -> Body[S]:

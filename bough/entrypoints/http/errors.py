@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.core.errors import BoughError, InvalidRequest, NotFound, Overloaded
+from bough.core.errors import BodyTooLarge, BoughError, InvalidRequest, NotFound, Overloaded
 from bough.entrypoints.stream import DONE, ClientGone, event
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,13 @@ def error_body(error: BaseException) -> dict[str, object]:
     }
 
 
+class BodyCutOff(BodyTooLarge):
+    """A body that was not read to its end: the connection can't be used any more."""
+
+
 def error_headers(error: BaseException) -> dict[str, str]:
+    if isinstance(error, BodyCutOff):
+        return {"connection": "close"}
     if isinstance(error, Overloaded):
         return {"retry-after": str(error.retry_after_s)}
     if isinstance(error, BoughError) and error.status == 401:

@@ -1,0 +1,183 @@
+"""Event streams: early errors are HTTP errors, silence is filled, and a client that goes away takes its request along."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import Answer, FakeServer, serving
+
+from bough.core.errors import InvalidRequest
+from bough.entrypoints.http.errors import error_event
+from bough.entrypoints.http.server import Front
+from bough.entrypoints.stream import KEEP_ALIVE, ClientGone, send_events, while_connected
+
+
+class Wire:
+    """Both ends of an ASGI connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(dict(message))
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def deliver(wire: Wire, events: AsyncGenerator[bytes, None], keep_alive_s: float = 60) -> None:
+    await send_events(
+        events, headers=[], receive=wire.receive, send=wire.send, failed=error_event, keep_alive_s=keep_alive_s
+    )
+
+
+async def test_events_then_the_end() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        yield b"b"
+
+    wire = Wire()
+    await deliver(wire, events())
+    assert [message["type"] for message in wire.sent] == ["http.response.start", *["http.response.body"] * 3]
+    assert wire.body == b"ab"
+    assert wire.sent[-1]["more_body"] is False
+
+
+async def test_an_error_before_the_first_event_is_raised() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        raise InvalidRequest(what="no")
+        yield b""
+
+    wire = Wire()
+    with pytest.raises(InvalidRequest):
+        await deliver(wire, events())
+    assert wire.sent == []
+
+
+async def test_an_error_later_becomes_an_event() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        raise InvalidRequest(what="no")
+
+    wire = Wire()
+    await deliver(wire, events())
+    assert wire.body.startswith(b'adata: {"error":')
+    assert wire.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_silence_is_filled_and_opens_the_stream() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.12)
+        yield b"a"
+
+    wire = Wire()
+    await deliver(wire, events(), keep_alive_s=0.03)
+    assert wire.sent[0]["type"] == "http.response.start"
+    assert wire.body.startswith(KEEP_ALIVE)
+    assert wire.body.endswith(b"a")
+    assert len([1 for message in wire.sent if message["type"] == "http.response.start"]) == 1
+
+
+async def test_a_client_that_goes_closes_the_source() -> None:
+    closed = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"a"
+            await asyncio.sleep(60)
+        finally:
+            closed.set()
+
+    wire = Wire()
+    task = asyncio.ensure_future(deliver(wire, events()))
+    await asyncio.sleep(0.01)
+    wire.gone.set()
+    await asyncio.wait_for(task, 2)
+    assert closed.is_set()
+
+
+async def test_work_is_cancelled_when_nobody_waits() -> None:
+    cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    wire = Wire()
+    task = asyncio.ensure_future(while_connected(work(), wire.receive))
+    await asyncio.sleep(0.01)
+    wire.gone.set()
+    with pytest.raises(ClientGone):
+        await asyncio.wait_for(task, 2)
+    assert cancelled.is_set()
+
+
+def leave_early(url: str, body: dict[str, Any]) -> None:
+    """Posts, reads for a moment, and closes the connection."""
+    patience = httpx.Timeout(5, read=0.1)
+    leaving = time.time() + 0.2
+    with contextlib.suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=patience) as response:
+        for _ in response.iter_bytes():
+            if time.time() > leaving:
+                return
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_disconnecting_aborts(path: str, stream: bool, n: int) -> None:
+    body: dict[str, Any] = {"stream": stream, "n": n}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": "a"}]
+    elif "v1" in path:
+        body["prompt"] = "a"
+    else:
+        body = {"stream": stream, "text": "a", "sampling_params": {"n": n}}
+    with serving(Answer(pieces=["x"] * 1000, delay_s=0.01)) as running:
+        leave_early(running.url + path, body)
+        for _ in range(300):
+            if len(running.engine.aborted) == n:
+                break
+            time.sleep(0.01)
+        assert len(running.engine.aborted) == n
+        assert running.service.intake.num_live == 0
+        assert running.service.admission.requests == 0
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(server: FakeServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n{")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+async def test_the_front_answers_while_the_engine_starts() -> None:
+    front = Front()
+
+    async def get(path: str) -> tuple[int, bytes]:
+        wire = Wire()
+        scope = {"type": "http", "path": path, "method": "GET", "headers": []}
+        await front(scope, wire.receive, wire.send)
+        return wire.sent[0]["status"], wire.body
+
+    assert (await get("/livez"))[0] == 200
+    for path in ("/readyz", "/health", "/v1/models"):
+        status, body = await get(path)
+        assert status == 503
+        assert b"starting" in body
