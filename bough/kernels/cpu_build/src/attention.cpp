@@ -247,11 +247,7 @@ BOUGH_EXPORT void bough_attention(const Step* step, const Layer* layer) {
   int64_t cost = 0;
   for (const Piece& p : plan.pieces) cost += p.cost;
   const int threads = cost * l.dim < 60000 ? 1 : available;
-  const Plan* shared_plan = &plan;
-  Counter next;
-  on_threads(threads, [&](int, int) {
-    const int64_t count = int64_t(shared_plan->pieces.size());
-    for (int64_t i; (i = next.take()) < count;) run_piece(s, l, *shared_plan, shared_plan->pieces[i]);
-  });
+  const Plan& mine = plan;
+  for_each(threads, int64_t(mine.pieces.size()), 1, [&](int64_t i) { run_piece(s, l, mine, mine.pieces[i]); });
   for (const RowParts& m : plan.merges) merge(s, l, m);
 }

@@ -17,13 +17,13 @@ struct Tiles {  // memory of one call
   float* values;  // [64][v_dim]
   float* scores;  // [12][64]
   float* out;     // [row tiles * 12][v_dim]
-  float* top;     // [row tiles * 12]
-  float* total;
+  float* top;     // [row tiles][16]: the largest scores so far
+  float* total;   // [row tiles * 12][16]: sums of weights, by lane
 };
 
 Tiles divide(const Layer& l, int tiles) {
   const size_t rows = size_t(tiles) * kRowTile;
-  float* at = scratch.get<float>(rows * (l.dim + l.v_dim + 2) + size_t(kKvTile) * (l.dim + l.v_dim + kRowTile) + 64);
+  float* at = scratch.get<float>(rows * (l.dim + l.v_dim + 16) + size_t(tiles) * 16 + size_t(kKvTile) * (l.dim + l.v_dim + kRowTile) + 64);
   Tiles t;
   auto take = [&](size_t n) {
     float* p = at;
@@ -35,8 +35,8 @@ Tiles divide(const Layer& l, int tiles) {
   t.scores = take(kRowTile * kKvTile);
   t.q = take(rows * l.dim);
   t.out = take(rows * l.v_dim);
-  t.top = take(rows);
-  t.total = take(rows);
+  t.top = take(size_t(tiles) * 16);
+  t.total = take(rows * 16);
   return t;
 }
 
@@ -45,9 +45,9 @@ void gather_queries(const Layer& l, const QueryRow* rows, int count, int tiles, 
     float* column = t.q + int64_t(i / kRowTile) * l.dim * kRowTile + i % kRowTile;
     const int64_t at = i < count ? rows[i].token * l.q_token + rows[i].head * l.q_head : 0;
     for (int d = 0; d < l.dim; d++) column[d * kRowTile] = i < count ? read_value(l.q, at + d, l.dtype) * l.scale : 0.0f;
-    t.top[i] = -1e30f;
-    t.total[i] = 0;
+    store(t.total + 16 * i, F32{});
   }
+  for (int i = 0; i < tiles; i++) store(t.top + 16 * i, splat(-1e30f));
   std::memset(t.out, 0, sizeof(float) * tiles * kRowTile * l.v_dim);
 }
 
@@ -77,43 +77,51 @@ void gather_keys(const Step& s, const Layer& l, int32_t slot, int32_t kv_head, i
   }
 }
 
+// What one query row sees of the tile's scores.
+BOUGH_INLINE void mask_row(const Layer& l, const QueryRow& row, int32_t first, int count, F32* v) {
+  const I32 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  if (l.softcap > 0)
+    for (int c = 0; c < 4; c++) v[c] = l.softcap * hyperbolic_tangent(v[c] / l.softcap);
+  const int lo = row.lo - first, hi = std::min(count, row.hi - first);
+  if (lo <= 0 && hi >= kKvTile) return;
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const I32 at = lane + 16 * c, seen = (at >= lo) & (at < hi);
+    v[c] = (F32)(((I32)v[c] & seen) | ((I32)splat(-__builtin_inff()) & ~seen));
+  }
+}
+
 // Scores become weights; what was summed so far shrinks to the new largest score.
 BOUGH_INLINE void soften(const Layer& l, const QueryRow* rows, int real, int32_t first, int count, float* scores, float* out,
                          float* top, float* total) {
-  alignas(64) float change[16] = {};
-  const I32 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  F32 highest[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) highest[i] = splat(-1e30f);
   for (int i = 0; i < real; i++) {
     float* score = scores + i * kKvTile;
-    F32 v[4];
+    F32 v[4] = {load(score), load(score + 16), load(score + 32), load(score + 48)};
+    mask_row(l, rows[i], first, count, v);
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-      v[c] = load(score + 16 * c);
-      if (l.softcap > 0) v[c] = l.softcap * hyperbolic_tangent(v[c] / l.softcap);
-    }
-    const int lo = rows[i].lo - first, hi = std::min(count, rows[i].hi - first);
-    if (lo > 0 || hi < kKvTile) {
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) {
-        const I32 at = lane + 16 * c, seen = (at >= lo) & (at < hi);
-        v[c] = (F32)(((I32)v[c] & seen) | (((I32)splat(-__builtin_inff())) & ~seen));
-      }
-    }
-    const float now = std::max(top[i], max_lanes(maximum(maximum(v[0], v[1]), maximum(v[2], v[3]))));
+    for (int c = 0; c < 4; c++) store(score + 16 * c, v[c]);
+    highest[i] = maximum(maximum(v[0], v[1]), maximum(v[2], v[3]));
+  }
+  alignas(64) float now[16], shrink[16];
+  const F32 before = load(top), after = maximum(before, max_each(highest));
+  store(now, after);
+  store(shrink, exponential(before - after));
+  store(top, after);
+  for (int i = 0; i < real; i++) {
+    float* score = scores + i * kKvTile;
     F32 sum{};
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-      v[c] = exponential(v[c] - now);
-      sum += v[c];
-      store(score + 16 * c, v[c]);
+      const F32 weight = exponential(load(score + 16 * c) - now[i]);
+      store(score + 16 * c, weight);
+      sum += weight;
     }
-    change[i] = top[i] - now;
-    top[i] = now;
-    total[i] = total[i] * exponential(splat(change[i]))[0] + sum_lanes(sum);
-  }
-  const F32 shrink = exponential(load(change));
-  for (int i = 0; i < real; i++) {
-    if (change[i] == 0) continue;
-    for (int c = 0; c < l.v_dim; c += 16) store(out + i * l.v_dim + c, load(out + i * l.v_dim + c) * shrink[i]);
+    store(total + 16 * i, load(total + 16 * i) * shrink[i] + sum);
+    if (shrink[i] != 1.0f)
+      for (int c = 0; c < l.v_dim; c += 16) store(out + i * l.v_dim + c, load(out + i * l.v_dim + c) * shrink[i]);
   }
   for (int i = real; i < kRowTile; i++) std::memset(scores + i * kKvTile, 0, sizeof(float) * kKvTile);
 }
@@ -121,15 +129,16 @@ BOUGH_INLINE void soften(const Layer& l, const QueryRow* rows, int real, int32_t
 void finish(const Layer& l, const QueryRow* rows, int count, const Tiles& t, const Target& target) {
   for (int i = 0; i < count; i++) {
     const float* out = t.out + int64_t(i) * l.v_dim;
+    const float total = sum_lanes(load(t.total + 16 * i));
     if (target.part) {
       float* part = target.part + i * target.row_step;
       std::memcpy(part, out, sizeof(float) * l.v_dim);
-      part[l.v_dim] = t.top[i];
-      part[l.v_dim + 1] = t.total[i];
+      part[l.v_dim] = t.top[i / kRowTile * 16 + i % kRowTile];
+      part[l.v_dim + 1] = total;
       continue;
     }
     const int64_t at = (int64_t(rows[i].token) * l.heads + rows[i].head) * l.v_dim;
-    const float inverse = t.total[i] > 0 ? 1.0f / t.total[i] : 0.0f;
+    const float inverse = total > 0 ? 1.0f / total : 0.0f;
     for (int c = 0; c < l.v_dim; c += 16) write_vector(l.out, at + c, l.dtype, load(out + c) * inverse);
   }
 }
@@ -155,7 +164,7 @@ void attend(const Step& s, const Layer& l, const QueryRow* rows, int count, int3
         multiply<kRowTile, 2, 1, kRowTile>(l.dim, q, t.keys + 32 * n, kKvTile, 16, t.scores + 32 * n, kKvTile, false);
       if (keys <= 32)
         for (int i = 0; i < kRowTile; i++) std::memset(t.scores + i * kKvTile + 32, 0, sizeof(float) * 32);
-      soften(l, these, real, p, keys, t.scores, out, t.top + tile * kRowTile, t.total + tile * kRowTile);
+      soften(l, these, real, p, keys, t.scores, out, t.top + 16 * tile, t.total + 16 * kRowTile * tile);
       int c = 0;
       for (; c + 32 <= l.v_dim; c += 32)
         multiply<kRowTile, 2, kKvTile, 1>(keys, t.scores, t.values + c, l.v_dim, 16, out + c, l.v_dim, true);

@@ -20,6 +20,12 @@ constexpr int kMaxTokens = 12;  // of a register tile
 // Tokens of the next register tile: as many as are left, in sizes that kernels exist for.
 inline int tile_tokens(int64_t left) { return left >= 12 ? 12 : left > 8 ? 12 : left > 4 ? 8 : left > 2 ? 4 : int(left); }
 
+// Groups of rows that a thread takes at once: few enough to share the work evenly, enough to stream from memory.
+inline int64_t items_at_once(int64_t groups, int threads) {
+  const int64_t even = groups / (8 * threads);
+  return even < 1 ? 1 : even > 64 ? 64 : even;
+}
+
 // fn.template operator()<MT>() for a tile size at run time.
 template <typename Fn>
 BOUGH_INLINE void for_tile(int mt, const Fn& fn) {

@@ -11,10 +11,10 @@ namespace {
 
 // sum += 16 rows' weights of one block times MT tokens' activations; x[32][MT].
 template <int K, int MT>
-BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const uint8_t* scales, int64_t b, const float* x) {
+BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const TileScales& s, const float* x) {
   constexpr Traits t = kTraits[K];
   if constexpr (is_16bit(K)) {
-    const uint16_t* in = reinterpret_cast<const uint16_t*>(quants) + b * kBlock * kGroup;
+    const uint16_t* in = reinterpret_cast<const uint16_t*>(quants);
 #pragma GCC unroll 4
     for (int pair = 0; pair < 16; pair++) {
       F32 even, odd;
@@ -26,15 +26,14 @@ BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const uint8_t* scal
         even = (F32)(both << 16);
         odd = (F32)(both & 0xffff0000u);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < MT; i++) acc[i] += even * x[2 * pair * MT + i];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < MT; i++) acc[i] += odd * x[(2 * pair + 1) * MT + i];
     }
   } else {
     U8 v[8];
-    unpack_tile<K>(quants + b * t.tile_bytes, v);
-    const TileScales s = tile_scales<K>(scales, b);
+    unpack_tile<K>(quants, v);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       F32 sum[MT] = {};
@@ -45,26 +44,34 @@ BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const uint8_t* scal
         for (int i = 0; i < 4; i++) {
           F32 q = to_float((I32)(((U32)v[j] >> (8 * i)) & 255) - t.offset);
           if constexpr (t.has_min) q = d * q + s.m;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int m = 0; m < MT; m++) sum[m] += q * x[(4 * j + i) * MT + m];
         }
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int m = 0; m < MT; m++) acc[m] += t.has_min ? sum[m] : sum[m] * d;
     }
   }
 }
 
 template <int K, int MT>
-void group_direct(const LinearCall& call, const float* x, int64_t group) {
+void group_direct(const LinearCall& call, const float* x, int64_t first, int64_t group) {
   const Weight& w = *call.weight;
-  const uint8_t *quants = w.quants + group * group_quants(w), *scales = w.scales + group * group_scales(w);
+  const uint8_t* quants = w.quants + group * group_quants(w);
   F32 acc[MT] = {};
-  for (int64_t b = 0; b < num_blocks(w); b++) {
-    __builtin_prefetch(quants + b * kTraits[K].tile_bytes + 2048);
-    add_block<K, MT>(acc, quants, scales, b, x + b * kBlock * MT);
+  if constexpr (is_16bit(K)) {
+    for (int64_t b = 0; b < num_blocks(w); b++, quants += kTraits[K].tile_bytes) {
+      __builtin_prefetch(quants + 4096);
+      add_block<K, MT>(acc, quants, TileScales{}, x + b * kBlock * MT);
+    }
+  } else {
+    ScaleReader<K> scales(w.scales + group * group_scales(w), 0);
+    for (int64_t b = 0; b < num_blocks(w); b++, quants += kTraits[K].tile_bytes) {
+      __builtin_prefetch(quants + 2048);
+      add_block<K, MT>(acc, quants, scales.next(b), x + b * kBlock * MT);
+    }
   }
-  for (int i = 0; i < MT && i < call.tokens; i++) write_result(call, i, group * kGroup, acc[i]);
+  for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, group * kGroup, acc[i]);
 }
 
 // MT tokens' activations, column after column: out[cols][MT]; missing tokens are zero.
@@ -88,19 +95,14 @@ void for_any_kind(int kind, const Fn& fn) {
   else for_kind(kind, fn);
 }
 
+template <int K, int MT>
 void few_tokens(const LinearCall& call, int threads) {
   const Weight& w = *call.weight;
-  const int mt = tile_tokens(call.tokens);
-  const int64_t groups = num_groups(w);
-  float* x = x_scratch.get<float>(w.cols * mt);
-  interleave(call, 0, mt, x);
-  const int64_t step = std::max<int64_t>(1, std::min<int64_t>(64, groups / (4 * threads)));
-  for_any_kind(w.kind, [&]<int K>() {
-    for_each(threads, groups, step, [&](int64_t g) {
-      if (mt == 1) group_direct<K, 1>(call, x, g);
-      else if (mt == 2) group_direct<K, 2>(call, x, g);
-      else group_direct<K, 4>(call, x, g);
-    });
+  const int64_t groups = num_groups(w), tiles = (call.tokens + MT - 1) / MT;
+  float* x = x_scratch.get<float>(tiles * MT * w.cols);
+  for (int64_t i = 0; i < tiles; i++) interleave(call, i * MT, MT, x + i * MT * w.cols);
+  for_each(threads, groups, items_at_once(groups, threads), [&](int64_t g) {
+    for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, x + i * MT * w.cols, i * MT, g);
   });
 }
 
@@ -112,32 +114,26 @@ void many_tokens(const LinearCall& call, int threads) {
   const int64_t num_tiles = (call.tokens + kMaxTokens - 1) / kMaxTokens;
   float* x = x_scratch.get<float>(num_tiles * kMaxTokens * w.cols);
   const int64_t chunk = std::min<int64_t>(num_tiles, 32), chunks = (num_tiles + chunk - 1) / chunk;
-  Counter interleaved, computed;
-  on_threads(threads, [&](int, int parties) {
-    for (int64_t i; (i = interleaved.take()) < num_tiles;)
-      interleave(call, i * kMaxTokens, kMaxTokens, x + i * kMaxTokens * w.cols);
-    if (parties > 1) {
-#pragma omp barrier
-    }
+  for_each(threads, num_tiles, 1,
+           [&](int64_t i) { interleave(call, i * kMaxTokens, kMaxTokens, x + i * kMaxTokens * w.cols); });
+  for_each(threads, chunks * pairs, 1, [&](int64_t item) {
+    const int64_t pair = item % pairs, first = item / pairs * chunk, last = std::min(num_tiles, first + chunk);
+    const bool second = 2 * pair + 1 < num_groups(w);
     float* panel = panel_scratch.get<float>(2 * kPanelBlocks * kBlock * kGroup);
     float* sums = sum_scratch.get<float>(chunk * kMaxTokens * 2 * kGroup);
-    for (int64_t item; (item = computed.take()) < chunks * pairs;) {
-      const int64_t pair = item % pairs, first = item / pairs * chunk, last = std::min(num_tiles, first + chunk);
-      const bool second = 2 * pair + 1 < num_groups(w);
-      for (int64_t b = 0; b < blocks; b += kPanelBlocks) {
-        const int64_t end = std::min(blocks, b + kPanelBlocks), depth = (end - b) * kBlock;
-        dequantise_panel(w, 2 * pair, b, end, panel);
-        if (second) dequantise_panel(w, 2 * pair + 1, b, end, panel + depth * kGroup);
-        for (int64_t i = first; i < last; i++)
-          multiply<kMaxTokens, 2, 1, kMaxTokens>(depth, x + (i * w.cols + b * kBlock) * kMaxTokens, panel, kGroup,
-                                                 second ? depth * kGroup : 0, sums + (i - first) * kMaxTokens * 2 * kGroup,
-                                                 2 * kGroup, b > 0);
-      }
-      for (int64_t t = first * kMaxTokens; t < std::min(last * kMaxTokens, call.tokens); t++) {
-        const float* sum = sums + (t - first * kMaxTokens) * 2 * kGroup;
-        write_result(call, t, 2 * pair * kGroup, load(sum));
-        if (second) write_result(call, t, (2 * pair + 1) * kGroup, load(sum + kGroup));
-      }
+    for (int64_t b = 0; b < blocks; b += kPanelBlocks) {
+      const int64_t end = std::min(blocks, b + kPanelBlocks), depth = (end - b) * kBlock;
+      dequantise_panel(w, 2 * pair, b, end, panel);
+      if (second) dequantise_panel(w, 2 * pair + 1, b, end, panel + depth * kGroup);
+      for (int64_t i = first; i < last; i++)
+        multiply<kMaxTokens, 2, 1, kMaxTokens>(depth, x + (i * w.cols + b * kBlock) * kMaxTokens, panel, kGroup,
+                                               second ? depth * kGroup : 0, sums + (i - first) * kMaxTokens * 2 * kGroup,
+                                               2 * kGroup, b > 0);
+    }
+    for (int64_t t = first * kMaxTokens; t < std::min(last * kMaxTokens, call.tokens); t++) {
+      const float* sum = sums + (t - first * kMaxTokens) * 2 * kGroup;
+      write_result(call, t, 2 * pair * kGroup, load(sum));
+      if (second) write_result(call, t, (2 * pair + 1) * kGroup, load(sum + kGroup));
     }
   });
 }
@@ -145,8 +141,15 @@ void many_tokens(const LinearCall& call, int threads) {
 }  // namespace
 
 void linear_exact(const LinearCall& call, int threads) {
-  if (call.tokens <= 4) few_tokens(call, threads);
-  else many_tokens(call, threads);
+  if (call.tokens > 16) {
+    many_tokens(call, threads);
+    return;
+  }
+  for_any_kind(call.weight->kind, [&]<int K>() {
+    if (call.tokens == 1) few_tokens<K, 1>(call, threads);
+    else if (call.tokens <= 4) few_tokens<K, 4>(call, threads);
+    else few_tokens<K, 8>(call, threads);
+  });
 }
 
 }  // namespace bough

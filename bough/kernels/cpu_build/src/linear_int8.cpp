@@ -32,8 +32,8 @@ void quantise_tile(const LinearCall& call, int64_t first, ActBlock<MT>* out) {
       const float top = max_lanes(maximum(absolute(lo), absolute(hi)));
       const float inverse = top > 0 ? 127.0f / top : 0.0f;
       const I32 qlo = round_to_int(lo * inverse), qhi = round_to_int(hi * inverse);
-      *reinterpret_cast<I8x16u*>(a.q[i]) = __builtin_convertvector(qlo, I8x16);
-      *reinterpret_cast<I8x16u*>(a.q[i] + 16) = __builtin_convertvector(qhi, I8x16);
+      store_i8(a.q[i], qlo);
+      store_i8(a.q[i] + 16, qhi);
       const int sum_lo = int(sum_lanes(to_float(qlo))), sum_hi = int(sum_lanes(to_float(qhi)));
       a.d[i] = top / 127.0f;
       a.dsum[i] = a.d[i] * float(sum_lo + sum_hi);
@@ -82,18 +82,19 @@ BOUGH_INLINE void add_block(F32* acc, const U8* w, const TileScales& s, const Ac
 
 // One group of rows, few tokens: weights go from memory through registers, once.
 template <int K, int MT>
-void group_direct(const LinearCall& call, const ActBlock<MT>* act, int64_t group) {
+void group_direct(const LinearCall& call, const ActBlock<MT>* act, int64_t first, int64_t group) {
   constexpr Traits t = kTraits[K];
   const Weight& w = *call.weight;
-  const uint8_t *quants = w.quants + group * group_quants(w), *scales = w.scales + group * group_scales(w);
+  const uint8_t* quants = w.quants + group * group_quants(w);
+  ScaleReader<K> scales(w.scales + group * group_scales(w), 0);
   F32 acc[MT] = {};
-  for (int64_t b = 0; b < num_blocks(w); b++) {
+  for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
     U8 v[8];
-    unpack_tile<K>(quants + b * t.tile_bytes, v);
-    __builtin_prefetch(quants + b * t.tile_bytes + 2048);
-    add_block<MT, t.has_min, t.half_blocks>(acc, v, tile_scales<K>(scales, b), act[b]);
+    unpack_tile<K>(quants, v);
+    __builtin_prefetch(quants + 2048);
+    add_block<MT, t.has_min, t.half_blocks>(acc, v, scales.next(b), act[b]);
   }
-  for (int i = 0; i < MT && i < call.tokens; i++) write_result(call, i, group * kGroup, acc[i]);
+  for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, group * kGroup, acc[i]);
 }
 
 // One group of rows unpacked once, then used for many tiles of tokens.
@@ -104,10 +105,11 @@ struct Panel {
 
 template <int K>
 void unpack_group(const Weight& w, int64_t group, const Panel& out) {
-  const uint8_t *quants = w.quants + group * group_quants(w), *scales = w.scales + group * group_scales(w);
+  const uint8_t* quants = w.quants + group * group_quants(w);
+  ScaleReader<K> scales(w.scales + group * group_scales(w), 0);
   for (int64_t b = 0; b < num_blocks(w); b++) {
     unpack_tile<K>(quants + b * kTraits[K].tile_bytes, out.quants + 8 * b);
-    out.scales[b] = tile_scales<K>(scales, b);
+    out.scales[b] = scales.next(b);
   }
 }
 
@@ -128,21 +130,16 @@ struct TokenTile {
 
 thread_local Scratch act_scratch, panel_scratch;
 
+constexpr int kFew = 8;  // tokens of a tile that weights pass by in registers
+
+template <int K, int MT>
 void few_tokens(const LinearCall& call, int threads) {
   const Weight& w = *call.weight;
-  const int64_t groups = num_groups(w);
-  const int mt = tile_tokens(call.tokens);
-  uint8_t* act = act_scratch.get<uint8_t>(act_bytes(mt) * num_blocks(w));
-  for_kind(w.kind, [&]<int K>() {
-    auto run = [&]<int MT>() {
-      ActBlock<MT>* a = reinterpret_cast<ActBlock<MT>*>(act);
-      quantise_tile<MT>(call, 0, a);
-      const int64_t step = std::max<int64_t>(1, std::min<int64_t>(64, groups / (4 * threads)));
-      for_each(threads, groups, step, [&](int64_t g) { group_direct<K, MT>(call, a, g); });
-    };
-    if (mt == 1) run.template operator()<1>();
-    else if (mt == 2) run.template operator()<2>();
-    else run.template operator()<4>();
+  const int64_t groups = num_groups(w), blocks = num_blocks(w), tiles = (call.tokens + MT - 1) / MT;
+  ActBlock<MT>* act = act_scratch.get<ActBlock<MT>>(tiles * blocks);
+  for (int64_t i = 0; i < tiles; i++) quantise_tile<MT>(call, i * MT, act + i * blocks);
+  for_each(threads, groups, items_at_once(groups, threads), [&](int64_t g) {
+    for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, act + i * blocks, i * MT, g);
   });
 }
 
@@ -156,38 +153,40 @@ void many_tokens(const LinearCall& call, int threads) {
   const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(num_tiles, (512 << 10) / int64_t(tile_bytes)));
   const int64_t chunks = (num_tiles + chunk - 1) / chunk;
   auto tile = [&](int64_t i) { return TokenTile{i * kMaxTokens, tile_tokens(call.tokens - i * kMaxTokens), act + i * tile_bytes}; };
-  Counter quantised, computed;
-  on_threads(threads, [&](int, int parties) {
-    for (int64_t i; (i = quantised.take()) < num_tiles;) {
-      const TokenTile t = tile(i);
-      for_tile(t.size, [&]<int MT>() { quantise_tile<MT>(call, t.first, reinterpret_cast<ActBlock<MT>*>(t.act)); });
-    }
-    if (parties > 1) {
-#pragma omp barrier
-    }
+  for_each(threads, num_tiles, 1, [&](int64_t i) {
+    const TokenTile t = tile(i);
+    for_tile(t.size, [&]<int MT>() { quantise_tile<MT>(call, t.first, reinterpret_cast<ActBlock<MT>*>(t.act)); });
+  });
+  for_each(threads, chunks * groups, 1, [&](int64_t item) {
+    const int64_t group = item % groups, first = item / groups * chunk;
     uint8_t* memory = panel_scratch.get<uint8_t>(blocks * (512 + sizeof(TileScales)));
     const Panel panel{reinterpret_cast<U8*>(memory), reinterpret_cast<TileScales*>(memory + 512 * blocks)};
-    for (int64_t item; (item = computed.take()) < chunks * groups;) {
-      const int64_t group = item % groups, first = item / groups * chunk;
-      for_kind(w.kind, [&]<int K>() {
-        unpack_group<K>(w, group, panel);
-        for (int64_t i = first; i < std::min(num_tiles, first + chunk); i++) {
-          const TokenTile t = tile(i);
-          for_tile(t.size, [&]<int MT>() {
-            tile_from_panel<MT, kTraits[K].has_min, kTraits[K].half_blocks>(
-                call, panel, reinterpret_cast<const ActBlock<MT>*>(t.act), t.first, group);
-          });
-        }
-      });
-    }
+    for_kind(w.kind, [&]<int K>() {
+      unpack_group<K>(w, group, panel);
+      for (int64_t i = first; i < std::min(num_tiles, first + chunk); i++) {
+        const TokenTile t = tile(i);
+        for_tile(t.size, [&]<int MT>() {
+          tile_from_panel<MT, kTraits[K].has_min, kTraits[K].half_blocks>(
+              call, panel, reinterpret_cast<const ActBlock<MT>*>(t.act), t.first, group);
+        });
+      }
+    });
   });
 }
 
 }  // namespace
 
 void linear_int8(const LinearCall& call, int threads) {
-  if (call.tokens <= 4) few_tokens(call, threads);
-  else many_tokens(call, threads);
+  if (call.tokens > 2 * kFew) {
+    many_tokens(call, threads);
+    return;
+  }
+  for_kind(call.weight->kind, [&]<int K>() {
+    if (call.tokens == 1) few_tokens<K, 1>(call, threads);
+    else if (call.tokens == 2) few_tokens<K, 2>(call, threads);
+    else if (call.tokens <= 4) few_tokens<K, 4>(call, threads);
+    else few_tokens<K, kFew>(call, threads);
+  });
 }
 
 }  // namespace bough

@@ -92,35 +92,39 @@ struct TileScales {
   F32 d, d2, m;
 };
 
-BOUGH_INLINE F32 load_u8(const uint8_t* p) {
-  return to_float(__builtin_convertvector(*reinterpret_cast<const U8x16u*>(p), I32));
-}
-BOUGH_INLINE F32 load_i8(const uint8_t* p) {
-  return to_float(__builtin_convertvector(*reinterpret_cast<const I8x16u*>(p), I32));
-}
-
+// Reads the scales of a group's tiles in order, from a tile that begins eight (or from any, for kinds without headers).
 template <int K>
-BOUGH_INLINE TileScales tile_scales(const uint8_t* group, int64_t block) {
-  constexpr Traits t = kTraits[K];
-  TileScales s{};
-  if constexpr (t.header_bytes == 0) {
-    const uint8_t* p = group + block * t.scale_bytes;
-    s.d = load_half(reinterpret_cast<const uint16_t*>(p));
-    if constexpr (t.has_min) s.m = load_half(reinterpret_cast<const uint16_t*>(p + 32));
-  } else {
-    const uint8_t* head = group + block / 8 * (t.header_bytes + 8 * t.scale_bytes);
-    const uint8_t* p = head + t.header_bytes + block % 8 * t.scale_bytes;
-    F32 d = load_half(reinterpret_cast<const uint16_t*>(head));
-    if constexpr (t.has_min) {
-      s.d = d * load_u8(p);
-      s.m = -(load_half(reinterpret_cast<const uint16_t*>(head + 32)) * load_u8(p + 16));
+struct ScaleReader {
+  static constexpr Traits t = kTraits[K];
+  const uint8_t* at;
+  F32 d{}, m{};
+
+  BOUGH_INLINE ScaleReader(const uint8_t* group, int64_t block)
+      : at(group + block * t.scale_bytes + block / 8 * t.header_bytes) {}
+
+  BOUGH_INLINE TileScales next(int64_t block) {
+    TileScales s{};
+    if constexpr (t.header_bytes == 0) {
+      s.d = load_half(reinterpret_cast<const uint16_t*>(at));
+      if constexpr (t.has_min) s.m = load_half(reinterpret_cast<const uint16_t*>(at + 32));
     } else {
-      s.d = d * load_i8(p);
-      s.d2 = d * load_i8(p + 16);
+      if (block % 8 == 0) {
+        d = load_half(reinterpret_cast<const uint16_t*>(at));
+        if constexpr (t.has_min) m = -load_half(reinterpret_cast<const uint16_t*>(at + 32));
+        at += t.header_bytes;
+      }
+      if constexpr (t.has_min) {
+        s.d = d * to_float(load_u8(at));
+        s.m = m * to_float(load_u8(at + 16));
+      } else {
+        s.d = d * to_float(load_i8(at));
+        s.d2 = d * to_float(load_i8(at + 16));
+      }
     }
+    at += t.scale_bytes;
+    return s;
   }
-  return s;
-}
+};
 
 // fn.template operator()<kind>() for the kind at run time; kinds of few bits only.
 template <typename Fn>

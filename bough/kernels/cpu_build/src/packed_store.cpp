@@ -158,10 +158,9 @@ void pack_group_16bit(const Weight& w, const uint8_t* raw, int64_t group, uint8_
 
 // One block of columns of all rows of a group: out[32][16].
 template <int K>
-BOUGH_INLINE void dequantise_tile(const uint8_t* quants, const uint8_t* scales, int64_t block, float* out) {
+BOUGH_INLINE void dequantise_tile(const uint8_t* quants, const TileScales& s, float* out) {
   U8 v[8];
-  unpack_tile<K>(quants + block * kTraits[K].tile_bytes, v);
-  const TileScales s = tile_scales<K>(scales, block);
+  unpack_tile<K>(quants, v);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; j++) {
     const F32 d = kTraits[K].half_blocks && j >= 4 ? s.d2 : s.d;
@@ -197,8 +196,12 @@ void dequantise_panel(const Weight& w, int64_t group, int64_t first, int64_t las
     return;
   }
   for_kind(w.kind, [&]<int K>() {
+    constexpr int eight = kTraits[K].header_bytes ? 8 : 1;  // scales are read from the last header on
+    int64_t b = first / eight * eight;
+    ScaleReader<K> reader(scales, b);
+    for (; b < first; b++) reader.next(b);
     float* at = out;
-    for (int64_t b = first; b < last; b++, at += 512) dequantise_tile<K>(quants, scales, b, at);
+    for (; b < last; b++, at += 512) dequantise_tile<K>(quants + b * kTraits[K].tile_bytes, reader.next(b), at);
   });
 }
 

@@ -1,4 +1,5 @@
-// Threads: the OpenMP runtime that torch has loaded, so that there is one pool of threads.
+// Work shared with helper threads that nobody waits for unless they have begun: a helper that the operating system keeps from
+// running delays nothing, since the caller takes the items itself.
 #pragma once
 
 #include <omp.h>
@@ -16,31 +17,33 @@ struct alignas(64) Counter {
   int64_t take(int64_t step = 1) { return next.fetch_add(step, std::memory_order_relaxed); }
 };
 
+// Threads that torch was told to use; the runtime is torch's own.
 inline int usable_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
-// body(thread, threads) on each thread.
-template <typename Body>
-inline void on_threads(int threads, const Body& body) {
-  if (threads <= 1) {
-    body(0, 1);
-    return;
-  }
-#pragma omp parallel num_threads(threads)
-  body(omp_get_thread_num(), omp_get_num_threads());
-}
+// Calls body(context) on this thread and, at the same time, on up to helpers others. Returns when every call has ended.
+// The calls must divide the work among themselves, whatever their number.
+void with_helpers(int helpers, void (*body)(const void*), const void* context);
 
-// body(item) for every item below `count`, handed out in order to whichever thread is free.
+// body(item) for every item below `count`, handed out in order, `step` at a time, to whichever thread is free.
 template <typename Body>
 inline void for_each(int threads, int64_t count, int64_t step, const Body& body) {
   if (threads <= 1 || count <= step) {
     for (int64_t i = 0; i < count; i++) body(i);
     return;
   }
-  Counter counter;
-  on_threads(threads, [&](int, int) {
-    for (int64_t first; (first = counter.take(step)) < count;)
-      for (int64_t i = first; i < first + step && i < count; i++) body(i);
-  });
+  struct Work {
+    const Body* body;
+    int64_t count, step;
+    mutable Counter counter;
+  } work{&body, count, step, {}};
+  with_helpers(
+      threads - 1,
+      [](const void* context) {
+        const Work& w = *static_cast<const Work*>(context);
+        for (int64_t first; (first = w.counter.take(w.step)) < w.count;)
+          for (int64_t i = first; i < first + w.step && i < w.count; i++) (*w.body)(i);
+      },
+      &work);
 }
 
 // Memory that a thread keeps between calls. Grows, never shrinks.

@@ -18,12 +18,8 @@ typedef uint32_t U32u __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t U16x32 __attribute__((vector_size(64), may_alias));
 typedef uint8_t U8 __attribute__((vector_size(64), may_alias));
 typedef uint8_t U8u __attribute__((vector_size(64), aligned(1), may_alias));
-typedef uint16_t U16x16 __attribute__((vector_size(32), may_alias));
 typedef uint16_t U16x16u __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint8_t U8x16 __attribute__((vector_size(16), may_alias));
 typedef uint8_t U8x16u __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int8_t I8x16 __attribute__((vector_size(16), may_alias));
-typedef int8_t I8x16u __attribute__((vector_size(16), aligned(1), may_alias));
 
 #define BOUGH_INLINE inline __attribute__((always_inline))
 #define BOUGH_EXPORT extern "C" __attribute__((visibility("default")))
@@ -36,6 +32,54 @@ BOUGH_INLINE U8 load_bytes(const uint8_t* p) { return *reinterpret_cast<const U8
 BOUGH_INLINE F32 splat(float x) { return F32{} + x; }
 BOUGH_INLINE F32 to_float(I32 v) { return __builtin_convertvector(v, F32); }
 BOUGH_INLINE I32 splat_int(int32_t x) { return I32{} + x; }
+
+// ---- integers of other widths (compilers convert these vectors lane by lane) ----------------------------------------
+
+BOUGH_INLINE I32 load_u8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i halves[2] = {_mm256_cvtepu8_epi32(v), _mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
+  I32 out;
+  std::memcpy(&out, halves, 64);
+  return out;
+#else
+  return __builtin_convertvector(*reinterpret_cast<const U8x16u*>(p), I32);
+#endif
+}
+
+BOUGH_INLINE I32 load_i8(const uint8_t* p) { return (load_u8(p) ^ 128) - 128; }
+
+BOUGH_INLINE U32 load_u16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  const __m128i* at = reinterpret_cast<const __m128i*>(p);
+  const __m256i halves[2] = {_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1))};
+  U32 out;
+  std::memcpy(&out, halves, 64);
+  return out;
+#else
+  return __builtin_convertvector(*reinterpret_cast<const U16x16u*>(p), U32);
+#endif
+}
+
+BOUGH_INLINE void store_i8(int8_t* p, I32 v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  for (int i = 0; i < 16; i++) p[i] = int8_t(v[i]);
+#endif
+}
+
+BOUGH_INLINE void store_u16(uint16_t* p, U32 v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)v));
+#else
+  for (int i = 0; i < 16; i++) p[i] = uint16_t(v[i]);
+#endif
+}
 
 // ---- 16-bit floats ------------------------------------------------------------------------------------------------
 
@@ -100,24 +144,27 @@ BOUGH_INLINE F32 load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (F32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #else
+#if defined(__F16C__)
+  const __m128i* at = reinterpret_cast<const __m128i*>(p);
+  const __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
+  F32 out;
+  std::memcpy(&out, halves, 64);
+  return out;
+#else
   F32 out;
   for (int i = 0; i < 16; i++) out[i] = half_to_float(p[i]);
   return out;
 #endif
+#endif
 }
 
-BOUGH_INLINE F32 load_bfloat(const uint16_t* p) {
-  U16x16 raw = *reinterpret_cast<const U16x16u*>(p);
-  return (F32)(__builtin_convertvector(raw, U32) << 16);
-}
+BOUGH_INLINE F32 load_bfloat(const uint16_t* p) { return (F32)(load_u16(p) << 16); }
 
 BOUGH_INLINE void store_bfloat(uint16_t* p, F32 v) {
-  U32 bits = (U32)v;
-  U32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  U32 nan = (bits >> 16) | 0x40;
-  I32 is_nan = (I32)((bits & 0x7fffffff) > 0x7f800000);
-  U32 out = (rounded & (U32)~is_nan) | (nan & (U32)is_nan);
-  *reinterpret_cast<U16x16u*>(p) = __builtin_convertvector(out, U16x16);
+  const U32 bits = (U32)v;
+  const U32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const U32 is_nan = (U32)((bits & 0x7fffffff) > 0x7f800000);
+  store_u16(p, (rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan));
 }
 
 BOUGH_INLINE void store_half(uint16_t* p, F32 v) {
@@ -253,6 +300,21 @@ BOUGH_INLINE F32 fold(F32 a, F32 b) {
   return __builtin_shuffle(a, b, Interleave<N>::low) + __builtin_shuffle(a, b, Interleave<N>::high);
 }
 
+template <int N>
+BOUGH_INLINE F32 fold_max(F32 a, F32 b) {
+  return maximum(__builtin_shuffle(a, b, Interleave<N>::low), __builtin_shuffle(a, b, Interleave<N>::high));
+}
+
+BOUGH_INLINE F32 max_each(F32* v) {  // lane i of the result: the largest of v[i]'s lanes; v is used up
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) v[i] = fold_max<8>(v[i], v[i + 8]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) v[i] = fold_max<4>(v[i], v[i + 4]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) v[i] = fold_max<2>(v[i], v[i + 2]);
+  return fold_max<1>(v[0], v[1]);
+}
+
 BOUGH_INLINE F32 sum_each(F32* v) {  // lane i of the result: the sum of v[i]'s lanes; v is used up
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
@@ -318,13 +380,19 @@ BOUGH_INLINE U8 shift_left(U8 v, int n, uint8_t keep) { return (U8)((U16x32)v <<
 // Nearest integer of each lane, for |x| < 2^22.
 BOUGH_INLINE I32 round_to_int(F32 x) { return (I32)(x + 12582912.0f) - 0x4b400000; }
 
-// e^x to about 1 unit in the last place; 0 below -87, e^88 above 88.
+// e^x to about 1 unit in the last place; 0 below -87 (or where it would be denormal), e^88 above 88.
 BOUGH_INLINE F32 exponential(F32 x) {
+#if defined(__AVX512F__)
+  const __m512 low = _mm512_min_ps((__m512)x, _mm512_set1_ps(88.0f));
+  const F32 n = (F32)_mm512_roundscale_ps(_mm512_mul_ps(low, _mm512_set1_ps(1.44269504088896341f)), 0);
+  F32 r = (F32)low - n * 0.693145751953125f;
+#else
   const I32 alive = (I32)(x > -87.0f);
   x = minimum(maximum(x, splat(-87.0f)), splat(88.0f));
-  F32 shifted = x * 1.44269504088896341f + 12582912.0f;
-  F32 n = shifted - 12582912.0f;
+  const F32 shifted = x * 1.44269504088896341f + 12582912.0f;
+  const F32 n = shifted - 12582912.0f;
   F32 r = x - n * 0.693145751953125f;
+#endif
   r = r - n * 1.42860677e-6f;
   F32 p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -332,9 +400,14 @@ BOUGH_INLINE F32 exponential(F32 x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  I32 power = ((I32)shifted - 0x4b400000) << 23;
+  p = p * (r * r) + (r + 1.0f);
+#if defined(__AVX512F__)
+  const __mmask16 alive = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_GT_OQ);
+  return (F32)_mm512_maskz_scalef_ps(alive, (__m512)p, (__m512)n);
+#else
+  const I32 power = ((I32)shifted - 0x4b400000) << 23;
   return (F32)(((I32)p + power) & alive);
+#endif
 }
 
 BOUGH_INLINE F32 hyperbolic_tangent(F32 x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
