@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 from weakref import WeakKeyDictionary
 
 from bough.lang.errors import BackendError
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     import httpx
 
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504, 529)
+_KEEPALIVE_S = 3.0
+_STALE_WITHIN_S = 1.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -107,21 +112,20 @@ class HttpClient:
     async def _send(
         self, client: httpx.AsyncClient, method: str, url: str, body: Mapping[str, Any] | None
     ) -> httpx.Response:
-        """Send; again where the server closed an idle connection under us, or says that it is busy for now."""
+        """Send; again where the server had closed the idle connection we took, or says that it is busy for now."""
         import httpx
 
+        content: dict[str, Any] = {"json": body} if body is not None else {}
         attempt = 0
-        stale = 0
+        may_be_stale = True
         while True:
-            request = (
-                client.build_request(method, url, json=body) if body is not None else client.build_request(method, url)
-            )
+            began = time.monotonic()
             try:
-                response = await client.send(request, stream=True)
-            except httpx.RemoteProtocolError:
-                if stale:
+                response = await client.send(client.build_request(method, url, **content), stream=True)
+            except (httpx.RemoteProtocolError, httpx.WriteError):
+                if not may_be_stale or time.monotonic() - began > _STALE_WITHIN_S:
                     raise
-                stale += 1
+                may_be_stale = False
                 continue
             if response.status_code not in _RETRY_STATUS or attempt >= self._retries:
                 return response
@@ -135,21 +139,26 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         pair = self._clients.get(loop)
         if pair is None:
-            limits = httpx.Limits(
-                max_connections=self._max_connections,
-                max_keepalive_connections=self._max_connections,
-                keepalive_expiry=3.0,
-            )
             client = httpx.AsyncClient(
-                headers=self._headers,
-                verify=_tls(self._verify),
-                limits=limits,
-                timeout=httpx.Timeout(self._timeout_s, connect=10.0),
-                trust_env=urlsplit(self.base_url).hostname not in _LOOPBACK,
+                headers=self._headers, timeout=httpx.Timeout(self._timeout_s, connect=10.0), **self._pool()
             )
             pair = (client, asyncio.Semaphore(self._max_connections))
             self._clients[loop] = pair
         return pair
+
+    def _pool(self) -> dict[str, Any]:
+        """One lane a connection; httpx's own pool where the environment names a proxy for the server."""
+        tls = _tls(self._verify)
+        proxied = urlsplit(self.base_url).hostname not in _LOOPBACK and getproxies()
+        if not proxied:
+            from bough.lang.backends.lanes import LaneTransport
+
+            return {"transport": LaneTransport(tls, _KEEPALIVE_S)}
+        import httpx
+
+        most = self._max_connections
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=_KEEPALIVE_S)
+        return {"verify": tls, "limits": limits}
 
     def _refused(self, status: int, body: str) -> BackendError:
         fixes = {
@@ -165,12 +174,12 @@ class HttpClient:
         )
 
 
-def _tls(verify: bool | str) -> Any:
-    if isinstance(verify, bool):
-        return verify
-    import ssl
+def _tls(verify: bool | str) -> ssl.SSLContext:
+    import httpx
 
-    return ssl.create_default_context(cafile=verify)
+    if isinstance(verify, str):
+        return ssl.create_default_context(cafile=verify)
+    return httpx.create_ssl_context(verify=verify)
 
 
 def retry_delay_s(retry_after: str | None, attempt: int) -> float:

@@ -40,6 +40,7 @@ class FakeServer:
         self.fail_with: dict[str, tuple[int, dict[str, Any]]] = {}
         self.computed_tokens = 0
         self.most_at_once = 0
+        self.disconnects = 0
         self.delay_s = 0.0
         self.join_reply: dict[str, Any] = {"success": True, "session_id": "session-1", "computed_tokens": 0}
         self._at_once = 0
@@ -92,8 +93,10 @@ class FakeServer:
         cached = self.prefill(ids, start if start >= 0 else None)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
-        await asyncio.sleep(self.delay_s)
-        self._at_once -= 1
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self._at_once -= 1
         text, reason = "", {"type": "length", "length": 0}
         if params.get("max_new_tokens") != 0:
             text, reason = self.write(toy.detokenize(ids), params)
@@ -142,10 +145,22 @@ class FakeServer:
         n = (body.get("sampling_params") or {}).get("n", 1)
         if n > 1:
             return JSONResponse([await self.answer(body, None) for _ in range(n)])
-        reply = await self.answer(body, None)
+        reply = await self._unless_gone(request, body)
+        if reply is None:
+            return Response(status_code=499)
         if not body.get("stream"):
             return JSONResponse(reply)
         return StreamingResponse(self._cumulative(reply), media_type="text/event-stream")
+
+    async def _unless_gone(self, request: Request, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer; None, and work stopped, when the client goes away first."""
+        work = asyncio.create_task(self.answer(body, None))
+        while not (await asyncio.wait([work], timeout=0.05))[0]:
+            if await request.is_disconnected():
+                work.cancel()
+                self.disconnects += 1
+                return None
+        return work.result()
 
     async def _cumulative(self, reply: dict[str, Any]) -> Any:
         in_pieces = self.server_info.get("incremental_streaming_output")
@@ -190,7 +205,8 @@ class FakeServer:
         prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         choices = []
         for prompt in prompts:
-            params = {"max_new_tokens": body["max_tokens"], "stop": body.get("stop"), "regex": body.get("regex")}
+            params = {name: body.get(name) for name in ("stop", "regex", "json_schema")}
+            params["max_new_tokens"] = body["max_tokens"]
             text, reason = self.write(prompt, params)
             choice: dict[str, Any] = {"text": text, "finish_reason": reason["type"]}
             if body.get("echo"):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 import sys
+import threading
+import time
 import types
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -245,6 +248,36 @@ def test_http_errors_say_what_the_server_said(fake: FakeServer) -> None:
     assert fake.headers[-1]["authorization"] == "Bearer wrong"
     with pytest.raises(sgl.ProgramError, match="no answer from http://127"):
         program.run(backend=sgl.RuntimeEndpoint("http://127.0.0.1:9"))
+
+
+def test_a_connection_that_the_server_closed_is_replaced() -> None:
+    """A server that answers each connection once, promises to keep it, and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    reply = json.dumps({"text": "ok", "meta_info": {}}).encode()
+    seen = []
+
+    def answer_once() -> None:
+        for _ in range(3):
+            connection, _ = listener.accept()
+            with connection:
+                seen.append(connection.recv(65536))
+                head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(reply)}\r\n\r\n".encode()
+                connection.sendall(head + reply)
+
+    thread = threading.Thread(target=answer_once, daemon=True)
+    thread.start()
+
+    @sgl.function
+    def program(s):
+        for _ in range(3):
+            s += "x" + sgl.gen("a")
+            time.sleep(0.05)
+
+    with listener:
+        state = program.run(backend=sgl.RuntimeEndpoint(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+        assert state.text() == "xokxokxok"
+        thread.join(5)
+    assert len(seen) == 3
 
 
 def test_an_aborted_request_is_an_error(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,12 +280,16 @@ def test_an_interrupted_program_stops_its_requests(backend: sgl.RuntimeEndpoint,
     @sgl.function
     def program(s):
         s += "slow " + sgl.gen("x")
+        while not fake.bodies("/generate"):
+            time.sleep(0.01)
         raise KeyboardInterrupt
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         program.run(backend=backend)
-    assert time.monotonic() - start < 2
+    while not fake.disconnects:
+        assert time.monotonic() - start < 4, "the server never saw the client go"
+        time.sleep(0.01)
 
 
 async def test_cancelling_an_async_program_cancels_its_requests() -> None:
