@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -13,8 +12,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import bough
+from bough.config.flags import show_value
 from bough.config.hf import Checkpoint, open_checkpoint
-from bough.config.server_args import build_config
+from bough.config.server_args import build_config, flat
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Stream, native_batch
 from bough.launch import Programs, Running, start
@@ -136,7 +136,11 @@ class Engine:
     def get_server_info(self) -> Json:
         """Settings, what was decided at start-up, and the engine's numbers right now."""
         internal = self._call(self._intake.info())
-        settings = {name: dict(_plain(group)) for name, group in dataclasses.asdict(self.config).items()}
+        settings = {
+            name: value if isinstance(value, bool | int | float | str) else show_value(value)
+            for name, value in flat(self.config).items()
+            if name not in ("api_key", "admin_api_key")
+        }
         return {"version": bough.__version__, **settings, **self._running.facts, "internal_states": [internal]}
 
     def get_model_info(self) -> Json:
@@ -353,10 +357,3 @@ class Engine:
 def _as_error(status: int, message: str) -> BoughError:
     kind = InvalidRequest if 400 <= status < 500 else RequestFailed
     return kind(what=message or "the request failed")
-
-
-def _plain(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A concern's settings without its secrets."""
-    for name, value in group.items():
-        if name not in ("api_key", "admin_api_key"):
-            yield name, value if isinstance(value, bool | int | float | str) else str(value)

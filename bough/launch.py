@@ -165,10 +165,7 @@ class Running:
                 )
             time.sleep(0.02)
         self.facts = status.facts
-        with self._lock:
-            if not self._stopping.is_set():
-                for worker in range(1, self._num_api_workers):
-                    self._spawn(f"api{worker}", (*self._programs.api, self.endpoints.directory, str(worker)))
+        self._start_api_workers()
         return self.facts
 
     def failed(self) -> BoughError | None:
@@ -222,7 +219,8 @@ class Running:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def _start_children(self) -> None:
+    def _save_launch(self) -> None:
+        """For the children that the calling thread is about to start."""
         save_launch(
             Launch(
                 config=self.config,
@@ -234,11 +232,21 @@ class Running:
                 num_api_workers=self._num_api_workers,
             )
         )
+
+    def _start_children(self) -> None:
+        self._save_launch()
         directory = self.endpoints.directory
         self._spawn("engine", (*self._programs.engine, directory))
         for rank in range(1, self.config.parallel.tp_size):
             self._spawn(f"rank{rank}", (*self._programs.engine, directory, str(rank)))
         self._spawn("detokenizer", (*self._programs.detokenizer, directory))
+
+    def _start_api_workers(self) -> None:
+        with self._lock:
+            if self._num_api_workers > 1 and not self._stopping.is_set() and "api1" not in self.pids:
+                self._save_launch()
+                for worker in range(1, self._num_api_workers):
+                    self._spawn(f"api{worker}", (*self._programs.api, self.endpoints.directory, str(worker)))
 
     def _spawn(self, name: str, arguments: tuple[str, ...]) -> None:
         inherited = (self._lifeline, *self._listen_fds) if name.startswith("api") else (self._lifeline,)

@@ -8,6 +8,7 @@ import itertools
 import logging
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -320,9 +321,9 @@ class Intake:
             ids = prompt
         else:
             try:
-                ids = np.asarray(prompt)
-            except (ValueError, OverflowError):
-                ids = np.empty(0, object)
+                ids = np.frombuffer(array("i", prompt), np.int32)  # several times as fast as numpy with a list
+            except (TypeError, OverflowError):
+                ids = np.empty(1, object)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequest(
                 what="the prompt is no list of token ids",

@@ -1,0 +1,144 @@
+"""Real processes on a tiny model with random weights and the default model's tokenizer: starts in seconds, computes in
+milliseconds. Tests that need sense in the answers use the default model itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import bough
+from bough.config.hf import default_model_path
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 49_152,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_settings() -> Iterator[dict[str, Any]]:
+    """Settings of a server or an Engine on the tiny model."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(TINY))
+        yield {
+            "model_path": directory,
+            "tokenizer": str(default_model_path()),
+            "load_format": "dummy",
+            "dtype": "float32",
+            "device": "cpu",
+            "max_total_tokens": 8192,
+            "custom_kernels": False,
+        }
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_settings: dict[str, Any]) -> Iterator[bough.Engine]:
+    with bough.Engine(**tiny_settings) as engine:
+        yield engine
+
+
+class Server:
+    """A `bough serve` process."""
+
+    def __init__(self, settings: dict[str, Any], *extra: str) -> None:
+        flags = [part for name, value in settings.items() for part in _flag(name, value)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bough.launch_server", "--port", "0", *flags, *extra],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            process_group=0,
+        )
+        self.lines: list[str] = []
+        self.url = self._wait()
+
+    def _wait(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            found = re.search(r"(http://127\.0\.0\.1:\d+)/v1", line)
+            if found:
+                os.set_blocking(self.process.stdout.fileno(), False)
+                return found[1]
+        raise AssertionError("the server did not start:\n" + "".join(self.lines))
+
+    @property
+    def children(self) -> dict[str, int]:
+        """Process ids by name."""
+        named = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            command = " ".join(child.cmdline())
+            for name in ("bough.engine", "bough.detokenizer", "bough.entrypoints.http"):
+                if f"-m {name}" in command:
+                    named[name.removeprefix("bough.")] = child.pid
+        return named
+
+    def live(self) -> int:
+        info = httpx.get(f"{self.url}/server_info", timeout=30).json()
+        state = info["internal_states"][0] if "internal_states" in info else info["engine"]
+        return int(state["running"]) + int(state["queued"]) + int(state["prefilling"])
+
+    def rest(self) -> str:
+        """What it has printed since."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read() or ""
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag] if value else [f"--no-{name.replace('_', '-')}"]
+    return [flag, str(value)]
+
+
+@pytest.fixture
+def server(tiny_settings: dict[str, Any]) -> Iterator[Server]:
+    made = Server(tiny_settings)
+    yield made
+    made.end()
+
+
+def gone(pid: int, within_s: float) -> bool:
+    """Whether the process ends in time."""
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,146 @@
+"""A served model: its processes, signals and clients that go away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, gone
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+LONG: dict[str, Any] = {
+    "text": "Once upon a time",
+    "sampling_params": {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True},
+}
+SHORT: dict[str, Any] = {**LONG, "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
+
+
+def settled(server: Server, within_s: float = 10) -> bool:
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        if server.live() == 0:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_clients_that_go_away_free_their_memory(server: Server) -> None:
+    for stream in (True, False):
+        with httpx.Client(timeout=60) as client:
+            if stream:
+                with client.stream("POST", f"{server.url}/generate", json={**LONG, "stream": True}) as answer:
+                    next(answer.iter_lines())
+                    assert server.live() == 1
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(f"{server.url}/generate", json=LONG, timeout=0.3)
+        assert settled(server)
+    assert httpx.post(f"{server.url}/generate", json=SHORT, timeout=60).json()["meta_info"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("name", ["engine", "detokenizer"])
+def test_a_killed_process_ends_the_server_and_is_named_last(server: Server, name: str) -> None:
+    statuses: list[int] = []
+
+    def ask() -> None:
+        try:
+            statuses.append(httpx.post(f"{server.url}/generate", json=LONG, timeout=60).status_code)
+        except httpx.HTTPError:
+            statuses.append(0)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    time.sleep(0.3)
+    children = server.children
+    started = time.monotonic()
+    os.kill(children[name], signal.SIGKILL)
+    client.join(10)
+    assert statuses == [503], "the waiting client is told"
+    assert time.monotonic() - started < 5
+    assert server.process.wait(10) != 0
+    assert time.monotonic() - started < 10
+    assert all(gone(pid, 5) for pid in children.values())
+    last = server.rest().strip().splitlines()
+    assert any(name in line and "killed" in line for line in last[-4:]), last
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(server: Server, number: signal.Signals) -> None:
+    children = server.children
+    assert set(children) == {"engine", "detokenizer"}
+    os.killpg(server.process.pid, number)
+    assert server.process.wait(15) == 0
+    assert all(gone(pid, 1) for pid in children.values())
+    assert "Traceback" not in server.rest()
+
+
+def test_sigterm_lets_requests_finish(server: Server) -> None:
+    request = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 400}}
+    answers: list[httpx.Response] = []
+    client = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{server.url}/generate", json=request, timeout=60))
+    )
+    client.start()
+    while server.live() == 0:
+        time.sleep(0.01)
+    os.kill(server.process.pid, signal.SIGTERM)
+    client.join(60)
+    assert answers[0].status_code == 200
+    assert answers[0].json()["meta_info"]["completion_tokens"] == 400
+    assert server.process.wait(15) == 0
+
+
+def test_children_end_with_a_killed_parent(server: Server) -> None:
+    children = server.children
+    server.process.kill()
+    server.process.wait()
+    assert all(gone(pid, 5) for pid in children.values())
+
+
+def test_a_stuck_engine_is_found_out_by_its_heartbeat(tiny_settings: dict[str, Any]) -> None:
+    server = Server(tiny_settings, "--watchdog-timeout-s", "2")
+    try:
+        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+        os.kill(server.children["engine"], signal.SIGSTOP)
+        give_up = time.monotonic() + 10
+        status = 200
+        while status == 200 and time.monotonic() < give_up:
+            began = time.monotonic()
+            status = httpx.get(f"{server.url}/health", timeout=10).status_code
+            assert time.monotonic() - began < 1, "health never waits for the engine"
+            time.sleep(0.1)
+        assert status == 503
+        os.kill(server.children["engine"], signal.SIGCONT)
+    finally:
+        server.end()
+
+
+def test_several_api_workers_share_one_engine(tiny_settings: dict[str, Any]) -> None:
+    server = Server(tiny_settings, "--api-workers", "3")
+    try:
+        children = server.children
+        first = httpx.post(f"{server.url}/generate", json=SHORT, timeout=60).json()["output_ids"]
+        for _ in range(12):  # new connections land on different workers
+            answer = httpx.post(f"{server.url}/generate", json=SHORT, timeout=60)
+            assert answer.json()["output_ids"] == first
+        os.killpg(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert all(gone(pid, 1) for pid in children.values())
+    finally:
+        server.end()
+
+
+def test_a_model_that_does_not_exist_is_one_clear_error(tiny_settings: dict[str, Any]) -> None:
+    started = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        Server({**tiny_settings, "model_path": "no/such-model-anywhere"})
+    assert "error:" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert time.monotonic() - started < 60
