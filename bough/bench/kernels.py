@@ -260,8 +260,8 @@ def bench_sampling() -> Report:
             floor = rows * 128256 * 2 / BANDWIDTH * 1e6
             if name == "flat":
                 plain = [(logits,) for logits in sets]
-                reference = over(torch.Tensor.argmax, [(*logits, -1) for logits in plain])
-                yield Row("sampling", f"argmax {rows}", over(argmax, plain), floor, reference)
+                library = over(torch.Tensor.argmax, [(*logits, -1) for logits in plain])
+                yield Row("sampling", f"argmax {rows}", over(argmax, plain), floor, library)
             for case, k, p, m in FILTERS:
                 tail = (full(0.8), full(k), full(p), full(m), seeds, seeds)
                 took = over(sample, [(logits, *tail) for logits in sets])

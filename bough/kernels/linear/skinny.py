@@ -205,6 +205,8 @@ class _Scratch:
             partials.append(torch.empty(max(partial, 1 << 22), dtype=torch.float32, device=device))
         counts = self._counters.setdefault(device, [])
         if not counts or counts[-1].numel() < counters:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a graph would capture the zeroing of counters: call reserve() or run once before")
             counts.append(torch.zeros(max(counters, 1 << 16), dtype=torch.int32, device=device))
         return partials[-1], counts[-1]
 

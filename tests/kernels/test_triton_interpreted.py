@@ -1,0 +1,23 @@
+"""The Triton kernels on the CPU, by Triton's interpreter, in processes where it is switched on."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+CASES = Path(__file__).with_name("triton_cases.py")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("ops", ["norm,activation,rotary", "linear,moe", "attention,shared", "sampling"])
+def test_agree_with_their_references(ops: str) -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(CASES), ops, str(seed)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert min(int(line.split()[0]) for line in done.stdout.splitlines()) > 0

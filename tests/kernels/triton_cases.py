@@ -1,0 +1,490 @@
+"""Every Triton kernel against its reference: one table of cases, run small by the interpreter and large on a GPU.
+
+    TRITON_INTERPRET=1 python triton_cases.py OP,... SEED        (the CPU; without the variable set, a GPU)
+
+Inputs are fresh random numbers of the seed; memory the kernels get from torch.empty is filled with NaN (or the largest
+integer) first, so that what isn't written shows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bough.kernels.activation import reference as activation_reference
+from bough.kernels.activation import triton as activation
+from bough.kernels.attention import reference as attention_reference
+from bough.kernels.attention import triton_backend as backend
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups
+from bough.kernels.attention.plan import Shape
+from bough.kernels.linear import reference as linear_reference
+from bough.kernels.linear import skinny
+from bough.kernels.moe import reference as moe_reference
+from bough.kernels.moe import triton as moe
+from bough.kernels.norm import reference as norm_reference
+from bough.kernels.norm import triton as norm
+from bough.kernels.rotary import reference as rotary_reference
+from bough.kernels.rotary import triton as rotary
+from bough.kernels.sampling import reference as sampling_reference
+from bough.kernels.sampling import triton as sampling
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Where and how large."""
+
+    device: torch.device
+    large: bool
+    rng: random.Random
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float16, torch.float32) if self.large else (torch.float16, torch.float32)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device=self.device) * scale).to(dtype)
+
+    def ints(self, values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype, device=self.device)
+
+    def strided(self, tokens: int, heads: tuple[int, ...], width: int, dtype: torch.dtype) -> list[Tensor]:
+        """Views of one fused projection."""
+        fused = self.normal(tokens, sum(heads) * width, dtype=dtype)
+        return [part.unflatten(1, (-1, width)) for part in fused.split([count * width for count in heads], 1)]
+
+
+Check = Callable[[], None]
+Cases = Iterator[tuple[str, Check]]
+
+
+@contextmanager
+def poison() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Small relative to the whole, and nowhere wild."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    assert got.dtype == want.dtype, (got.dtype, want.dtype)
+    a, b = got.double().cpu(), want.double().cpu()
+    assert not a.isnan().any(), "not a number"
+    limit = 2e-5 if dtype == torch.float32 else 1e-2
+    error = float((a - b).norm() / b.norm().clamp(min=1e-12))
+    assert error < limit, f"relative error {error:.2e}"
+    worst = float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+    assert worst < 5 * limit, f"worst entry off by {worst:.2e} of the largest"
+
+
+def same_twice(function: Callable[[], Tensor]) -> Tensor:
+    """The result, which a second run must repeat bit for bit: a difference is a race."""
+    with poison():
+        first, second = function(), function()
+    assert torch.equal(first, second), "two runs differ"
+    return first
+
+
+def norm_cases(bed: Bed) -> Cases:
+    for dtype in bed.dtypes:
+        for width in (64, 200, 4096) if bed.large else (64, 200):
+            for tokens in (1, 7, 300) if bed.large else (1, 5):
+                yield f"rms_norm {tokens}x{width} {dtype}", partial(_norm, bed, tokens, width, dtype)
+
+
+def _norm(bed: Bed, tokens: int, width: int, dtype: torch.dtype) -> None:
+    wide = bed.normal(tokens, 2 * width, dtype=dtype)
+    x, residual, weight = wide[:, :width], bed.normal(tokens, width, dtype=dtype), bed.normal(width, dtype=dtype)
+    offset = bed.rng.choice((0.0, 1.0))
+    got = same_twice(lambda: norm.rms_norm(x, weight, 1e-5, offset=offset))
+    close(got, norm_reference.rms_norm(x, weight, 1e-5, offset=offset), dtype)
+    with poison():
+        sums = norm.add_rms_norm(x, residual, weight, 1e-5, offset=offset)
+    for a, b in zip(sums, norm_reference.add_rms_norm(x, residual, weight, 1e-5, offset=offset), strict=True):
+        close(a, b, dtype)
+
+
+def activation_cases(bed: Bed) -> Cases:
+    for dtype in bed.dtypes:
+        for width in (40, 1500, 14336) if bed.large else (40, 1100):
+            for name in ("silu_mul", "gelu_tanh_mul"):
+                yield f"{name} {width} {dtype}", partial(_activation, bed, name, width, dtype)
+
+
+def _activation(bed: Bed, name: str, width: int, dtype: torch.dtype) -> None:
+    x = bed.normal(9 if bed.large else 3, 2 * width, dtype=dtype, scale=3.0)
+    got = same_twice(lambda: vars(activation)[name](x))
+    close(got, vars(activation_reference)[name](x), dtype)
+
+
+def rotary_cases(bed: Bed) -> Cases:
+    for dtype in bed.dtypes:
+        for width, rotated in ((128, 128), (128, 64), (80, 32)) if bed.large else ((32, 32), (32, 8), (24, 12)):
+            for heads, kv_heads in ((32, 8), (28, 4), (3, 1)) if bed.large else ((4, 2), (9, 3)):
+                for interleaved in (False, True):
+                    cache = bed.rng.choice((dtype, FLOAT8))
+                    name = f"rope {heads}/{kv_heads}x{width}:{rotated} {dtype} cache {cache} interleaved {interleaved}"
+                    yield name, partial(_rotary, bed, heads, kv_heads, width, rotated, dtype, cache, interleaved)
+
+
+def _rotary(
+    bed: Bed,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    rotated: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    interleaved: bool,
+) -> None:
+    tokens, page, pages = (70, 16, 9) if bed.large else (5, 4, 4)
+    q, k, v = bed.strided(tokens, (heads, kv_heads, kv_heads), width, dtype)
+    positions = torch.randint(0, 50, (tokens,), device=bed.device)
+    table = bed.normal(50, rotated)
+    q_weight, k_weight = bed.normal(width, dtype=dtype), bed.normal(width, dtype=dtype)
+    style = {"interleaved": interleaved}
+    for a, b in zip(
+        rotary.apply_rope(q, k, positions, table, **style),
+        rotary_reference.apply_rope(q, k, positions, table, **style),
+        strict=True,
+    ):
+        close(a, b, dtype)
+    norms = (q_weight, k_weight, 1e-5)
+    for a, b in zip(
+        rotary.qk_norm_rope(q, k, *norms, positions, table, **style),
+        rotary_reference.qk_norm_rope(q, k, *norms, positions, table, **style),
+        strict=True,
+    ):
+        close(a, b, dtype)
+
+    loc = torch.randperm(page * pages, device=bed.device)[:tokens]
+    loc[::4] = -1
+    scales = {"k_scale": 2.0, "v_scale": 0.5} if cache_dtype == FLOAT8 else {}
+    if cache_dtype == FLOAT8:
+        # Values that need no rounding: the interpreter's conversion to float8 rounds carelessly.
+        v = v.float().clamp(-8, 8).to(FLOAT8).to(dtype)
+    mine = [torch.ones(pages, page, kv_heads, width, device=bed.device).to(cache_dtype) for _ in range(2)]
+    theirs = [cache.clone() for cache in mine]
+    norm_weights = (q_weight, k_weight, 1e-5, 1.0) if bed.rng.random() < 0.5 else ()
+    with poison():
+        got = rotary.rope_and_write(q, k, v, positions, table, *mine, loc, *norm_weights, **style, **scales)
+    want = rotary_reference.rope_and_write(q, k, v, positions, table, *theirs, loc, *norm_weights, **style, **scales)
+    for a, b in zip(got, want, strict=True):
+        close(a, b, dtype)
+    assert torch.equal(mine[1].view(torch.uint8), theirs[1].view(torch.uint8)), "v was not written as it is"
+    if cache_dtype != FLOAT8 or bed.large:
+        limit_dtype = dtype if cache_dtype == dtype else torch.bfloat16
+        error = (mine[0].float() - theirs[0].float()).norm() / theirs[0].float().norm()
+        assert error < (2e-2 if cache_dtype == FLOAT8 else 5e-3), (error, limit_dtype)
+    rotary.write_kv(v, v, *mine, loc)
+    rotary_reference.write_kv(v, v, *theirs, loc)
+    assert torch.equal(mine[0].view(torch.uint8), theirs[0].view(torch.uint8))
+
+
+def linear_cases(bed: Bed) -> Cases:
+    if bed.large:
+        shapes = [(1, 4096, 4096), (3, 6144, 4096), (16, 4096, 14336), (33, 28672, 4096), (64, 6144, 4096)]
+        shapes += [(128, 4096, 4096), (200, 4096, 4096), (5, 1000, 2000), (17, 1111, 264)]
+        configs = [
+            skinny.Config(64, 128, 4, 4, 2, tma=True),
+            skinny.Config(64, 128, 4, 4, 1),
+            skinny.Config(16, 256, 4, 3, 3),
+            skinny.Config(128, 64, 8, 3, 0, tma=True),
+            skinny.Config(32, 64, 4, 3, 0, split=3),
+        ]
+    else:
+        shapes = [(1, 64, 128), (3, 96, 200), (17, 130, 64)]
+        configs = [
+            skinny.Config(32, 32, 4, 3, 1),
+            skinny.Config(16, 64, 4, 3, 2),
+            skinny.Config(64, 32, 4, 3, 0, split=2),
+            skinny.Config(16, 32, 4, 3, 0),
+        ]
+    for dtype in bed.dtypes[:2]:
+        for shape in shapes:
+            for config in configs:
+                yield f"skinny {shape} {config} {dtype}", partial(_linear, bed, shape, config, dtype)
+
+
+def _linear(bed: Bed, shape: tuple[int, int, int], config: skinny.Config, dtype: torch.dtype) -> None:
+    tokens, rows, depth = shape
+    x = bed.normal(tokens, 2 * depth, dtype=dtype)[:, :depth]
+    weight = bed.normal(rows, depth, dtype=dtype, scale=2.0 * depth**-0.5)
+    bias, residual = bed.normal(rows, dtype=dtype), bed.normal(tokens, rows, dtype=dtype)
+    exact = weight.float() if bed.large else weight
+    upcast = x.float() if bed.large else x
+    run = partial(skinny.skinny, x, weight, config)
+    close(same_twice(run), linear_reference.linear(upcast, exact).to(dtype), dtype)
+    got = same_twice(partial(run, bias=bias))
+    close(got, linear_reference.linear(upcast, exact, bias.to(exact.dtype)).to(dtype), dtype)
+    got = same_twice(partial(run, residual=residual))
+    close(got, linear_reference.linear_add(upcast, exact, residual.to(exact.dtype)).to(dtype), dtype)
+    if rows % 2 == 0 and tokens <= 64:
+        got = same_twice(partial(run, silu_mul=True))
+        close(got, linear_reference.linear_silu_mul(upcast, exact).to(dtype), dtype)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    v_head_dim: int | None = None
+    causal: bool = True
+    layer: int = 0
+    scale: float = 0.2
+
+
+def attention_inputs(
+    bed: Bed,
+    rows: list[tuple[int, int]],
+    spec: Layer,
+    page: int,
+    cache_dtype: torch.dtype,
+    *,
+    pad_rows: int = 2,
+    pad_tokens: int = 3,
+) -> AttentionInputs:
+    """Rows of (queries, context) over pages in random order; padded rows and tokens follow."""
+    query, context = [row[0] for row in rows], [row[1] for row in rows]
+    lengths = [a + b for a, b in rows]
+    counts = [-(-length // page) for length in lengths]
+    order = iter(np.random.permutation(sum(counts)) + 1)
+    table = np.zeros((len(rows) + 4, max(counts) + 1), np.int32)
+    slots = np.random.permutation(len(rows) + 4)[: len(rows)]
+    locations: list[int] = []
+    for slot, (num_query, before), count in zip(slots, rows, counts, strict=True):
+        table[slot, :count] = [next(order) for _ in range(count)]
+        positions = range(before, before + num_query)
+        locations += [int(table[slot, at // page]) * page + at % page for at in positions]
+    num_pages, width = sum(counts) + 1, spec.head_dim
+    caches = []
+    for size in (width, spec.v_head_dim or width):
+        cache = bed.normal(num_pages, page, spec.num_kv_heads, size)
+        caches.append(cache.to(cache_dtype))
+    return AttentionInputs(
+        query_start_R1=bed.ints(np.concatenate(([0], np.cumsum(query + [0] * pad_rows)))),
+        kv_len_R=bed.ints(lengths + [0] * pad_rows),
+        slots_R=bed.ints(list(slots) + [0] * pad_rows),
+        page_table=bed.ints(table),
+        loc_T=bed.ints(locations + [-1] * pad_tokens, torch.int64),
+        page_size=page,
+        max_query=max(query),
+        max_kv=max(lengths),
+        k_caches=[caches[0]],
+        v_caches=[caches[1]],
+        host=None if pad_rows else HostLengths(np.array(query, np.int32), np.array(context, np.int32)),
+    )
+
+
+def attention_cases(bed: Bed) -> Cases:
+    layers = (
+        [Layer(32, 8, 128), Layer(28, 4, 128), Layer(8, 8, 64), Layer(16, 1, 256), Layer(6, 2, 80, v_head_dim=48)]
+        if bed.large
+        else [Layer(4, 2, 16), Layer(3, 1, 24, v_head_dim=8)]
+    )
+    for dtype in bed.dtypes:
+        for layer in layers:
+            for kind in ("plain", "window", "softcap", "both ways"):
+                page = bed.rng.choice((1, 16, 32, 64, 128) if bed.large else (1, 4, 16, 32))
+                cache = FLOAT8 if bed.large and kind == "plain" and bed.rng.random() < 0.5 else dtype
+                spec = {
+                    "plain": layer,
+                    "window": replace(layer, window=bed.rng.randrange(5, 60)),
+                    "softcap": replace(layer, softcap=5.0),
+                    "both ways": replace(layer, causal=False),
+                }[kind]
+                name = f"attention {spec} page {page} {dtype} cache {cache}"
+                yield name, partial(_attention, bed, spec, page, dtype, cache)
+
+
+def _ragged(bed: Bed) -> list[tuple[int, int]]:
+    """A mixture of decodes, short extends and longer ones."""
+    rng, rows = bed.rng, []
+    longest = 3000 if bed.large else 50
+    for _ in range(rng.randrange(1, 40 if bed.large else 6)):
+        num_query = rng.choice((1, 1, 1, rng.randrange(2, 9), rng.randrange(9, 400 if bed.large else 20)))
+        rows.append((num_query, rng.choice((0, rng.randrange(1, longest)))))
+    return rows
+
+
+def _attention(bed: Bed, spec: Layer, page: int, dtype: torch.dtype, cache: torch.dtype) -> None:
+    with small_shapes(bed):
+        rows = _ragged(bed)
+        inputs = attention_inputs(bed, rows, spec, page, cache, pad_rows=bed.rng.choice((0, 2)))
+        tokens = inputs.num_tokens
+        heads = (spec.num_heads, spec.num_kv_heads)
+        q, k = bed.strided(tokens, heads, spec.head_dim, dtype)
+        v = bed.normal(tokens, spec.num_kv_heads, spec.v_head_dim or spec.head_dim).to(cache).to(dtype)
+        k = k.float().to(cache).to(dtype) if cache == FLOAT8 else k
+        runner = backend.TritonAttention(bed.device)
+        runner.prepare(inputs)
+        got = same_twice(lambda: runner.forward(spec, q, k, v))
+        close(got, attention_reference.forward(spec, inputs, q, k, v), dtype)
+        assert not got[sum(row[0] for row in rows) :].any(), "padding must be zero"
+
+
+@contextmanager
+def small_shapes(bed: Bed) -> Iterator[None]:
+    """Small blocks on small inputs, so that rows are cut and merged there too."""
+    names = ("DECODE", "EXTEND", "PREFILL", "SHARED")
+    before = {name: vars(backend)[name] for name in names}
+    try:
+        if not bed.large:
+            for name in names:
+                shape: Shape = before[name]
+                small = replace(shape, block_n=16, min_tokens=16, block_m=min(64, shape.block_m))
+                setattr(backend, name, small)
+        yield
+    finally:
+        for name in names:
+            setattr(backend, name, before[name])
+
+
+def shared_cases(bed: Bed) -> Cases:
+    spec = Layer(32, 8, 128) if bed.large else Layer(4, 2, 16)
+    page = 16 if bed.large else 4
+    unit = 40 * page if bed.large else 3 * page
+    for dtype in bed.dtypes:
+        for groups in ([(3, unit), (2, 2 * unit)], [(2, page), (18, unit), (1, unit)], []):
+            yield f"shared {groups} {dtype}", partial(_shared, bed, spec, page, groups, dtype)
+
+
+def _shared(bed: Bed, spec: Layer, page: int, groups: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    rng, rows, members = bed.rng, [], []
+    for count, span in groups:
+        members.append(list(range(len(rows), len(rows) + count)))
+        rows += [(1, span + rng.randrange(0, 5 * page)) for _ in range(count)]
+    rows += [(1, rng.randrange(60)), (rng.randrange(2, 30), rng.randrange(60))]
+    inputs = attention_inputs(bed, rows, spec, page, dtype)
+    for group, (_, span) in zip(members, groups, strict=True):
+        lines = inputs.slots_R[group].long()
+        inputs.page_table[lines, : span // page] = inputs.page_table[lines[0], : span // page]
+    flat = [row for group in members for row in group]
+    start = np.concatenate(([0], np.cumsum([len(group) for group in members] + [0, 0])))
+    inputs.shared = SharedGroups(
+        bed.ints(flat + [0] * 5), bed.ints(start), bed.ints([span for _, span in groups] + [0, 0])
+    )
+    q = bed.normal(inputs.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype)
+    kv = bed.normal(inputs.num_tokens, spec.num_kv_heads, spec.head_dim, dtype=dtype)
+    with small_shapes(bed):
+        runner = backend.TritonAttention(bed.device)
+        runner.prepare(inputs)
+        got = same_twice(lambda: runner.attend(spec, q, kv, kv))
+        close(got, attention_reference.paged_attention(q, inputs, spec).flatten(1), dtype)
+
+
+def sampling_cases(bed: Bed) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for vocab in (50, 5000, 128256) if bed.large else (50, 4500):
+            for spread in (0.5, 4.0):
+                yield f"sample {vocab} spread {spread} {dtype}", partial(_sample, bed, vocab, spread, dtype)
+
+
+def _sample(bed: Bed, vocab: int, spread: float, dtype: torch.dtype) -> None:
+    rows = 128 if bed.large else 8
+    logits = bed.normal(rows, vocab, dtype=dtype, scale=spread)
+    logits[:, : vocab // 3] = float("-inf")
+
+    def pick(*values: float) -> Tensor:
+        return torch.tensor([bed.rng.choice(values) for _ in range(rows)], device=bed.device)
+
+    temperature = pick(0.0, 0.3, 1.0, 1.7)
+    top_k, top_p, min_p = pick(-1, 1, 7, 50), pick(1.0, 0.95, 0.4), pick(0.0, 0.0, 0.05)
+    seeds = torch.tensor([bed.rng.randrange(-(2**63), 2**63) for _ in range(rows)], device=bed.device)
+    counters = torch.tensor([bed.rng.randrange(2**40) for _ in range(rows)], device=bed.device)
+    arguments = (logits, temperature, top_k, top_p, min_p, seeds, counters)
+    got, want = same_twice(lambda: sampling.sample(*arguments)), sampling_reference.sample(*arguments)
+    differs = int((got != want).sum())
+    assert differs <= rows // 50, f"{differs} of {rows} draws differ"
+    some = torch.randperm(rows, device=bed.device)[: rows // 2]
+    alone = sampling.sample(*(argument[some] for argument in arguments))
+    assert torch.equal(alone, got[some]), "a draw depends on its batch"
+    logits[0, vocab // 2] = logits[0, vocab - 1] = 100.0
+    assert torch.equal(same_twice(lambda: sampling.argmax(logits)), sampling_reference.argmax(logits))
+
+
+def moe_cases(bed: Bed) -> Cases:
+    if bed.large:
+        shapes = [(1, 128, 8, 2048, 768), (64, 128, 8, 2048, 768), (300, 8, 2, 512, 320), (1000, 64, 6, 1000, 200)]
+    else:
+        shapes = [(1, 8, 2, 64, 32), (7, 8, 3, 48, 40), (40, 5, 2, 64, 64)]
+    for dtype in bed.dtypes:
+        for shape in shapes:
+            for limit in (4096, 16):
+                yield f"experts {shape} {dtype} one program up to {limit}", partial(_moe, bed, shape, dtype, limit)
+
+
+def _moe(bed: Bed, shape: tuple[int, int, int, int, int], dtype: torch.dtype, limit: int) -> None:
+    tokens, experts, per_token, width, inner = shape
+    logits = bed.normal(tokens, experts, dtype=dtype)
+    logits[0, 1] = logits[0, 0]
+    renormalise = bed.rng.random() < 0.5
+    weights, ids = moe.topk_softmax(logits, per_token, renormalise)
+    want_weights, want_ids = moe_reference.topk_softmax(logits, per_token, renormalise)
+    assert torch.equal(ids, want_ids)
+    close(weights, want_weights, torch.float32)
+    x = bed.normal(tokens, width, dtype=dtype)
+    gate_up = bed.normal(experts, 2 * inner, width, dtype=dtype, scale=width**-0.5)
+    down = bed.normal(experts, width, inner, dtype=dtype, scale=inner**-0.5)
+    ids[tokens // 2, 0] = -1
+    act = bed.rng.choice(("silu", "gelu_tanh"))
+    before = moe._ONE_PROGRAM_PAIRS
+    try:
+        moe._ONE_PROGRAM_PAIRS = limit
+        got = same_twice(lambda: moe.fused_experts(x, gate_up, down, weights, ids, act))
+    finally:
+        moe._ONE_PROGRAM_PAIRS = before
+    close(got, moe_reference.fused_experts(x, gate_up, down, weights, ids, act), dtype)
+
+
+OPS: dict[str, Callable[[Bed], Cases]] = {
+    "norm": norm_cases,
+    "activation": activation_cases,
+    "rotary": rotary_cases,
+    "linear": linear_cases,
+    "attention": attention_cases,
+    "shared": shared_cases,
+    "sampling": sampling_cases,
+    "moe": moe_cases,
+}
+
+
+def run(op: str, device: torch.device, seed: int) -> int:
+    """Runs the cases of an operation and returns how many there were; raises with the case's name at the first failure."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    count = 0
+    for name, check in OPS[op](Bed(device, device.type == "cuda", random.Random(seed))):
+        try:
+            check()
+        except Exception as problem:
+            raise AssertionError(f"{name} (seed {seed}): {problem}") from problem
+        count += 1
+    return count
+
+
+if __name__ == "__main__":
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for operation in sys.argv[1].split(","):
+        print(
+            run(operation, torch.device("cpu" if interpreted else "cuda"), int(sys.argv[2])), operation, "cases agree"
+        )
