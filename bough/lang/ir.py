@@ -42,7 +42,8 @@ class Text(Expr):
     value: str
 
     def describe(self) -> str:
-        return f"text {self.value!r}" if len(self.value) <= 40 else f"text {self.value[:37]!r}..."
+        shown = self.value.replace(MARK_OPEN, "<").replace(MARK_CLOSE, ">")
+        return f"text {shown!r}" if len(shown) <= 40 else f"text {shown[:37]!r}..."
 
 
 @dataclass(frozen=True, slots=True)

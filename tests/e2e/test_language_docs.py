@@ -37,6 +37,6 @@ def test_every_snippet_runs(server_url: str, tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, timeout=400, env=environment, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "Paris" in done.stdout
+    assert "The capital of France is Paris" in done.stdout
     assert "can't do regex" in done.stdout
     assert "the program has no variable 'anwser'" in done.stdout

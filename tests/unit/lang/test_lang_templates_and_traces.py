@@ -176,6 +176,7 @@ def test_a_trace_shows_the_whole_program_and_its_constant_prefix() -> None:
     fork = next(node for node in trace.nodes if type(node.expr).__name__ == "Fork")
     assert next(node.previous for node in trace.nodes if node.state == 1) == fork.number
     assert "gen('plan') after" in str(trace)
+    assert "text 'Topic: <topic>\\n'" in str(trace)
     assert trace.last_node is not None
     assert trace.last_node.origin.function == "program"
     assert program.trace(topic="birds").prefix == "You are a guide.\nTopic: birds\n"
