@@ -24,7 +24,7 @@ from bough.kernels.attention.plan import (
     TOKENS,
     TOTAL,
 )
-from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import has_pdl, pdl_options, power_of_two, trigger, wait
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -57,6 +57,7 @@ def _attend_blocks(
     position,
     k_cache,
     v_cache,
+    kv_head,
     table,
     low,
     end,
@@ -71,6 +72,7 @@ def _attend_blocks(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     H: tl.constexpr,
     VH: tl.constexpr,
     PAGE: tl.constexpr,
@@ -78,23 +80,30 @@ def _attend_blocks(
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Online softmax over KV tokens low .. end (a whole number of blocks); `high` is the running maximum, base 2."""
+    """Online softmax over KV tokens low .. end (a whole number of blocks); `high` is the running maximum, base 2.
+
+    The caches are pointers to the KV head, or with TMA descriptors of [tokens, heads * width].
+    """
     dim = tl.arange(0, BLOCK_H)
     v_dim = tl.arange(0, BLOCK_V)
     page = _page_of(table, low, kv_high, PAGE, BLOCK_N)
     for n in tl.range(low, end, BLOCK_N):
-        at = _locations(page, n, PAGE, BLOCK_N)
+        here = page
         page = _page_of(table, n + BLOCK_N, kv_high, PAGE, BLOCK_N)
         tokens = n + tl.arange(0, BLOCK_N)
-        k_at = k_cache + at[None, :] * k_token + dim[:, None]
-        if MASKED and BLOCK_H != H:
-            k = tl.load(k_at, mask=(tokens < kv_high)[None, :] & (dim < H)[:, None], other=0.0)
-        elif MASKED:
-            k = tl.load(k_at, mask=(tokens < kv_high)[None, :], other=0.0)
-        elif BLOCK_H != H:
-            k = tl.load(k_at, mask=(dim < H)[:, None], other=0.0)
+        if TMA:
+            k = tl.trans(k_cache.load([here * PAGE + n % PAGE, kv_head * H]))
         else:
-            k = tl.load(k_at)
+            at = _locations(here, n, PAGE, BLOCK_N)
+            k_at = k_cache + at[None, :] * k_token + dim[:, None]
+            if MASKED and BLOCK_H != H:
+                k = tl.load(k_at, mask=(tokens < kv_high)[None, :] & (dim < H)[:, None], other=0.0)
+            elif MASKED:
+                k = tl.load(k_at, mask=(tokens < kv_high)[None, :], other=0.0)
+            elif BLOCK_H != H:
+                k = tl.load(k_at, mask=(dim < H)[:, None], other=0.0)
+            else:
+                k = tl.load(k_at)
         score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
         if SOFTCAP:
             bounded = 2.0 * tl.sigmoid(score * (2.0 / (_LOG2E * softcap))) - 1.0
@@ -115,15 +124,21 @@ def _attend_blocks(
         shrink = tl.exp2(high - anchor)
         norm = norm * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
-        v_at = v_cache + at[:, None] * v_token + v_dim[None, :]
-        if MASKED and BLOCK_V != VH:
-            v = tl.load(v_at, mask=(tokens < kv_high)[:, None] & (v_dim < VH)[None, :], other=0.0)
-        elif MASKED:
-            v = tl.load(v_at, mask=(tokens < kv_high)[:, None], other=0.0)
-        elif BLOCK_V != VH:
-            v = tl.load(v_at, mask=(v_dim < VH)[None, :], other=0.0)
+        if TMA:
+            v = v_cache.load([here * PAGE + n % PAGE, kv_head * VH])
+            if MASKED:
+                # Beyond the row's last token a page holds anything, also what isn't a number.
+                v = tl.where((tokens < kv_high)[:, None], v, 0.0)
         else:
-            v = tl.load(v_at)
+            v_at = v_cache + at[:, None] * v_token + v_dim[None, :]
+            if MASKED and BLOCK_V != VH:
+                v = tl.load(v_at, mask=(tokens < kv_high)[:, None] & (v_dim < VH)[None, :], other=0.0)
+            elif MASKED:
+                v = tl.load(v_at, mask=(tokens < kv_high)[:, None], other=0.0)
+            elif BLOCK_V != VH:
+                v = tl.load(v_at, mask=(v_dim < VH)[None, :], other=0.0)
+            else:
+                v = tl.load(v_at)
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         high = new_high
     return acc, high, norm
@@ -137,7 +152,8 @@ def _merge(partial, partial_stats, first, last, valid, BLOCK_M: tl.constexpr, BL
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     high = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for chunk in tl.range(first, last + 1):
+    STAGES: tl.constexpr = 3 if BLOCK_M <= 16 else 1
+    for chunk in tl.range(first, last + 1, num_stages=STAGES):
         place = (2 * chunk + (chunk == first).to(tl.int32)).to(tl.int64)
         stats = partial_stats + place * (2 * BLOCK_M) + row
         part_high = tl.load(stats, mask=valid, other=float("-inf"), cache_modifier=".cg")
@@ -195,6 +211,7 @@ def _attention_kernel(
     ZERO: tl.constexpr,
     TWO_PHASE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     TOKENS_PER_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -248,8 +265,10 @@ def _attention_kernel(
         high = tl.full([BLOCK_M], float("-inf"), tl.float32)
         where = position + row // G
         table = page_table + slot.to(tl.int64) * table_stride
-        k_base = k_cache + kv_head * k_head
-        v_base = v_cache + kv_head * v_head
+        if TMA:
+            k_base, v_base = k_cache, v_cache
+        else:
+            k_base, v_base = k_cache + kv_head * k_head, v_cache + kv_head * v_head
         low = kv_low + block * BLOCK_N
         high_end = kv_low + block_end * BLOCK_N
         if TWO_PHASE:
@@ -264,22 +283,22 @@ def _attention_kernel(
                 full_start = kv_low + (tl.maximum(edge - kv_low, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
                 full_start = tl.minimum(tl.maximum(full_start, low), high_end)
                 acc, high, norm = _attend_blocks(
-                    acc, high, norm, q_tile, where, k_base, v_base, table, low, full_start, kv_high,
+                    acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_start, kv_high,
                     scale_log2, softcap, window, k_token, v_token,
-                    True, CAUSAL, WINDOWED, SOFTCAP, PRECISION, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+                    True, CAUSAL, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
                 )  # fmt: skip
                 low = full_start
             full_end = tl.minimum(tl.maximum(full_end, low), high_end)
             acc, high, norm = _attend_blocks(
-                acc, high, norm, q_tile, where, k_base, v_base, table, low, full_end, kv_high,
+                acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_end, kv_high,
                 scale_log2, softcap, window, k_token, v_token,
-                False, CAUSAL, WINDOWED, SOFTCAP, PRECISION, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+                False, CAUSAL, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
             )  # fmt: skip
             low = full_end
         acc, high, norm = _attend_blocks(
-            acc, high, norm, q_tile, where, k_base, v_base, table, low, high_end, kv_high,
+            acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, high_end, kv_high,
             scale_log2, softcap, window, k_token, v_token,
-            True, CAUSAL and not GROUPED, WINDOWED, SOFTCAP, PRECISION, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+            True, CAUSAL and not GROUPED, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
         )  # fmt: skip
 
         first = head_start // per_chunk
@@ -382,11 +401,12 @@ def attend(
     v_width = v_cache.shape[3]
     shape = plan.shape
     front, lse = (workspace.partial, workspace.stats) if shared is None else shared
+    tma = _suits_tma(q_TNH, k_cache, v_cache, shape)
     _attention_kernel[(plan.num_chunks,)](
         q_TNH,
         out_TNV,
-        k_cache,
-        v_cache,
+        _descriptor(k_cache, shape) if tma else k_cache,
+        _descriptor(v_cache, shape) if tma else v_cache,
         page_table,
         plan.tiles,
         plan.header,
@@ -423,6 +443,7 @@ def attend(
         ZERO=zero_padding,
         TWO_PHASE=shape.block_m >= 64,
         PRECISION="ieee" if q_TNH.dtype == torch.float32 else "tf32",
+        TMA=tma,
         TOKENS_PER_TILE=plan.tokens_per_tile,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
@@ -432,3 +453,28 @@ def attend(
         num_stages=shape.num_stages,
         **({"PDL": False} if after_plan else pdl_options(q_TNH.device)),
     )
+
+
+def _suits_tma(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: planning.Shape) -> bool:
+    """Whether whole blocks of KV can come through the copy engine: it pays where a tile does much work with a block."""
+    return (
+        shape.block_m >= 64
+        and has_pdl(q.device)
+        and k_cache.shape[1] % shape.block_n == 0
+        and q.dtype.itemsize == 2
+        and all(
+            cache.dtype == q.dtype
+            and cache.shape[3] == power_of_two(cache.shape[3], 16)
+            and cache.stride(2) == cache.shape[3]
+            and cache.stride(0) == cache.shape[1] * cache.stride(1)
+            for cache in (k_cache, v_cache)
+        )
+    )
+
+
+def _descriptor(cache: Tensor, shape: planning.Shape) -> object:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    num_pages, page_size, heads, width = cache.shape
+    tokens = [num_pages * page_size, heads * width]
+    return TensorDescriptor(cache, tokens, [cache.stride(1), 1], [shape.block_n, width])
