@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
-from bough.layers.batch import AttentionSpec, Batch
+from bough.layers.batch import AttentionSpec, Batch, RotatingBackend
 from bough.layers.build import Build
 from bough.layers.linear import kv_heads_per_rank
+from bough.layers.norm import RMSNorm
+from bough.layers.rotary import Rope
 
 
 class Attention(nn.Module):
@@ -17,9 +19,41 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: Batch) -> Tensor:
-        """[T, N * H]"""
-        return batch.attention.forward(self.spec, q_TNH, k_TKH, v_TKH)
+    def forward(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        batch: Batch,
+        rope: Rope | None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """Norms each head of queries and keys (where norms are given), rotates them, and attends: [T, N * H].
+
+        Backends that can do all of it in one pass over the fused projection do.
+        """
+        backend = batch.attention
+        if rope is None:
+            return backend.forward(self.spec, q_TNH, k_TKH, v_TKH)
+        if isinstance(backend, RotatingBackend):
+            return backend.forward_rope(
+                self.spec,
+                q_TNH,
+                k_TKH,
+                v_TKH,
+                batch.positions_T,
+                rope.cos_sin_PR,
+                q_norm=None if q_norm is None else q_norm.weight,
+                k_norm=None if k_norm is None else k_norm.weight,
+                eps=1e-6 if q_norm is None else q_norm.eps,
+                offset=0.0 if q_norm is None else q_norm.offset,
+            )
+        if q_norm is not None and k_norm is not None:
+            q_TNH, k_TKH = rope.after_norms(q_TNH, k_TKH, q_norm, k_norm, batch.positions_T)
+        else:
+            q_TNH, k_TKH = rope(q_TNH, k_TKH, batch.positions_T)
+        return backend.forward(self.spec, q_TNH, k_TKH, v_TKH)
 
 
 def attention_of(facts: ModelFacts, layer: int, build: Build) -> Attention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,26 @@ class AttentionBackend(Protocol):
     def forward(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]."""
         ...
+
+
+@runtime_checkable
+class RotatingBackend(AttentionBackend, Protocol):
+    """An attention backend that also norms and rotates queries and keys, in the pass that writes the KV."""
+
+    def forward_rope(
+        self,
+        spec: AttentionSpec,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        positions_T: Tensor,
+        cos_sin_PR: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)
