@@ -27,11 +27,14 @@ _BY_STATUS: dict[int, type[BoughError]] = {
     504: DeadlineExceeded,
 }
 
+GIVEN_UP = 499
+"""Status of a request that a client or an operator gave up."""
+
 
 def failure(end: End) -> BoughError | None:
     """The error that a client is to see, or None if there is an answer. A request that was aborted by name has one: what
     was generated so far."""
-    if end.reason not in ("abort", "error") or (end.reason == "abort" and end.status == 0):
+    if end.reason not in ("abort", "error") or (end.reason == "abort" and end.status in (0, GIVEN_UP)):
         return None
     kind = _BY_CODE.get(end.code) or _BY_STATUS.get(end.status) or RequestFailed
     return kind(what=end.message or "the request failed")

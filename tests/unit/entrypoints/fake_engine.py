@@ -122,7 +122,9 @@ class FakeEngine:
         task = self._tasks.pop(which, None)
         if task is not None and not task.done():
             task.cancel()
-            self._deliver(Delta(id=which, end=End(reason="abort", message="aborted by request")))
+            self._deliver(
+                Delta(id=which, end=End(reason="abort", message="aborted by request", status=499, code="aborted"))
+            )
 
     async def _answer(self, message: Generate) -> None:
         tokenizer = self.intake.tokenizer

@@ -1,0 +1,81 @@
+"""`bough chat` against a real HTTP server with a scripted engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "entrypoints"))
+
+from fake_engine import Answer, FakeServer, serving
+
+from bough.cli import chat
+from bough.cli.chat import Conversation
+from bough.core.errors import BoughError, Unavailable
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serving(lambda message, prompt: Answer(pieces=[f"heard {prompt.count('<|im_start|>user')}", "."])) as running:
+        yield running
+
+
+def test_history_grows_and_clears(server: FakeServer) -> None:
+    talk = Conversation(server.url, "", system="Be brief.")
+    assert talk.model == "fake"
+    assert "".join(text for _, text in talk.ask("one")) == "heard 1."
+    assert "".join(text for _, text in talk.ask("two")) == "heard 2."
+    assert [message["role"] for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert "tokens/s" in talk.stats.line()
+    talk.clear()
+    assert "".join(text for _, text in talk.ask("three")) == "heard 1."
+
+
+def test_a_failed_question_leaves_no_trace(server: FakeServer) -> None:
+    talk = Conversation(server.url, "")
+    with pytest.raises(BoughError, match="context"):
+        list(talk.ask("long " * 2000))
+    assert talk.messages == []
+
+
+def test_one_quick_question(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.run(["--url", server.url, "--quick", "hi", "--stats", "--max-tokens", "5"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "heard 1.\n"
+    assert "tokens in" in printed.err
+    assert server.engine.seen[-1].sampling.max_new_tokens == 5
+
+
+def test_a_whole_session(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hello", "", "/stats", "/clear", "/what", "again", "/exit", "never"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert chat.run(["--url", server.url]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("heard 1.") == 2
+    assert "server: 1 running, 2 waiting" in printed
+    assert "unknown command /what" in printed
+    assert next(lines) == "never"
+
+
+def test_markdown_on_a_terminal(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.answer_markdown(Conversation(server.url, ""), "hi")
+    assert "heard 1." in capsys.readouterr().out
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(Unavailable) as caught:
+        Conversation("http://127.0.0.1:9", "")
+    assert "bough serve" in caught.value.fix
+
+
+def test_the_key_is_asked_for() -> None:
+    with serving(api_key="s3cret") as running:
+        with pytest.raises(BoughError) as caught:
+            Conversation(running.url, "")
+        assert "--api-key" in caught.value.fix
+        assert Conversation(running.url, "s3cret").model == "fake"

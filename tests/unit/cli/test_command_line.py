@@ -1,0 +1,234 @@
+"""The command line: what it understands, what it explains, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bough.cli import bench, doctor, main
+from bough.cli.config_flags import help_text, markdown, parse, spellings, wants_help
+from bough.config.flags import ALIASES, settings
+from bough.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+def bough(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bough", *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), **environ},
+    )  # fmt: skip
+
+
+def test_flags_reach_the_configuration() -> None:
+    parsed = parse(
+        ["some/model", "--tp", "2", "--no-radix-cache", "--context-length=32K", "--chunked-prefill-size", "-1",
+         "--disable-cuda-graph", "--cors-origins", "http://a,http://b", "--metrics"],
+        environ={},
+    )  # fmt: skip
+    config = parsed.loaded.config
+    assert config.model.model == "some/model"
+    assert config.parallel.tp_size == 2
+    assert config.cache.radix_cache is False
+    assert config.model.context_length == 32_768
+    assert config.scheduler.chunked_prefill_size == -1
+    assert config.device.cuda_graph is False
+    assert config.server.cors_origins == ("http://a", "http://b")
+    assert parsed.loaded.origins["tp_size"] == "--tp"
+    assert not parsed.dump_config
+
+
+@pytest.mark.parametrize("name", [*settings(), *ALIASES])
+def test_every_spelling_is_a_flag(name: str) -> None:
+    alias = ALIASES.get(name)
+    setting = settings()[alias.target if alias else name]
+    samples = {"int": "1024", "float": "0.5", "text": "{}", "list": "x", "choice": (setting.choices or ("",))[0]}
+    value = [] if setting.kind == "bool" else [samples[setting.kind]]
+    if setting.name in ("node_rank", "api_workers", "nnodes"):
+        value = ["0" if setting.name == "node_rank" else "1"]
+    flag = "--" + name.replace("_", "-")
+    assert setting.name in parse([flag, *value], environ={}).loaded.origins
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        (["--prot", "1"], "unknown option --prot", "--port"),
+        (["--no-radix-cash"], "unknown option --no-radix-cash", "--radix-cache"),
+        (["m", "n"], "unexpected argument 'n'", ""),
+        (["--port"], "expected one argument", ""),
+        (["--port", "x"], "--port is 'x'", ""),
+        (["m", "--model-path", "n"], "both say", ""),
+        (["--tp", "1", "--tp-size", "1"], "both say", "--tp-size"),
+        (["--profile", "fast"], "unknown profile", ""),
+        (["--config", "/no/such.yaml"], "can't read", ""),
+        (["--dtype", "bfloat61"], "--dtype is 'bfloat61'", "bfloat16"),
+    ],
+)
+def test_refusals_name_the_remedy(arguments: list[str], what: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments, environ={})
+    assert what in caught.value.what
+    assert caught.value.fix
+    assert fix in caught.value.fix
+
+
+def test_help_has_every_flag_and_its_default() -> None:
+    text = help_text("serve", "About.", "")
+    for setting in settings().values():
+        assert all(flag in text for flag in spellings(setting))
+
+
+def test_help_by_group_and_word() -> None:
+    cache = help_text("serve", "About.", "cache")
+    assert "--page-size" in cache
+    assert "--port" not in cache
+    found = help_text("serve", "About.", "retraction")
+    assert "--schedule-conservativeness" in found
+    assert "--port" not in found
+    assert "--tp-size" in help_text("serve", "About.", "tensor-parallel")
+    assert "the groups are" in help_text("serve", "About.", "zzz")
+
+
+@pytest.mark.parametrize(
+    ("argv", "topic"), [([], None), (["-h"], ""), (["m", "--help"], ""), (["--help=cache"], "cache")]
+)
+def test_what_help_is_wanted(argv: list[str], topic: str | None) -> None:
+    assert wants_help(argv) == topic
+
+
+def test_the_flag_reference_is_current() -> None:
+    assert (ROOT / "docs" / "flags.md").read_text() == markdown(), "run: bough serve --help=markdown > docs/flags.md"
+
+
+def test_help_imports_no_torch_and_is_quick() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter(); from bough.cli.main import main;"
+        "main(['--help']); main(['serve', '--help']); main(['version']);"
+        "heavy = [m for m in ('torch', 'transformers', 'fastapi', 'numpy') if m in sys.modules];"
+        "print('HEAVY', heavy)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    assert done.stdout.rstrip().endswith("HEAVY []")
+
+
+def test_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert main.main([]) == 2
+    assert main.main(["sevre"]) == 2
+    assert "bough serve" in capsys.readouterr().err
+    assert main.main(["serve", "--prot", "1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: unknown option --prot\n  why: ")
+    assert "fix: did you mean --port?" in error
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("bough ")
+
+
+def test_dump_config_round_trips(tmp_path: Path) -> None:
+    first = bough("serve", "m", "--port", "8123", "--profile", "latency", "--dump-config", BOUGH_TP_SIZE="2")
+    assert first.returncode == 0, first.stderr
+    assert "tp_size: 2  # BOUGH_TP_SIZE" in first.stdout
+    file = tmp_path / "c.yaml"
+    file.write_text(first.stdout)
+    second = bough("serve", "--config", str(file), "--dump-config")
+    strip = lambda text: [line.split("  #")[0] for line in text.splitlines()]
+    assert strip(second.stdout) == strip(first.stdout)
+
+
+def test_launch_server_is_serve() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bough.launch_server", "--model-path", "m", "--dump-config"],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert "model: m  # --model-path" in done.stdout
+
+
+def test_serving_the_network_without_a_key_is_refused() -> None:
+    done = bough("serve", "--host", "0.0.0.0", "--port", "0")
+    assert done.returncode == 1
+    assert "without a key" in done.stderr
+    assert "--insecure" in done.stderr
+
+
+def test_a_missing_model_is_refused_quickly() -> None:
+    done = bough("serve", "/no/such/model", "--port", "0")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: there is no model at /no/such/model")
+
+
+def test_a_taken_port_is_refused_before_anything_starts() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = bough("serve", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert "can't listen on" in done.stderr
+
+
+def test_bench_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run([]) == 0
+    assert "host" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no measurement"):
+        bench.run(["hots"])
+
+
+# -- doctor ---------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_and_exits_by_the_worst(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "machine", lambda config: iter([doctor.Finding("OK", "fine")]))
+    monkeypatch.setattr(doctor, "fits", lambda config: iter([doctor.Finding("WARN", "tight", "do this")]))
+    assert doctor.run(["m"]) == 1
+    assert capsys.readouterr().out == "OK    fine\nWARN  tight\n      fix: do this\n"
+    monkeypatch.setattr(doctor, "fits", lambda config: iter([doctor.Finding("FAIL", "no")]))
+    assert doctor.run(["m", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)[-1]["verdict"] == "FAIL"
+
+
+def test_doctor_finds_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16_384, "num_hidden_layers": 126,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "intermediate_size": 53_248, "vocab_size": 128_256,
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(huge))
+    assert doctor.run([str(tmp_path), "--load-format", "dummy", "--device", "cpu"]) == 2
+    report = capsys.readouterr().out
+    assert "does not fit" in report
+    assert "GiB" in report
+    small = {**huge, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 2048}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    assert doctor.run([str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--port", "0"]) in (0, 1)
+    assert "fits (LlamaForCausalLM)" in capsys.readouterr().out
+
+
+def test_doctor_sees_a_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert doctor._port("127.0.0.1", port).verdict == "WARN"
+    assert doctor._port("127.0.0.1", port).verdict == "OK"
+
+
+def test_doctor_is_quick_and_needs_no_torch() -> None:
+    code = (
+        "import sys; from bough.cli.main import main; main(['doctor', '--json']);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, check=True, capture_output=True)
