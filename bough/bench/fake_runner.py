@@ -81,6 +81,7 @@ class OracleLaunched:
         self.step = step
         self.needs_masks = len(step.constrained) > 0
         self.reads: dict[int, set[tuple[int, int]]] = {}
+        self.writes: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
         self._runner = runner
         self._hashes = hashes
         self._outcome = outcome
@@ -169,6 +170,7 @@ class OracleRunner:
             pages = self._table[slot, at // size]
             self._check_writes(step, slot, set(pages.tolist()))
             self._kv[pages, at % size] = tokens
+            launched.writes.append((pages, at % size))
             self._length[slot] = context + count
             places.append((slot, context + count))
             seed = self._setups[slot].rng_seed
@@ -235,17 +237,15 @@ class OracleRunner:
         else:
             self._unsettled.pop(0)
         if self._fail_wait is not None and (error := self._fail_wait(launched.step)) is not None:
-            self._spoil(launched.step)
+            self._spoil(launched)
             raise error
         return launched._outcome
 
-    def _spoil(self, step: Step) -> None:
+    def _spoil(self, launched: OracleLaunched) -> None:
         """A failed step leaves garbage where it wrote."""
-        size = self.limits.page_size
-        for row, slot in enumerate(step.slots.tolist()):
-            at = np.arange(int(step.context[row]), int(step.context[row]) + int(step.num_query[row]))
-            self._kv[self._table[slot, at // size], at % size] = _GARBAGE
-            self._last[slot] = _GARBAGE
+        for pages, offsets in launched.writes:
+            self._kv[pages, offsets] = _GARBAGE
+        self._last[launched.step.slots] = _GARBAGE
 
     # -- the contract -----------------------------------------------------------------------------
 

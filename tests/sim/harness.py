@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bough.bench.fake_runner import OracleRunner, lone_output
+from bough.bench.fake_runner import OracleRunner, lone_output, pick, prefix_hash, score
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
 from bough.core.grammar import Compiled, CompileFailed
@@ -33,6 +33,7 @@ from bough.core.step import RunnerLimits, Step
 from bough.engine.control import Hooks
 from bough.engine.loop import Loop
 from bough.scheduler.accept import output_limit
+from bough.scheduler.constrain import Gate
 from bough.scheduler.limits import Limits
 from bough.scheduler.plan import StepPlan, plan_step
 from bough.scheduler.queues import Queues, Waiting
@@ -430,3 +431,55 @@ def check_answer(sim: Sim, client: Client, *, failures: bool = False) -> None:
         assert end.matched == (tokens[-1] if reason == "stop" else None)
     if end.reason != "error":
         assert end.prompt_tokens == len(client.prompt)
+
+
+def alone(client: Client, gate: Gate, limit: int) -> list[int]:
+    """The answer of a constrained request that is alone: mask, pick, accept."""
+    sequence = list(client.prompt)
+    stops = client.ask.sampling.stop_token_ids
+    while len(sequence) - len(client.prompt) < limit and not gate.terminated:
+        mask = np.zeros(-(-VOCAB // 32), np.int32)
+        gate.fill_mask(mask)
+        token = pick(prefix_hash(np.array(sequence, np.int64)), VOCAB, mask)
+        sequence.append(token)
+        if token in stops:
+            break
+        assert gate.accept(token)
+    return sequence[len(client.prompt) :]
+
+
+def gate_of(client: Client) -> Gate | None:
+    """A fresh gate for a request: None if it is free."""
+    ask, grammar = client.ask, client.ask.sampling.grammar
+    if grammar is None:
+        budgeted = ask.thinking_budget >= 0 and ask.reasoning_end
+        return Gate(None, marker=ask.reasoning_end, budget=ask.thinking_budget) if budgeted else None
+    length, run, _ = (int(x) for x in grammar.source.split(","))
+    return Gate(
+        ParityMatcher(length, run),
+        marker=ask.reasoning_end,
+        after_reasoning=grammar.after_reasoning,
+        budget=ask.thinking_budget,
+    )
+
+
+def check_scores(client: Client) -> None:
+    """Log-probabilities of everything that was sent are those of the tokens in their places."""
+    spec = client.ask.logprobs
+    assert spec is not None
+    sequence = np.array(client.prompt + client.tokens, np.int64)
+    values = [v for row in client.rows if row.logprobs for v in row.logprobs.logprobs]
+    ids = [i for row in client.rows if row.logprobs for i in row.logprobs.token_ids]
+    assert ids == client.tokens
+    for at, value in enumerate(values, len(client.prompt)):
+        assert value is not None
+        assert abs(value - score(sequence[:at], int(sequence[at]))) < 1e-5
+    scored = [row.prompt_logprobs for row in client.rows if row.prompt_logprobs is not None]
+    if spec.start < 0 or not client.tokens:
+        assert spec.start >= 0 or not scored
+        return
+    assert len(scored) == (1 if spec.start < len(client.prompt) else 0)
+    for part in scored:
+        assert part.token_ids == client.prompt[spec.start :]
+        for at, value in enumerate(part.logprobs, spec.start):
+            assert value is None if at == 0 else abs(value - score(sequence[:at], int(sequence[at]))) < 1e-5  # type: ignore[operator]

@@ -89,6 +89,47 @@ def test_minimum_of_new_tokens(depth: int) -> None:
     assert len(client.tokens) > 5
 
 
+@pytest.mark.parametrize(("min_new", "length"), [(4, 5), (5, 12)])
+def test_a_stop_token_counts_after_the_minimum(min_new: int, length: int) -> None:
+    """The fifth token is a stop token: after a minimum of four it ends the answer, as the last of five it does not."""
+    sim = Sim()
+    tokens, _ = expected(sim, sim.ask(PROMPT, max_new=12))
+    assert tokens.count(tokens[4]) == 1
+    client = sim.ask(PROMPT, max_new=12, stops=(tokens[4],), min_new=min_new)
+    sim.run()
+    assert len(client.tokens) == length
+
+
+def test_pages_that_a_match_locks_are_not_counted_twice() -> None:
+    """The first request locks most of what could be evicted; the second must not be promised the same pages."""
+    sim = Sim(page_size=1, num_pages=31, max_step_tokens=64, conservativeness=0.0)
+    sim.ask(PROMPT[:20], max_new=1)
+    sim.run()
+    assert sim.cache.tree.num_evictable == 20
+    clients = [sim.ask(PROMPT[:21], max_new=1), sim.ask([1] * 15, max_new=1)]
+    sim.run()
+    for client in clients:
+        check_answer(sim, client)
+    assert clients[0].end.cached_tokens == 20
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "shortest-prefill-first"])
+def test_no_policy_starves_the_oldest(policy: str) -> None:
+    """Requests that every policy prefers keep coming; the one that none prefers is served all the same."""
+    sim = Sim(policy=policy, num_slots=2, num_pages=200)
+    sim.ask(PROMPT[:12], max_new=1)
+    sim.run()
+    for _ in range(4):
+        sim.ask(PROMPT[:13], max_new=3)
+    unloved = sim.ask([9] * 20, max_new=1)
+    for _ in range(90):
+        for _ in range(2):
+            sim.ask(PROMPT[:13], max_new=3)
+        sim.turn()
+    assert unloved.ends
+    sim.run()
+
+
 def test_more_stop_ids_than_the_table_holds() -> None:
     sim = Sim()
     client = sim.ask(PROMPT, max_new=40, stops=tuple(range(0, 40, 2)))

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from bough.bench.fake_runner import pick, prefix_hash
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import GrammarSpec
 from bough.scheduler.constrain import Gate
-from tests.sim.harness import VOCAB, Client, ParityMatcher, Sim, check_answer
+from tests.sim.harness import VOCAB, ParityMatcher, Sim, alone, check_answer
 
 PROMPT = [(7 * i + 3) % VOCAB for i in range(20)]
 END = (11, 12, 13)
-
-
-def alone(client: Client, gate: Gate, limit: int) -> list[int]:
-    """The answer of a constrained request that is alone: mask, pick, accept."""
-    sequence = list(client.prompt)
-    stops = client.ask.sampling.stop_token_ids
-    while len(sequence) - len(client.prompt) < limit and not gate.terminated:
-        mask = np.zeros(-(-VOCAB // 32), np.int32)
-        gate.fill_mask(mask)
-        token = pick(prefix_hash(np.array(sequence, np.int64)), VOCAB, mask)
-        sequence.append(token)
-        if token in stops:
-            break
-        assert gate.accept(token)
-    return sequence[len(client.prompt) :]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -301,3 +301,31 @@ def test_one_row_of_a_step_can_fail() -> None:
     check_answer(sim, good)
     assert bad.end.reason == "error"
     assert "not finite" in bad.end.message
+
+
+def test_a_page_begun_by_a_failed_step_is_not_cached_when_a_later_step_fills_it() -> None:
+    boom = _Boom()
+    sim = Sim(page_size=16, num_pages=20, max_step_tokens=8, num_slots=1, fail_wait=boom)
+    boom.at = {0}
+    first = sim.ask(PROMPT, max_new=4)
+    second = sim.ask(PROMPT, max_new=4)
+    sim.run()
+    assert first.end.reason == "error"
+    check_answer(sim, second)
+
+
+def test_prompts_that_block_each_other_are_told_apart() -> None:
+    """Two prompts under way and no page left for either: the younger gives way."""
+    from bough.scheduler.plan import plan_step
+
+    sim = Sim(depth=0, max_step_tokens=8, small_share=0.5, num_pages=40)
+    sim.ask(PROMPT, max_new=4)
+    younger = sim.ask([1, *PROMPT], max_new=4)
+    sim.turn()
+    sim.queues.where[younger.ask.id].skipped = 1
+    sim.turn()
+    assert len(sim.queues.prefilling) == 2
+    sim.cache.alloc(sim.cache.num_available)
+    plan = plan_step(sim.queues, sim.cache.view(), sim.limits)
+    assert plan.retract == [sim.queues.where[younger.ask.id].slot]
+    assert not plan.has_rows

@@ -107,8 +107,9 @@ def test_scores_survive_retraction(depth: int, radix: bool) -> None:
         _check_scores(client, 2)
 
 
-def test_scores_survive_preemption_in_the_middle_of_a_prompt() -> None:
-    sim = Sim(num_slots=1, priority=True, max_step_tokens=8)
+@pytest.mark.parametrize("radix", [True, False])
+def test_scores_survive_preemption_in_the_middle_of_a_prompt(radix: bool) -> None:
+    sim = Sim(num_slots=1, priority=True, max_step_tokens=8, radix=radix)
     client = sim.ask(PROMPT, max_new=4, logprobs=LogprobSpec(start=3, top=2, token_ids=(5, 9)))
     sim.turn()
     sim.turn()

@@ -8,11 +8,13 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bough.core.messages import TextSpec
+from bough.core.messages import LogprobSpec, TextSpec
+from bough.core.sampling import GrammarSpec
 from bough.core.step import Step
-from tests.sim.harness import VOCAB, Client, Sim, check_answer
+from bough.scheduler.accept import output_limit
+from tests.sim.harness import VOCAB, Client, Sim, alone, check_answer, check_scores, gate_of
 
-EXAMPLES = int(os.environ.get("BOUGH_SIM_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("BOUGH_SIM_EXAMPLES", "250"))
 _QUICK = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 STEMS = [[(stem * 11 + i * i) % VOCAB for i in range(40)] for stem in range(3)]
@@ -48,7 +50,7 @@ def events() -> st.SearchStrategy[list[Event]]:
     abort = st.tuples(st.just("abort"), st.integers(0, 30))
     stop = st.tuples(st.just("stop"), st.tuples(st.integers(0, 30), st.integers(1, 30)))
     wait = st.tuples(st.just("wait"), st.integers(1, 12))
-    return st.lists(st.one_of(ask, ask, crowd, abort, stop, wait, wait), max_size=25)
+    return st.lists(st.one_of(ask, ask, crowd, abort, stop, wait, wait), min_size=3, max_size=25)
 
 
 @st.composite
@@ -127,3 +129,58 @@ def test_failed_steps_take_only_their_requests(
     sim = Sim(**engine, fail_launch=failing("launch"), fail_wait=failing("wait"))
     for client in play(sim, script):
         check_answer(sim, client, failures=True)
+
+
+@st.composite
+def special_asks(draw: st.DrawFn) -> dict[str, Any]:
+    """Requests under grammars and budgets, requests that want scores, and plain ones among them."""
+    ask = draw(asks())
+    ask["prompt"] = ask["prompt"][:20]
+    kind = draw(st.sampled_from(["plain", "grammar", "reasoned", "budget", "scored"]))
+    source = f"{draw(st.integers(1, 40))},{draw(st.integers(0, 7))},{draw(st.integers(0, 3))}"
+    budget = draw(st.integers(0, 12))
+    if kind == "grammar":
+        ask["grammar"] = GrammarSpec(kind="regex", source=source)
+    elif kind == "reasoned":
+        ask["grammar"] = GrammarSpec(kind="regex", source=source, after_reasoning=True)
+        ask |= {"reasoning_end": (11, 12, 13), "thinking_budget": budget}
+    elif kind == "budget":
+        ask |= {"reasoning_end": (11, 12, 13), "thinking_budget": budget}
+    elif kind == "scored":
+        ask["logprobs"] = LogprobSpec(start=draw(st.integers(-1, len(ask["prompt"]))))
+    return ask
+
+
+@_QUICK
+@given(
+    engine=engines(),
+    script=st.lists(
+        st.one_of(
+            st.tuples(st.just("ask"), special_asks()),
+            st.tuples(st.just("ask"), special_asks()),
+            st.tuples(st.just("abort"), st.integers(0, 30)),
+            st.tuples(st.just("wait"), st.integers(1, 12)),
+        ),
+        min_size=2,
+        max_size=16,
+    ),
+    broken=st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "wait"]), max_size=2),
+)
+def test_constrained_and_scored_requests_in_traffic(
+    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
+) -> None:
+    def failing(moment: str) -> Any:
+        return lambda step: MemoryError("out of memory") if broken.get(step.index) == moment else None
+
+    sim = Sim(**engine, fail_launch=failing("launch"), fail_wait=failing("wait"))
+    for client in play(sim, script):
+        gate = gate_of(client)
+        limit = output_limit(sim.limits, len(client.prompt), client.ask.sampling.max_new_tokens)
+        if gate is None:
+            check_answer(sim, client, failures=True)
+        elif client.end.reason in ("abort", "error"):
+            assert alone(client, gate, limit)[: len(client.tokens)] == client.tokens
+        else:
+            assert alone(client, gate, limit) == client.tokens
+        if client.ask.logprobs is not None:
+            check_scores(client)
