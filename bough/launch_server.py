@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 
-from bough.cli.main import call
-
 if __name__ == "__main__":
-    sys.exit(call("bough.cli.serve", sys.argv[1:]))
+    sys.argv.insert(1, "serve")
+    runpy.run_module("bough", run_name="__main__")

@@ -153,6 +153,8 @@ def banner(server: LocalServer, service: Service) -> str:
         ("model", f"{served.name} on {place}; context {served.context_length:,} tokens"),
         ("key", _key_state(config)),
     ]
+    if config.log.metrics:
+        rows.insert(2, ("metrics", f"{url}/metrics"))
     if served.sampling_defaults:
         told = ", ".join(f"{name} {value}" for name, value in served.sampling_defaults.items())
         rows.append(("sampling", f"the model's own defaults: {told}  (--sampling-defaults openai for OpenAI's)"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,18 @@ from typing import Any
 from bough.config.concerns import Config
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta
+from bough.core.sampling import SamplingParams
 from bough.entrypoints.admission import Admission
 from bough.intake import Intake, Request, Stream
 from bough.observability.health import Beat, Pulse, State
 from bough.tokenizer import Tokenizer, TokenizerPool
+
+_log = logging.getLogger(__name__)
+_DEFAULT = SamplingParams()
+_LOGGED = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "seed", "n", "ignore_eos", "beam_width",
+)  # fmt: skip
 
 News = tuple[int, Stream, Delta]
 """(which request, which of its answers, what is new)"""
@@ -73,6 +82,9 @@ class Service:
         Raises `BoughError` before the first news if a request can't be taken; an answer that ends badly is news too.
         """
         groups = await self.intake.submit_batch(requests)
+        if self.config.log.log_requests:
+            for request, group in zip(requests, groups, strict=True):
+                log_request(request, group)
         streams = [(at, stream) for at, group in enumerate(groups) for stream in group]
         try:
             if len(streams) == 1:
@@ -102,6 +114,23 @@ class Service:
         if beat.pid and not _is_running(beat.pid):
             return Health(alive=False, ready=False, why="the engine has died")
         return judge(beat, stuck_after_s=self.config.server.watchdog_timeout_s, draining=self.draining)
+
+
+def log_request(request: Request, streams: Sequence[Stream]) -> None:
+    """One line about a request: its numbers and switches, never its text."""
+    sampling = request.sampling
+    changed = {name: getattr(sampling, name) for name in _LOGGED if getattr(sampling, name) != getattr(_DEFAULT, name)}
+    _log.info(
+        "request",
+        extra={
+            "rid": streams[0].rid,
+            "prompt_tokens": len(streams[0].prompt),
+            "stream": request.stream,
+            "constrained": sampling.grammar.kind if sampling.grammar is not None else "no",
+            "tools": request.tool_parser or "no",
+            **changed,
+        },
+    )
 
 
 def judge(beat: Beat, *, stuck_after_s: float, draining: bool = False) -> Health:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -14,9 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import bough
 from bough.core.errors import BoughError
-from bough.entrypoints.http import admin, info, native
+from bough.entrypoints.http import admin, info, metrics, native
 from bough.entrypoints.http.body import IGNORED_HEADER
 from bough.entrypoints.http.errors import on_error
 from bough.entrypoints.http.openai import chat, completions, models
@@ -27,6 +27,8 @@ from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
 
 Make = Callable[[Service], chat.Handler]
+
+VERSION: str = import_module("bough").__version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,12 @@ class RouteSpec:
     about: str
     body: type[msgspec.Struct] | None = None
     admin: bool = False
+    metrics: bool = False
 
 
 def _banner(service: Service) -> chat.Handler:
     async def handle(request: Request) -> Response:
-        return json_reply(
-            {"name": "bough", "version": bough.__version__, "model": service.served.name, "docs": "/docs"}
-        )
+        return json_reply({"name": "bough", "version": VERSION, "model": service.served.name, "docs": "/docs"})
 
     return handle
 
@@ -91,6 +92,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         paths=("/readyz", "/health", "/health_generate"), methods=("GET",), make=info.ready,
         about="200 while requests are taken.",
     ),
+    RouteSpec(paths=("/metrics",), methods=("GET",), make=metrics.metrics, about="Numbers for Prometheus.", metrics=True),
     RouteSpec(paths=("/",), methods=("GET", "HEAD"), make=_banner, about="Name and version."),
     RouteSpec(
         paths=("/pause_generation",), methods=("POST",), make=admin.pause, body=admin.PauseRequest, admin=True,
@@ -110,14 +112,19 @@ ROUTES: tuple[RouteSpec, ...] = (
 
 
 def mounted(service: Service) -> list[RouteSpec]:
-    """The routes of this server: admin routes don't exist without an admin key."""
-    return [spec for spec in ROUTES if not spec.admin or service.config.server.admin_api_key]
+    """The routes of this server: admin routes don't exist without an admin key, nor /metrics under --no-metrics."""
+    config = service.config
+    return [
+        spec
+        for spec in ROUTES
+        if (not spec.admin or config.server.admin_api_key) and (not spec.metrics or config.log.metrics)
+    ]
 
 
 def make_app(service: Service) -> App:
     """The ASGI application, keys and limits included."""
     specs = mounted(service)
-    app = FastAPI(title="bough", version=bough.__version__, redoc_url=None, debug=False)
+    app = FastAPI(title="bough", version=VERSION, redoc_url=None, debug=False)
     for spec in specs:
         handler = spec.make(service)
         app.router.routes.extend(Route(path, handler, methods=list(spec.methods)) for path in spec.paths)
@@ -150,7 +157,7 @@ def openapi(specs: list[RouteSpec]) -> dict[str, Any]:
             paths[path.replace(":path}", "}")] = operations
     return {
         "openapi": "3.1.0",
-        "info": {"title": "bough", "version": bough.__version__},
+        "info": {"title": "bough", "version": VERSION},
         "paths": paths,
         "components": {
             "schemas": components,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-import bough
 from bough.config.flags import show_value
 from bough.config.server_args import flat
 from bough.core.errors import BoughError
@@ -55,7 +55,7 @@ def server_info(service: Service) -> Handler:
         return json_reply(
             {
                 **settings,
-                "version": bough.__version__,
+                "version": import_module("bough").__version__,
                 "served_model_name": served.name,
                 "context_length": served.context_length,
                 "num_running": health.num_running,

@@ -263,3 +263,29 @@ def test_a_model_without_a_template_says_so() -> None:
         )
     assert refused.status_code == 400
     assert "/v1/completions" in refused.json()["error"]["message"]
+
+
+def test_metrics_count() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with serving() as running, httpx.Client(base_url=running.url) as client:
+        client.post("/generate", json={"text": "Hi"})
+        told = client.get("/metrics")
+        families = {family.name: family for family in text_string_to_metric_families(told.text)}
+    assert families["bough:prompt_tokens"].samples[0].value == 2
+    assert families["bough:generation_tokens"].samples[0].value == 12
+    assert families["bough:requests_ended"].samples[0].labels == {"reason": "stop"}
+    assert families["bough:num_queue_reqs"].samples[0].value == 2
+    with serving(metrics=False) as running:
+        assert httpx.get(f"{running.url}/metrics").status_code == 404
+
+
+def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "bough.entrypoints.service")
+    with serving(log_requests=True) as running:
+        httpx.post(f"{running.url}/generate", json={"text": "private words", "sampling_params": {"temperature": 0.5}})
+    records = [record for record in caplog.records if record.message == "request"]
+    assert len(records) == 1
+    assert records[0].prompt_tokens == len("private words")
+    assert records[0].temperature == 0.5
+    assert "private" not in str(vars(records[0]))
