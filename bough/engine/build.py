@@ -47,8 +47,10 @@ _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-WARM_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Decode sizes captured before the engine is ready; the others are captured when wanted."""
+WARM_GRAPHS = (1,)
+"""Decode sizes captured before the engine is ready..."""
+LATER_GRAPHS = (2, 4, 8, 16, 32, 64, 128, 256)
+"""...and those captured in its first idle moments. All others are captured when wanted."""
 
 
 @dataclass(slots=True)
@@ -179,11 +181,12 @@ def _check_room(plan: MemoryPlan, device: Device) -> None:
 
 
 def warm_up(runner: ModelRunner, config: Config) -> None:
-    """Captures the common graphs, so that the first requests don't pay for them."""
+    """Captures what the first request needs, and notes what the next ones will."""
     if runner.graphs is not None:
         most = min(config.device.cuda_graph_max_tokens, runner.limits.num_slots)
         with torch.inference_mode():
             runner.graphs.warm_up([size for size in WARM_GRAPHS if size <= most])
+        runner.graphs.want([size for size in LATER_GRAPHS if size <= most])
 
 
 def serve_steps(launch: Launch, start: StartUp, checkpoint: Checkpoint, resolved: Resolved, local: ModelRunner) -> None:

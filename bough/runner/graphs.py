@@ -1,7 +1,8 @@
 """Captured CUDA graphs of small steps: one per padded token count, row count and kind, captured when first wanted.
 
-A graph serves any mixture of rows that fits its sizes, since attention reads its work from device buffers. While a size is
-not captured, the next larger one serves if it is not too wasteful. All graphs share one memory pool.
+A graph serves any mixture of rows that fits its sizes, since attention reads its work from device buffers; steps of decode
+rows alone have graphs of their own, without the launches that longer rows need. While a size is not captured, the next
+larger one serves if it is not too wasteful. All graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class GraphKey:
     rows: int
     kind: Kind
     shared: bool
+    decode: bool
+    """Serves steps of decode rows only, one token each; otherwise any mixture."""
 
 
 @dataclass(slots=True)
@@ -90,14 +93,20 @@ class Graphs:
             if key is not None and key not in self._captured:
                 self.capture(key)
 
+    def want(self, token_counts: list[int]) -> None:
+        """Notes decode sizes to be captured in idle moments, the first of them first."""
+        keys = [self._key(size, size, "sampled", False) for size in reversed(token_counts)]
+        self._wanted.extend(key for key in keys if key is not None)
+
     def _key(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> GraphKey | None:
         tokens = next((size for size in self._sizes if size >= num_tokens), None)
         if tokens is None:
             return None
+        decode = num_rows == num_tokens
         rows = tokens
-        if num_rows < num_tokens:
+        if not decode:
             rows = next((size for size in (1, 8, 64) if num_rows <= size < tokens), tokens)
-        return GraphKey(tokens, rows, kind, shared)
+        return GraphKey(tokens, rows, kind, shared, decode)
 
     def _larger(self, key: GraphKey) -> Captured | None:
         fits = [
@@ -105,6 +114,7 @@ class Graphs:
             for other in self._captured
             if other.kind == key.kind
             and other.shared == key.shared
+            and other.decode == key.decode
             and key.tokens <= other.tokens <= WASTE * key.tokens
             and key.rows <= other.rows
         ]
@@ -116,7 +126,7 @@ class Graphs:
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         tensors = layout.tensors(buffer)
         self._make_idle(tensors)
-        extent = Extent(max_query=key.tokens, max_kv=self._context_length, shared=key.shared)
+        extent = Extent(max_query=1 if key.decode else key.tokens, max_kv=self._context_length, shared=key.shared)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

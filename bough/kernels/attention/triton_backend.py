@@ -13,13 +13,16 @@ from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.launching import power_of_two
 from bough.kernels.rotary.triton import rope_and_write, write_kv
 
-DECODE = Shape(block_m=16, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2)
+DECODE = Shape(block_m=16, block_n=32, num_warps=4, num_stages=4, ctas_per_sm=3)
 """Rows whose queries (times the heads of a KV head) fit into one tile: the KV is read once, at memory bandwidth."""
+FEW_DECODE = Shape(block_m=16, block_n=128, num_warps=8, num_stages=2, ctas_per_sm=2)
+"""The same for a handful of tokens, where the time is that of one program, not of the memory."""
+_FEW = 8
 EXTEND = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=1)
 """Longer rows of small steps."""
 PREFILL = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=1)
 """Longer rows of large steps."""
-SHARED = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=1)
+SHARED = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=1)
 """Members of a group against their shared span."""
 _LARGE_STEP = 1024
 
@@ -169,7 +172,7 @@ class TritonAttention:
 
 def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, may_be_fresh: bool) -> _Prepared:
     """Which launches the step needs: host lengths, where known, leave out those without rows."""
-    decode = shape_for(DECODE, kind.group, bytes_per_token)
+    decode = shape_for(FEW_DECODE if inputs.num_tokens <= _FEW else DECODE, kind.group, bytes_per_token)
     most_decode = decode.block_m // kind.group
     fresh_rows: list[tuple[int, int]] = []
     has_decode, has_longer = True, inputs.max_query > most_decode
