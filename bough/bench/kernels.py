@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from bough.kernels.activation import silu_mul
 from bough.kernels.attention import triton_backend
 from bough.kernels.attention.fresh import attend_fresh
 from bough.kernels.attention.plan import Shape
-from bough.kernels.linear.table import rule_of_thumb
+from bough.kernels.linear.table import TOKEN_BUCKETS, rule_of_thumb
 from bough.kernels.linear.tuning import LinearShape, measure, time_us, tune
 from bough.kernels.moe import fused_experts, topk_softmax
 from bough.kernels.norm import add_rms_norm
@@ -146,7 +147,8 @@ def bench_linear() -> Report:
 
 
 def bench_tune() -> Report:
-    for found in tune(_linear_shapes().values(), cuda(), again=True):
+    cases = [(shape, bucket) for bucket in TOKEN_BUCKETS for shape in _linear_shapes().values()]
+    for found in chain.from_iterable(tune([shape], cuda(), buckets=(b,), again=True) for shape, b in cases):
         floor = found.shape.rows * found.shape.depth * 2 / BANDWIDTH * 1e6
         case = f"{found.shape.operation} {found.shape.rows}x{found.shape.depth} T={found.tokens}"
         ranked = sorted(found.all_us.items(), key=lambda item: item[1])[:4]

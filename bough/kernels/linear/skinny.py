@@ -36,7 +36,7 @@ class Config:
     prefetch_bytes: int = 2048
     """Bytes of each weight row of the first tile asked into L2 before the wait for the kernel before."""
     tma: bool = False
-    """Weight tiles come through the copy engine (Hopper and later)."""
+    """Tiles come through the copy engine (Hopper and later)."""
 
 
 @triton.jit
@@ -141,12 +141,15 @@ def _skinny_kernel(
         for step in tl.range(k_start, k_end):
             k = step * BLOCK_K
             col = k + tl.arange(0, BLOCK_K)
-            x_at = x + token.to(tl.int64)[None, :] * x_stride + col[:, None]
             w = weight_tile(weight, row, k, D, rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
-            if EVEN:
-                x_tile = tl.load(x_at, mask=real[None, :], other=0.0)
+            if TMA:
+                x_tile = tl.trans(x.load([0, k]))
             else:
-                x_tile = tl.load(x_at, mask=real[None, :] & (col < D)[:, None], other=0.0)
+                x_at = x + token.to(tl.int64)[None, :] * x_stride + col[:, None]
+                if EVEN:
+                    x_tile = tl.load(x_at, mask=real[None, :], other=0.0)
+                else:
+                    x_tile = tl.load(x_at, mask=real[None, :] & (col < D)[:, None], other=0.0)
             acc = tl.dot(w, x_tile, acc, input_precision=PRECISION)
             if SILU:
                 w_up = weight_tile(weight, row + rows, k, D, 2 * rows, weight_stride, BLOCK_N, BLOCK_K, EVEN, TMA)
@@ -246,14 +249,15 @@ def skinny(
     needed = 2 * programs * config.block_n * block_t * (2 if silu_mul else 1)
     partial, counters = _SCRATCH.get(device, needed, tiles)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=device)
-    tma = config.tma and even and device.type == "cuda"
+    item = x.element_size()
+    tma = config.tma and even and device.type == "cuda" and x.stride(0) * item % 16 == 0 and x.data_ptr() % 16 == 0
     pdl = pdl_options(device)
     _skinny_kernel[(programs,)](
-        x,
-        _descriptor(weight, config) if tma else weight,
+        _descriptor(x, block_t, config) if tma else x,
+        _descriptor(weight, config.block_n, config) if tma else weight,
         weight,
         weight if bias is None else bias,
-        x if residual is None else residual,
+        out if residual is None else residual,
         out,
         partial,
         counters,
@@ -291,7 +295,8 @@ def _prefetch_bytes(config: Config, per_chunk: int, weight: Tensor) -> int:
     return min(config.prefetch_bytes, per_chunk * config.block_k * item, weight.shape[1] * item) // 16 * 16
 
 
-def _descriptor(weight: Tensor, config: Config) -> object:
+def _descriptor(matrix: Tensor, rows: int, config: Config) -> object:
+    """Tiles of [rows, block_k]; rows beyond the matrix read as zero."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
+    return TensorDescriptor.from_tensor(matrix, [rows, config.block_k])
