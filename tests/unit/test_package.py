@@ -1,0 +1,28 @@
+"""Importing the package is quick, brings no torch, and offers every name it promises."""
+
+import subprocess
+import sys
+
+import bough
+import bough.lang
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_is_quick_and_brings_no_torch():
+    code = "import time; t = time.perf_counter(); import bough; print(time.perf_counter() - t); import sys; print('torch' in sys.modules)"
+    best, torch = min(run(code).split() for _ in range(3))
+    assert float(best) < 0.05
+    assert torch == "False"
+
+
+def test_the_language_brings_no_torch():
+    assert run("import bough, sys; bough.gen; bough.function; print('torch' in sys.modules)") == "False"
+
+
+def test_every_name_of_the_language_is_the_package_s_too():
+    for name in bough.lang.__all__:
+        assert getattr(bough, name) is getattr(bough.lang, name)
+    assert set(bough.lang.__all__) <= set(dir(bough))
