@@ -31,6 +31,7 @@ class SuiteEngine:
         """Generates `new` tokens greedily for each prompt; returns how many each got."""
         sampling = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True}
         answers = self._engine.generate(input_ids=ids, sampling_params=sampling)
+        assert isinstance(answers, list), "a batch gives a list"
         return [len(answer["output_ids"]) for answer in answers]
 
     def flush(self) -> None:

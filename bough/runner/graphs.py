@@ -127,7 +127,7 @@ class Graphs:
         tensors = layout.tensors(buffer)
         self._make_idle(tensors)
         extent = Extent(max_query=1 if key.decode else key.tokens, max_kv=self._context_length, shared=key.shared)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run(tensors, extent, key.kind)
