@@ -136,7 +136,7 @@ def run(launch: Launch) -> None:
     signal.signal(signal.SIGTERM, lambda *_: inbox.close())
     answers = Answers(_tokenizer(launch))
     engine = Outbox(launch.endpoints.engine)
-    workers = [Outbox(launch.endpoints.api(worker)) for worker in range(launch.num_api_workers)]
+    workers: dict[int, Outbox] = {}
     # Tables of a few hundred thousand texts would make every full collection slow.
     gc.collect()
     gc.freeze()
@@ -147,11 +147,12 @@ def run(launch: Launch) -> None:
         home, stops = answers.take()
         engine.send_all(stops)
         for worker, news in home.items():
-            if worker < len(workers):
-                workers[worker].send_all(news)
+            if worker not in workers:
+                workers[worker] = Outbox(launch.endpoints.api(worker))
+            workers[worker].send_all(news)
         if inbox.closed and not messages:
             break
-    for outbox in (engine, *workers):
+    for outbox in (engine, *workers.values()):
         outbox.close(wait_s=_LAST_WORDS_S)
 
 

@@ -8,7 +8,6 @@ import itertools
 import logging
 import secrets
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from bough.core.errors import BoughError, Conflict, DeadlineExceeded, InvalidRequest, PromptTooLong, Unavailable
+from bough.core.errors import BoughError, Conflict, DeadlineExceeded, InvalidRequest, Unavailable
 from bough.core.messages import (
     WORKER_SHIFT,
     Abort,
@@ -37,6 +36,7 @@ from bough.core.messages import (
     pack_ids,
 )
 from bough.core.sampling import SamplingParams
+from bough.intake.limits import Limits
 from bough.intake.request import Request
 from bough.intake.stream import Stream
 from bough.ipc import AsyncInbox, Endpoints, Outbox, read_status
@@ -49,8 +49,6 @@ _NEVER = 2**31 - 1
 """As `TextSpec.every`: only at the end."""
 _TAIL_IDS = 8
 _WATCH_EVERY_S = 0.25
-_LONG_TEXT_CHARS = 65_536
-_MAX_NAME_CHARS = 256
 
 
 class Place(Protocol):
@@ -111,7 +109,7 @@ class Intake:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._gone: BoughError | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._longest_token = 0
+        self._limits = Limits(context_length, vocab_size, tokenizer)
 
     @classmethod
     def from_facts(
@@ -166,7 +164,7 @@ class Intake:
         places = self._admit(requests)
         try:
             prompts = await self._prompts(requests)
-            ready = [self._check(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
+            ready = [self._limits.fitted(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
             bad_words = [await self._bad_words(request) for request in requests]
             self._check_alive()
             streams = []
@@ -200,7 +198,12 @@ class Intake:
         return len(self._streams)
 
     def fail_all(self, error: BoughError) -> None:
-        """Every waiting request and call gets the error, and so does whoever comes later."""
+        """Every waiting request and call gets `Unavailable`, and so does whoever comes later.
+
+        An error of another kind is the launcher's cause: it is for the log, not for clients.
+        """
+        if not isinstance(error, Unavailable):
+            error = Unavailable(what="the engine has stopped", fix="the server's log says why")
         self._gone = error
         for stream in list(self._streams.values()):
             self._forget(stream.id, "error")
@@ -289,10 +292,10 @@ class Intake:
         prompts: list[Ids | None] = [None] * len(requests)
         for at, request in enumerate(requests):
             if isinstance(request.prompt, str):
-                self._check_text(request.prompt)
+                self._limits.check_text(request.prompt)
                 texts[request.add_special_tokens].append(at)
             else:
-                prompts[at] = self._as_ids(request.prompt)
+                prompts[at] = self._limits.ids_of(request.prompt)
         for special, places in texts.items():
             if places:
                 assert self._pool is not None
@@ -300,91 +303,6 @@ class Intake:
                 for at, ids in zip(places, encoded, strict=True):
                     prompts[at] = np.asarray(ids, np.int32)
         return [prompt for prompt in prompts if prompt is not None]
-
-    def _check_text(self, text: str) -> None:
-        if self.tokenizer is None:
-            raise InvalidRequest(
-                what="the prompt is text",
-                why="the server has no tokenizer (--skip-tokenizer-init)",
-                fix="send token ids (input_ids)",
-                param="prompt",
-            )
-        if len(text) > _LONG_TEXT_CHARS:
-            if not self._longest_token:
-                self._longest_token = max(map(len, self.tokenizer.token_bytes() or [b"x" * 256]))
-            least = len(text) // self._longest_token
-            if least >= self.context_length:
-                raise self._too_long(f"at least {least}")
-
-    def _as_ids(self, prompt: Sequence[int] | Ids) -> Ids:
-        if isinstance(prompt, np.ndarray):
-            ids = prompt
-        else:
-            try:
-                ids = np.frombuffer(array("i", prompt), np.int32)  # several times as fast as numpy with a list
-            except (TypeError, OverflowError):
-                ids = np.empty(1, object)
-        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise InvalidRequest(
-                what="the prompt is no list of token ids",
-                why="ids are integers",
-                fix="send text, or a list of integers",
-                param="input_ids",
-            )
-        if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocab_size):
-            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
-            raise InvalidRequest(
-                what=f"the prompt has token id {bad}",
-                why=f"the vocabulary has ids 0 to {self.vocab_size - 1}",
-                fix="send ids of this model's tokenizer",
-                param="input_ids",
-            )
-        return ids.astype(np.int32, copy=False)
-
-    def _check(self, request: Request, prompt: Ids) -> SamplingParams:
-        """The request's sampling parameters, with a length that fits."""
-        sampling = request.sampling
-        sampling.check(self.vocab_size)
-        if len(request.rid) > _MAX_NAME_CHARS or len(request.namespace) > 2 * _MAX_NAME_CHARS:
-            raise InvalidRequest(
-                what="the request's id or cache salt is too long", fix="send a shorter one", param="rid"
-            )
-        if request.every < 1:
-            raise InvalidRequest(what="stream_interval is less than 1", fix="send 1 or more", param="stream_interval")
-        if self.tokenizer is None and (sampling.stop or sampling.stop_regex):
-            raise InvalidRequest(
-                what="stop strings were given",
-                why="the server has no tokenizer (--skip-tokenizer-init)",
-                fix="use stop_token_ids",
-                param="stop",
-            )
-        if len(prompt) == 0:
-            raise InvalidRequest(what="the prompt is empty", fix="send at least one token", param="prompt")
-        room = self.context_length - len(prompt)
-        if request.pool:
-            if room < 0:
-                raise self._too_long(str(len(prompt)))
-            return sampling
-        wanted = sampling.max_new_tokens
-        if room < min(wanted, 1):
-            raise self._too_long(str(len(prompt)))
-        if request.room == "exact" and wanted > room:
-            raise PromptTooLong(
-                what=f"the prompt's {len(prompt)} tokens and max_new_tokens of {wanted} make {len(prompt) + wanted}",
-                why=f"the context is {self.context_length} tokens",
-                fix=f"ask for at most {room} new tokens, or start the server with a larger --context-length",
-                param="max_new_tokens",
-            )
-        fits = room if request.room == "fill" else min(wanted, room)
-        return sampling if fits == wanted else msgspec.structs.replace(sampling, max_new_tokens=fits)
-
-    def _too_long(self, tokens: str) -> PromptTooLong:
-        return PromptTooLong(
-            what=f"the prompt has {tokens} tokens, at most {self.context_length - 1} fit",
-            why=f"the context is {self.context_length} tokens",
-            fix="shorten the prompt, or start the server with a larger --context-length",
-            param="prompt",
-        )
 
     async def _bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
         """Token sequences of the bad words, each at a text's start and after a space."""
@@ -505,4 +423,4 @@ class Intake:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 status = read_status(self._endpoints)
                 if status.phase == "failed" and self._gone is None:
-                    self.fail_all(Unavailable(what="the engine has stopped", fix="the server's log says why"))
+                    self.fail_all(BoughError(what=status.error))

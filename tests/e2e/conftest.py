@@ -55,6 +55,7 @@ def tiny_settings() -> Iterator[dict[str, Any]]:
             "device": "cpu",
             "max_total_tokens": 8192,
             "custom_kernels": False,
+            "cpu_threads": 1,
         }
 
 

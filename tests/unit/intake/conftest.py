@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from bough.intake import Intake
 from bough.launch import Programs, Running, start
 from bough.tokenizer import Tokenizer, load_tokenizer
 
+WORKERS = itertools.count()
+"""Each intake of a test run is an API worker of its own."""
 FAKE = Programs(engine=(str(Path(__file__).with_name("fake_engine.py")),))
 
 
@@ -28,7 +31,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 async def intake(running: Running, smollm: Tokenizer) -> AsyncIterator[Intake]:
-    opened = Intake.from_facts(running.endpoints, running.facts, smollm)
+    opened = Intake.from_facts(running.endpoints, running.facts, smollm, worker=next(WORKERS))
     await opened.start()
     yield opened
     await opened.close()

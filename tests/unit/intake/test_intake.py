@@ -22,6 +22,7 @@ from bough.core.sampling import SamplingParams
 from bough.intake import Intake, Request
 from bough.launch import Running
 from bough.tokenizer import Tokenizer
+from tests.unit.intake.conftest import WORKERS
 
 SLOW, BAD = 7, 8
 IDS = [100, 200, 300, 400]
@@ -223,9 +224,10 @@ async def test_when_the_engine_is_gone_everybody_is_told(intake: Intake) -> None
     intake.abort()
     (other,) = await intake.submit(request([SLOW, 9], stream=True))
     await anext(other)
-    intake.fail_all(Unavailable(what="the engine has stopped"))
-    with pytest.raises(Unavailable):
+    intake.fail_all(BoughError(what="an inner cause with a /path"))
+    with pytest.raises(Unavailable) as caught:
         await call
+    assert "/path" not in caught.value.sentence()
     with pytest.raises(Unavailable):
         await other.collect()
     with pytest.raises(Unavailable):
@@ -261,7 +263,7 @@ class CountingGate:
 
 async def test_the_gate_counts_from_submission_to_the_end(running: Running, smollm: Tokenizer) -> None:
     gate = CountingGate(3)
-    intake = Intake.from_facts(running.endpoints, running.facts, smollm, gate=gate)
+    intake = Intake.from_facts(running.endpoints, running.facts, smollm, worker=next(WORKERS), gate=gate)
     await intake.start()
     try:
         streams = await intake.submit(request([SLOW, 9], n=2, stream=True))
@@ -282,7 +284,7 @@ async def test_the_gate_counts_from_submission_to_the_end(running: Running, smol
 
 
 async def test_without_a_tokenizer_ids_go_in_and_out(running: Running) -> None:
-    intake = Intake.from_facts(running.endpoints, running.facts, None)
+    intake = Intake.from_facts(running.endpoints, running.facts, None, worker=next(WORKERS))
     await intake.start()
     try:
         (delta,) = await intake.collect(request())

@@ -1,0 +1,122 @@
+"""What the engine can take: checks of prompts and lengths, before anything is sent."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from bough.core.errors import InvalidRequest, PromptTooLong
+from bough.core.messages import Ids
+from bough.core.sampling import SamplingParams
+from bough.intake.request import Request
+from bough.tokenizer import Tokenizer
+
+_LONG_TEXT_CHARS = 65_536
+_MAX_NAME_CHARS = 256
+
+
+class Limits:
+    """The context and the vocabulary, and what follows from them for requests."""
+
+    def __init__(self, context_length: int, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._longest_token = 0
+
+    def check_text(self, text: str) -> None:
+        """Raises if text can't be taken at all, or is too long whatever its tokens are."""
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                what="the prompt is text",
+                why="the server has no tokenizer (--skip-tokenizer-init)",
+                fix="send token ids (input_ids)",
+                param="prompt",
+            )
+        if len(text) > _LONG_TEXT_CHARS:
+            if not self._longest_token:
+                self._longest_token = max(map(len, self._tokenizer.token_bytes() or [b"x" * 256]))
+            least = len(text) // self._longest_token
+            if least >= self._context_length:
+                raise self._too_long(f"at least {least}")
+
+    def ids_of(self, prompt: Sequence[int] | Ids) -> Ids:
+        """A prompt's ids as an array. Raises if they are no ids of this model."""
+        if isinstance(prompt, np.ndarray):
+            ids = prompt
+        else:
+            try:
+                ids = np.frombuffer(array("i", prompt), np.int32)  # refuses what is no integer, which numpy would cast
+            except (TypeError, OverflowError):
+                ids = np.empty(1, object)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise InvalidRequest(
+                what="the prompt is no list of token ids",
+                why="ids are integers",
+                fix="send text, or a list of integers",
+                param="input_ids",
+            )
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self._vocab_size):
+            bad = ids[(ids < 0) | (ids >= self._vocab_size)][0]
+            raise InvalidRequest(
+                what=f"the prompt has token id {bad}",
+                why=f"the vocabulary has ids 0 to {self._vocab_size - 1}",
+                fix="send ids of this model's tokenizer",
+                param="input_ids",
+            )
+        return ids.astype(np.int32, copy=False)
+
+    def fitted(self, request: Request, prompt: Ids) -> SamplingParams:
+        """The request's sampling parameters, with a length that fits. Raises if the request can't be served."""
+        self._check(request)
+        sampling = request.sampling
+        if len(prompt) == 0:
+            raise InvalidRequest(what="the prompt is empty", fix="send at least one token", param="prompt")
+        room = self._context_length - len(prompt)
+        if request.pool:
+            if room < 0:
+                raise self._too_long(str(len(prompt)))
+            return sampling
+        wanted = sampling.max_new_tokens
+        if room < min(wanted, 1):
+            raise self._too_long(str(len(prompt)))
+        if request.room == "exact" and wanted > room:
+            raise PromptTooLong(
+                what=f"the prompt's {len(prompt)} tokens and max_new_tokens of {wanted} make {len(prompt) + wanted}",
+                why=f"the context is {self._context_length} tokens",
+                fix=f"ask for at most {room} new tokens, or start the server with a larger --context-length",
+                param="max_new_tokens",
+            )
+        fits = room if request.room == "fill" else min(wanted, room)
+        if fits == wanted:
+            return sampling
+        least = min(sampling.min_new_tokens, fits)
+        return msgspec.structs.replace(sampling, max_new_tokens=fits, min_new_tokens=least)
+
+    def _check(self, request: Request) -> None:
+        sampling = request.sampling
+        sampling.check(self._vocab_size)
+        if len(request.rid) > _MAX_NAME_CHARS or len(request.namespace) > 4 * _MAX_NAME_CHARS:
+            raise InvalidRequest(
+                what="the request's id or cache salt is too long", fix="send a shorter one", param="rid"
+            )
+        if request.every < 1:
+            raise InvalidRequest(what="stream_interval is less than 1", fix="send 1 or more", param="stream_interval")
+        if self._tokenizer is None and (sampling.stop or sampling.stop_regex):
+            raise InvalidRequest(
+                what="stop strings were given",
+                why="the server has no tokenizer (--skip-tokenizer-init)",
+                fix="use stop_token_ids",
+                param="stop",
+            )
+
+    def _too_long(self, tokens: str) -> PromptTooLong:
+        return PromptTooLong(
+            what=f"the prompt has {tokens} tokens, at most {self._context_length - 1} fit",
+            why=f"the context is {self._context_length} tokens",
+            fix="shorten the prompt, or start the server with a larger --context-length",
+            param="prompt",
+        )
