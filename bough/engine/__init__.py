@@ -1,4 +1,4 @@
 """One rank: it receives messages, plans, launches and settles steps. The loop, and what controls it.
 
-in: `ToEngine` messages, a `Runner`. out: `ToDetokenizer` messages. never: HTTP, text, or decisions of its own about requests.
+in: `ToEngine` messages, a `Runner`. out: `ToDetokenizer` messages. never: HTTP, text, or a request's parameters.
 """

@@ -13,7 +13,7 @@ from bough.core.messages import FlushCache, GetInfo, Pause, Profile, Reply, Resu
 from bough.scheduler.accept import abort_all
 from bough.scheduler.leave import retract
 from bough.scheduler.policy import effective
-from bough.scheduler.queues import Queues
+from bough.scheduler.queues import Prefilling, Queues, Running
 
 Info = dict[str, Any]
 
@@ -90,7 +90,7 @@ class Control:
         if message.mode == "abort":
             return {"aborted": abort_all(queues, cache, "the server was paused", now=now)}
         if message.mode == "retract":
-            rows = [*queues.prefilling.values(), *queues.running.values()]
+            rows: list[Prefilling | Running] = [*queues.prefilling.values(), *queues.running.values()]
             for row in rows:
                 retract(queues, cache, row, dry=False)
             return {"retracted": len(rows)}

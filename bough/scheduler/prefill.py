@@ -48,16 +48,6 @@ class PrefillPlan(Struct):
     preempt: list[int] = []
 
 
-class _Room(Struct):
-    """What is left of the step."""
-
-    tokens: int
-    long_tokens: int
-    pages: int
-    reserve: int = 0
-    """Pages that rows will want later."""
-
-
 def plan_prefill(
     queues: Queues, cache: CacheView, limits: Limits, *, tokens: int, pages: int, decode_pages: int
 ) -> PrefillPlan:
@@ -65,107 +55,149 @@ def plan_prefill(
 
     Prompts that are longer than the small requests' part of the budget leave that part to shorter ones; what those don't
     want goes back to them. A waiting request is admitted if what all rows are expected to need still fits; the first
-    that does not fit ends the search, so that it is not starved by smaller ones.
+    that does not fit ends the search, so that it is not starved by smaller ones. With priorities, prompts under way
+    come after waiting requests that are more urgent.
     """
-    plan = PrefillPlan()
-    short_cut = int(limits.small_share * tokens)
-    room = _Room(tokens=tokens, long_tokens=tokens - _kept_for_short(queues, limits, short_cut), pages=pages)
-    for row in queues.prefilling.values():
-        held = int(queues.slots.num_pages[row.slot])
-        share = Share(row, row.computed, held, 0, len(row.key) - row.computed > short_cut)
-        _give(share, room, limits, first=not plan.shares)
-        if share.num_tokens:
-            plan.shares.append(share)
-    if room.tokens > 0 and len(queues.waiting):
-        room.reserve = _reserved(queues, limits, plan.shares) - decode_pages
-        _admit(queues, cache, limits, room, short_cut, plan)
-    for share in plan.shares:
-        if room.tokens > 0 and share.left:
-            room.pages += share.num_new_pages(limits.page_size)
-            room.tokens += share.num_tokens
-            room.long_tokens = room.tokens
-            share.num_tokens = 0
-            _give(share, room, limits, first=True)
-    return plan
+    sharing = _Sharing(queues, cache, limits, tokens, pages, decode_pages)
+    under_way = list(queues.prefilling.values())
+    if limits.priority:
+        under_way.sort(key=lambda row: -row.job.ask.priority)
+    urgent = queues.waiting.oldest() if limits.priority else None
+    if urgent is not None:
+        level = urgent.job.ask.priority
+        sharing.go_on([row for row in under_way if row.job.ask.priority >= level])
+        under_way = [row for row in under_way if row.job.ask.priority < level]
+        if under_way:
+            sharing.admit(above=max(row.job.ask.priority for row in under_way))
+    sharing.go_on(under_way)
+    if not sharing.plan.preempt:
+        sharing.admit()
+    sharing.spend_rest()
+    return sharing.plan
 
 
-def _kept_for_short(queues: Queues, limits: Limits, short_cut: int) -> int:
-    """The part of the budget that long prompts leave to short ones, if there are any."""
-    wanted = sum(left for row in queues.prefilling.values() if (left := len(row.key) - row.computed) <= short_cut)
-    oldest = queues.waiting.oldest()
-    if oldest is not None and oldest.skipped:
-        wanted += min(limits.min_chunk_tokens, len(oldest.key))
-    if wanted < short_cut:
-        wanted += sum(len(w.key) for w in islice(queues.waiting, _PEEK) if len(w.key) <= short_cut)
-    return min(short_cut, wanted)
+class _Sharing:
+    """One step's prefill in the making: what is left of the budget, and who got what."""
 
+    def __init__(
+        self, queues: Queues, cache: CacheView, limits: Limits, tokens: int, pages: int, decode_pages: int
+    ) -> None:
+        self.queues = queues
+        self.cache = cache
+        self.limits = limits
+        self.plan = PrefillPlan()
+        self.short_cut = int(limits.small_share * tokens)
+        self.tokens = tokens
+        self.long_tokens = tokens - self._kept_for_short()
+        self.pages = pages
+        self.decode_pages = decode_pages
+        self.promised = 0
+        """Pages that requests admitted in this step will want later."""
+        self.locked: dict[int, int] = {}
+        """Node -> pages of it that requests admitted in this step lock."""
+        self.admitted: set[int] = set()
+        self.leaders = [(row.job.ask.namespace, row.key) for row in queues.prefilling.values()]
 
-def _give(share: Share, room: _Room, limits: Limits, *, first: bool) -> None:
-    """Gives a row what it can use of the room. A chunk that is not the last ends at a page border if it can."""
-    size = limits.page_size
-    left = share.left
-    count = min(left, room.tokens, (share.held + room.pages) * size - share.start)
-    if share.is_long:
-        count = min(count, room.long_tokens)
-    if count < left:
-        if limits.whole_prompts and not first and left <= limits.max_step_tokens:
-            return
-        over = (share.start + count) % size
-        count -= over if over < count else 0
-    if count > 0:
+    def _kept_for_short(self) -> int:
+        """The part of the budget that long prompts leave to short ones, if there are any."""
+        queues, cut = self.queues, self.short_cut
+        wanted = sum(left for row in queues.prefilling.values() if (left := len(row.key) - row.computed) <= cut)
+        oldest = queues.waiting.oldest()
+        if oldest is not None and oldest.skipped:
+            wanted += min(self.limits.min_chunk_tokens, len(oldest.key))
+        if wanted < cut:
+            wanted += sum(len(w.key) for w in islice(queues.waiting, _PEEK) if len(w.key) <= cut)
+        return min(cut, wanted)
+
+    def go_on(self, rows: list[Prefilling]) -> None:
+        """Gives prompts under way their next chunks."""
+        for row in rows:
+            held = int(self.queues.slots.num_pages[row.slot])
+            share = Share(row, row.computed, held, 0, len(row.key) - row.computed > self.short_cut)
+            if self._give(share, first=not self.plan.shares):
+                self.plan.shares.append(share)
+
+    def _give(self, share: Share, *, first: bool) -> bool:
+        """Gives a row what it can use of the budget. A chunk that is not the last ends at a page border if it can."""
+        size = self.limits.page_size
+        left = share.left
+        count = min(left, self.tokens, (share.held + self.pages) * size - share.start)
+        if share.is_long:
+            count = min(count, self.long_tokens)
+        if count < left:
+            if self.limits.whole_prompts and not first and left <= self.limits.max_step_tokens:
+                return False
+            over = (share.start + count) % size
+            count -= over if over < count else 0
+        if count <= 0:
+            return False
         share.num_tokens = count
-        room.tokens -= count
-        room.long_tokens -= count if share.is_long else 0
-        room.pages -= share.num_new_pages(size)
+        self.tokens -= count
+        self.long_tokens -= count if share.is_long else 0
+        self.pages -= share.num_new_pages(size)
+        return True
 
+    def spend_rest(self) -> None:
+        """What short prompts did not want goes to the long ones."""
+        for share in self.plan.shares:
+            if self.tokens > 0 and share.left:
+                self.pages += share.num_new_pages(self.limits.page_size)
+                self.tokens += share.num_tokens
+                self.long_tokens = self.tokens
+                share.num_tokens = 0
+                self._give(share, first=True)
 
-# -- admission ------------------------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------
 
-
-def _admit(queues: Queues, cache: CacheView, limits: Limits, room: _Room, short_cut: int, plan: PrefillPlan) -> None:
-    slots_left = min(limits.max_running - queues.num_live, queues.slots.num_free)
-    leaders = [(row.job.ask.namespace, row.key) for row in queues.prefilling.values()]
-    ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
-    counted: set[int] = set()
-    for waiting in islice(ordered(queues, cache, limits), LOOK_AHEAD):
-        if room.tokens <= 0:
+    def admit(self, above: int | None = None) -> None:
+        """Admits waiting requests, those more urgent than `above` only if given, until something is used up."""
+        queues, cache, limits = self.queues, self.cache, self.limits
+        if self.tokens <= 0 or not len(queues.waiting):
             return
-        found = match(waiting, cache)
-        if cache.enabled and _follows(waiting, found, leaders, limits):
-            continue
-        fresh_locks = [(id(node), used) for node, used in found.path if node.locks == 0 and id(node) not in counted]
-        locked = sum(used for _, used in fresh_locks)
-        cached = found.num_tokens // limits.page_size
-        whole = limits.pages_for(len(waiting.key) + expected_output(waiting.job, limits, ratio)) - cached
-        alone = queues.num_live == 0 and not plan.shares
-        short_pages = 0 if alone else whole + locked + room.reserve - room.pages
-        if slots_left <= 0 or short_pages > 0:
-            if limits.priority:
-                plan.preempt = give_way(queues, limits, waiting, short_pages, 1 - slots_left)
-            return
-        is_long = len(waiting.key) - found.num_tokens > short_cut and not waiting.skipped
-        share = Share(waiting, found.num_tokens, cached, 0, is_long)
-        room.pages -= locked
-        _give(share, room, limits, first=not plan.shares)
-        if share.num_tokens == 0:
-            room.pages += locked
-            continue
-        counted.update(node for node, _ in fresh_locks)
-        room.reserve += whole - share.num_new_pages(limits.page_size)
-        slots_left -= 1
-        plan.shares.append(share)
-        leaders.append((waiting.job.ask.namespace, waiting.key))
+        slots_left = min(limits.max_running - queues.num_live, queues.slots.num_free) - len(self.admitted)
+        ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
+        reserve = self._reserved()
+        for waiting in islice(ordered(queues, cache, limits), LOOK_AHEAD):
+            if self.tokens <= 0 or (above is not None and waiting.job.ask.priority <= above):
+                return
+            found = match(waiting, cache)
+            if waiting.job.id in self.admitted or (cache.enabled and _follows(waiting, found, self.leaders, limits)):
+                continue
+            locks = {
+                id(node): used for node, used in found.path if node.locks == 0 and used > self.locked.get(id(node), 0)
+            }
+            locked = sum(used - self.locked.get(node, 0) for node, used in locks.items())
+            cached = found.num_tokens // limits.page_size
+            whole = limits.pages_for(len(waiting.key) + expected_output(waiting.job, limits, ratio)) - cached
+            alone = queues.num_live == 0 and not self.plan.shares
+            short_pages = 0 if alone else whole + locked + reserve + self.promised - self.pages
+            if slots_left <= 0 or short_pages > 0:
+                if limits.priority:
+                    self.plan.preempt = give_way(queues, limits, waiting, short_pages, 1 - slots_left)
+                return
+            is_long = len(waiting.key) - found.num_tokens > self.short_cut and not waiting.skipped
+            share = Share(waiting, found.num_tokens, cached, 0, is_long)
+            self.pages -= locked
+            if not self._give(share, first=not self.plan.shares):
+                self.pages += locked
+                continue
+            self.locked |= locks
+            self.promised += whole - share.num_new_pages(limits.page_size)
+            slots_left -= 1
+            self.admitted.add(waiting.job.id)
+            self.plan.shares.append(share)
+            self.leaders.append((waiting.job.ask.namespace, waiting.key))
 
-
-def _reserved(queues: Queues, limits: Limits, shares: list[Share]) -> int:
-    """Pages that the rows there are will want beyond what they have and are given in this step."""
-    rows = queues.running_slots()
-    ratio = queues.ratio.estimate(len(rows) + len(queues.prefilling), limits.conservativeness)
-    pages = int(running_need(queues, limits, rows, ratio).sum())
-    given = {id(share.row): share.num_new_pages(limits.page_size) for share in shares}
-    for row in queues.prefilling.values():
-        pages += max(0, prefill_need(queues, limits, row, ratio) - given.get(id(row), 0))
-    return pages
+    def _reserved(self) -> int:
+        """Pages that the rows there are will want beyond what they have and are given in this step."""
+        queues, limits = self.queues, self.limits
+        rows = queues.running_slots()
+        ratio = queues.ratio.estimate(len(rows) + len(queues.prefilling), limits.conservativeness)
+        pages = int(running_need(queues, limits, rows, ratio).sum()) - self.decode_pages
+        given = {id(share.row): share.num_new_pages(limits.page_size) for share in self.plan.shares}
+        for row in queues.prefilling.values():
+            pages += max(0, prefill_need(queues, limits, row, ratio) - given.get(id(row), 0))
+        return pages
 
 
 def _follows(waiting: Waiting, found: Match, leaders: list[tuple[str, I64]], limits: Limits) -> bool:

@@ -22,7 +22,9 @@ def test_grammar(depth: int, run: int, length: int) -> None:
     sim = Sim(depth=depth, num_pages=128)
     free = sim.ask(PROMPT[:7], max_new=25)
     clients = [
-        sim.ask([i, *PROMPT], max_new=limit, stops=stops, grammar=GrammarSpec(kind="regex", source=f"{length},{run},{i}"))
+        sim.ask(
+            [i, *PROMPT], max_new=limit, stops=stops, grammar=GrammarSpec(kind="regex", source=f"{length},{run},{i}")
+        )
         for i, (limit, stops) in enumerate([(40, ()), (12, ()), (40, (7, 20)), (length, ())])
     ]
     sim.run()

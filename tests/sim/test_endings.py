@@ -172,7 +172,9 @@ def test_urgent_requests_go_first() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("scarce", ["slots", "pages"])
 def test_much_more_urgent_requests_preempt(depth: int, scarce: str) -> None:
-    sim = Sim(depth=depth, num_slots=2 if scarce == "slots" else 8, num_pages=64 if scarce == "slots" else 26, priority=True)
+    sim = Sim(
+        depth=depth, num_slots=2 if scarce == "slots" else 8, num_pages=64 if scarce == "slots" else 26, priority=True
+    )
     low = [sim.ask([i, *PROMPT[:12]], max_new=50 if scarce == "slots" else 34) for i in range(2)]
     for _ in range(6):
         sim.turn()
@@ -189,6 +191,21 @@ def test_much_more_urgent_requests_preempt(depth: int, scarce: str) -> None:
         check_answer(sim, client)
     assert high.end.retractions == 0
     assert [c.end.retractions for c in low] == [0, 1]
+
+
+def test_urgent_requests_overtake_a_long_prefill() -> None:
+    sim = Sim(context_length=400, num_pages=200, max_step_tokens=16, priority=True)
+    low = sim.ask([i % VOCAB for i in range(300)], max_new=2)
+    sim.turn()
+    high = sim.ask(PROMPT, max_new=2, priority=3)
+    turns = 0
+    while not high.ends:
+        sim.turn()
+        turns += 1
+    assert turns <= 6
+    sim.run()
+    check_answer(sim, low)
+    assert low.end.retractions == 0
 
 
 def test_a_little_more_urgent_requests_do_not_preempt() -> None:
@@ -274,14 +291,11 @@ def test_a_request_that_runs_out_of_memory_twice_fails() -> None:
 def test_three_failures_in_a_row_break_the_engine() -> None:
     from bough.engine.loop import EngineBroken
 
-    sim = Sim(fail_launch=lambda step: RuntimeError("dead"))
-    clients = [sim.ask(PROMPT[: 3 + i], max_new=5, namespace=str(i)) for i in range(3)]
-    later = sim.ask(PROMPT, max_new=5)
-    with pytest.raises(EngineBroken):
-        for _ in range(10):
-            sim.ask(PROMPT, max_new=2)
-            sim.turn()
-    assert all(len(c.ends) == 1 for c in (*clients, later))
+    sim = Sim(num_slots=1, fail_launch=lambda step: RuntimeError("dead"))
+    clients = [sim.ask(PROMPT[: 3 + i], max_new=5) for i in range(5)]
+    with pytest.raises(EngineBroken, match="3 steps in a row"):
+        sim.run()
+    assert [c.end.reason for c in clients] == ["error", "error", "error", "abort", "abort"]
 
 
 def test_one_row_of_a_step_can_fail() -> None:

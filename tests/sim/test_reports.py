@@ -97,7 +97,9 @@ def test_scores_survive_retraction(depth: int, radix: bool) -> None:
     sim = Sim(depth=depth, radix=radix, num_pages=22, page_size=4, conservativeness=0.0, max_step_tokens=8)
     sim.ask(PROMPT[:12], max_new=44)
     clients = [
-        sim.ask([i, *PROMPT[:14]], max_new=30, stream=i % 2 == 0, logprobs=LogprobSpec(start=2, top=2, token_ids=(5, 9)))
+        sim.ask(
+            [i, *PROMPT[:14]], max_new=30, stream=i % 2 == 0, logprobs=LogprobSpec(start=2, top=2, token_ids=(5, 9))
+        )
         for i in range(3)
     ]
     sim.run()
@@ -109,11 +111,14 @@ def test_scores_survive_retraction(depth: int, radix: bool) -> None:
 
 @pytest.mark.parametrize("radix", [True, False])
 def test_scores_survive_preemption_in_the_middle_of_a_prompt(radix: bool) -> None:
-    sim = Sim(num_slots=1, priority=True, max_step_tokens=8, radix=radix)
+    """The second time the chunks are cut elsewhere: tokens that were scored before are computed again."""
+    sim = Sim(num_slots=2, priority=True, max_step_tokens=8, radix=radix, page_size=1, num_pages=200)
+    sim.ask([8, 8], max_new=4)
+    sim.turn()
     client = sim.ask(PROMPT, max_new=4, logprobs=LogprobSpec(start=3, top=2, token_ids=(5, 9)))
     sim.turn()
     sim.turn()
-    sim.ask([9, 9, 9], max_new=3, priority=50)
+    sim.ask([9, 9, 9], max_new=1, priority=50)
     sim.run()
     assert client.end.retractions == 1
     check_answer(sim, client)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from bough.core.messages import LogprobSpec, TextSpec
 from bough.core.sampling import GrammarSpec
@@ -112,7 +111,9 @@ def test_everybody_gets_what_they_would_get_alone(engine: dict[str, Any], script
 @given(
     engine=engines(),
     script=events(),
-    broken=st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "wait", "oom launch", "oom wait"]), max_size=5),
+    broken=st.dictionaries(
+        st.integers(0, 40), st.sampled_from(["launch", "wait", "oom launch", "oom wait"]), max_size=5
+    ),
 )
 def test_failed_steps_take_only_their_requests(
     engine: dict[str, Any], script: list[Event], broken: dict[int, str]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bough.cache.prefix import PrefixCache
 from bough.cache.radix import Node
@@ -28,7 +27,9 @@ def _rows(page_size: int, prompts: list[list[int]]) -> tuple[list[Node], list[li
     return nodes, tables
 
 
-def brute_force(tables: list[list[int]], page_size: int, min_tokens: int, min_saved: int) -> list[tuple[int, list[int]]]:
+def brute_force(
+    tables: list[list[int]], page_size: int, min_tokens: int, min_saved: int
+) -> list[tuple[int, list[int]]]:
     """Cuts the best group off, again and again, trying every leading run of pages of every row."""
     left = set(range(len(tables)))
     groups = []
