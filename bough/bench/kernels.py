@@ -24,20 +24,16 @@ import torch
 from torch import Tensor
 
 from bough.bench.kernel_inputs import LLAMA_8B, decode_inputs, extend_inputs, share_prefixes
-from bough.kernels.activation import reference as activation_reference
-from bough.kernels.activation import silu_mul
+from bough.kernels.activation import reference as activation_reference, silu_mul
 from bough.kernels.attention import triton_backend
 from bough.kernels.attention.fresh import attend_fresh
 from bough.kernels.attention.plan import Shape
-from bough.kernels.linear.table import TOKEN_BUCKETS, rule_of_thumb
-from bough.kernels.linear.tuning import LinearShape, measure, time_us, tune
+from bough.kernels.linear.table import TOKEN_BUCKETS
+from bough.kernels.linear.tuning import LinearShape, candidates, measure, time_us, tune
 from bough.kernels.moe import fused_experts, topk_softmax
-from bough.kernels.norm import add_rms_norm
-from bough.kernels.norm import reference as norm_reference
-from bough.kernels.rotary import reference as rotary_reference
-from bough.kernels.rotary import rope_and_write
-from bough.kernels.sampling import argmax, sample
-from bough.kernels.sampling import reference as sampling_reference
+from bough.kernels.norm import add_rms_norm, reference as norm_reference
+from bough.kernels.rotary import reference as rotary_reference, rope_and_write
+from bough.kernels.sampling import argmax, reference as sampling_reference, sample
 
 BANDWIDTH = 4.2e12
 """Bytes a second an H200 reads; floors are relative to it."""
@@ -132,16 +128,20 @@ def bench_linear() -> Report:
     for tokens in (1, 16, 64):
         step, library_step, floor_step = 0.0, 0.0, 0.0
         for name, shape in _linear_shapes().items():
-            rule = rule_of_thumb(shape.operation, tokens, shape.rows, shape.depth, cuda())
-            assert rule is not None
-            found = measure(shape, tokens, cuda(), [rule, replace(rule, tma=False), replace(rule, prefetch_bytes=0)])
+            rule = next(candidates(shape.operation, tokens, hopper=True))
+            found = measure(shape, tokens, cuda(), [rule, replace(rule, tma=False), replace(rule, prefetch_bytes=4096)])
             floor = shape.rows * shape.depth * 2 / BANDWIDTH * 1e6
             times = 1 if name == "head" else 32
             step, library_step = step + times * found.all_us[rule], library_step + times * found.library_us
             floor_step += times * floor
             others = " ".join(f"{us:.1f}" for us in found.all_us.values())
             yield Row(
-                "linear", f"{name} T={tokens}", found.all_us[rule], floor, found.library_us, f"tma, not, cold: {others}"
+                "linear",
+                f"{name} T={tokens}",
+                found.all_us[rule],
+                floor,
+                found.library_us,
+                f"tma, not, ahead: {others}",
             )
         yield Row("linear", f"step of Llama-3.1-8B T={tokens}", step, floor_step, library_step)
 

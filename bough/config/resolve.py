@@ -200,7 +200,7 @@ def choose_attention(machine: MachineFacts) -> Decision[str]:
 
 
 def choose_page_size(machine: MachineFacts, backend: str, model: ModelPlanFacts) -> Decision[int]:
-    size = 64 if backend == "hopper" else 16
+    size = 64 if machine.device == "cuda" else 16
     if size % model.kv_page_multiple:
         size = model.kv_page_multiple
         return Decision(size, "the model's cache layout needs this multiple")

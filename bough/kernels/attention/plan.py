@@ -131,7 +131,12 @@ def _cut(
         tl.store(chunk_tile + chunk, tl.maximum(tile, 0), mask=chunk < NUM_CHUNKS)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "R", "tile_room", "kv_heads", "tokens_per_tile", "least_query", "most_query", "window", "fresh_from",
+        "min_blocks", "max_splits",
+    ]
+)  # fmt: skip
 def _plan_kernel(
     query_start,
     kv_len,
@@ -219,7 +224,9 @@ def _plan_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["R", "G", "tile_room", "kv_heads", "tokens_per_tile", "min_blocks", "max_splits"]
+)  # fmt: skip
 def _plan_groups_kernel(
     query_start,
     slots,
@@ -316,6 +323,15 @@ def _limits(kind: Kind, shape: Shape, device: torch.device) -> tuple[int, int]:
     return max(1, shape.min_tokens // shape.block_n), max(16, num_sms(device) // kind.num_kv_heads)
 
 
+def _sizes(most: int) -> dict[str, int]:
+    """Search steps and lanes for arrays of up to `most` entries, in few variants: each is a kernel to compile and load."""
+    if most <= 64:
+        return {"STEPS": 7, "BLOCK": 64}
+    if most <= 1024:
+        return {"STEPS": 11, "BLOCK": 1024}
+    return {"STEPS": most.bit_length() + 1, "BLOCK": 1024}
+
+
 def plan_rows(
     inputs: AttentionInputs,
     kind: Kind,
@@ -359,8 +375,7 @@ def plan_rows(
         SHARED=prefix_R is not None,
         BLOCK_N=shape.block_n,
         NUM_CHUNKS=plan.num_chunks,
-        STEPS=max(rows, tile_room).bit_length() + 1,
-        BLOCK=min(1024, triton.next_power_of_2(max(rows, tile_room))),
+        **_sizes(max(rows, tile_room)),
         num_warps=8,
     )
     return plan
@@ -399,8 +414,7 @@ def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan
         max_splits,
         BLOCK_N=shape.block_n,
         NUM_CHUNKS=plan.num_chunks,
-        STEPS=max(groups + 1, tile_room).bit_length() + 1,
-        BLOCK=min(1024, triton.next_power_of_2(max(rows, groups, tile_room))),
+        **_sizes(max(rows, groups + 1, tile_room)),
         num_warps=8,
     )
     return plan, prefix_R

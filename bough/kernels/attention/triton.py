@@ -169,7 +169,7 @@ def _merge(partial, partial_stats, first, last, valid, BLOCK_M: tl.constexpr, BL
     return acc, high, norm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_tokens", "tile_room"])
 def _attention_kernel(
     q,
     out,

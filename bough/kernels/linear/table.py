@@ -1,7 +1,7 @@
-"""Which configuration of the skinny kernel serves a shape: measured ones first, a rule of thumb where nothing was measured.
+"""Which configuration of the skinny kernel serves a shape: what was measured to beat the vendor's library, and nothing else.
 
-Measurements live in a JSON file of the user's cache directory, one a device and Triton version; `tune` makes them. A lookup
-never measures, so it is safe while a graph is captured.
+Measurements come with the package for devices that were at hand (`measured/`), and from a JSON file in the user's cache
+directory, which `tune` writes and which wins. A lookup never measures, so it is safe while a graph is captured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from pathlib import Path
 import torch
 import triton
 
-from bough.kernels.choices import facts_of
 from bough.kernels.linear.skinny import Config
 
 TOKEN_BUCKETS = (4, 16, 32, 64, 128, 256)
-_SMALLEST_WEIGHT = 1 << 20
-"""Elements below which the vendor's library is left alone."""
 
 Entries = dict[str, Config | None]
 """None: the vendor's library won."""
@@ -31,19 +28,25 @@ def entry_name(operation: str, tokens: int, rows: int, depth: int, dtype: torch.
     return f"{operation}/{bucket}/{rows}x{depth}/{str(dtype).removeprefix('torch.')}"
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device).lower().replace(" ", "-") if device.type == "cuda" else device.type
+
+
 def table_path(device: torch.device) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    return root / "bough" / f"linear-{name}-triton-{triton.__version__}.json"
+    return root / "bough" / f"linear-{device_name(device)}-triton-{triton.__version__}.json"
 
 
 @cache
 def entries(device: torch.device) -> Entries:
     """The measured entries of a device; shared and mutable, so that tuning takes effect at once."""
-    path = table_path(device)
-    if not path.exists():
-        return {}
-    return {key: None if value is None else Config(**value) for key, value in json.loads(path.read_text()).items()}
+    shipped = Path(__file__).parent / "measured" / f"{device_name(device)}.json"
+    found: Entries = {}
+    for path in (shipped, table_path(device)):
+        if path.exists():
+            rows = json.loads(path.read_text()).items()
+            found |= {key: None if value is None else Config(**value) for key, value in rows}
+    return found
 
 
 def save(device: torch.device) -> Path:
@@ -61,18 +64,4 @@ def choose(
     operation: str, tokens: int, rows: int, depth: int, dtype: torch.dtype, device: torch.device
 ) -> Config | None:
     """`operation` is "linear" or "silu_mul"; `rows` and `depth` are the weight's. None: the vendor's library."""
-    measured = entries(device)
-    key = entry_name(operation, tokens, rows, depth, dtype)
-    return measured[key] if key in measured else rule_of_thumb(operation, tokens, rows, depth, device)
-
-
-@cache
-def rule_of_thumb(operation: str, tokens: int, rows: int, depth: int, device: torch.device) -> Config | None:
-    """Below 65 tokens a weight of some size is read faster by the skinny kernel than by the library."""
-    if tokens > 64 or rows * depth < _SMALLEST_WEIGHT or depth % 16:
-        return None
-    hopper = facts_of(device.type, device.index).capability >= (9, 0)
-    halves = 2 if operation == "silu_mul" else 1
-    if tokens <= 32:
-        return Config(64 // halves if not hopper else 64, 128, 4, 4 // halves + 1, 2, prefetch_bytes=4096, tma=hopper)
-    return Config(128 // halves, 64, 4, 4, 2, prefetch_bytes=2048, tma=hopper)
+    return entries(device).get(entry_name(operation, tokens, rows, depth, dtype))

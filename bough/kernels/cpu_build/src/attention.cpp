@@ -1,6 +1,7 @@
 // A whole step: new keys and values to their pages, then pieces of attention handed to the threads, then parts merged.
 
 #include "attention.h"
+#include "exports.h"
 
 #include <algorithm>
 #include <vector>
@@ -250,4 +251,23 @@ BOUGH_EXPORT void bough_attention(const Step* step, const Layer* layer) {
   const Plan& mine = plan;
   for_each(threads, int64_t(mine.pieces.size()), 1, [&](int64_t i) { run_piece(s, l, mine, mine.pieces[i]); });
   for (const RowParts& m : plan.merges) merge(s, l, m);
+}
+
+thread_local Scratch rope_scratch;
+
+// Norms and rotates queries and keys first; `rope` needs no outputs.
+BOUGH_EXPORT void bough_attention_rope(const Step* step, const Layer* layer, const Rope* rope) {
+  Layer l = *layer;
+  Rope r = *rope;
+  const int64_t bytes = l.dtype == kF32 ? 4 : 2, q_values = r.tokens * l.heads * l.dim;
+  uint8_t* memory = rope_scratch.get<uint8_t>((q_values + r.tokens * l.kv_heads * l.dim) * bytes);
+  r.q_out = memory;
+  r.k_out = memory + q_values * bytes;
+  bough_rope(&r);
+  l.q = r.q_out;
+  l.k = r.k_out;
+  l.q_head = l.k_head = l.dim;
+  l.q_token = int64_t(l.heads) * l.dim;
+  l.k_token = int64_t(l.kv_heads) * l.dim;
+  bough_attention(step, &l);
 }

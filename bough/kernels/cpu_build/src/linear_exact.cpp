@@ -13,12 +13,15 @@ namespace {
 template <int K, int MT>
 BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const TileScales& s, const float* x) {
   constexpr Traits t = kTraits[K];
-  if constexpr (is_16bit(K)) {
+  if constexpr (is_plain(K)) {
     const uint16_t* in = reinterpret_cast<const uint16_t*>(quants);
 #pragma GCC unroll 4
     for (int pair = 0; pair < 16; pair++) {
       F32 even, odd;
-      if constexpr (K == kF16Weight) {
+      if constexpr (K == kF32Weight) {
+        even = load(reinterpret_cast<const float*>(quants) + 32 * pair);
+        odd = load(reinterpret_cast<const float*>(quants) + 32 * pair + 16);
+      } else if constexpr (K == kF16Weight) {
         even = load_half(in + 32 * pair);
         odd = load_half(in + 32 * pair + 16);
       } else {
@@ -59,7 +62,7 @@ void group_direct(const LinearCall& call, const float* x, int64_t first, int64_t
   const Weight& w = *call.weight;
   const uint8_t* quants = w.quants + group * group_quants(w);
   F32 acc[MT] = {};
-  if constexpr (is_16bit(K)) {
+  if constexpr (is_plain(K)) {
     for (int64_t b = 0; b < num_blocks(w); b++, quants += kTraits[K].tile_bytes) {
       __builtin_prefetch(quants + 4096);
       add_block<K, MT>(acc, quants, TileScales{}, x + b * kBlock * MT);
@@ -92,6 +95,7 @@ template <typename Fn>
 void for_any_kind(int kind, const Fn& fn) {
   if (kind == kF16Weight) fn.template operator()<kF16Weight>();
   else if (kind == kBF16Weight) fn.template operator()<kBF16Weight>();
+  else if (kind == kF32Weight) fn.template operator()<kF32Weight>();
   else for_kind(kind, fn);
 }
 
@@ -162,6 +166,6 @@ BOUGH_EXPORT void bough_packed_linear(const Weight* weight, const void* x, void*
   const LinearCall call{weight, x, out, bias, tokens, x_stride, out_stride, x_dtype, out_dtype};
   const double work = double(tokens) * double(weight->rows) * double(weight->cols);
   const int threads = work < 30000 ? 1 : usable_threads();
-  if (exact || is_16bit(weight->kind)) linear_exact(call, threads);
+  if (exact || is_plain(weight->kind)) linear_exact(call, threads);
   else linear_int8(call, threads);
 }

@@ -3,14 +3,15 @@
 // Rows come in groups of 16, columns in blocks of 32. A tile (one group, one block) holds eight 64-byte vectors once
 // unpacked: byte 4r + i of vector j is column 4j + i of row r, so that a 32-bit lane of an integer dot product is a row.
 // Stored, vectors j and j + 4 share bytes (low and high nibble); what doesn't fit four bits follows. Scales lie apart, 16
-// rows side by side. Kinds of 16 bits hold, for each pair of columns, 16 rows' pairs (BF16) or two runs of 16 rows (F16).
+// rows side by side. Plain floats hold, for each pair of columns, 16 rows' pairs (BF16) or two runs of 16 rows (F16,
+// F32).
 #pragma once
 
 #include "simd.h"
 
 namespace bough {
 
-enum Kind : int32_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kF16Weight, kBF16Weight, kNumKinds };
+enum Kind : int32_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kF16Weight, kBF16Weight, kF32Weight, kNumKinds };
 
 struct Weight {  // mirrored by a ctypes structure
   int32_t kind;
@@ -45,9 +46,10 @@ constexpr Traits kTraits[kNumKinds] = {
     {256, 210, 384, 32, 32, 32, false, true},  // Q6_K
     {32, 64, 1024, 0, 0, 0, false, false},     // F16
     {32, 64, 1024, 0, 0, 0, false, false},     // BF16
+    {32, 128, 2048, 0, 0, 0, false, false},    // F32
 };
 
-constexpr bool is_16bit(int kind) { return kind >= kF16Weight; }
+constexpr bool is_plain(int kind) { return kind >= kF16Weight; }
 
 inline int64_t num_groups(const Weight& w) { return (w.rows + kGroup - 1) / kGroup; }
 inline int64_t num_blocks(const Weight& w) { return w.cols / kBlock; }

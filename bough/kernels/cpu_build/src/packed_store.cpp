@@ -143,13 +143,14 @@ void pack_group(const Weight& w, const uint8_t* raw, int64_t group, uint8_t* qua
   }
 }
 
-void pack_group_16bit(const Weight& w, const uint8_t* raw, int64_t group, uint8_t* quants) {
-  const uint16_t* in = reinterpret_cast<const uint16_t*>(raw);
-  uint16_t* out = reinterpret_cast<uint16_t*>(quants);
+template <typename E>
+void pack_group_plain(const Weight& w, const uint8_t* raw, int64_t group, uint8_t* quants) {
+  const E* in = reinterpret_cast<const E*>(raw);
+  E* out = reinterpret_cast<E*>(quants);
   for (int r = 0; r < kGroup; r++) {
     const int64_t row = group * kGroup + r;
     for (int64_t c = 0; c < w.cols; c++) {
-      const uint16_t value = row < w.rows ? in[row * w.cols + c] : 0;
+      const E value = row < w.rows ? in[row * w.cols + c] : E(0);
       const int64_t pair = c / 2 * 32, odd = c % 2;
       out[w.kind == kBF16Weight ? pair + 2 * r + odd : pair + 16 * odd + r] = value;
     }
@@ -172,7 +173,11 @@ BOUGH_INLINE void dequantise_tile(const uint8_t* quants, const TileScales& s, fl
   }
 }
 
-void dequantise_tile_16bit(int kind, const uint8_t* quants, int64_t block, float* out) {
+void dequantise_tile_plain(int kind, const uint8_t* quants, int64_t block, float* out) {
+  if (kind == kF32Weight) {
+    std::memcpy(out, quants + block * 2048, 2048);
+    return;
+  }
   const uint16_t* in = reinterpret_cast<const uint16_t*>(quants) + block * kBlock * kGroup;
   for (int pair = 0; pair < 16; pair++, in += 32, out += 32) {
     if (kind == kF16Weight) {
@@ -191,8 +196,8 @@ void dequantise_tile_16bit(int kind, const uint8_t* quants, int64_t block, float
 // Columns [32 first, 32 last) of the 16 rows of a group: out[32 * (last - first)][16].
 void dequantise_panel(const Weight& w, int64_t group, int64_t first, int64_t last, float* out) {
   const uint8_t *quants = w.quants + group * group_quants(w), *scales = w.scales + group * group_scales(w);
-  if (is_16bit(w.kind)) {
-    for (int64_t b = first; b < last; b++, out += 512) dequantise_tile_16bit(w.kind, quants, b, out);
+  if (is_plain(w.kind)) {
+    for (int64_t b = first; b < last; b++, out += 512) dequantise_tile_plain(w.kind, quants, b, out);
     return;
   }
   for_kind(w.kind, [&]<int K>() {
@@ -217,7 +222,8 @@ BOUGH_EXPORT void bough_pack(const Weight* weight, const uint8_t* raw) {
   for_each(usable_threads(), num_groups(w), 4, [&](int64_t g) {
     uint8_t* quants = const_cast<uint8_t*>(w.quants) + g * group_quants(w);
     uint8_t* scales = const_cast<uint8_t*>(w.scales) + g * group_scales(w);
-    if (is_16bit(w.kind)) pack_group_16bit(w, raw, g, quants);
+    if (w.kind == kF32Weight) pack_group_plain<uint32_t>(w, raw, g, quants);
+    else if (is_plain(w.kind)) pack_group_plain<uint16_t>(w, raw, g, quants);
     else for_kind(w.kind, [&]<int K>() { pack_group<K>(w, raw, g, quants, scales); });
   });
 }

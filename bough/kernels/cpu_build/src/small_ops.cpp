@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "exports.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -53,21 +54,6 @@ void add_row(const typename Element<D>::type* x, const typename Element<D>::type
   for (int64_t i = 0; i < whole; i += 16) store_as<D>(out + i, load_as<D>(x + i) + load_as<D>(y + i));
   for (int64_t i = whole; i < width; i++) put_as<D>(out + i, get_as<D>(x + i) + get_as<D>(y + i));
 }
-
-}  // namespace
-
-struct Rope {  // mirrored by a ctypes structure
-  const void *q, *k;
-  void *q_out, *k_out;  // [tokens, heads, dim]
-  const int64_t* positions;
-  const float* cos_sin;  // [positions, rotated]
-  const void *q_norm, *k_norm;  // or null
-  int64_t tokens, q_token, q_head, k_token, k_head;
-  int32_t heads, kv_heads, dim, rotated, interleaved, dtype, norm_dtype;
-  float eps, offset;
-};
-
-namespace {
 
 template <Dtype D>
 void rotate_head(const typename Element<D>::type* in, typename Element<D>::type* out, const float* cos_sin, const Rope& r) {
