@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "entrypoints"))
 
-from fake_engine import Answer, FakeServer, serving
+from scripted_server import Answer, FakeServer, serving
 
 from bough.cli import chat
 from bough.cli.chat import Conversation

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import Answer, FakeServer, serving
+from scripted_server import Answer, FakeServer, serving
 
 
 @pytest.fixture(scope="module")

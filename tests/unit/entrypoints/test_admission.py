@@ -7,9 +7,8 @@ import time
 
 import httpx
 import pytest
-from fake_engine import Answer, serving
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from scripted_server import Answer, serving
 
 from bough.core.errors import Overloaded
 from bough.entrypoints.admission import Admission, Place, estimate_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_engine import FakeServer, serving
+from scripted_server import FakeServer, serving
 
 from bough.entrypoints.http.app import ROUTES
 

@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import Answer, FakeServer, serving
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
+from scripted_server import Answer, FakeServer, serving
 
 from bough.core.messages import End
 

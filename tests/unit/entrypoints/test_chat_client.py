@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fake_engine import EOS, Answer, FakeServer, serving
+from scripted_server import EOS, Answer, FakeServer, serving
 
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fake_engine import Answer, FakeServer, serving
+from scripted_server import Answer, FakeServer, serving
 
 from bough.core.messages import unpack_ids
 

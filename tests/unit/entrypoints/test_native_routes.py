@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import EOS, Answer, FakeServer, serving
+from scripted_server import EOS, Answer, FakeServer, serving
 
 from bough.observability.health import Beat, State
 

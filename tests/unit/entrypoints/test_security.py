@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from fake_engine import FakeServer, serving
+from scripted_server import FakeServer, serving
 
 from bough.entrypoints.http.app import ROUTES
 from bough.entrypoints.http.security import OPEN_PATHS

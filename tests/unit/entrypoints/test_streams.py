@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import Answer, FakeServer, serving
+from scripted_server import Answer, FakeServer, serving
 
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.errors import error_event
