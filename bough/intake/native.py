@@ -12,7 +12,7 @@ import numpy as np
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
 from bough.intake.request import Request
-from bough.intake.sampling import parse_sampling
+from bough.intake.sampling import Sampling, parse_sampling
 from bough.intake.stream import Stream
 
 Json = dict[str, Any]
@@ -88,8 +88,13 @@ def native_batch(
     columns = {name: _column(name, given[name], len(prompts), single) for name in _PER_REQUEST if name in given}
     rows = [{name: column[at] for name, column in columns.items()} for at in range(len(prompts))]
     shared: Json = {name: given[name] for name in _FOR_ALL if name in given}
+    sampling: dict[int, Sampling] = {}  # parameters given once are read once
+    for row in rows:
+        params = row.get("sampling_params")
+        if id(params) not in sampling:
+            sampling[id(params)] = parse_sampling(params, defaults)
     requests = [
-        _request(prompt, {**shared, **row}, stream, defaults, want_text, every, pool)
+        _request(prompt, {**shared, **row}, sampling[id(row.get("sampling_params"))], stream, want_text, every, pool)
         for prompt, row in zip(prompts, rows, strict=True)
     ]
     return NativeBatch(requests, single, stream)
@@ -145,14 +150,13 @@ def _column(name: str, value: Any, rows: int, single: bool) -> Sequence[Any]:
 def _request(
     prompt: str | Sequence[int] | Ids,
     row: Mapping[str, Any],
+    sampling: Sampling,
     stream: bool,
-    defaults: Mapping[str, Any] | None,
     want_text: bool,
     every: int,
     pool: str,
 ) -> Request:
     given = {name: value for name, value in row.items() if value is not None}
-    sampling = parse_sampling(given.get("sampling_params"), defaults)
     interval = given.get("stream_interval", sampling.every)
     return Request(
         prompt=prompt,
