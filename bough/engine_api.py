@@ -144,9 +144,19 @@ class Engine:
         return {"version": bough.__version__, **settings, **self._running.facts, "internal_states": [internal]}
 
     def get_model_info(self) -> Json:
+        """The model as a program must know it; `role_affixes` are the marks around a chat's messages."""
         model = self.config.model
+        template = self.tokenizer.chat_template if self.tokenizer is not None else None
+        affixes = None
+        if template is not None:
+            with contextlib.suppress(InvalidRequest):  # a template that refuses the probes has none to tell
+                affixes = template.role_affixes()
         return {
             "model_path": str(self._checkpoint.path),
+            "tokenizer_path": model.tokenizer or str(self._checkpoint.tokenizer),
+            "has_chat_template": template is not None,
+            "role_affixes": affixes,
+            "max_model_len": self._running.facts["context_length"],
             "served_model_name": model.served_model_name or self._checkpoint.name,
             "is_generation": not model.is_embedding,
             "context_length": self._running.facts["context_length"],

@@ -109,8 +109,7 @@ class ChatTemplate:
             {"role": "assistant", "content": assistant},
             {"role": "user", "content": again},
         ]
-        with_system = self.takes_system
-        if with_system:
+        if self.takes_system:
             turns.insert(0, {"role": "system", "content": system})
         whole = self._must(turns)
         asked = self._must(turns[:-2])
@@ -125,7 +124,7 @@ class ChatTemplate:
         after_assistant = _common_prefix(turn, closing)
         before_user = turn[len(after_assistant) :]
         affixes = {"user": [before_user, after_user], "assistant": [before_assistant, after_assistant]}
-        if not with_system:
+        if system not in whole:
             return {"system": ["", ""], **affixes}
         start, middle = whole[: whole.index(system)], _between(whole, system, user)
         start = start.removeprefix(self.bos)

@@ -130,7 +130,9 @@ def test_control(engine: Engine) -> None:
     info = engine.get_server_info()
     assert info["context_length"] == 256
     assert "api_key" not in str(info)
-    assert engine.get_model_info()["is_generation"] is True
+    model = engine.get_model_info()
+    assert model["is_generation"] is True
+    assert model["role_affixes"]["user"] == ["<|im_start|>user\n", "<|im_end|>\n"]
     results: list[Any] = []
     slow = threading.Thread(target=lambda: results.append(engine.generate(input_ids=[[SLOW, 9]], rid="slow")))
     slow.start()
