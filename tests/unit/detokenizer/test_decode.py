@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer as Library, decoders, models, pre_tokenizers
 
 from bough.detokenizer.decode import DecoderFactory, TokenDecoder, WindowDecoder
 from bough.tokenizer import Tokenizer

@@ -7,8 +7,7 @@ import re
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bough.core.errors import InvalidRequest
 from bough.detokenizer.stops import StopPatterns, Stops, StopStrings

@@ -1,8 +1,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bough.core.messages import Abort, Generate, RowOutput, ToDetokenizer, ToEngine, TokenLogprobs, Tokens, pack_ids

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from bough.core.errors import ConfigError, InvalidRequest
 from bough.tokenizer import ChatTemplate, Tokenizer

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Library
+from tokenizers import AddedToken, Tokenizer as Library, decoders, models, pre_tokenizers
 
 from bough.config.hf import default_model_path, open_checkpoint
 from bough.core.errors import ConfigError
