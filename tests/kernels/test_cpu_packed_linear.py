@@ -15,6 +15,7 @@ from bough.kernels.packed_linear.weight import FORMATS
 
 IMPLEMENTATIONS = [reference, pytest.param(cpu, marks=pytest.mark.skipif(not cpu.available(), reason="no compiler"))]
 KINDS = list(FORMATS)
+PLAIN = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
@@ -22,9 +23,8 @@ def random_weight(kind: str, rows: int, cols: int, seed: int = 0) -> tuple[Tenso
     """Random blocks with sane scales, as bytes and as gguf dequantises them."""
     rng = np.random.default_rng(seed)
     form = FORMATS[kind]
-    if kind in ("F16", "BF16"):
-        values = torch.from_numpy(rng.standard_normal((rows, cols), np.float32))
-        stored = values.to(torch.float16 if kind == "F16" else torch.bfloat16)
+    if kind in PLAIN:
+        stored = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)).to(PLAIN[kind])
         return stored.view(torch.uint8), stored.float()
     blocks = rng.integers(0, 256, (rows, cols // form.block, form.block_bytes), np.uint8)
     scales = rng.uniform(0.001, 0.02, (2, rows, cols // form.block, 1)).astype(np.float16).view(np.uint8)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bough.kernels.activation import cpu as activation
-from bough.kernels.activation import reference as activation_reference
+from bough.kernels.activation import cpu as activation, reference as activation_reference
 from bough.kernels.cpu_build import library
 from bough.kernels.linear import cpu as linear
-from bough.kernels.norm import cpu as norm
-from bough.kernels.norm import reference as norm_reference
-from bough.kernels.rotary import cpu as rotary
-from bough.kernels.rotary import reference as rotary_reference
+from bough.kernels.norm import cpu as norm, reference as norm_reference
+from bough.kernels.rotary import cpu as rotary, reference as rotary_reference
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler")
 

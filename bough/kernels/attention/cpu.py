@@ -11,6 +11,8 @@ from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.rotary import apply_rope, qk_norm_rope
+from bough.kernels.rotary.cpu import Rope
 
 _LANES = 16
 
@@ -68,11 +70,16 @@ def available() -> bool:
     return library() is not None
 
 
+def head_is_covered(head_dim: int) -> bool:
+    """Whether the kernels take heads of this width."""
+    return head_dim % _LANES == 0
+
+
 class CpuAttention:
     """Layers that the kernels don't cover (odd head widths, 8-bit caches) are computed by torch."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
-        self._inputs = inputs
+        self.inputs = inputs
         self._torch: TorchAttention | None = None
         shared = inputs.shared
         self._keep = (
@@ -90,37 +97,78 @@ class CpuAttention:
             inputs.page_table.stride(0), kv_len.shape[0], loc.shape[0], inputs.page_size,
             0 if shared is None else shared.num_tokens_G.shape[0],
         )  # fmt: skip
-        self._step_address = ctypes.addressof(self._step)
+        self.step_address = ctypes.addressof(self._step)
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends: [T, N * V]."""
-        inputs = self._inputs
-        k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
         loaded = library()
-        q_token, q_head, q_unit = q_TNH.stride()
-        k_token, k_head, k_unit = k_TKH.stride()
-        v_token, v_head, v_unit = v_TKH.stride()
-        dim, v_dim, dtype = spec.head_dim, v_cache.shape[-1], q_TNH.dtype
-        covered = (
-            loaded is not None
-            and dim % _LANES == 0
-            and v_dim % _LANES == 0
-            and q_unit == k_unit == v_unit == 1
-            and dtype in DTYPES
-            and dtype == k_TKH.dtype == v_TKH.dtype
-            and k_cache.dtype in DTYPES
+        if loaded is None or not self._covers(spec, q_TNH, k_TKH, v_TKH):
+            return self._by_torch().forward(spec, q_TNH, k_TKH, v_TKH)
+        layer, out = self._layer(spec, q_TNH, k_TKH, v_TKH)
+        loaded.bough_attention(self.step_address, ctypes.addressof(layer))
+        return out
+
+    def forward_rope(
+        self,
+        spec: Spec,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        positions_T: Tensor,
+        cos_sin_PR: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> Tensor:
+        """Norms each head (where norms are given), rotates, then `forward`."""
+        loaded = library()
+        if loaded is None or not self._covers(spec, q_TNH, k_TKH, v_TKH) or cos_sin_PR.dtype != torch.float32:
+            if q_norm is None or k_norm is None:
+                q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, positions_T, cos_sin_PR)
+            else:
+                q_TNH, k_TKH = qk_norm_rope(q_TNH, k_TKH, q_norm, k_norm, eps, positions_T, cos_sin_PR, offset=offset)
+            return self._by_torch().forward(spec, q_TNH, k_TKH, v_TKH)
+        layer, out = self._layer(spec, q_TNH, k_TKH, v_TKH)
+        rope = Rope(
+            layer.q, layer.k, None, None, positions_T.data_ptr(), cos_sin_PR.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
+            q_TNH.shape[0], layer.q_token, layer.q_head, layer.k_token, layer.k_head, spec.num_heads,
+            spec.num_kv_heads, spec.head_dim, cos_sin_PR.shape[1], 0, layer.dtype,
+            0 if q_norm is None else DTYPES[q_norm.dtype], eps, offset,
+        )  # fmt: skip
+        loaded.bough_attention_rope(self.step_address, ctypes.addressof(layer), ctypes.addressof(rope))
+        return out
+
+    def _covers(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        inputs = self.inputs
+        return (
+            spec.head_dim % _LANES == 0
+            and v.shape[2] % _LANES == 0
+            and q.dtype in DTYPES
+            and q.dtype == k.dtype == v.dtype
+            and q.stride(2) == k.stride(2) == v.stride(2) == 1
+            and inputs.k_caches[spec.layer].dtype in DTYPES
             and not inputs.k_scales
         )
-        if loaded is None or not covered:
-            if self._torch is None:
-                self._torch = TorchAttention(inputs)
-            return self._torch.forward(spec, q_TNH, k_TKH, v_TKH)
-        out = q_TNH.new_empty((q_TNH.shape[0], spec.num_heads * v_dim))
+
+    def _by_torch(self) -> TorchAttention:
+        if self._torch is None:
+            self._torch = TorchAttention(self.inputs)
+        return self._torch
+
+    def _layer(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Layer, Tensor]:
+        k_cache, v_cache = self.inputs.k_caches[spec.layer], self.inputs.v_caches[spec.layer]
+        v_dim = v.shape[2]
+        out = q.new_empty((q.shape[0], spec.num_heads * v_dim))
+        q_token, q_head, _ = q.stride()
+        k_token, k_head, _ = k.stride()
+        v_token, v_head, _ = v.stride()
         layer = _Layer(
-            q_TNH.data_ptr(), k_TKH.data_ptr(), v_TKH.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-            out.data_ptr(), q_token, q_head, k_token, k_head, v_token, v_head, spec.num_heads, spec.num_kv_heads,
-            dim, v_dim, spec.window or 0, spec.causal, DTYPES[dtype], DTYPES[k_cache.dtype], spec.scale,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
+            q_token, q_head, k_token, k_head, v_token, v_head, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+            v_dim, spec.window or 0, spec.causal, DTYPES[q.dtype], DTYPES[k_cache.dtype], spec.scale,
             spec.softcap or 0.0,
         )  # fmt: skip
-        loaded.bough_attention(self._step_address, ctypes.addressof(layer))
-        return out
+        return layer, out

@@ -1,4 +1,4 @@
-"""Matrix products with weights that stay packed in memory: GGUF's low-bit blocks, and 16-bit weights interleaved for SIMD.
+"""Matrix products with weights that stay packed in memory: GGUF's low-bit blocks, and plain floats interleaved for SIMD.
 
 in: raw blocks of a checkpoint, activations. out: [T, rows]. never: a dequantised copy of the whole weight.
 """

@@ -12,7 +12,7 @@ from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.library import DTYPES
 from bough.kernels.packed_linear.weight import PackedWeight
 
-_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16")
+_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
 """In the order of the C++ enumeration."""
 _ALIGN = 64
 

@@ -44,8 +44,8 @@ def dequantise(weight: PackedWeight) -> Tensor:
 def unpack(kind: str, raw: Tensor, cols: int) -> Tensor:
     """float32 [rows, cols] from the bytes of a checkpoint."""
     rows, form = raw.shape[0], FORMATS[kind]
-    if kind in ("F16", "BF16"):
-        return raw.contiguous().view(torch.float16 if kind == "F16" else torch.bfloat16).float()
+    if kind in _PLAIN:
+        return raw.contiguous().view(_PLAIN[kind]).float()
     blocks = raw.reshape(rows * cols // form.block, form.block_bytes)
     return _UNPACK[kind](blocks).reshape(rows, cols)
 
@@ -117,6 +117,7 @@ def _q6_k(b: Tensor) -> Tensor:
     return _half(b, 208).unsqueeze(-1) * b[:, 192:208].contiguous().view(torch.int8).float().unsqueeze(-1) * quants
 
 
+_PLAIN = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _UNPACK = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

@@ -28,6 +28,7 @@ FORMATS = {
     "Q6_K": Format(256, 210),
     "F16": Format(32, 64),
     "BF16": Format(32, 64),
+    "F32": Format(32, 128),
 }
 
 
