@@ -179,31 +179,28 @@ class OracleRunner:
         self.num_tokens += len(step.tokens)
         hashes = []
         scored: list[tuple[int, int, float]] = []
-        wanted = set(step.prompt_logprobs.tolist())
+        wanted = dict(zip(step.prompt_logprobs.tolist(), step.following.tolist(), strict=True))
         for row, (slot, length) in enumerate(places):
             prefix = self._kv[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
             if (prefix == _NOTHING).any():
                 self._note(step, f"slot {slot} reads memory that was never written")
             hashes.append(prefix_hash(prefix))
             if row in wanted:
-                scored += self._score_prompt(step, row, slot, prefix)
+                scored += self._score_prompt(step, row, slot, prefix, wanted[row])
             self._hidden(step, row, slot, prefix, outcome)
         outcome.prompt_logprobs = _arrays(scored) if wanted else None
         return hashes
 
     def _score_prompt(
-        self, step: Step, row: int, slot: int, prefix: npt.NDArray[np.int64]
+        self, step: Step, row: int, slot: int, prefix: npt.NDArray[np.int64], following: int
     ) -> list[tuple[int, int, float]]:
-        setup = self._setups[slot]
-        if setup.prompt is None or setup.logprobs is None:
-            self._note(step, f"slot {slot} is scored without its prompt")
+        spec = self._setups[slot].logprobs
+        if spec is None:
+            self._note(step, f"slot {slot} is scored and did not ask for it")
             return []
-        first = max(int(step.context[row]), setup.logprobs.start - 1, 0)
-        last = min(len(prefix), len(setup.prompt) - 1)
-        return [
-            (row, int(setup.prompt[p + 1]), score(prefix[: p + 1], int(setup.prompt[p + 1])))
-            for p in range(first, last)
-        ]
+        predicted = [*prefix.tolist()[1:], following] if following >= 0 else prefix.tolist()[1:]
+        first = max(int(step.context[row]), spec.start - 1)
+        return [(row, t, score(prefix[: p + 1], t)) for p, t in enumerate(predicted) if p >= first]
 
     def _hidden(self, step: Step, row: int, slot: int, prefix: npt.NDArray[np.int64], outcome: Outcome) -> None:
         kind = self._setups[slot].hidden_states

@@ -18,7 +18,7 @@ from bough.scheduler.policy import mix
 from bough.scheduler.prefill import Share
 from bough.scheduler.queues import Job, Prefilling, Queues, Running, Waiting
 from bough.scheduler.sharing import Groups
-from bough.scheduler.slots import NEVER
+from bough.scheduler.slots import NEVER, NO_TOKEN
 
 HELD_WITH_STOPS = 16
 """Tokens held back at most where a stop string may end the request."""
@@ -208,13 +208,12 @@ def _setup(job: Job, slot: int, num_output: int, limits: Limits) -> SlotSetup:
     ask, sampling, spec = job.ask, job.ask.sampling, job.ask.logprobs
     if spec is not None and spec.start >= 0 and not job.scores_prompt:
         spec = LogprobSpec(top=spec.top, token_ids=spec.token_ids, processed=spec.processed)
-    needs_prompt = sampling.repetition_penalty != 1.0 or job.scores_prompt
     needs_output = sampling.penalised or bool(sampling.bad_words) or sampling.logit_processor is not None
     return SlotSetup(
         slot=slot,
         sampling=sampling,
         eos_ids=job.stops,
-        prompt=job.prompt if needs_prompt else None,
+        prompt=job.prompt if sampling.repetition_penalty != 1.0 else None,
         output=job.output if needs_output and len(job.output) else None,
         num_output=num_output,
         rng_seed=sampling.seed if sampling.seed is not None else mix(limits.seed, job.id) >> 1,
@@ -348,11 +347,10 @@ def _mark_scored(flight: Flight) -> None:
     """Names the rows whose prompt tokens are scored: position p of a chunk scores token p + 1."""
     rows, following = [], []
     for chunk in flight.chunks:
-        if chunk.job.scores_prompt:
-            prompt, end = chunk.job.prompt, chunk.start + chunk.num_tokens
-            if min(end, len(prompt) - 1) >= max(chunk.job.scored_to, 1):
-                rows.append(chunk.row)
-                following.append(int(prompt[end]) if end < len(prompt) else -1)
+        prompt, end = chunk.job.prompt, chunk.start + chunk.num_tokens
+        if chunk.job.scores_prompt and min(end, len(prompt) - 1) >= max(chunk.job.scored_to, 1):
+            rows.append(chunk.row)
+            following.append(int(prompt[end]) if end < len(prompt) else NO_TOKEN)
     if rows:
         flight.step.prompt_logprobs = np.array(rows, np.int32)
         flight.step.following = np.array(following, np.int32)
