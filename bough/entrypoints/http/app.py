@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +18,8 @@ from starlette.routing import Route
 
 from bough.core.errors import BoughError
 from bough.entrypoints.http import admin, info, metrics, native
+from bough.entrypoints.http.anthropic import routes as anthropic
+from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
 from bough.entrypoints.http.body import IGNORED_HEADER
 from bough.entrypoints.http.errors import on_error
 from bough.entrypoints.http.openai import chat, completions, models
@@ -65,6 +68,14 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
         paths=("/generate",), methods=("POST", "PUT"), make=native.generate, body=native.GenerateRequest,
         about="Continue texts or token ids, in SGLang's JSON.",
+    ),
+    RouteSpec(
+        paths=("/v1/messages",), methods=("POST",), make=anthropic.messages, body=MessagesRequest,
+        about="Answer a conversation, in Anthropic's words.",
+    ),
+    RouteSpec(
+        paths=("/v1/messages/count_tokens",), methods=("POST",), make=anthropic.count_tokens, body=CountTokensRequest,
+        about="How many tokens a conversation has.",
     ),
     RouteSpec(
         paths=("/tokenize", "/v1/tokenize"), methods=("POST",), make=native.tokenize, body=TokenizeRequest,
@@ -178,6 +189,9 @@ def _operation(spec: RouteSpec, by_body: Mapping[type[msgspec.Struct], Any]) -> 
             "required": True,
             "content": {"application/json": {"schema": by_body[spec.body]}},
         }
-    if "{model" in spec.paths[0]:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    names = re.findall(r"{(\w+)", spec.paths[0])
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return operation

@@ -23,6 +23,19 @@ _encode = msgspec.json.Encoder().encode
 CLIENT_GONE = 499
 """What nginx made customary for "the client closed its connection"; only logs see it."""
 
+ANTHROPIC_PREFIX = "/v1/messages"
+OLLAMA_PREFIX = "/api/"
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 def as_bough(error: BaseException) -> BoughError:
     """Any error as one that may be shown."""
@@ -35,9 +48,14 @@ def as_bough(error: BaseException) -> BoughError:
     )
 
 
-def error_body(error: BaseException) -> dict[str, object]:
-    """OpenAI's error object."""
+def error_body(error: BaseException, path: str = "") -> dict[str, object]:
+    """The error in the words of the route's dialect: OpenAI's object, but Anthropic's and Ollama's on their paths."""
     shown = as_bough(error)
+    if path.startswith(ANTHROPIC_PREFIX):
+        kind = _ANTHROPIC_TYPES.get(shown.status, "api_error" if shown.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": shown.sentence()}}
+    if path.startswith(OLLAMA_PREFIX):
+        return {"error": shown.sentence()}
     return {
         "error": {"message": shown.sentence(), "type": shown.type, "param": shown.param, "code": shown.code},
     }
@@ -67,10 +85,10 @@ def error_event(error: BaseException) -> bytes:
     return event(error_body(error)) + DONE
 
 
-def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
-    """The error as a whole response."""
+def error_response(error: BaseException, headers: Mapping[str, str] | None = None, *, path: str = "") -> Response:
+    """The error as a whole response, as clients of this path expect it."""
     return Response(
-        _encode(error_body(error)),
+        _encode(error_body(error, path)),
         status_code=status_of(error),
         headers={**error_headers(error), **(headers or {})},
         media_type="application/json",
@@ -88,7 +106,7 @@ async def on_error(request: Request, error: Exception) -> Response:
             "request failed: %s %s", request.method, request.url.path,
             extra={"request_id": request.scope.get("bough.request_id", "")}, exc_info=error,
         )  # fmt: skip
-    return error_response(error)
+    return error_response(error, path=request.url.path)
 
 
 class MethodNotAllowed(InvalidRequest):

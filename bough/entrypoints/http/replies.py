@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bough.entrypoints.http.errors import error_event
-from bough.entrypoints.stream import Events, send_events
+from bough.entrypoints.stream import KEEP_ALIVE_S, Events, send_events
 
 _encode = msgspec.json.Encoder().encode
 
@@ -25,14 +25,33 @@ class EventReply(Response):
     """Streams events. The status line waits for the first of them, so that early errors are plain HTTP errors."""
 
     media_type = "text/event-stream"
+    keep_alive_s = KEEP_ALIVE_S
 
-    def __init__(self, events: Events, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        events: Events,
+        headers: Mapping[str, str] | None = None,
+        *,
+        failed: Callable[[BaseException], bytes] = error_event,
+    ) -> None:
+        """`failed` renders an error that comes when the stream is already open."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_events(self._events, headers=self.raw_headers, receive=receive, send=send, failed=error_event)
+        await send_events(
+            self._events, headers=self.raw_headers, receive=receive, send=send, failed=self._failed,
+            keep_alive_s=self.keep_alive_s,
+        )  # fmt: skip
+
+
+class LinesReply(EventReply):
+    """Streams JSON objects, one a line."""
+
+    media_type = "application/x-ndjson"
+    keep_alive_s = 1e7  # a line that says nothing would be no JSON
 
 
 def deadline_of(request: Request) -> float:

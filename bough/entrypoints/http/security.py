@@ -61,7 +61,7 @@ class Guard:
         try:
             self.check(scope)
         except BoughError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, path=scope["path"])(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
@@ -75,6 +75,8 @@ class Guard:
             size += len(name) + len(value)
             if name == b"authorization":
                 authorization = value
+            elif name == b"x-api-key" and not authorization:
+                authorization = b"Bearer " + value  # as Anthropic's clients send it
             elif name == b"host":
                 host = value
             elif name == b"origin":
@@ -105,7 +107,7 @@ class Guard:
         raise Unauthorized(
             what=f"the {what} is missing" if not authorization else f"the {what} is wrong",
             why="this route is protected",
-            fix="send it as `Authorization: Bearer KEY`",
+            fix="send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`",
         )
 
     def _check_local(self, host: str, origin: str) -> None:
@@ -136,6 +138,9 @@ def is_admin(scope: Scope, server: ServerConfig) -> bool:
     """Whether the caller may act on other people's requests: it has the admin key, or the server has no keys at all."""
     if not server.api_key and not server.admin_api_key:
         return True
-    sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    headers = dict(scope["headers"])
+    sent = (
+        headers[b"authorization"].partition(b" ")[2] if b"authorization" in headers else headers.get(b"x-api-key", b"")
+    )
     key = server.admin_api_key.encode()
-    return bool(key) and hmac.compare_digest(sent.partition(b" ")[2].strip(), key)
+    return bool(key) and hmac.compare_digest(sent.strip(), key)

@@ -28,7 +28,8 @@ def every_route() -> list[tuple[str, str]]:
         {"authorization": "Basic s3cret"},
         {"authorization": "s3cret"},
         {"authorization": "Bearer"},
-        {"x-api-key": "s3cret"},
+        {"x-api-key": "wrong"},
+        {"authorization": "Bearer wrong", "x-api-key": "s3cret"},
     ],
 )
 def test_without_the_key_nothing_opens(header: dict[str, str]) -> None:

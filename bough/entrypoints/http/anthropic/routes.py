@@ -1,0 +1,80 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from bough.entrypoints.http.anthropic.answer import MessageBody, MessageEvents, MessageForm, error_event
+from bough.entrypoints.http.anthropic.convert import chat_request
+from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
+from bough.entrypoints.http.body import read_json
+from bough.entrypoints.http.openai.chat import Handler, make_form, make_request, render
+from bough.entrypoints.http.openai.fields import namespace_of, served_name
+from bough.entrypoints.http.openai.tools import offer
+from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.service import Service
+from bough.entrypoints.stream import Events, while_connected
+from bough.intake import Request
+
+
+def messages(service: Service) -> Handler:
+    """POST /v1/messages."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, MessagesRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        model = served_name(service.served, asked.model)
+        chat = chat_request(asked)
+        job, offered = make_request(chat, service)
+        job = replace(
+            job,
+            room="at_most",  # max_tokens is required, and clients send the largest they know; the end says what it was
+            namespace=namespace_of(chat, tenant_of(request)),
+            deadline_s=deadline_of(request),
+        )
+        chat_form = make_form(chat, job, offered, model, report_cache=server.enable_cache_report)
+        form = MessageForm(chat=chat_form, max_tokens=asked.max_tokens)
+        if asked.stream:
+            return EventReply(_events(service, job, form), body.headers(), failed=error_event)
+        answer = await while_connected(_answer(service, job, form), request.receive)
+        return json_reply(answer, headers=body.headers())
+
+    return handle
+
+
+def count_tokens(service: Service) -> Handler:
+    """POST /v1/messages/count_tokens."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, CountTokensRequest, most=server.max_body_bytes, strict=server.strict_api)
+        served_name(service.served, body.value.model)
+        chat = chat_request(body.value)
+        prompt = render(chat, service.served, offer(chat, service.served.tool_parser))
+        ids = await service.encode([prompt], False)
+        return json_reply({"input_tokens": len(ids[0])}, headers=body.headers())
+
+    return handle
+
+
+async def _answer(service: Service, job: Request, form: MessageForm) -> dict[str, Any]:
+    body = MessageBody(form)
+    async with contextlib.aclosing(service.run([job])) as news:
+        async for _, _, delta in news:
+            body.add(delta)
+    return body.render()
+
+
+async def _events(service: Service, job: Request, form: MessageForm) -> Events:
+    events = MessageEvents(form)
+    async with contextlib.aclosing(service.run([job])) as news:
+        async for _, stream, delta in news:
+            told = events.add(delta, len(stream.prompt))
+            if told:
+                yield told
