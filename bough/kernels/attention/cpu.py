@@ -13,6 +13,7 @@ from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.library import DTYPES
 from bough.kernels.rotary import apply_rope, qk_norm_rope
 from bough.kernels.rotary.cpu import Rope
+from bough.platform.huge_pages import prefer_huge_pages
 
 _LANES = 16
 
@@ -75,12 +76,25 @@ def head_is_covered(head_dim: int) -> bool:
     return head_dim % _LANES == 0
 
 
+_advised: set[int] = set()
+"""Caches whose memory was asked to lie in huge pages."""
+
+
+def _advise(inputs: AttentionInputs) -> None:
+    if not inputs.k_caches or inputs.k_caches[0].data_ptr() in _advised:
+        return
+    _advised.add(inputs.k_caches[0].data_ptr())
+    for cache in (*inputs.k_caches, *inputs.v_caches):
+        prefer_huge_pages(cache.data_ptr(), cache.numel() * cache.element_size())
+
+
 class CpuAttention:
     """Layers that the kernels don't cover (odd head widths, 8-bit caches) are computed by torch."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
         self._torch: TorchAttention | None = None
+        _advise(inputs)
         shared = inputs.shared
         self._keep = (
             inputs.query_start_R1.to(torch.int32).contiguous(),

@@ -11,6 +11,7 @@ from torch import Tensor
 from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.library import DTYPES
 from bough.kernels.packed_linear.weight import PackedWeight
+from bough.platform.huge_pages import PAGE_BYTES, prefer_huge_pages
 
 _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
 """In the order of the C++ enumeration."""
@@ -44,8 +45,8 @@ def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:
     loaded = _loaded()
     handle = Weight(kind=_KINDS.index(kind), rows=raw.shape[0], cols=cols)
     address = ctypes.addressof(handle)
-    quants = _aligned(loaded.bough_packed_quant_bytes(address))
-    scales = _aligned(loaded.bough_packed_scale_bytes(address))
+    quants = _arena.take(loaded.bough_packed_quant_bytes(address))
+    scales = _arena.take(loaded.bough_packed_scale_bytes(address))
     handle.quants, handle.scales = quants.data_ptr(), scales.data_ptr()
     raw = raw.contiguous()
     loaded.bough_pack(address, raw.data_ptr())
@@ -106,8 +107,31 @@ def dequantise(weight: PackedWeight) -> Tensor:
     return out
 
 
-def _aligned(num_bytes: int) -> Tensor:
-    """Bytes that begin at a cache line."""
-    room = torch.empty(num_bytes + _ALIGN, dtype=torch.uint8)
-    start = -room.data_ptr() % _ALIGN
-    return room[start : start + num_bytes]
+class _Arena:
+    """Hands out memory for weights from large pieces, so that they lie in huge pages. A piece goes with its last weight."""
+
+    PIECE_BYTES = 8 * PAGE_BYTES
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Bytes that begin at a cache line."""
+        if num_bytes > self.PIECE_BYTES // 4:
+            return self._fresh(num_bytes)
+        if self._used + num_bytes > self._piece.numel():
+            self._piece, self._used = self._fresh(self.PIECE_BYTES), 0
+        taken = self._piece[self._used : self._used + num_bytes]
+        self._used += -(-num_bytes // _ALIGN) * _ALIGN
+        return taken
+
+    def _fresh(self, num_bytes: int) -> Tensor:
+        whole = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        room = torch.empty(whole + PAGE_BYTES, dtype=torch.uint8)
+        start = -room.data_ptr() % PAGE_BYTES
+        prefer_huge_pages(room.data_ptr() + start, whole)
+        return room[start : start + num_bytes]
+
+
+_arena = _Arena()

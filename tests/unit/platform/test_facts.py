@@ -11,6 +11,7 @@ from bough.core.errors import ConfigError
 from bough.platform import Device, cpu_dtype, detect
 from bough.platform.disk_cache import cache_directory, recall, remember
 from bough.platform.facts import torch_cuda_version
+from bough.platform.huge_pages import prefer_huge_pages
 from bough.platform.processor import cgroup_cpu_quota, find_compiler, memory_bytes, processor
 
 
@@ -129,3 +130,21 @@ def test_cpu_device_has_the_same_names_and_waits_for_nothing() -> None:
     assert not buffer.is_pinned()
     free, total = device.free_bytes()
     assert 0 < free <= total
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="no huge pages here")
+def test_huge_pages_back_the_memory_they_are_asked_for() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("huge pages are switched off")
+    before = _huge_kib()
+    room = torch.empty(64 * 1024 * 1024, dtype=torch.uint8)
+    assert prefer_huge_pages(room.data_ptr(), room.numel())
+    room.fill_(1)
+    if _huge_kib() - before < 16 * 1024:
+        pytest.skip("the system has no huge pages left")
+    assert not prefer_huge_pages(room.data_ptr(), 4096)
+
+
+def _huge_kib() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))

@@ -16,7 +16,8 @@ enum PieceKind { kDecode, kPrompt, kGroupSpan };
 struct Piece {
   PieceKind kind;
   int32_t index;        // row, or group
-  int32_t kv_head;
+  int32_t kv_head;      // the first one, for decodes
+  int32_t kv_last;
   int32_t first, last;  // key positions; for prompts: query tokens of the row
   float* part;          // of the row's first head of this kv head (decode), of the group (span), or null
   int64_t cost;
@@ -33,7 +34,6 @@ struct Plan {
   std::vector<int32_t> group_of;     // by row: its group, or -1
   std::vector<int32_t> shared;       // by row: tokens of its shared span
   std::vector<int64_t> row_parts;    // by row: offset
-  std::vector<int32_t> own_parts;    // by row: pieces of what is not shared
 };
 
 thread_local Plan plan;
@@ -95,10 +95,23 @@ void plan_groups(const Step& s, const Layer& l) {
   }
 }
 
-// Length of the stretches that keys are cut into, so that every thread finds work.
-int64_t stretch(int64_t keys, int64_t pieces_without, int threads) {
-  const int64_t wanted = std::max<int64_t>(1, (4 * threads + pieces_without - 1) / std::max<int64_t>(1, pieces_without));
-  return threads == 1 ? std::max<int64_t>(keys, 1) : std::max<int64_t>(64, round_up((keys + wanted - 1) / wanted, 64));
+// How a decode row's keys are cut: stretches of positions, and heads where positions alone don't give every thread work.
+struct Cut {
+  int32_t begin;      // first position that is its own
+  int32_t step;       // positions of a stretch
+  int32_t stretches;
+  int32_t heads;      // kv heads of a piece
+};
+
+Cut cut_row(const Step& s, const Layer& l, int32_t row, int64_t decodes, int threads) {
+  const int32_t keys = s.kv_len[row], begin = std::max(plan.shared[row], window_start(l, keys - 1)), own = keys - begin;
+  const int64_t wanted = threads == 1 ? 1 : (4 * threads + decodes - 1) / decodes;
+  const int32_t step = int32_t(std::max<int64_t>(64, round_up((own + wanted - 1) / wanted, 64)));
+  const int32_t stretches = (own + step - 1) / step;
+  int32_t heads = l.kv_heads;
+  if (!by_vectors(l)) heads = 1;
+  else if (stretches > 0 && stretches * 2 < wanted) heads = int32_t(std::max<int64_t>(1, l.kv_heads * stretches * 2 / wanted));
+  return {begin, step, stretches, heads};
 }
 
 void plan_step(const Step& s, const Layer& l, int threads) {
@@ -107,17 +120,13 @@ void plan_step(const Step& s, const Layer& l, int threads) {
   plan.pieces.clear();
   plan.merges.clear();
   plan.row_parts.assign(s.rows, -1);
-  plan.own_parts.assign(s.rows, 0);
   plan_groups(s, l);
   int64_t decodes = 0, used = 0;
   for (int32_t r = 0; r < s.rows; r++) decodes += s.query_start[r + 1] - s.query_start[r] == 1;
   for (int32_t r = 0; r < s.rows; r++) {
-    const int32_t queries = s.query_start[r + 1] - s.query_start[r], keys = s.kv_len[r];
-    if (queries != 1 || keys == 0) continue;
-    const int32_t begin = std::max(plan.shared[r], window_start(l, keys - 1));
-    const int64_t step = stretch(keys - begin, decodes * l.kv_heads, threads);
-    plan.own_parts[r] = int32_t((keys - begin + step - 1) / step);
-    const int shared = plan.group_of[r] >= 0 ? 1 : 0, count = plan.own_parts[r] + shared;
+    if (s.query_start[r + 1] - s.query_start[r] != 1 || s.kv_len[r] == 0) continue;
+    const Cut cut = cut_row(s, l, r, decodes, threads);
+    const int shared = plan.group_of[r] >= 0 ? 1 : 0, count = cut.stretches + shared;
     if (shared || count > 1) {
       plan.row_parts[r] = used;
       used += count * l.heads * floats;
@@ -132,20 +141,20 @@ void plan_step(const Step& s, const Layer& l, int threads) {
       for (int32_t q = (queries - 1) / tile * tile; q >= 0; q -= tile)
         for (int32_t h = 0; h < l.kv_heads; h++) {
           const int32_t end = std::min(queries, q + tile), seen = l.causal ? keys - queries + end : keys;
-          plan.pieces.push_back({kPrompt, r, h, q, end, nullptr, int64_t(end - q) * group * seen});
+          plan.pieces.push_back({kPrompt, r, h, h + 1, q, end, nullptr, int64_t(end - q) * group * seen});
         }
       continue;
     }
-    const int32_t begin = std::max(plan.shared[r], window_start(l, keys - 1));
-    const int64_t step = stretch(keys - begin, decodes * l.kv_heads, threads);
+    const Cut cut = cut_row(s, l, r, decodes, threads);
     float* mine = plan.row_parts[r] < 0 ? nullptr : parts + plan.row_parts[r];
     const int shared = plan.group_of[r] >= 0 ? 1 : 0;
-    if (mine) plan.merges.push_back({r, plan.own_parts[r] + shared, mine});
-    for (int32_t h = 0; h < l.kv_heads; h++)
-      for (int32_t i = 0; i < plan.own_parts[r]; i++) {
-        const int32_t first = int32_t(begin + i * step), last = int32_t(std::min<int64_t>(keys, first + step));
+    if (mine) plan.merges.push_back({r, cut.stretches + shared, mine});
+    for (int32_t h = 0; h < l.kv_heads; h += cut.heads)
+      for (int32_t i = 0; i < cut.stretches; i++) {
+        const int32_t first = cut.begin + i * cut.step, last = std::min(keys, first + cut.step);
+        const int32_t end = std::min(l.kv_heads, h + cut.heads);
         float* part = mine ? mine + ((i + shared) * l.heads + h * group) * floats : nullptr;
-        plan.pieces.push_back({kDecode, r, h, first, last, part, int64_t(last - first) * group * 2});
+        plan.pieces.push_back({kDecode, r, h, end, first, last, part, int64_t(last - first) * (end - h) * group * 2});
       }
   }
   if (s.group_rows && l.window <= 0)
@@ -153,7 +162,7 @@ void plan_step(const Step& s, const Layer& l, int threads) {
       const int32_t members = s.group_start[g + 1] - s.group_start[g];
       if (s.group_tokens[g] <= 0 || members < 2) continue;
       for (int32_t h = 0; h < l.kv_heads; h++)
-        plan.pieces.push_back({kGroupSpan, g, h, 0, s.group_tokens[g], parts, int64_t(s.group_tokens[g]) * members * group});
+        plan.pieces.push_back({kGroupSpan, g, h, h + 1, 0, s.group_tokens[g], parts, int64_t(s.group_tokens[g]) * members * group});
     }
   std::stable_sort(plan.pieces.begin(), plan.pieces.end(), [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
 }
@@ -174,7 +183,7 @@ void run_piece(const Step& s, const Layer& l, const Plan& whole, const Piece& p)
   const int group = l.heads / l.kv_heads;
   if (p.kind == kDecode) {
     if (by_vectors(l)) {
-      attend_decode(s, l, p.index, p.kv_head, p.first, p.last, {p.part, part_floats(l)});
+      attend_decode(s, l, {p.index, p.kv_head, p.kv_last, p.first, p.last}, {p.part, part_floats(l)});
       return;
     }
     QueryRow* rows = rows_scratch.get<QueryRow>(group);

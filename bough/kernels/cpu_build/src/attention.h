@@ -66,8 +66,13 @@ inline void write_vector(void* p, int64_t at, int32_t dtype, F32 v) {
   else store_half(static_cast<uint16_t*>(p) + at, v);
 }
 
-// Attention of one decode row over positions first .. last - 1 of one kv head, by vectors.
-void attend_decode(const Step& s, const Layer& l, int32_t row, int32_t kv_head, int32_t first, int32_t last, const Target& target);
+// Positions first .. last - 1 of a decode row, for kv heads kv_first .. kv_last - 1.
+struct DecodePiece {
+  int32_t row, kv_first, kv_last, first, last;
+};
+
+// Attention of one decode row, by vectors. At most 8 query heads may share a kv head.
+void attend_decode(const Step& s, const Layer& l, const DecodePiece& piece, const Target& target);
 
 // Attention of many query rows that read the same pages, by register tiles.
 void attend_tiles(const Step& s, const Layer& l, const QueryRow* rows, int count, int32_t slot, int32_t kv_head, int32_t first,
