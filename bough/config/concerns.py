@@ -59,7 +59,9 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     """Take and give token ids only."""
     is_embedding: bool = False
-    """Serve as a pooling model (embeddings, rerank, classification)."""
+    """Serve as a pooling model (embeddings, rerank, classification), also where the checkpoint does not say it is one."""
+    pooling: Literal["auto", "cls", "last", "mean", "max", "sparse"] = "auto"
+    """How a pooling model makes one vector of a text's tokens. auto: as the checkpoint says."""
     json_model_override_args: str = ""
     """JSON object merged over the model's config."""
     seed: int = 0
@@ -188,6 +190,12 @@ class ServerConfig:
     """Engine for constrained output."""
     isolate_cache: bool = False
     """Share cached prefixes within one API key only."""
+    rerank_template: str = "auto"
+    """Prompt with which a generative model reranks: qwen3, plain, or a Jinja file that uses query, document and instruct."""
+    moderation_categories: str = ""
+    """JSON object, or a file with one, that maps a classifier's labels to the categories of /v1/moderations."""
+    response_store_size: int = 1024
+    """Responses kept in memory for previous_response_id, retrieval and background runs; 0: none."""
     incremental_streaming_output: bool = False
     """/generate streams new text only, instead of all text so far."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from bough.config.encoder_facts import EncoderFacts, encoder_facts
 from bough.config.rope_facts import RopeFacts, rope_facts
 from bough.core.errors import ConfigError, UnsupportedModel
 
@@ -41,7 +42,7 @@ class MoeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A decoder-only language model."""
+    """A language model: a decoder, or an encoder of BERT's kind."""
 
     architecture: str
     model_type: str
@@ -55,6 +56,7 @@ class ModelFacts:
     vocab: int
     norm_eps: float
     activation: Activation
+    """Of gated feed-forward blocks."""
     tie_embeddings: bool
     qkv_bias: bool
     out_bias: bool
@@ -70,6 +72,10 @@ class ModelFacts:
     moe: MoeFacts | None
     sparse_layers: tuple[bool, ...]
     """By layer: whether its feed-forward block is the mixture of experts."""
+    bidirectional: bool = False
+    """Every token sees every other, so a text can only be computed in one piece."""
+    encoder: EncoderFacts | None = None
+    """What only encoders of BERT's kind have."""
     config: Mapping[str, Any]
     """The config as it was read, for architectures with facts of their own."""
 
@@ -84,7 +90,7 @@ class ModelFacts:
     def num_parameters(self) -> int:
         """Weights of the model, by arithmetic on its shapes; biases and norms of heads are too few to count."""
         attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + 2 * self.hidden
-        dense = 3 * self.hidden * self.intermediate
+        dense = (3 if self.encoder is None else 2) * self.hidden * self.intermediate
         total = self.vocab * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
         for sparse in self.sparse_layers:
             total += attention
@@ -136,6 +142,10 @@ _FAMILIES: Final[dict[str, _Family]] = {
         activation_key="hidden_activation",
         head_dim=256,
     ),
+    "bert": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "roberta": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "xlm-roberta": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "camembert": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
     "phi3": _Family(qkv_bias=False, out_bias=False, windows="all"),
     "mixtral": _Family(
         theta=1_000_000.0,
@@ -154,6 +164,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Reads a config in Hugging Face's form. Raises ConfigError naming what is missing or makes no sense."""
     model_type = str(config.get("model_type") or "")
     family = _FAMILIES.get(model_type, _PLAIN)
+    encoder = encoder_facts(config)
     num_layers = _count(config, "num_hidden_layers")
     hidden = _count(config, "hidden_size")
     num_heads = _count(config, "num_attention_heads")
@@ -166,7 +177,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
         )
     head_dim = _count(config, "head_dim", family.head_dim or max(hidden // num_heads, 1))
     moe = _moe(config, family)
-    has_rope = _rope_layers(config, model_type, num_layers)
+    has_rope = _rope_layers(config, model_type, num_layers) if encoder is None else (False,) * num_layers
     windows = _windows(config, family, has_rope)
     ropes = _ropes(config, family, head_dim, windows, has_rope)
     return ModelFacts(
@@ -179,8 +190,8 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab=_count(config, "vocab_size"),
-        norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-        activation=_activation(config, family),
+        norm_eps=float(config.get("rms_norm_eps") or 1e-6) if encoder is None else encoder.norm_eps,
+        activation=_activation(config, family) if encoder is None else "gelu_tanh",
         tie_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
         qkv_bias=_flag(config, family.qkv_bias, default=model_type == "qwen2_moe"),
         out_bias=_flag(config, family.out_bias),
@@ -190,13 +201,22 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
         logit_softcap=_softcap(config, "final_logit_softcapping", 30.0 if model_type == "gemma2" else None),
         windows=windows,
         ropes=ropes,
-        max_context=max(
-            (rope.max_context for rope in ropes if rope), default=_count(config, "max_position_embeddings")
-        ),
+        max_context=_max_context(config, ropes) if encoder is None else encoder.max_context,
         moe=moe,
         sparse_layers=_sparse_layers(config, moe, num_layers),
+        bidirectional=encoder is not None or _bidirectional(config),
+        encoder=encoder,
         config=config,
     )
+
+
+def _bidirectional(config: Mapping[str, Any]) -> bool:
+    """Whether a decoder's checkpoint was trained to look both ways (embedders made of decoders are)."""
+    return bool(config.get("use_bidirectional_attention")) or config.get("is_causal") is False
+
+
+def _max_context(config: Mapping[str, Any], ropes: tuple[RopeFacts | None, ...]) -> int:
+    return max((rope.max_context for rope in ropes if rope), default=_count(config, "max_position_embeddings"))
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -260,6 +280,8 @@ def _rope_layers(config: Mapping[str, Any], model_type: str, num_layers: int) ->
 def _windows(config: Mapping[str, Any], family: _Family, has_rope: tuple[bool, ...]) -> tuple[int | None, ...]:
     layers = range(len(has_rope))
     window = config.get("sliding_window")
+    if window and config.get("use_bidirectional_attention"):
+        window = window // 2 + 1  # Gemma: what one side sees of a window over both
     if not window or (family.window_is_opt_in and not config.get("use_sliding_window", False)):
         window = None
     kinds = config.get("layer_types") if family.layer_types else None

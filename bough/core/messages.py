@@ -104,6 +104,8 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """Ids that end this request besides `sampling.stop_token_ids`; empty under ignore_eos."""
     pool: str = ""
     """Pooling models: what to return ("embed", "classify", "rerank", ...); empty: generate."""
+    second_at: int = 0
+    """Pooling models: where a pair's second text begins; 0: there is one text."""
     reasoning_end: tuple[int, ...] = ()
     """Token ids that end the reasoning section (for grammars after reasoning, budgets and usage); empty: none."""
     reasoning_open: bool = False

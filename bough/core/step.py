@@ -49,6 +49,8 @@ class SlotSetup(Struct, kw_only=True):
     """The seed to draw with: the request's own or one made for it."""
     logprobs: LogprobSpec | None = None
     hidden_states: str = ""
+    second_at: int = 0
+    """Pooling models: where a pair's second text begins; 0: there is one text."""
 
 
 class SharedSpans(Struct, kw_only=True):

@@ -15,6 +15,7 @@ from bough.runner.forward import AttentionFactory
 _PER_STEP = {
     "torch": ("bough.kernels.attention.torch_backend", "TorchAttention"),
     "cpu": ("bough.kernels.attention.cpu", "CpuAttention"),
+    "whole": ("bough.kernels.attention.whole", "WholeAttention"),
 }
 _PER_DEVICE = {"triton": ("bough.kernels.attention.triton_backend", "TritonAttention")}
 

@@ -18,6 +18,7 @@ from bough.cache.prefix import PrefixCache
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.memory_plan import MemoryPlan
+from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import Resolved, resolve
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
@@ -27,14 +28,24 @@ from bough.engine.attention import attention_factory
 from bough.engine.control import Hooks
 from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.loop import Loop
+from bough.engine.pooling import (
+    pooling_limits,
+    pooling_of,
+    pooling_settings,
+    told,
+    whole_step_tokens,
+    without_kv,
+)
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
 from bough.layers.batch import Model, attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
+from bough.models.pooled import PooledModel
 from bough.observability.health import Heartbeat, State
 from bough.platform import Device, detect
 from bough.runner.model_runner import ModelRunner
+from bough.runner.pooling import PoolingRunner
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
 
@@ -89,10 +100,11 @@ def run_rank(launch: Launch, rank: int) -> None:
         mesh = join_mesh(
             rank, config.parallel.tp_size, init_method=launch.endpoints.rendezvous, device=device.torch_device
         )
+    pooling = pooling_of(config, checkpoint)
     with start.phase("loading weights", 0.2):
-        model = load_model(checkpoint, config, resolved.plan, device, mesh)
+        model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling)
     with start.phase("laying out memory", 0.8):
-        runner = make_runner(model, config, resolved.plan, device, checkpoint)
+        runner = make_runner(model, config, resolved.plan, device, checkpoint, pooling)
     with start.phase("warming up", 0.9):
         warm_up(runner, config)
     if rank > 0:
@@ -113,7 +125,12 @@ def decide(config: Config) -> tuple[Checkpoint, Resolved]:
     custom = config.device.custom_kernels and not config.device.safe_mode
     keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
     machine = machine_facts(facts, custom_kernels=custom)
-    return checkpoint, resolve(config, machine, plan_facts(checkpoint, config.model.model, keep_packed=keep_packed))
+    planned = plan_facts(checkpoint, config.model.model, keep_packed=keep_packed)
+    pooling = pooling_of(config, checkpoint)
+    if pooling is not None:
+        config = pooling_settings(config, pooling, checkpoint)
+        planned = without_kv(planned) if pooling.whole else planned
+    return checkpoint, resolve(config, machine, planned)
 
 
 def open_device(config: Config, rank: int) -> Device:
@@ -123,7 +140,14 @@ def open_device(config: Config, rank: int) -> Device:
     return Device(kind, rank if kind == "cuda" else 0, threads=threads if isinstance(threads, int) else None)
 
 
-def load_model(checkpoint: Checkpoint, config: Config, plan: MemoryPlan, device: Device, mesh: Mesh) -> Model:
+def load_model(
+    checkpoint: Checkpoint,
+    config: Config,
+    plan: MemoryPlan,
+    device: Device,
+    mesh: Mesh,
+    pooling: PoolingFacts | None = None,
+) -> Model:
     return build_model(
         checkpoint,
         dtype=_DTYPES[config.model.dtype],
@@ -133,21 +157,33 @@ def load_model(checkpoint: Checkpoint, config: Config, plan: MemoryPlan, device:
         quantization=config.model.quantization,
         context_length=plan.context_length,
         seed=config.model.seed,
+        pooling=pooling,
     )
 
 
-def make_runner(model: Model, config: Config, plan: MemoryPlan, device: Device, checkpoint: Checkpoint) -> ModelRunner:
+def make_runner(
+    model: Model,
+    config: Config,
+    plan: MemoryPlan,
+    device: Device,
+    checkpoint: Checkpoint,
+    pooling: PoolingFacts | None = None,
+) -> ModelRunner | PoolingRunner:
     assert isinstance(model, torch.nn.Module)
+    whole = pooling is not None and pooling.whole
     page_size = plan.page_size
     num_pages = plan.num_pages + 1  # page 0 is nobody's
     _check_room(plan, device)
-    shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in attention_specs(model)]
+    specs = [] if whole else attention_specs(model)
+    shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in specs]
     pool = KVPool(shapes, num_pages, page_size, _DTYPES[config.model.kv_cache_dtype], device.torch_device)
     running = config.scheduler.max_running_requests
     chunk = config.scheduler.chunked_prefill_size
     assert isinstance(running, int)
     assert isinstance(chunk, int)
     step_tokens = plan.context_length if chunk < 0 else min(chunk, plan.context_length)
+    if whole:
+        step_tokens = whole_step_tokens(chunk, plan, device.kind)
     limits = RunnerLimits(
         num_slots=running,
         num_pages=num_pages,
@@ -157,6 +193,10 @@ def make_runner(model: Model, config: Config, plan: MemoryPlan, device: Device, 
         max_step_tokens=max(step_tokens, running),
         vocab_size=checkpoint.facts.vocab,
     )
+    if pooling is not None:
+        assert isinstance(model, PooledModel)
+        attend = attention_factory("whole" if whole else config.device.attention_backend, device.torch_device)
+        return PoolingRunner(model, pooling, pool, limits, attend, device)
     return ModelRunner(
         model,
         pool,
@@ -180,7 +220,7 @@ def _check_room(plan: MemoryPlan, device: Device) -> None:
         )
 
 
-def warm_up(runner: ModelRunner, config: Config) -> None:
+def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
     """Captures what the first request needs, and notes what the next ones will."""
     if runner.graphs is not None:
         most = min(config.device.cuda_graph_max_tokens, runner.limits.num_slots)
@@ -189,7 +229,13 @@ def warm_up(runner: ModelRunner, config: Config) -> None:
         runner.graphs.want([size for size in LATER_GRAPHS if size <= most])
 
 
-def serve_steps(launch: Launch, start: StartUp, checkpoint: Checkpoint, resolved: Resolved, local: ModelRunner) -> None:
+def serve_steps(
+    launch: Launch,
+    start: StartUp,
+    checkpoint: Checkpoint,
+    resolved: Resolved,
+    local: ModelRunner | PoolingRunner,
+) -> None:
     """Rank 0: takes requests until told to stop."""
     config, endpoints = resolved.config, launch.endpoints
     runner: Runner = local
@@ -200,6 +246,8 @@ def serve_steps(launch: Launch, start: StartUp, checkpoint: Checkpoint, resolved
         runner = broadcast
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
     limits = Limits.of(local.limits, config.scheduler, seed=config.model.seed)
+    if isinstance(local, PoolingRunner):
+        limits = pooling_limits(limits, local.limits, local.pooling)
     cache = PrefixCache(
         num_pages=limits.num_pages,
         page_size=limits.page_size,
@@ -269,4 +317,5 @@ def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],
         "memory_table": plan.table(),
+        **told(pooling_of(resolved.config, checkpoint), checkpoint),
     }

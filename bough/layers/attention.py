@@ -67,5 +67,6 @@ def attention_of(facts: ModelFacts, layer: int, build: Build) -> Attention:
             scale=facts.attention_scale,
             window=facts.windows[layer],
             softcap=facts.attention_softcap,
+            causal=not facts.bidirectional,
         )
     )

@@ -20,7 +20,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
-    """Sliding window: a query at position p sees positions p - window + 1 .. p."""
+    """Sliding window: a query at position p sees positions p - window + 1 .. p (to p + window - 1 if not causal)."""
     softcap: float | None = None
     v_head_dim: int | None = None
     """Width of a value head where it differs from `head_dim`."""
@@ -70,6 +70,8 @@ class Batch:
     """Tokens that are real; the rest is padding."""
     embeds_TD: Tensor | None = None
     """Replaces the embedding of `ids_T` where given (multimodal input)."""
+    segments_T: Tensor | None = None
+    """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
 
 
 class Model(Protocol):

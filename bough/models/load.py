@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from bough.config.hf import Checkpoint
+from bough.config.pooling_facts import PoolingFacts
 from bough.distributed.mesh import SINGLE, Mesh
 from bough.layers.batch import Model
 from bough.layers.build import Build
+from bough.models.pooled import PooledModel, load_projections, pooled_architecture
 from bough.models.registry import find_architecture
 from bough.quantization.choose import choose_scheme
 from bough.quantization.unquantized import Unquantized
@@ -26,13 +28,15 @@ def build_model(
     quantization: str = "auto",
     context_length: int | None = None,
     seed: int = 0,
+    pooling: PoolingFacts | None = None,
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
     `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights.
+    With `pooling` it is a `PooledModel`.
     """
     facts = checkpoint.facts
-    architecture = find_architecture(facts.architecture)
+    architecture = find_architecture(facts.architecture) if pooling is None else pooled_architecture(facts, pooling)
     dummy = load_format == "dummy" or checkpoint.kind == "config-only"
     build = Build(
         scheme=Unquantized() if dummy else choose_scheme(checkpoint, quantization, device),
@@ -46,5 +50,7 @@ def build_model(
         fill_dummy(model, seed)
     else:
         load_weights(model, architecture.weights, checkpoint)
+        if isinstance(model, PooledModel):
+            load_projections(model, checkpoint.path)
     model.eval()
     return model  # type: ignore[return-value]

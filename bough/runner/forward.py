@@ -52,7 +52,7 @@ class Forward:
     def write_table(self, tensors: StepTensors) -> None:
         self.state.page_table.view(-1).scatter_(0, tensors.table_at_U, tensors.table_pages_U)
 
-    def hidden(self, tensors: StepTensors, extent: Extent, at: Tensor | None) -> Tensor:
+    def hidden(self, tensors: StepTensors, extent: Extent, at: Tensor | None, segments: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm at token indices `at` (all tokens: None)."""
         state = self.state
         ids = torch.where(tensors.ids_T < 0, state.last_token[tensors.token_slots_T], tensors.ids_T)
@@ -81,6 +81,7 @@ class Forward:
             attention=self._attention(inputs),
             logits_at=at,
             num_tokens=len(ids),
+            segments_T=segments,
         )
         return self.model.forward(batch)
 

@@ -219,6 +219,7 @@ def _setup(job: Job, slot: int, num_output: int, limits: Limits) -> SlotSetup:
         rng_seed=sampling.seed if sampling.seed is not None else mix(limits.seed, job.id) >> 1,
         logprobs=spec,
         hidden_states=ask.hidden_states,
+        second_at=ask.second_at,
     )
 
 

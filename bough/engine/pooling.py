@@ -1,0 +1,70 @@
+"""What differs in an engine that pools: its settings, its limits and its runner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from bough.config.concerns import AUTO, Config
+from bough.config.hf import Checkpoint
+from bough.config.memory_plan import MemoryPlan
+from bough.config.pooling_facts import PoolingFacts, pooling_facts, rerank_tokens
+from bough.config.resolve import ModelPlanFacts
+from bough.core.step import RunnerLimits
+from bough.scheduler.limits import Limits
+
+STEP_TOKENS = {"cpu": 2048, "cuda": 16_384}
+"""Tokens of whole texts computed together, where the operator asks for nothing else."""
+
+
+def pooling_of(config: Config, checkpoint: Checkpoint) -> PoolingFacts | None:
+    """How this engine pools; None: it generates."""
+    model = config.model
+    return pooling_facts(checkpoint.facts, checkpoint.path, forced=model.is_embedding, mode=model.pooling)
+
+
+def pooling_settings(config: Config, pooling: PoolingFacts, checkpoint: Checkpoint) -> Config:
+    """The configuration of an engine that pools: nothing is cached, and texts that must be whole are not cut."""
+    model = replace(config.model, is_embedding=True)
+    if model.context_length is AUTO and 0 < pooling.max_length < checkpoint.max_context:
+        model = replace(model, context_length=pooling.max_length)
+    scheduler = config.scheduler
+    if pooling.whole and scheduler.chunked_prefill_size is AUTO:
+        scheduler = replace(scheduler, chunked_prefill_size=-1)
+    return replace(
+        config,
+        model=model,
+        cache=replace(config.cache, radix_cache=False),
+        scheduler=scheduler,
+        device=replace(config.device, cuda_graph=False),
+    )
+
+
+def without_kv(facts: ModelPlanFacts) -> ModelPlanFacts:
+    """The plan's facts of a model that keeps nothing of a text once it is computed."""
+    return replace(facts, kv_values_per_token=0)
+
+
+def whole_step_tokens(given: object, plan: MemoryPlan, device: str) -> int:
+    """Tokens of a step: at least one text of full length. `given`: what the operator asked for."""
+    wanted = given if isinstance(given, int) and given > 0 else STEP_TOKENS[device]
+    return max(wanted, plan.context_length)
+
+
+def pooling_limits(limits: Limits, runner: RunnerLimits, pooling: PoolingFacts) -> Limits:
+    """Limits of a scheduler whose requests end with their prompt."""
+    limits = replace(limits, tpot_target_ms=0.0)
+    if not pooling.whole:
+        return limits
+    return replace(limits, whole_prompts=True, chunk_tokens=runner.max_step_tokens, small_share=0.0)
+
+
+def told(pooling: PoolingFacts | None, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the way in must know: how the model pools, or how it scores as a reranker."""
+    tokens = rerank_tokens(checkpoint.path) if pooling is None else None
+    return {
+        "pooling": None if pooling is None else msgspec.to_builtins(pooling),
+        "rerank_tokens": None if tokens is None else msgspec.to_builtins(tokens),
+    }

@@ -1,0 +1,270 @@
+"""Pooling models: a body (an encoder, or a decoder without its output head) and what becomes of its hidden states.
+
+T tokens, R texts, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bough.config.model_facts import ModelFacts
+from bough.config.pooling_facts import DenseFacts, PoolingFacts, StepActivation
+from bough.core.errors import UnsupportedModel, WeightsError
+from bough.layers.batch import Batch
+from bough.layers.build import Build
+from bough.layers.linear import ReplicatedLinear
+from bough.layers.pooling import Spans, normalise, pool
+from bough.models import bert, xlm_roberta
+from bough.models.registry import ARCHITECTURES, Architecture, find_architecture
+from bough.quantization.unquantized import Unquantized
+from bough.weights.from_safetensors import open_safetensors
+from bough.weights.mapping import Fuse, Ignore, Mapping, Rename, Rule, Split
+from bough.weights.stored import copy_into
+
+ENCODERS: Final = {"Bert": bert, "Roberta": xlm_roberta, "XLMRoberta": xlm_roberta, "Camembert": xlm_roberta}
+SPARSE_AT_ONCE: Final = 1024
+"""Tokens whose logits over the vocabulary exist at the same time."""
+
+_ACTIVATIONS: Final[dict[StepActivation, Callable[[Tensor], Tensor]]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+class PooledModel(nn.Module):
+    """`forward` gives hidden states like any model; `results` makes of them what clients get."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden: Tensor = self.body(batch)
+        return hidden
+
+    def results(self, hidden: Tensor, spans: Spans | None) -> Tensor:
+        """float32 [R, width]. `spans` None: `hidden` are the texts' last tokens already."""
+        out: Tensor = self.head(hidden, spans)
+        return out
+
+
+class EmbedHead(nn.Module):
+    """Pools, projects, normalises."""
+
+    def __init__(self, pooling: PoolingFacts, build: Build) -> None:
+        super().__init__()
+        self.modes = pooling.modes
+        self.dense = nn.ModuleList(Projection(each, build) for each in pooling.dense)
+        self.normalise = pooling.normalise
+
+    def forward(self, hidden: Tensor, spans: Spans | None) -> Tensor:
+        if spans is None:
+            x_RD = hidden.float()
+        else:
+            x_RD = torch.cat([pool(mode, hidden, spans) for mode in self.modes], -1)
+        for step in self.dense:
+            x_RD = step(x_RD)
+        return normalise(x_RD) if self.normalise else x_RD
+
+
+class ScoreHead(nn.Module):
+    """Logits of the labels, from the first token's state or the last one's."""
+
+    def __init__(self, pooling: PoolingFacts, scores: nn.Module) -> None:
+        super().__init__()
+        self.mode = pooling.modes[0]
+        self.scores = scores
+
+    def forward(self, hidden: Tensor, spans: Spans | None) -> Tensor:
+        x_RD = hidden.float() if spans is None else pool(self.mode, hidden, spans)
+        out: Tensor = self.scores(x_RD)
+        return out.float()
+
+
+class SparseHead(nn.Module):
+    """SPLADE: how much each word of the vocabulary is meant by a text."""
+
+    def __init__(self, pooling: PoolingFacts, words: nn.Module) -> None:
+        super().__init__()
+        self.sum = pooling.sparse_sum
+        self.log_twice = pooling.sparse_log_twice
+        self.words = words
+
+    def forward(self, hidden: Tensor, spans: Spans | None) -> Tensor:
+        assert spans is not None, "sparse weights come from all tokens of a text"
+        weights: Tensor | None = None
+        for begin in range(0, len(hidden), SPARSE_AT_ONCE):
+            part = slice(begin, begin + SPARSE_AT_ONCE)
+            logits_TV = torch.log1p(F.relu(self.words(hidden[part]).float()))
+            if self.log_twice:
+                logits_TV = torch.log1p(logits_TV)
+            if weights is None:
+                weights = logits_TV.new_zeros(len(spans.length_R), logits_TV.shape[1])
+            if self.sum:
+                weights.index_add_(0, spans.row_T[part], logits_TV)
+            else:
+                weights.scatter_reduce_(0, spans.row_T[part, None].expand(logits_TV.shape), logits_TV, "amax")
+        assert weights is not None, "a step has tokens"
+        return weights
+
+
+class Projection(nn.Module):
+    """A dense layer after pooling; its weights lie in a file of their own."""
+
+    def __init__(self, facts: DenseFacts, build: Build) -> None:
+        super().__init__()
+        self.facts = facts
+        size = (facts.out_dim, facts.in_dim)
+        self.weight = nn.Parameter(torch.empty(size, device=build.device), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if facts.bias:
+            self.bias = nn.Parameter(torch.empty(facts.out_dim, device=build.device), requires_grad=False)
+
+    def load(self, folder: Path) -> None:
+        """Reads the weights from below the checkpoint's folder."""
+        path = folder / self.facts.path / "model.safetensors"
+        if not path.exists():
+            raise WeightsError(
+                what=f"{path} is missing",
+                why="the model projects its embeddings with it; pickled weights are not loaded",
+                fix="convert the module's weights to safetensors",
+            )
+        with open_safetensors((path,)) as tensors, torch.no_grad():
+            for name, target in (("linear.weight", self.weight), ("linear.bias", self.bias)):
+                if target is None:
+                    continue
+                if name not in tensors or tensors[name].shape != tuple(target.shape):
+                    raise WeightsError(
+                        what=f"{path} has no {name} of shape {list(target.shape)}", fix="download it again"
+                    )
+                copy_into(target, tensors[name])
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        return _ACTIVATIONS[self.facts.activation](F.linear(x_RD, self.weight, self.bias))
+
+
+def pooled_architecture(facts: ModelFacts, pooling: PoolingFacts) -> Architecture:
+    """How to make and fill the pooling model. Raises `UnsupportedModel`."""
+    if pooling.family in ENCODERS:
+        return _encoder_architecture(pooling)
+    name = f"{pooling.family}ForCausalLM"
+    if name not in ARCHITECTURES:
+        known = sorted({*ENCODERS, *(each.removesuffix("ForCausalLM") for each in ARCHITECTURES)})
+        raise UnsupportedModel(
+            what=f"no implementation of {facts.architecture}",
+            why=f"pooling models can be made of: {', '.join(known)}",
+            fix="choose another model",
+        )
+    return _decoder_architecture(find_architecture(name), pooling)
+
+
+def load_projections(model: PooledModel, folder: Path) -> None:
+    for module in model.modules():
+        if isinstance(module, Projection):
+            module.load(folder)
+
+
+def _encoder_architecture(pooling: PoolingFacts) -> Architecture:
+    family = ENCODERS[pooling.family]
+
+    def make(facts: ModelFacts, build: Build) -> PooledModel:
+        body = bert.Encoder(facts, build)
+        match pooling.task:
+            case "embed":
+                return PooledModel(body, EmbedHead(pooling, build))
+            case "classify":
+                scores = family.Classifier(facts, pooling.width, _precise(build))
+                return PooledModel(body, ScoreHead(pooling, scores))
+            case "sparse":
+                return PooledModel(body, SparseHead(pooling, bert.MaskedLM(facts, body.embed, build)))
+
+    rules = {"embed": family.EMBEDDER, "classify": family.CLASSIFIER, "sparse": family.MASKED_LM}[pooling.task]
+    inner = {"embed": "head", "classify": "head.scores", "sparse": "head.words"}[pooling.task]
+    return Architecture(make, _OldNames(*(_moved(rule, inner) for rule in rules)))
+
+
+def _decoder_architecture(generative: Architecture, pooling: PoolingFacts) -> Architecture:
+    def make(facts: ModelFacts, build: Build) -> PooledModel:
+        body = generative.make(replace(facts, tie_embeddings=True), build)  # tied: the output head costs nothing
+        if pooling.task == "embed":
+            return PooledModel(body, EmbedHead(pooling, build))
+        return PooledModel(body, ScoreHead(pooling, _scores(facts, pooling, _precise(build))))
+
+    rules: list[Rule] = list(_under_body(generative.weights.rules))
+    if pooling.task == "classify":
+        rules += [Rename("score", "head.scores"), Rename("score.*", "head.scores.*")]
+    return Architecture(make, Mapping(*rules))
+
+
+def _scores(facts: ModelFacts, pooling: PoolingFacts, build: Build) -> nn.Module:
+    if not pooling.reward_head:
+        return ReplicatedLinear(facts.hidden, pooling.width, build)
+    return nn.Sequential(
+        ReplicatedLinear(facts.hidden, facts.hidden, build, bias=True),
+        nn.ReLU(),
+        ReplicatedLinear(facts.hidden, pooling.width, build, bias=True),
+    )
+
+
+def _precise(build: Build) -> Build:
+    """Heads are small and computed once a text: in float32."""
+    return replace(build, dtype=torch.float32, scheme=Unquantized())
+
+
+def _under_body(rules: Iterable[Rule]) -> Iterable[Rule]:
+    """A generative model's rules for the same model as a body; checkpoints of bodies may leave out the leading `model.`"""
+    for rule in rules:
+        short = _renamed(rule, lambda source: source.removeprefix("model."))
+        for each in (rule,) if short == rule else (short, rule):
+            yield _targeted(each, lambda target: f"body.{target}")
+
+
+def _moved(rule: Rule, head: str) -> Rule:
+    return _targeted(rule, lambda target: head + target.removeprefix("head") if target.startswith("head") else target)
+
+
+def _targeted(rule: Rule, name: Callable[[str], str]) -> Rule:
+    match rule:
+        case Rename(source, target):
+            return Rename(source, name(target))
+        case Fuse():
+            return Fuse(name(rule.target), **rule.parts)
+        case Split(source, target, parts):
+            return Split(source, name(target), parts)
+        case Ignore():
+            return rule
+
+
+def _renamed(rule: Rule, name: Callable[[str], str]) -> Rule:
+    match rule:
+        case Rename(source, target):
+            return Rename(name(source), target)
+        case Fuse():
+            return Fuse(rule.target, **{part: name(source) for part, source in rule.parts.items()})
+        case Split(source, target, parts):
+            return Split(name(source), target, parts)
+        case Ignore(source):
+            return Ignore(name(source))
+
+
+class _OldNames(Mapping):
+    """Norms of checkpoints that were converted from TensorFlow are called gamma and beta."""
+
+    def targets_of(self, name: str) -> tuple[str, ...] | None:
+        stem, _, last = name.rpartition(".")
+        return super().targets_of(f"{stem}.{_NEW_NAMES.get(last, last)}")
+
+
+_NEW_NAMES: Final = {"gamma": "weight", "beta": "bias"}

@@ -1,0 +1,141 @@
+"""Runs steps of a pooling model: the hidden states of texts become one result each on the device; nothing is sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bough.config.pooling_facts import PoolingFacts
+from bough.core.step import Launched, Mask, Outcome, RunnerLimits, Step
+from bough.kernels.attention.inputs import HostLengths
+from bough.layers.pooling import Spans
+from bough.memory.mha import KVPool
+from bough.memory.transfer import download, upload
+from bough.models.pooled import PooledModel
+from bough.platform.device import Device
+from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
+from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
+from bough.sampler.state import SlotParams
+
+
+class PoolingRunner:
+    """A `core.step.Runner`. Texts that must be whole (`PoolingFacts.whole`) come in one chunk and leave no KV behind."""
+
+    graphs = None
+
+    def __init__(
+        self,
+        model: PooledModel,
+        pooling: PoolingFacts,
+        pool: KVPool,
+        limits: RunnerLimits,
+        attention: AttentionFactory,
+        device: Device,
+    ) -> None:
+        self.limits = limits
+        self.machine = device
+        self.pooling = pooling
+        self._device = device.torch_device
+        self._model = model
+        slots = limits.num_slots + 1
+        state = DeviceState(
+            page_table=torch.zeros((slots, limits.pages_per_slot), dtype=torch.int32, device=self._device),
+            last_token=torch.zeros(slots, dtype=torch.int64, device=self._device),
+        )
+        self._forward = Forward(model, pool, state, attention)  # type: ignore[arg-type]
+        self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
+        self._params = SlotParams(limits.num_slots, limits.vocab_size)
+        self._second_at = np.zeros(slots, np.int32)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        for setup in step.setups:
+            self._second_at[setup.slot] = setup.second_at
+        plain = self._params.gather(step)
+        layout = Layout(Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at)))
+        host = self.machine.host_buffer(layout.num_bytes)
+        self._packer.pack(step, plain, layout, host.numpy())
+        tensors = layout.tensors(host.to(self._device, non_blocking=True))
+        extent = Extent(
+            max_query=int(step.num_query.max()),
+            max_kv=int((step.context + step.num_query).max()),
+            shared=False,
+            host=HostLengths(num_query_R=step.num_query, context_R=step.context),
+        )
+        self._forward.write_table(tensors)
+        if self.pooling.whole:
+            broken = np.flatnonzero((step.context != 0) | ~step.samples)
+            if len(broken):
+                raise ValueError("a text of a model that must see it whole came in pieces")
+            results = self._whole(step, tensors, extent)
+        else:
+            hidden = self._forward.hidden(tensors, extent, tensors.last_at_R[: len(plain.rows)])
+            results = self._model.results(hidden, None)
+        return LaunchedPool(self, step, plain.rows, results)
+
+    def idle(self) -> None:
+        """There is nothing to prepare in quiet moments."""
+
+    def clear(self) -> None:
+        self.machine.synchronize()
+
+    def _whole(self, step: Step, tensors: StepTensors, extent: Extent) -> Tensor:
+        segments = self._segments(step)
+        hidden = self._forward.hidden(tensors, extent, None, segments=segments)
+        return self._model.results(hidden, Spans.of(tensors.query_start_R1, step.num_tokens))
+
+    def _segments(self, step: Step) -> Tensor | None:
+        """The segment of each token; None: there are no pairs in the step."""
+        second = self._second_at[step.slots]
+        if not second.any():
+            return None
+        length = step.num_query
+        place = np.arange(step.num_tokens) - np.repeat(np.cumsum(length) - length, length)
+        border = np.repeat(np.where(second > 0, second, length), length)
+        return upload((place >= border).astype(np.int64), self._device)
+
+
+class LaunchedPool:
+    """A step in flight."""
+
+    needs_masks = False
+
+    def __init__(self, runner: PoolingRunner, step: Step, rows: npt.NDArray[np.int32], results: Tensor) -> None:
+        self._step = step
+        self._rows = rows
+        self._sparse = runner.pooling.task == "sparse"
+        self._results = download(results)
+        self._done = runner.machine.event()
+        self._done.record()
+
+    @property
+    def step(self) -> Step:
+        return self._step
+
+    def sample(self, masks: Mask) -> None:
+        raise ValueError("a pooling model samples nothing")
+
+    def wait(self) -> Outcome:
+        self._done.wait()
+        values = self._results.numpy()
+        finite = np.isfinite(values).all(axis=1)
+        embeddings, failed = {}, {}
+        for at, row in enumerate(self._rows.tolist()):
+            if not finite[at]:
+                failed[row] = "the model's result is not finite"
+            else:
+                embeddings[row] = as_pairs(values[at]) if self._sparse else values[at]
+        return Outcome(
+            tokens=np.full((self._step.num_rows, 1), -1, np.int32),
+            counts=np.zeros(self._step.num_rows, np.int32),
+            embeddings=embeddings,
+            failed=failed,
+        )
+
+
+def as_pairs(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Sparse weights as the ids of those that are not 0, then their values (ids are exact in float32)."""
+    ids = np.flatnonzero(weights)
+    return np.concatenate([ids.astype(np.float32), weights[ids]])

@@ -1,0 +1,263 @@
+"""Every kind of pooling model against transformers' own class on the same weights, through scheduler and runner."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pooled_engine import DECODER, SIZES, TEXTS, PooledEngine, make_tiny
+
+from bough.core.errors import UnsupportedModel
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+TOLERANCE = 1e-4
+BERT: dict[str, Any] = {"type_vocab_size": 2}
+ROBERTA: dict[str, Any] = {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 98}
+GEMMA: dict[str, Any] = {**DECODER, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def say_modules(folder: Path, pooling: dict[str, Any] | None, *more: tuple[str, str]) -> None:
+    """A modules.json like sentence-transformers writes it."""
+    listed = [("0", "", "Transformer")]
+    if pooling is not None:
+        listed.append(("1", "1_Pooling", "Pooling"))
+        write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": SIZES["hidden_size"], **pooling})
+    listed += [(str(len(listed) + at), path, kind) for at, (path, kind) in enumerate(more)]
+    write(
+        folder / "modules.json",
+        [
+            {"idx": int(name), "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for name, path, kind in listed
+        ],
+    )
+
+
+def hidden(reference: torch.nn.Module, text: list[int], **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return reference(torch.tensor([text]), **inputs).last_hidden_state[0]
+
+
+def close(actual: list[np.ndarray], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == tuple(other.shape)
+        assert np.abs(one - other.numpy()).max() <= TOLERANCE
+    if len(actual) > 1 and actual[0].shape == actual[1].shape:
+        assert np.abs(actual[0] - actual[1]).max() > 1e-2, "results too alike to tell anything"
+
+
+ENCODERS = {"BertModel": BERT, "XLMRobertaModel": ROBERTA, "RobertaModel": ROBERTA}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_pools_its_first_token(name: str, tmp_path: Path) -> None:
+    reference = make_tiny(name, tmp_path, **ENCODERS[name])
+    engine = PooledEngine(tmp_path)
+    assert engine.pooling is not None
+    assert engine.pooling.modes == ("cls",)
+    expected = [torch.nn.functional.normalize(hidden(reference, text)[0], dim=0) for text in TEXTS]
+    close(engine.results(TEXTS), expected)
+
+
+@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
+def test_each_way_of_pooling(mode: str, tmp_path: Path) -> None:
+    reference = make_tiny("BertModel", tmp_path, **BERT)
+    say_modules(tmp_path, {"pooling_mode": mode})
+
+    def pooled(states: torch.Tensor) -> torch.Tensor:
+        weight = torch.arange(1.0, len(states) + 1)[:, None]
+        return {
+            "cls": states[0],
+            "max": states.max(0).values,
+            "mean": states.mean(0),
+            "mean_sqrt_len_tokens": states.sum(0) / len(states) ** 0.5,
+            "weightedmean": (states * weight).sum(0) / weight.sum(),
+            "lasttoken": states[-1],
+        }[mode]
+
+    close(PooledEngine(tmp_path).results(TEXTS), [pooled(hidden(reference, text)) for text in TEXTS])
+
+
+def test_modules_of_sentence_transformers(tmp_path: Path) -> None:
+    """Two modes side by side, a projection with weights of its own, and a norm."""
+    from safetensors.torch import save_file
+
+    reference = make_tiny("BertModel", tmp_path, **BERT)
+    say_modules(
+        tmp_path, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, ("2_Dense", "Dense"),
+        ("3_Normalize", "Normalize"),
+    )  # fmt: skip
+    width = 2 * SIZES["hidden_size"]
+    weight, bias = torch.randn(20, width), torch.randn(20)
+    write(
+        tmp_path / "2_Dense" / "config.json",
+        {"in_features": width, "out_features": 20, "bias": True, "activation_function": "torch.nn.Tanh"},
+    )
+    save_file({"linear.weight": weight, "linear.bias": bias}, tmp_path / "2_Dense" / "model.safetensors")
+
+    def expected(text: list[int]) -> torch.Tensor:
+        states = hidden(reference, text)
+        pooled = torch.tanh(weight @ torch.cat([states[0], states.mean(0)]) + bias)
+        return torch.nn.functional.normalize(pooled, dim=0)
+
+    close(PooledEngine(tmp_path).results(TEXTS), [expected(text) for text in TEXTS])
+
+
+def test_an_unknown_module_is_refused(tmp_path: Path) -> None:
+    make_tiny("BertModel", tmp_path, **BERT)
+    say_modules(tmp_path, {"pooling_mode": "mean"}, ("2_LSTM", "LSTM"))
+    with pytest.raises(UnsupportedModel, match="LSTM"):
+        PooledEngine(tmp_path)
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "LlamaModel": DECODER,
+    "MistralModel": {**DECODER, "sliding_window": 9, "head_dim": 16},
+    "Qwen2Model": DECODER,
+    "Qwen3Model": {**DECODER, "head_dim": 16},
+    "Gemma2Model": GEMMA,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_pools_its_last_token(name: str, tmp_path: Path) -> None:
+    """In chunks of 7 tokens: only the last one's last token counts."""
+    reference = make_tiny(name, tmp_path, **DECODERS[name])
+    engine = PooledEngine(tmp_path, chunked_prefill_size=7)
+    expected = [torch.nn.functional.normalize(hidden(reference, text)[-1], dim=0) for text in TEXTS]
+    close(engine.results(TEXTS), expected)
+    assert engine.queues.counters.steps >= sum(map(len, TEXTS)) // 7
+
+
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_a_generative_checkpoint_with_a_pooling_module_embeds(name: str, tmp_path: Path) -> None:
+    reference = make_tiny(name, tmp_path, **DECODER, head_dim=16)
+    say_modules(tmp_path, {"pooling_mode_lasttoken": True}, ("2_Normalize", "Normalize"))
+    expected = [torch.nn.functional.normalize(hidden(reference.model, text)[-1], dim=0) for text in TEXTS]
+    close(PooledEngine(tmp_path).results(TEXTS), expected)
+
+
+def test_a_generative_checkpoint_embeds_when_told_to(tmp_path: Path) -> None:
+    reference = make_tiny("LlamaForCausalLM", tmp_path, **DECODER)
+    engine = PooledEngine(tmp_path, is_embedding=True, pooling="mean")
+    expected = [torch.nn.functional.normalize(hidden(reference.model, text).mean(0), dim=0) for text in TEXTS]
+    close(engine.results(TEXTS), expected)
+    assert engine.pooling is not None
+    assert engine.pooling.whole
+
+
+@pytest.mark.parametrize("window", [6, 64])
+def test_gemma_embeddings_look_both_ways(window: int, tmp_path: Path) -> None:
+    """Windows reach to both sides, and full layers see everything."""
+    reference = make_tiny(
+        "Gemma3TextModel", tmp_path, **{**GEMMA, "sliding_window": window}, use_bidirectional_attention=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    say_modules(tmp_path, {"pooling_mode_mean_tokens": True}, ("2_Normalize", "Normalize"))
+    expected = [torch.nn.functional.normalize(hidden(reference, text).mean(0), dim=0) for text in TEXTS]
+    close(PooledEngine(tmp_path).results(TEXTS), expected)
+
+
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "BertForSequenceClassification": BERT,
+    "XLMRobertaForSequenceClassification": ROBERTA,
+    "LlamaForSequenceClassification": DECODER,
+    "MistralForSequenceClassification": {**DECODER, "sliding_window": None},
+    "Qwen2ForSequenceClassification": DECODER,
+    "Qwen3ForSequenceClassification": {**DECODER, "head_dim": 16},
+    "Gemma2ForSequenceClassification": GEMMA,
+}
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers(name: str, labels: int, tmp_path: Path) -> None:
+    reference = make_tiny(name, tmp_path, **CLASSIFIERS[name], num_labels=labels)
+    texts = [[max(token, 2) for token in text] for text in TEXTS]  # no padding ids: decoders would cut there
+    engine = PooledEngine(tmp_path)
+    assert engine.pooling is not None
+    assert (engine.pooling.task, engine.pooling.width) == ("classify", labels)
+    with torch.no_grad():
+        expected = [reference(torch.tensor([text])).logits[0] for text in texts]
+    close(engine.results(texts), expected)
+
+
+def test_a_reward_head_of_two_layers(tmp_path: Path) -> None:
+    """Qwen2's reward models: their class comes with the checkpoint, so it is spelt out here."""
+    from safetensors.torch import load_file, save_file
+
+    reference = make_tiny("Qwen2Model", tmp_path, **DECODER)
+    width = SIZES["hidden_size"]
+    head = {
+        "score.0.weight": torch.randn(width, width) * 0.3, "score.0.bias": torch.randn(width),
+        "score.2.weight": torch.randn(1, width) * 0.3, "score.2.bias": torch.randn(1),
+    }  # fmt: skip
+    body = load_file(tmp_path / "model.safetensors")
+    save_file({**{f"model.{name}": tensor for name, tensor in body.items()}, **head}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path / "config.json", {**config, "architectures": ["Qwen2ForRewardModel"], "num_labels": 1})
+
+    def expected(text: list[int]) -> torch.Tensor:
+        inner = torch.relu(head["score.0.weight"] @ hidden(reference, text)[-1] + head["score.0.bias"])
+        return head["score.2.weight"] @ inner + head["score.2.bias"]
+
+    close(PooledEngine(tmp_path).results(TEXTS), [expected(text) for text in TEXTS])
+
+
+@pytest.mark.parametrize(("name", "extra"), [("BertForMaskedLM", BERT), ("XLMRobertaForMaskedLM", ROBERTA)])
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+def test_sparse_weights(name: str, extra: dict[str, Any], strategy: str, tmp_path: Path) -> None:
+    reference = make_tiny(name, tmp_path, **extra)
+    say_modules(tmp_path, None, ("1_SpladePooling", "SpladePooling"))
+    write(tmp_path / "1_SpladePooling" / "config.json", {"pooling_strategy": strategy, "activation_function": "relu"})
+    engine = PooledEngine(tmp_path)
+    for text, pairs in zip(TEXTS, engine.results(TEXTS), strict=True):
+        with torch.no_grad():
+            weights = torch.log1p(torch.relu(reference(torch.tensor([text])).logits[0]))
+        expected = (weights.max(0).values if strategy == "max" else weights.sum(0)).numpy()
+        ids, values = np.split(pairs, 2)
+        assert ids.astype(int).tolist() == np.flatnonzero(expected > 0).tolist()
+        assert 0 < len(ids) < len(expected)
+        assert np.abs(values - expected[ids.astype(int)]).max() <= TOLERANCE
+
+
+def test_pairs_have_segments(tmp_path: Path) -> None:
+    reference = make_tiny("BertForSequenceClassification", tmp_path, **BERT, num_labels=1)
+    borders = [6, 0, 3, 30]
+    with torch.no_grad():
+        expected = [
+            reference(
+                torch.tensor([text]),
+                token_type_ids=torch.tensor([[int(0 < border <= at) for at in range(len(text))]]),
+            ).logits[0]
+            for text, border in zip(TEXTS, borders, strict=True)
+        ]
+        plain = reference(torch.tensor([TEXTS[0]])).logits[0]
+    engine = PooledEngine(tmp_path)
+    close(engine.results(TEXTS, borders), expected)
+    assert abs(float(expected[0] - plain)) > 1e-3, "the segments make no difference"
+
+
+def test_old_names_of_norms(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    reference = make_tiny("BertModel", tmp_path, **BERT)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file({f"bert.{name}": tensor.contiguous() for name, tensor in renamed.items()}, tmp_path / "model.safetensors")
+    close(
+        PooledEngine(tmp_path).results(TEXTS[:1]),
+        [torch.nn.functional.normalize(hidden(reference, TEXTS[0])[0], dim=0)],
+    )
