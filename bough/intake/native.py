@@ -199,11 +199,11 @@ def _logprobs(given: Mapping[str, Any]) -> LogprobSpec | None:
 def _hidden_states(value: Any) -> Literal["", "last", "all"]:
     if value is False:
         return ""
-    if value is True:
+    if value is True or value == "all":
         return "all"
     if value == "last":
         return "last"
-    raise _wrong("return_hidden_states", value, 'true, false or "last"')
+    raise _wrong("return_hidden_states", value, 'true, false, "all" or "last"')
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -268,7 +268,8 @@ class NativeAnswer:
         if delta.prompt_logprobs is not None:
             self._input.append(delta.prompt_logprobs)
         if delta.hidden_states is not None:
-            self._hidden += delta.hidden_states
+            last = self._request.hidden_states == "last"
+            self._hidden = delta.hidden_states[-1:] if last else self._hidden + delta.hidden_states
         answer: Json = {"text": "".join(self._said)} if self._text else {}
         return {**answer, "output_ids": list(self._tokens), "meta_info": self._meta(delta.end)}
 

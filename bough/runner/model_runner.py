@@ -17,6 +17,7 @@ from bough.memory.transfer import download, upload
 from bough.platform.device import Device
 from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
 from bough.runner.graphs import Graphs
+from bough.runner.hidden import HiddenSlots, HiddenWanted
 from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, Shaper, apply_masks
@@ -52,6 +53,7 @@ class ModelRunner:
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
+        self.hidden = HiddenSlots()
         self.graphs: Graphs | None = None
         if graph_max_tokens and device.is_async:
             self.graphs = Graphs(
@@ -66,15 +68,17 @@ class ModelRunner:
         for setup in step.setups:
             self.params.fill(setup)
             self.shaper.assign(setup)
+            self.hidden.note(setup)
         if len(step.copy_from):
             pages = upload(np.stack([step.copy_from, step.copy_to]).astype(np.int64), self.device)
             self.forward.pool.copy_pages(pages[0], pages[1])
         plain = self.params.gather(step)
-        if self.graphs is not None and not len(step.prompt_logprobs):
+        states = self.hidden.of(step)
+        if self.graphs is not None and not len(step.prompt_logprobs) and states is None:
             launched = self._replay(self.graphs, step, plain)
             if launched is not None:
                 return launched
-        return self._eager(step, plain)
+        return self._eager(step, plain, states)
 
     def idle(self) -> None:
         """Uses a moment without work to capture a graph that was missed."""
@@ -113,7 +117,7 @@ class ModelRunner:
         self.packer.table.reshape(-1)[step.table_at] = step.table_pages
         step.table_at, step.table_pages = step.table_at[:0], step.table_pages[:0]
 
-    def _eager(self, step: Step, plain: PlainRows) -> Launched:
+    def _eager(self, step: Step, plain: PlainRows, states: HiddenWanted | None = None) -> Launched:
         sizes = Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at))
         layout = Layout(sizes)
         host = self.machine.host_buffer(layout.num_bytes)
@@ -131,10 +135,16 @@ class ModelRunner:
         at = tensors.last_at_R[:num_samples]
         if scored is not None:
             at = torch.cat([at, upload(scored.at, self.device)])
+        num_scored = len(at)
+        if states is not None:
+            at = torch.cat([at, upload(states.at, self.device)])
         hidden = self.forward.hidden(tensors, extent, at)
         launched = LaunchedStep(self, step, plain, tensors)
+        if states is not None:
+            states.keep(hidden[num_scored:])
+            launched.hidden = states
         if scored is not None:
-            launched.prompt_scores = self._score_prompt(hidden[num_samples:], scored)
+            launched.prompt_scores = self._score_prompt(hidden[num_samples:num_scored], scored)
         if num_samples:
             logits = self.forward.model.logits(hidden[:num_samples])
             launched.have_logits(logits)
@@ -198,6 +208,7 @@ class LaunchedStep:
         self._tokens: Tensor | None = None
         self._scores: Scores | None = None
         self.prompt_scores: Scores | None = None
+        self.hidden: HiddenWanted | None = None
         self._done = runner.machine.event()
 
     @property
@@ -237,6 +248,7 @@ class LaunchedStep:
             counts=counts,
             output_logprobs=self._host(self._scores),
             prompt_logprobs=self._host(self.prompt_scores),
+            hidden_states=self.hidden.by_row() if self.hidden is not None else {},
         )
 
     def _host(self, scores: Scores | None) -> LogprobArrays | None:
