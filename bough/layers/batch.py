@@ -52,7 +52,10 @@ class RotatingBackend(AttentionBackend, Protocol):
         k_norm: Tensor | None,
         eps: float,
         offset: float,
-    ) -> Tensor: ...
+        ahead: Tensor | None,
+    ) -> Tensor:
+        """`ahead`: the weight that is multiplied next, which may be fetched meanwhile."""
+        ...
 
 
 @dataclass(slots=True)

@@ -72,12 +72,23 @@ def _take_out(plan: StepPlan, preempt: list[int]) -> None:
     plan.shares = [s for s in plan.shares if isinstance(s.row, Waiting) or s.row.slot not in preempt]
 
 
+_CROWD = 8
+"""Requests that wait for their first token, at least, to be a crowd..."""
+_CROWD_RATIO = 4
+"""...and decoding rows to each of them, at most."""
+
+
 def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int) -> int:
-    """Prompt tokens for a step that has `tokens` left, such that the rows that decode in it keep their time per token."""
+    """Prompt tokens for a step that has `tokens` left, such that the rows that decode in it keep their time per token.
+
+    While a crowd waits for its first tokens the target rests: larger chunks are more efficient, and all of the crowd gain
+    what a few lose.
+    """
     budget = tokens if limits.whole_prompts else min(tokens, limits.chunk_tokens)
     if queues.prefill_cap is not None:
         budget = min(budget, queues.prefill_cap)
-    if num_decodes:
+    num_waiting = len(queues.waiting) + len(queues.prefilling)
+    if num_decodes and (num_waiting < _CROWD or num_decodes > _CROWD_RATIO * num_waiting):
         within = queues.cost.tokens_within(limits.tpot_target_ms)
         if within is not None:
             budget = min(budget, max(within, limits.min_chunk_tokens))

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bough.kernels.attention.inputs import Spec
 from bough.kernels.choices import facts_of
 
-FRESH_FROM = 2048
+FRESH_FROM = 512
 """Shorter rows share one launch of the paged kernel, which is as fast for them."""
 
 

@@ -74,8 +74,12 @@ class TritonAttention:
         eps: float = 1e-6,
         offset: float = 0.0,
         interleaved: bool = False,
+        ahead: Tensor | None = None,
     ) -> Tensor:
-        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write."""
+        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write.
+
+        `ahead`: the weight that is multiplied next, fetched meanwhile in small steps.
+        """
         inputs = self._step()
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
@@ -94,6 +98,7 @@ class TritonAttention:
             interleaved=interleaved,
             k_scale=k_scale,
             v_scale=v_scale,
+            ahead=ahead,
         )
         return self.attend(spec, q, k, v_TKH)
 
