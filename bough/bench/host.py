@@ -51,11 +51,12 @@ def measure(
     shared_len: int = 0,
     page_size: int = 16,
     depth: int = 1,
+    waiting: int = 0,
 ) -> dict[str, float]:
     """Decodes `rows` requests for `steps` steps on a runner that costs nothing.
 
     Returns microseconds a step: `step_us` in all (median), `step_p99_us`, and the mean of each phase.
-    `shared_len` tokens of every prompt are the same.
+    `shared_len` tokens of every prompt are the same; `waiting` more requests find no slot.
     """
     context = prompt_len + steps + 64
     per_slot = -(-context // page_size)
@@ -81,7 +82,7 @@ def measure(
             sampling=SamplingParams(max_new_tokens=steps + 32, ignore_eos=True),
             eos_ids=(_VOCAB - 1,),
         )
-        for i in range(rows)
+        for i in range(rows + waiting)
     ]
     loop = Loop(
         runner=NullRunner(runner_limits),
@@ -122,10 +123,16 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--shared-len", type=int, default=0)
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--waiting", type=int, default=0)
     options = parser.parse_args()
     for rows in options.rows:
         numbers = measure(
-            rows, options.steps, options.prompt_len, shared_len=options.shared_len, page_size=options.page_size
+            rows,
+            options.steps,
+            options.prompt_len,
+            shared_len=options.shared_len,
+            page_size=options.page_size,
+            waiting=options.waiting,
         )
         print(json.dumps({name: round(value, 1) for name, value in numbers.items()}))
 

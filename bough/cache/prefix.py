@@ -40,6 +40,10 @@ class CacheView(Protocol):
         """The longest cached prefix of `key[:limit]`, in whole pages. Changes nothing."""
         ...
 
+    def still_longest(self, found: Match, key: I64, limit: int) -> bool:
+        """Would matching again give the same? Cheap; may say no where it would."""
+        ...
+
 
 class PrefixCache:
     """Owns every page: free, deferred, private to a row, cached in the tree, or detached with a failed step."""
@@ -77,6 +81,9 @@ class PrefixCache:
         if not self.enabled or limit < self.page_size:
             return NO_MATCH
         return self.tree.match_prefix(namespace, key, limit)
+
+    def still_longest(self, found: Match, key: I64, limit: int) -> bool:
+        return self.tree.still_longest(found, key, limit)
 
     def lock(self, namespace: str, key: I64, num_tokens: int, priority: int = 0) -> tuple[Node, I32]:
         """Locks a matched prefix for a row. Returns its node and its pages."""

@@ -64,6 +64,10 @@ class Match(Struct, frozen=True):
 
     num_tokens: int
     path: tuple[tuple[Node, int], ...] = ()
+    depth: int = 0
+    """Depth of the last node when it was matched."""
+    splits: int = -1
+    """`RadixTree.splits` when it was matched."""
 
 
 class Extended(Struct, frozen=True):
@@ -91,6 +95,7 @@ class RadixTree:
         """Pages of failed steps that rows still read."""
         self.version = 0
         """Changes whenever a match could have another result."""
+        self.splits = 0
         self._pool = pool
         self._order = order
         self._roots: dict[str, Node] = {}
@@ -120,7 +125,19 @@ class RadixTree:
             if common < len(child.key):
                 break
             node = child
-        return Match(at, tuple(path))
+        return Match(at, tuple(path), path[-1][0].depth if path else 0, self.splits)
+
+    def still_longest(self, found: Match, key: I64, limit: int) -> bool:
+        """Would matching again give the same? May say no where it would, never the other way round."""
+        if not found.path or found.splits != self.splits:
+            return False
+        node = found.path[-1][0]
+        if node.detached or node.depth != found.depth:
+            return False
+        at, size = found.num_tokens, self.page_size
+        if at < found.depth or at + size > limit:
+            return True
+        return key[at : at + size].tobytes() not in node.children
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots."""
@@ -207,6 +224,7 @@ class RadixTree:
         """Cuts `node` after `at` tokens. The new upper node is returned; the lower one keeps its identity and its rows."""
         parent = node.parent
         assert parent is not None, "roots have no key to split"
+        self.splits += 1
         size = self.page_size
         upper = Node(node.namespace, node.key[:at], node.pages[: at // size], parent, node.born)
         upper.locks = node.locks
@@ -317,6 +335,7 @@ class RadixTree:
         self._by_step.clear()
         self.num_cached = self.num_evictable = self.num_detached = 0
         self.version += 1
+        self.splits += 1
 
     # -- steps ------------------------------------------------------------------------------------
 

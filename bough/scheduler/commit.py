@@ -16,7 +16,7 @@ from bough.scheduler.limits import Limits
 from bough.scheduler.plan import StepPlan
 from bough.scheduler.policy import mix
 from bough.scheduler.prefill import Share
-from bough.scheduler.queues import Job, Prefilling, Queues, Running, Waiting
+from bough.scheduler.queues import Job, Prefilling, Queues, Running
 from bough.scheduler.sharing import Groups
 from bough.scheduler.slots import NEVER, NO_TOKEN
 
@@ -132,11 +132,14 @@ def _row_of(queues: Queues, slot: int) -> Prefilling | Running:
 
 
 def _count_overtaken(plan: StepPlan, queues: Queues) -> None:
-    admitted = {id(share.row) for share in plan.shares if isinstance(share.row, Waiting)}
-    if admitted:
-        oldest = queues.waiting.oldest()
-        if oldest is not None and id(oldest) not in admitted:
-            oldest.skipped += 1
+    """The oldest waiting request loses patience with every step in which a younger one has its place."""
+    oldest = queues.waiting.oldest()
+    if oldest is None or any(share.row is oldest for share in plan.shares):
+        return
+    rows = queues.running_slots()
+    youngest = max((share.row.job.seq for share in plan.shares), default=0)
+    if max(youngest, int(queues.slots.seq[rows].max()) if len(rows) else 0) > oldest.job.seq:
+        oldest.skipped += 1
 
 
 # -- admission ------------------------------------------------------------------------------------

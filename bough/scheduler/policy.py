@@ -16,25 +16,34 @@ from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues, Waiting
 
 PATIENCE_STEPS = 16
-"""Steps in which the oldest request may be overtaken."""
+"""Steps for which the oldest request lets younger ones go first."""
 _AUTO_HIT_RATE = 0.1
 _MASK = (1 << 64) - 1
 
 
 def match(waiting: Waiting, cache: CacheView) -> Match:
-    """The longest cached prefix that the request can use. Remembered until the cache changes."""
-    if waiting.memo is None or waiting.memo[0] != cache.version:
-        job = waiting.job
-        found = cache.match_prefix(job.ask.namespace, waiting.key, job.match_limit(len(waiting.key)))
-        waiting.memo = (cache.version, found)
-    return waiting.memo[1]
+    """The longest cached prefix that the request can use. Remembered while it stays true."""
+    memo, version = waiting.memo, cache.version
+    if memo is not None and memo[0] == version:
+        return memo[1]
+    job, key = waiting.job, waiting.key
+    limit = job.match_limit(len(key))
+    found = memo[1] if memo is not None else None
+    if found is None or not cache.still_longest(found, key, limit):
+        found = cache.match_prefix(job.ask.namespace, key, limit)
+    waiting.memo = (version, found)
+    return found
+
+
+def is_starved(waiting: Waiting) -> bool:
+    return waiting.skipped >= PATIENCE_STEPS
 
 
 def ordered(queues: Queues, cache: CacheView, limits: Limits) -> Iterator[Waiting]:
     """Waiting requests, most deserving first."""
     sort = ORDERS[effective(queues, cache, limits)]
     oldest = queues.waiting.oldest()
-    starved = oldest if oldest is not None and oldest.skipped >= PATIENCE_STEPS else None
+    starved = oldest if oldest is not None and is_starved(oldest) else None
     if starved is not None:
         yield starved
     for returning, fresh in queues.waiting.levels():

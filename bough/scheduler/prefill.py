@@ -12,7 +12,7 @@ from bough.cache.radix import Match
 from bough.core.step import I64
 from bough.scheduler.estimate import expected_output, prefill_need, running_need
 from bough.scheduler.limits import Limits
-from bough.scheduler.policy import match, ordered
+from bough.scheduler.policy import is_starved, match, ordered
 from bough.scheduler.preempt import give_way
 from bough.scheduler.queues import Prefilling, Queues, Waiting
 
@@ -102,12 +102,13 @@ class _Sharing:
         """The part of the budget that long prompts leave to short ones, if there are any."""
         queues, cut = self.queues, self.short_cut
         wanted = sum(left for row in queues.prefilling.values() if (left := len(row.key) - row.computed) <= cut)
-        oldest = queues.waiting.oldest()
-        if oldest is not None and oldest.skipped:
-            wanted += min(self.limits.min_chunk_tokens, len(oldest.key))
         if wanted < cut:
             wanted += sum(len(w.key) for w in islice(queues.waiting, _PEEK) if len(w.key) <= cut)
-        return min(cut, wanted)
+        kept = min(cut, wanted)
+        oldest = queues.waiting.oldest()
+        if oldest is not None and is_starved(oldest):
+            kept = max(kept, min(self.limits.min_chunk_tokens, -(-self.tokens // 2)))
+        return kept
 
     def go_on(self, rows: list[Prefilling]) -> None:
         """Gives prompts under way their next chunks."""
@@ -155,6 +156,8 @@ class _Sharing:
         if self.tokens <= 0 or not len(queues.waiting):
             return
         slots_left = min(limits.max_running - queues.num_live, queues.slots.num_free) - len(self.admitted)
+        if slots_left <= 0 and not limits.priority:
+            return
         ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
         reserve = self._reserved()
         for waiting in islice(ordered(queues, cache, limits), LOOK_AHEAD):
@@ -175,7 +178,7 @@ class _Sharing:
                 if limits.priority:
                     self.plan.preempt = give_way(queues, limits, waiting, short_pages, 1 - slots_left)
                 return
-            is_long = len(waiting.key) - found.num_tokens > self.short_cut and not waiting.skipped
+            is_long = len(waiting.key) - found.num_tokens > self.short_cut and not is_starved(waiting)
             share = Share(waiting, found.num_tokens, cached, 0, is_long)
             self.pages -= locked
             if not self._give(share, first=not self.plan.shares):

@@ -95,7 +95,7 @@ class Waiting(Struct, eq=False):
     key: I64
     """All tokens that must be in memory before the next one can be sampled."""
     skipped: int = 0
-    """Steps in which younger requests were admitted before it, while it was the oldest."""
+    """Steps in which younger requests had a place while it was the oldest that waited."""
     memo: tuple[int, Match] | None = None
     """A match and the cache version it holds for."""
 

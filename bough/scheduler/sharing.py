@@ -39,13 +39,17 @@ def shared_spans(nodes: Sequence[Node], min_tokens: int, min_saved: int) -> Shar
     Greedy: the cut that saves most, (rows - 1) x tokens, comes first; its rows are out; and so on while a span of at least
     `min_tokens` saves at least `min_saved`.
     """
+    floor = max(min_tokens, 1)
     members: dict[Node, list[int]] = {}
     for row, node in enumerate(nodes):
-        while node.locks < 2 and node.parent is not None:
-            node = node.parent
-        if node.depth >= max(min_tokens, 1):
-            members.setdefault(node, []).append(row)
-    paths = {node: _ancestors(node, max(min_tokens, 1)) for node in members}
+        while node.locks < 2 and (above := node.parent) is not None:
+            node = above
+        if node.depth >= floor:
+            if node in members:
+                members[node].append(row)
+            else:
+                members[node] = [row]
+    paths = {node: _ancestors(node, floor) for node in members}
     count: dict[Node, int] = {}
     for node, rows in members.items():
         for above in paths[node]:

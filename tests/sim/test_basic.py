@@ -287,3 +287,17 @@ def test_expected_is_not_trivial() -> None:
     assert len(answers) == 18
     assert all(len(set(answer)) > 3 for answer in answers)
     sim.run()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_a_long_prefill_does_not_starve_an_older_request(share: float) -> None:
+    """The younger prompt got in first and takes more than a hundred steps; the older one does not wait for its end."""
+    sim = Sim(policy="lof", context_length=600, num_pages=400, max_step_tokens=5, small_share=share)
+    older = sim.ask([9] * 20, max_new=1)
+    sim.ask([i % VOCAB for i in range(550)], max_new=9)
+    turns = 0
+    while not older.ends:
+        sim.turn()
+        turns += 1
+    assert turns <= 64
+    sim.run()

@@ -331,12 +331,13 @@ def test_a_page_begun_by_a_failed_step_is_not_cached_when_a_later_step_fills_it(
 def test_prompts_that_block_each_other_are_told_apart() -> None:
     """Two prompts under way and no page left for either: the younger gives way."""
     from bough.scheduler.plan import plan_step
+    from bough.scheduler.policy import PATIENCE_STEPS
 
     sim = Sim(depth=0, max_step_tokens=8, small_share=0.5, num_pages=40)
     sim.ask(PROMPT, max_new=4)
     younger = sim.ask([1, *PROMPT], max_new=4)
     sim.turn()
-    sim.queues.where[younger.ask.id].skipped = 1
+    sim.queues.where[younger.ask.id].skipped = PATIENCE_STEPS
     sim.turn()
     assert len(sim.queues.prefilling) == 2
     sim.cache.alloc(sim.cache.num_available)

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from bough.cache.evict import EVICTION
 from bough.cache.pages import PagePool, PoolDry
 from bough.cache.prefix import PrefixCache
-from bough.cache.radix import Node
+from bough.cache.radix import Match, Node
 
 TOTAL = 24
 
@@ -39,6 +39,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.live: list[Row] = []
         self.steps: dict[int, list[tuple[Row, int]]] = {}
         self.step = 0
+        self.matches: list[tuple[str, list[int], Match]] = []
 
     def _known(self, namespace: str, tokens: list[int]) -> list[int]:
         pages = []
@@ -80,6 +81,7 @@ class TreeMachine(RuleBasedStateMachine):
         known = self._known(namespace, tokens[:limit])
         assert found.num_tokens == len(known) * self.size
         assert [p for node, used in found.path for p in node.pages[:used].tolist()] == known
+        self.matches = [*self.matches[-20:], (namespace, tokens, found)]
         use = min(found.num_tokens, keep * self.size)
         node, pages = self.cache.lock(namespace, key, use)
         assert pages.tolist() == known[: use // self.size]
@@ -177,6 +179,14 @@ class TreeMachine(RuleBasedStateMachine):
         self.cache.check(np.array(own, np.int32))
         assert self.cache.balanced
         assert len(set(self.truth.values())) == len(self.truth) == self.cache.tree.num_cached
+
+    @invariant()
+    def remembered_matches_are_true(self) -> None:
+        for namespace, tokens, found in getattr(self, "matches", []):
+            key, limit = np.array(tokens, np.int64), len(tokens) - 1
+            if self.cache.still_longest(found, key, limit):
+                again = self.cache.match_prefix(namespace, key, limit)
+                assert (again.num_tokens, again.path) == (found.num_tokens, found.path)
 
     @invariant()
     def everything_known_is_found(self) -> None:
