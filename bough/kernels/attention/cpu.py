@@ -135,8 +135,9 @@ class CpuAttention:
         k_norm: Tensor | None,
         eps: float,
         offset: float,
+        ahead: Tensor | None = None,
     ) -> Tensor:
-        """Norms each head (where norms are given), rotates, then `forward`."""
+        """Norms each head (where norms are given), rotates, then `forward`. `ahead` is nothing a CPU needs to be told."""
         loaded = library()
         if loaded is None or not self._covers(spec, q_TNH, k_TKH, v_TKH) or cos_sin_PR.dtype != torch.float32:
             if q_norm is None or k_norm is None:
