@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bough.config.concerns import Config
 from bough.core.errors import InvalidRequest
@@ -17,6 +17,9 @@ from bough.entrypoints.admission import Admission
 from bough.intake import Intake, Request, Stream
 from bough.observability.health import Beat, Pulse, State
 from bough.tokenizer import Tokenizer, TokenizerPool
+
+if TYPE_CHECKING:
+    from bough.entrypoints.http.responses.store import ResponseStore
 
 _log = logging.getLogger(__name__)
 _DEFAULT = SamplingParams()
@@ -73,6 +76,9 @@ class Service:
         self.intake = intake
         self.admission = admission or make_admission(config, served.facts)
         self.draining = False
+        self.responses: ResponseStore | None = None
+        """Made by the route that fills it."""
+        self._closers: list[Callable[[], Awaitable[None]]] = []
         self._pulse = pulse
         self._pool = TokenizerPool(served.tokenizer) if served.tokenizer is not None else None
 
@@ -97,6 +103,16 @@ class Service:
         finally:
             for _, stream in streams:
                 stream.abort()
+
+    def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
+        """`closer` is awaited when the worker ends, before the intake closes."""
+        self._closers.append(closer)
+
+    async def close(self) -> None:
+        """Ends what runs beside requests, then the intake."""
+        for closer in reversed(self._closers):
+            await closer()
+        await self.intake.close()
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts, long ones off the event loop."""

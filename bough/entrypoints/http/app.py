@@ -25,6 +25,8 @@ from bough.entrypoints.http.errors import on_error
 from bough.entrypoints.http.openai import chat, completions, models
 from bough.entrypoints.http.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from bough.entrypoints.http.replies import json_reply
+from bough.entrypoints.http.responses import routes as responses
+from bough.entrypoints.http.responses.schema import ResponsesRequest
 from bough.entrypoints.http.security import OPEN_PATHS, App, Guard
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
@@ -68,6 +70,19 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
         paths=("/generate",), methods=("POST", "PUT"), make=native.generate, body=native.GenerateRequest,
         about="Continue texts or token ids, in SGLang's JSON.",
+    ),
+    RouteSpec(
+        paths=("/v1/responses",), methods=("POST",), make=responses.create, body=ResponsesRequest,
+        about="Answer a conversation, in the words of OpenAI's Responses API.",
+    ),
+    RouteSpec(paths=("/v1/responses/{id}",), methods=("GET",), make=responses.retrieve, about="A stored response."),
+    RouteSpec(paths=("/v1/responses/{id}",), methods=("DELETE",), make=responses.delete, about="Forget a response."),
+    RouteSpec(
+        paths=("/v1/responses/{id}/cancel",), methods=("POST",), make=responses.cancel, about="End a background response."
+    ),
+    RouteSpec(
+        paths=("/v1/responses/{id}/input_items",), methods=("GET",), make=responses.list_input,
+        about="What a response answers.",
     ),
     RouteSpec(
         paths=("/v1/messages",), methods=("POST",), make=anthropic.messages, body=MessagesRequest,
@@ -165,7 +180,7 @@ def openapi(specs: list[RouteSpec]) -> dict[str, Any]:
             operations: dict[str, Any] = {}
             for method in spec.methods:
                 operations[method.lower()] = _operation(spec, by_body)
-            paths[path.replace(":path}", "}")] = operations
+            paths.setdefault(path.replace(":path}", "}"), {}).update(operations)
     return {
         "openapi": "3.1.0",
         "info": {"title": "bough", "version": VERSION},

@@ -65,7 +65,7 @@ class Worker:
             self._server.stop(now=self._service is None)
             await asyncio.gather(serving, return_exceptions=True)
             if self._service is not None:
-                await self._service.intake.close()
+                await self._service.close()
 
     def drain(self, *, now: bool = False) -> None:
         """Takes no new requests and ends `run` when those under way have ended; `now`: at once."""

@@ -1,0 +1,230 @@
+"""A Responses body as a chat request: items become messages, flat tools become nested ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bough.core.errors import InvalidRequest
+from bough.entrypoints import bounds
+from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, NamedFunction, NamedTool, Tool
+from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
+
+LOGPROBS = "message.output_text.logprobs"
+
+_SAME = (
+    "stream", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "seed", "stop", "ignore_eos", "parallel_tool_calls", "chat_template_kwargs", "rid", "priority", "cache_salt",
+    "extra_key",
+)  # fmt: skip
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def chat_request(asked: ResponsesRequest, items: Sequence[Json]) -> ChatRequest:
+    """The request in the chat route's words. `items`: the whole conversation. Raises `InvalidRequest`."""
+    _refuse(asked)
+    messages = messages_of(items)
+    if asked.instructions:
+        messages.insert(0, {"role": "system", "content": asked.instructions})
+    tools = _tools(asked.tools or ())
+    choice, allowed = _tool_choice(asked.tool_choice)
+    if allowed is not None:
+        tools = [tool for tool in tools if tool.function.name in allowed]
+    chat = ChatRequest(
+        messages=messages,
+        max_completion_tokens=asked.max_output_tokens,
+        tools=tools or None,
+        tool_choice=choice,
+        response_format=_format(asked),
+        reasoning_effort=asked.reasoning.effort if asked.reasoning is not None else None,
+        **{name: getattr(asked, name) for name in _SAME},
+    )
+    if asked.top_logprobs or LOGPROBS in (asked.include or ()):
+        chat.logprobs, chat.top_logprobs = True, asked.top_logprobs or 0
+    return chat
+
+
+def input_items(given: str | Sequence[Json], lookup: Callable[[str], Json | None]) -> list[Json]:
+    """The new items of a request; references are replaced by what they stand for (`lookup` finds stored items)."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    bounds.count("messages", given, "input")
+    items: list[Json] = []
+    for at, item in enumerate(given):
+        if item.get("type") == "item_reference":
+            found = lookup(str(item.get("id", "")))
+            if found is None:
+                raise _bad(f"input[{at}] refers to an item that is not stored", "it has expired, or never was", "input")
+            items.append(found)
+        else:
+            items.append(item)
+    return items
+
+
+def messages_of(items: Sequence[Json]) -> list[Json]:
+    """Chat messages of a conversation's items: reasoning and calls go into the assistant's message they belong to."""
+    made: list[Json] = []
+    thoughts: list[str] = []
+
+    def assistant() -> Json:
+        """The assistant's message that is being put together."""
+        if not made or made[-1]["role"] != "assistant" or thoughts:
+            made.append({"role": "assistant", "content": None})
+        if thoughts:
+            made[-1]["reasoning_content"] = "\n".join(thoughts)
+            thoughts.clear()
+        return made[-1]
+
+    for at, item in enumerate(items):
+        where = f"input[{at}]"
+        match item.get("type", "message"):
+            case "message":
+                _add_message(item, where, made, assistant)
+            case "function_call":
+                assistant().setdefault("tool_calls", []).append(_call(item, where))
+            case "function_call_output":
+                made.append(_call_output(item, where))
+            case "reasoning":
+                thoughts += _thoughts(item, where)
+            case other:
+                raise InvalidRequest(
+                    what=f"{where} is of type {str(other)[:50]!r}",
+                    why="items are messages, function calls, their outputs, and reasoning",
+                    fix="leave it out",
+                    param=f"{where}.type",
+                )
+    if thoughts:
+        assistant()
+    if not made:
+        raise _bad("input is empty", "there is nothing to answer", "input")
+    return made
+
+
+def _add_message(item: Json, where: str, made: list[Json], assistant: Callable[[], Json]) -> None:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise _bad(f"{where}.role is {str(role)[:50]!r}", f"roles are {', '.join(_ROLES)}", f"{where}.role")
+    text = _text(item.get("content"), f"{where}.content")
+    if role != "assistant":
+        made.append({"role": role, "content": text})
+        return
+    message = assistant()
+    message["content"] = text if message["content"] is None else f"{message['content']}\n\n{text}"
+
+
+def _text(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _bad(f"{where} is neither text nor a list of parts", "content is one of these", where)
+    bounds.count("content_parts", content, where)
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        field = _TEXTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
+            raise InvalidRequest(
+                what=f"{where}[{at}] has the type {str(kind)[:50]!r}",
+                why="the served model takes text only",
+                fix="send input_text parts",
+                param=f"{where}[{at}].type",
+            )
+        if not isinstance(part.get(field), str):
+            raise _bad(f"{where}[{at}].{field} is no text", "it must be a string", f"{where}[{at}].{field}")
+        texts.append(part[field])
+    return "\n".join(texts)
+
+
+def _call(item: Json, where: str) -> Json:
+    call, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
+    if not isinstance(call, str) or not isinstance(name, str) or not isinstance(arguments, str):
+        raise _bad(f"{where} is no call", "a call has a call_id, a name and arguments as JSON text", where)
+    return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call_output(item: Json, where: str) -> Json:
+    call = item.get("call_id")
+    if not isinstance(call, str):
+        raise _bad(f"{where}.call_id is missing", "an output names its call", f"{where}.call_id")
+    return {"role": "tool", "tool_call_id": call, "content": _text(item.get("output"), f"{where}.output")}
+
+
+def _thoughts(item: Json, where: str) -> list[str]:
+    content = item.get("content") or []
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        raise _bad(f"{where}.content is no list of parts", "reasoning is told in parts", f"{where}.content")
+    return [each["text"] for each in content if isinstance(each.get("text"), str)]
+
+
+# -- tools and options ----------------------------------------------------------------------------
+
+
+def _refuse(asked: ResponsesRequest) -> None:
+    for name, why, fix in (
+        ("conversation", "this server keeps responses, no conversations", "send previous_response_id"),
+        ("prompt", "this server keeps no prompts", "send instructions and input"),
+    ):
+        if getattr(asked, name) is not None:
+            raise InvalidRequest(what=f"{name} is not supported", why=why, fix=fix, param=name)
+    if asked.truncation == "auto":
+        raise InvalidRequest(
+            what="truncation auto is not supported",
+            why="nothing is left out of a conversation silently",
+            fix="leave it out, and send the items that matter",
+            param="truncation",
+        )
+
+
+def _tools(tools: Sequence[Json]) -> list[Tool]:
+    bounds.count("tools", tools, "tools")
+    made: list[Tool] = []
+    for at, tool in enumerate(tools):
+        where = f"tools[{at}]"
+        if tool.get("type") != "function":
+            raise InvalidRequest(
+                what=f"{where}.type is {str(tool.get('type'))[:50]!r}",
+                why="this server has no tools of its own",
+                fix="send tools of type function",
+                param=f"{where}.type",
+            )
+        name, about, schema = tool.get("name"), tool.get("description"), tool.get("parameters")
+        if not isinstance(name, str):
+            raise _bad(f"{where}.name is missing", "a tool has a name", f"{where}.name")
+        if not isinstance(about, str | None) or not isinstance(schema, dict | None):
+            raise _bad(f"{where} has the wrong types", "description is text, parameters an object", where)
+        strict = tool.get("strict") is True
+        made.append(Tool(function=FunctionDefinition(name=name, description=about, parameters=schema, strict=strict)))
+    return made
+
+
+def _tool_choice(choice: str | Json | None) -> tuple[Any, frozenset[str] | None]:
+    """`tool_choice` as the chat route knows it, and the names it leaves of the tools (None: all)."""
+    match choice:
+        case None | "none" | "auto" | "required":
+            return choice, None
+        case {"type": "function", "name": str(name)}:
+            return NamedTool(function=NamedFunction(name=name)), None
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
+            names = frozenset(str(tool.get("name")) for tool in tools if isinstance(tool, dict))
+            return mode, names
+        case _:
+            raise _bad(
+                "tool_choice is not known",
+                "it must be none, auto, required, a function by name, or allowed_tools",
+                "tool_choice",
+            )
+
+
+def _format(asked: ResponsesRequest) -> Json | None:
+    given = asked.text.format if asked.text is not None else None
+    if given is None:
+        return None
+    if given.get("type") == "json_schema":
+        wrapped = {name: value for name, value in given.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": wrapped}
+    return given
+
+
+def _bad(what: str, why: str, param: str) -> InvalidRequest:
+    return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)

@@ -1,0 +1,268 @@
+"""POST /v1/responses, and what can be done with a response afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from bough.core.errors import BoughError, InvalidRequest
+from bough.entrypoints.http.body import read_json
+from bough.entrypoints.http.errors import as_bough
+from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
+from bough.entrypoints.http.openai.fields import namespace_of, served_name
+from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.responses.answer import Growing, event_bytes, new_response
+from bough.entrypoints.http.responses.convert import chat_request, input_items
+from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
+from bough.entrypoints.http.responses.store import Kept, ResponseStore
+from bough.entrypoints.service import Service
+from bough.entrypoints.stream import Events, while_connected
+from bough.intake import Request
+
+_log = logging.getLogger(__name__)
+
+_MOST_METADATA = 16
+_MOST_LISTED = 100
+
+
+def store_of(service: Service) -> ResponseStore:
+    """The worker's store, made when it is first asked for."""
+    if service.responses is None:
+        server = service.config.server
+        service.responses = ResponseStore(server.response_store_size, workers=server.api_workers)
+        service.at_close(service.responses.close)
+    return service.responses
+
+
+def create(service: Service) -> Handler:
+    """POST /v1/responses."""
+    server = service.config.server
+    store = store_of(service)
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, ResponsesRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        model = served_name(service.served, asked.model)
+        _check(asked, store)
+        tenant = tenant_of(request)
+        past: list[Json] = []
+        if asked.previous_response_id is not None:
+            past = _finished(store.get(asked.previous_response_id, tenant, "previous_response_id")).conversation()
+        new = input_items(asked.input, store.item)
+        chat = chat_request(asked, [*past, *new])
+        job, offered = make_request(chat, service)
+        job = replace(job, namespace=namespace_of(chat, tenant), deadline_s=deadline_of(request))
+        form = make_form(chat, job, offered, model, report_cache=server.enable_cache_report)
+        growing = Growing(new_response(asked, model), form)
+        kept = Kept(growing.response, [*past, *new], len(new), tenant)
+        if asked.background:
+            _in_background(service, store, job, growing, kept)
+            if asked.stream:
+                return EventReply(kept.follow(), body.headers())
+            return json_reply(kept.response, headers=body.headers())
+        keep = store if asked.store is not False else None
+        if asked.stream:
+            return EventReply(_events(service, job, growing, kept, keep), body.headers())
+        await while_connected(_whole(service, job, growing), request.receive)
+        if keep is not None:
+            keep.put(kept)
+        return json_reply(growing.response, headers=body.headers())
+
+    return handle
+
+
+def retrieve(service: Service) -> Handler:
+    """GET /v1/responses/{id}; with `stream=true` the events of a background response, from the beginning or later."""
+    store = store_of(service)
+
+    async def handle(request: HttpRequest) -> Response:
+        kept = store.get(request.path_params["id"], tenant_of(request))
+        if request.query_params.get("stream", "").lower() != "true":
+            return json_reply(kept.response)
+        if kept.events is None:
+            raise InvalidRequest(
+                what="this response can't be streamed again",
+                why="only background responses remember their events",
+                fix="send background: true when you create it",
+                param="stream",
+            )
+        return EventReply(kept.follow(_after(request)))
+
+    return handle
+
+
+def delete(service: Service) -> Handler:
+    """DELETE /v1/responses/{id}."""
+    store = store_of(service)
+
+    async def handle(request: HttpRequest) -> Response:
+        kept = store.get(request.path_params["id"], tenant_of(request))
+        store.delete(kept)
+        return json_reply({"id": kept.id, "object": "response", "deleted": True})
+
+    return handle
+
+
+def cancel(service: Service) -> Handler:
+    """POST /v1/responses/{id}/cancel: ends a background response; one that has ended stays as it is."""
+    store = store_of(service)
+
+    async def handle(request: HttpRequest) -> Response:
+        kept = store.get(request.path_params["id"], tenant_of(request))
+        if not kept.response["background"]:
+            raise InvalidRequest(
+                what="this response can't be cancelled",
+                why="it was not made with background: true",
+                fix="close its connection instead",
+                param="response_id",
+            )
+        if kept.task is not None and kept.running:
+            kept.task.cancel()
+            await asyncio.gather(kept.task, return_exceptions=True)
+        return json_reply(kept.response)
+
+    return handle
+
+
+def list_input(service: Service) -> Handler:
+    """GET /v1/responses/{id}/input_items: what a response answers, latest first (or `order=asc`)."""
+    store = store_of(service)
+
+    async def handle(request: HttpRequest) -> Response:
+        kept = store.get(request.path_params["id"], tenant_of(request))
+        query = request.query_params
+        limit = query.get("limit", "20")
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_LISTED:
+            raise InvalidRequest(
+                what=f"limit is {limit[:20]!r}",
+                why=f"it must be 1 to {_MOST_LISTED}",
+                fix="send a valid limit",
+                param="limit",
+            )
+        items = [{"id": f"item_{at}", **item} for at, item in enumerate(kept.items)]
+        if query.get("order", "desc") != "asc":
+            items.reverse()
+        if query.get("after"):
+            places = [at for at, item in enumerate(items) if item["id"] == query["after"]]
+            items = items[places[0] + 1 :] if places else []
+        page = items[: int(limit)]
+        return json_reply(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > len(page),
+            }
+        )
+
+    return handle
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+async def _whole(service: Service, job: Request, growing: Growing) -> None:
+    growing.begin()
+    async with contextlib.aclosing(service.run([job])) as news:
+        async for _, _, delta in news:
+            growing.add(delta)
+
+
+async def _events(service: Service, job: Request, growing: Growing, kept: Kept, store: ResponseStore | None) -> Events:
+    """The events of a response whose client waits. Before the first news an error is the caller's; later it is told."""
+    begun = False
+    try:
+        async with contextlib.aclosing(service.run([job])) as news:
+            async for _, _, delta in news:
+                told = [] if begun else [*growing.begin(), *growing.start()]
+                told += growing.add(delta)
+                begun = True
+                yield b"".join(map(event_bytes, told))
+    except Exception as error:
+        if not begun:
+            raise
+        if not isinstance(error, BoughError):
+            _log.exception("a response failed")
+        yield b"".join(map(event_bytes, growing.fail(as_bough(error))))
+    if store is not None:
+        store.put(kept)
+
+
+def _in_background(service: Service, store: ResponseStore, job: Request, growing: Growing, kept: Kept) -> None:
+    kept.events = []
+    kept.tell([event_bytes(told) for told in growing.begin()])
+
+    async def run() -> None:
+        try:
+            async with contextlib.aclosing(service.run([job])) as news:
+                async for _, _, delta in news:
+                    told = growing.start() if growing.response["status"] == "queued" else []
+                    kept.tell([event_bytes(each) for each in [*told, *growing.add(delta)]])
+        except asyncio.CancelledError:
+            kept.tell([event_bytes(each) for each in growing.cancel()])
+            raise
+        except Exception as error:
+            if not isinstance(error, BoughError):
+                _log.exception("a background response failed")
+            kept.tell([event_bytes(each) for each in growing.fail(as_bough(error))])
+        finally:
+            store.put(kept)
+
+    kept.task = asyncio.ensure_future(run())
+    kept.task.add_done_callback(lambda _: kept.wake())
+    store.put(kept)
+
+
+def _check(asked: ResponsesRequest, store: ResponseStore) -> None:
+    if asked.previous_response_id is not None:
+        store.need("previous_response_id")
+    if asked.background:
+        store.need("background")
+        if asked.store is False:
+            raise InvalidRequest(
+                what="background without store",
+                why="a background response is asked for later",
+                fix="leave store out",
+                param="store",
+            )
+    metadata = asked.metadata or {}
+    sizes_fit = len(metadata) <= _MOST_METADATA and all(
+        isinstance(value, str) and len(value) <= 512 and len(name) <= 64 for name, value in metadata.items()
+    )
+    if not sizes_fit:
+        raise InvalidRequest(
+            what="metadata is too large or no text",
+            why=f"it has at most {_MOST_METADATA} entries: names of 64 characters, texts of 512",
+            fix="send less",
+            param="metadata",
+        )
+
+
+def _finished(kept: Kept) -> Kept:
+    if kept.response["status"] in ("queued", "in_progress"):
+        raise InvalidRequest(
+            what="the previous response has not ended",
+            why="what it says is not known yet",
+            fix="wait until its status is completed",
+            param="previous_response_id",
+        )
+    return kept
+
+
+def _after(request: HttpRequest) -> int:
+    given = request.query_params.get("starting_after", "-1")
+    try:
+        return max(-1, int(given))
+    except ValueError:
+        raise InvalidRequest(
+            what=f"starting_after is {given[:20]!r}",
+            why="it is a sequence number",
+            fix="send an integer",
+            param="starting_after",
+        ) from None

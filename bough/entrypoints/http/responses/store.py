@@ -1,0 +1,165 @@
+"""Responses kept in memory: for continuing, for asking again, and while they run in the background.
+
+Bounded by number and by bytes; the least recently used goes first, those that still run stay. What a conversation's
+responses have in common is held once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import msgspec
+
+from bough.core.errors import InvalidRequest, NotFound
+from bough.entrypoints.http.responses.schema import Json
+
+MAX_BYTES: Final = 256 * 1024 * 1024
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Kept:
+    """One response, what it answers, and, if it runs in the background, what it has told."""
+
+    def __init__(self, response: Json, items: list[Json], new: int, tenant: str) -> None:
+        """`items`: the conversation that it answers, of which the last `new` came with this request."""
+        self.response = response
+        self.items = items
+        self.new = new
+        self.tenant = tenant
+        self.events: list[bytes] | None = None
+        """Of a background response, by sequence number."""
+        self.task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return str(self.response["id"])
+
+    @property
+    def running(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    def own_items(self) -> list[Json]:
+        return [*self.items[len(self.items) - self.new :], *self.response["output"]]
+
+    def conversation(self) -> list[Json]:
+        """Everything up to and with its answer."""
+        return [*self.items, *self.response["output"]]
+
+    def tell(self, events: list[bytes]) -> None:
+        assert self.events is not None
+        self.events += events
+        self.wake()
+
+    def wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """The events after a sequence number, as they come. Leaving early does not end the response."""
+        assert self.events is not None
+        at = after + 1
+        while True:
+            news = self._news
+            while at < len(self.events):
+                yield self.events[at]
+                at += 1
+            if not self.running:
+                return
+            await news.wait()
+
+
+class ResponseStore:
+    """Responses by id. One event loop."""
+
+    def __init__(self, max_responses: int, *, workers: int = 1, max_bytes: int = MAX_BYTES) -> None:
+        self._max = max_responses if workers == 1 else 0
+        self._why_none = (
+            "with several API workers the next request may meet another one"
+            if workers > 1
+            else "it runs with --response-store-size 0"
+        )
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        self._items: dict[str, Json] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def enabled(self) -> bool:
+        return self._max > 0
+
+    def need(self, param: str) -> None:
+        """Raises `InvalidRequest` where nothing is kept."""
+        if not self.enabled:
+            raise InvalidRequest(
+                what=f"{param} needs stored responses, and this server stores none",
+                why=self._why_none,
+                fix="send the whole conversation, or start the server with --api-workers 1 and --response-store-size 1024",
+                param=param,
+            )
+
+    def put(self, kept: Kept) -> None:
+        """Keeps a response; call again once it has ended, when its size is known."""
+        if not self.enabled:
+            return
+        self._forget(kept.id)
+        self._kept[kept.id] = kept
+        own = kept.own_items()
+        size = len(_encode(own)) + sum(map(len, kept.events or ()))
+        self._sizes[kept.id] = size
+        self._num_bytes += size
+        self._items.update({item["id"]: item for item in own if isinstance(item.get("id"), str)})
+        self._evict()
+
+    def get(self, response_id: str, tenant: str, param: str = "response_id") -> Kept:
+        """Raises `NotFound`: never there, gone, or somebody else's."""
+        kept = self._kept.get(response_id)
+        if kept is None or kept.tenant != tenant:
+            raise NotFound(
+                what=f"there is no response {response_id[:80]!r}",
+                why=f"the last {self._max} are kept, and only those with store: true" if self._max else self._why_none,
+                fix="send the whole conversation as input",
+                param=param,
+            )
+        self._kept.move_to_end(response_id)
+        return kept
+
+    def item(self, item_id: str) -> Json | None:
+        """A stored item by its own id."""
+        return self._items.get(item_id)
+
+    def delete(self, kept: Kept) -> None:
+        if kept.task is not None:
+            kept.task.cancel()
+        self._forget(kept.id)
+
+    async def close(self) -> None:
+        """Ends what runs in the background."""
+        running = [kept.task for kept in self._kept.values() if kept.task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _evict(self) -> None:
+        for kept in list(self._kept.values()):
+            if len(self._kept) <= self._max and self._num_bytes <= self._max_bytes:
+                return
+            if not kept.running and kept.response["status"] not in ("queued", "in_progress"):
+                self._forget(kept.id)
+
+    def _forget(self, response_id: str) -> None:
+        kept = self._kept.pop(response_id, None)
+        if kept is None:
+            return
+        self._num_bytes -= self._sizes.pop(response_id)
+        for item in kept.own_items():
+            if isinstance(item.get("id"), str):
+                self._items.pop(item["id"], None)
