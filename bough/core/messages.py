@@ -112,6 +112,8 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """The prompt ends inside a reasoning section."""
     thinking_budget: int = -1
     """Reasoning tokens after which the end marker is forced; -1: no limit."""
+    trace: bool = False
+    """Send the request's timeline with its end."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -132,6 +134,14 @@ class FlushCache(Struct, frozen=True, tag="flush"):
 
 class GetInfo(Struct, frozen=True, tag="info"):
     call: CallId
+
+
+class Look(Struct, frozen=True, tag="look"):
+    """Asks for a picture of the tree and the requests in it, at most so large."""
+
+    call: CallId
+    max_spans: int = 96
+    max_rows: int = 64
 
 
 class Pause(Struct, frozen=True, tag="pause"):
@@ -159,12 +169,21 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     drain_s: float = 0.0
 
 
-ToEngine = Generate | Abort | StopAt | FlushCache | GetInfo | Pause | Resume | Profile | Shutdown
+ToEngine = Generate | Abort | StopAt | FlushCache | GetInfo | Look | Pause | Resume | Profile | Shutdown
 
 
 # -- out of the engine ----------------------------------------------------------------------------
 
 EndReason = Literal["stop", "length", "abort", "error"]
+
+
+class Span(Struct, array_like=True):
+    """A stretch of a request's life. Times are time.monotonic(), which all processes of a machine share."""
+
+    name: str
+    start_s: float
+    seconds: float
+    detail: dict[str, int | float | str] = {}
 
 
 class End(Struct, kw_only=True, omit_defaults=True):
@@ -186,6 +205,10 @@ class End(Struct, kw_only=True, omit_defaults=True):
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    grammar_s: float = 0.0
+    """Of the time in the queue, what its grammar took to be compiled."""
+    spans: list[Span] = []
+    """If the request is traced: the engine's part of its timeline, in order."""
 
 
 class TokenLogprobs(Struct, array_like=True):

@@ -16,7 +16,7 @@ from bough.engine.inbox import Clock, Inbox, Outbox, SystemClock
 from bough.scheduler.accept import abort, abort_all, accept, collect_grammars, expire, stop_at
 from bough.scheduler.account import check_account
 from bough.scheduler.commit import Flight, commit
-from bough.scheduler.fail import fail_step
+from bough.scheduler.fail import fail_step, is_out_of_memory
 from bough.scheduler.limits import Limits
 from bough.scheduler.masks import fill_masks
 from bough.scheduler.plan import plan_step
@@ -40,6 +40,7 @@ class Laps(Struct):
     plan: float = 0.0
     commit: float = 0.0
     launch: float = 0.0
+    mask: float = 0.0
     wait: float = 0.0
     settle: float = 0.0
     send: float = 0.0
@@ -179,10 +180,12 @@ class Loop:
 
     def _sample(self, entry: _InFlight, launched: Launched) -> None:
         """A mask needs the token before it: every earlier step has settled by now."""
+        began = time.perf_counter()
         try:
             launched.sample(fill_masks(entry.flight, self.queues))
         except Exception as error:
             entry.error = error
+        self.laps.mask += time.perf_counter() - began
 
     def _settle(self, *, keep: int) -> None:
         """Settles the oldest steps until `keep` are in flight. The only place that waits for the device."""
@@ -221,6 +224,8 @@ class Loop:
         step = entry.flight.step
         self.hooks.problem(f"step {step.index} ({step.num_rows} rows) failed: {type(error).__name__}: {error}")
         fail_step(entry.flight, error, self.queues, self.cache, now=now)
+        if is_out_of_memory(error):
+            return  # smaller steps follow, and a request that meets it again fails: it ends by itself
         self._failures += 1
         if self._failures >= _FAILURES_IN_A_ROW:
             self._in_flight.clear()

@@ -196,6 +196,7 @@ def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
         if phase is None:
             continue
         job, ask = phase.job, phase.job.ask
+        job.grammar_s = now - job.accepted_s
         if isinstance(answer, CompileFailed):
             del queues.where[job.id]
             end = make_end(job, job.output, now, "error", error=InvalidRequest(what=answer.message))

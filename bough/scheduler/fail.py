@@ -9,7 +9,7 @@ from bough.scheduler.leave import end_request, let_go, make_end, release_settled
 from bough.scheduler.queues import Leaving, Queues, Row
 
 _OOM_STEPS = 2
-"""A request whose prefill ran the device out of memory this often fails."""
+"""A request whose prefill (or whose decode, with no prefill to blame) ran the device out of memory this often fails."""
 _LEAST_PREFILL = 32
 
 
@@ -29,6 +29,7 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     queues.settled = step.index
     cache.drop_step(step.index)
     out_of_memory = is_out_of_memory(error)
+    queues.counters.oom_steps += out_of_memory
     prefills = {chunk.slot for chunk in flight.chunks}
     if out_of_memory and prefills:
         queues.prefill_cap = max(flight.prefill_tokens // 2, _LEAST_PREFILL)
@@ -41,7 +42,7 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
             continue
         if flight.tails_accepted and at in flight.tails:
             queues.gates[slot].rollback(len(flight.tails[at]))
-        if out_of_memory and slot in prefills:
+        if out_of_memory and (slot in prefills or not prefills):
             row.job.oom_steps += 1
         if out_of_memory and row.job.oom_steps < _OOM_STEPS:
             _start_again(queues, cache, row)
@@ -69,9 +70,16 @@ def _start_again(queues: Queues, cache: PrefixCache, row: Row, *, keep_kv: bool 
 
 
 def _fail(queues: Queues, cache: PrefixCache, row: Row, error: Exception, now: float) -> None:
-    failed = RequestFailed(
-        what="the step that computed this request failed",
-        why=f"{type(error).__name__}: {error}",
-        fix="send the request again",
-    )
+    if is_out_of_memory(error):
+        failed = RequestFailed(
+            what="the device ran out of memory while it computed this request",
+            why="it did so twice, the second time in a smaller step",
+            fix="send a shorter prompt, or start the server with a smaller --mem-fraction-static",
+        )
+    else:
+        failed = RequestFailed(
+            what="the step that computed this request failed",
+            why="an internal error, which was logged",
+            fix="send the request again",
+        )
     end_request(queues, cache, row, make_end(row.job, queues.slots.output(row.slot), now, "error", error=failed))

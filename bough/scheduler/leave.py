@@ -6,7 +6,7 @@ import numpy as np
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import BoughError
-from bough.core.messages import End, EndReason, RowOutput
+from bough.core.messages import End, EndReason, RowOutput, Span
 from bough.core.step import I32, I64
 from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
 
@@ -46,7 +46,27 @@ def make_end(
         queued_s=max(0.0, admitted - job.accepted_s),
         prefill_s=max(0.0, first - admitted) if job.admitted_s else 0.0,
         decode_s=max(0.0, now - first) if job.first_token_s else 0.0,
+        grammar_s=job.grammar_s,
+        spans=_timeline(job, len(output), now) if job.ask.trace else [],
     )
+
+
+def trace_chunk(job: Job, start: int, num_tokens: int, step: int, now: float) -> None:
+    """A chunk of a traced prompt has been computed: its span begins where the one before it ended."""
+    before = job.chunks[-1].start_s + job.chunks[-1].seconds if job.chunks else job.admitted_s
+    job.chunks.append(Span("prefill", before, now - before, {"start": start, "tokens": num_tokens, "step": step}))
+
+
+def _timeline(job: Job, num_output: int, now: float) -> list[Span]:
+    admitted = job.admitted_s or now
+    spans = [Span("queue", job.accepted_s, admitted - job.accepted_s, {"cached_tokens": job.cached_tokens})]
+    if job.grammar_s:
+        spans.insert(0, Span("grammar", job.accepted_s, job.grammar_s))
+    spans += job.chunks
+    if job.first_token_s:
+        detail: dict[str, int | float | str] = {"tokens": num_output, "retractions": job.retractions}
+        spans.append(Span("decode", job.first_token_s, now - job.first_token_s, detail))
+    return spans
 
 
 def _reasoning_tokens(job: Job, output: I32) -> int:

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from bough.cache.radix import Match, Node
 from bough.core.grammar import GrammarQueue
-from bough.core.messages import Generate, Ids, TokenLogprobs
+from bough.core.messages import Generate, Ids, Span, TokenLogprobs
 from bough.core.step import I32, I64
 from bough.scheduler.constrain import Gate
 from bough.scheduler.learn import HitRate, OutputRatio, StepCost
@@ -36,6 +36,10 @@ class Job(Struct, kw_only=True, eq=False):
     accepted_s: float
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    grammar_s: float = 0.0
+    """How long its grammar took to be compiled."""
+    chunks: list[Span] = []
+    """If it is traced: its prompt's chunks."""
     cached_tokens: int = 0
     retractions: int = 0
     """Times it lost its memory, for whatever reason."""
@@ -211,6 +215,8 @@ class Counters(Struct):
     retractions: int = 0
     steps: int = 0
     failed_steps: int = 0
+    oom_steps: int = 0
+    """Of those, steps that ran the device out of memory."""
     prompt_tokens: int = 0
     """Computed, not found in the cache."""
     cached_tokens: int = 0

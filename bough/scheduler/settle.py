@@ -13,7 +13,15 @@ from bough.core.messages import End, EndReason, RowOutput
 from bough.core.step import I32, Bool, Outcome
 from bough.scheduler.commit import ChunkRow, Flight
 from bough.scheduler.constrain import Gate
-from bough.scheduler.leave import count_end, end_request, let_go, make_end, release_settled, take_extras
+from bough.scheduler.leave import (
+    count_end,
+    end_request,
+    let_go,
+    make_end,
+    release_settled,
+    take_extras,
+    trace_chunk,
+)
 from bough.scheduler.queues import Leaving, Queues, Running
 from bough.scheduler.scores import add_output, add_prompt, add_unpredicted
 
@@ -187,6 +195,8 @@ def _settle_chunks(flight: Flight, outcome: Outcome, queues: Queues, yields: Boo
         job = chunk.job
         if not queues.slots.live[chunk.slot]:
             continue
+        if job.ask.trace:
+            trace_chunk(job, chunk.start, chunk.num_tokens, flight.step.index, now)
         if scored is not None and job.scores_prompt:
             add_prompt(job, scored, np.flatnonzero(scored.row == chunk.row).tolist(), chunk.start)
         if chunk.is_last and job.scores_prompt and job.scored_to == 0:

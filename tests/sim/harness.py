@@ -246,6 +246,7 @@ class Sim:
         min_new: int = 0,
         grammar: GrammarSpec | None = None,
         eos: tuple[int, ...] = (),
+        trace: bool = False,
     ) -> Client:
         ask = Generate(
             id=self._next_id,
@@ -266,6 +267,7 @@ class Sim:
             reasoning_open=reasoning_open,
             thinking_budget=thinking_budget,
             eos_ids=eos,
+            trace=trace,
         )
         self._next_id += 1
         client = self.clients[ask.id] = Client(ask)
