@@ -139,6 +139,10 @@ class RadixTree:
             return True
         return key[at : at + size].tobytes() not in node.children
 
+    def roots(self) -> list[Node]:
+        """One a namespace that has nodes or rows. They hold no tokens."""
+        return list(self._roots.values())
+
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots."""
         stack = [child for root in self._roots.values() for child in root.children.values()]

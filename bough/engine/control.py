@@ -9,11 +9,12 @@ from typing import Any
 from msgspec import Struct, structs
 
 from bough.cache.prefix import PrefixCache
-from bough.core.messages import FlushCache, GetInfo, Pause, Profile, Reply, Resume, Shutdown
+from bough.core.messages import FlushCache, GetInfo, Look, Pause, Profile, Reply, Resume, Shutdown
 from bough.scheduler.accept import abort_all
 from bough.scheduler.leave import retract
 from bough.scheduler.policy import effective
 from bough.scheduler.queues import Prefilling, Queues, Running
+from bough.scheduler.snapshot import snapshot
 
 Info = dict[str, Any]
 
@@ -55,13 +56,15 @@ class Control:
         self._reported_s = 0.0
         self._reported = (0, 0, 0)
 
-    def handle(self, message: FlushCache | GetInfo | Pause | Resume | Profile | Shutdown, *, now: float) -> None:
+    def handle(self, message: FlushCache | GetInfo | Look | Pause | Resume | Profile | Shutdown, *, now: float) -> None:
         """Does what the message says; the reply goes out with the queues' mail."""
         match message:
             case FlushCache():
                 self._reply(message.call, *self._flush())
             case GetInfo():
                 self._reply(message.call, "", self.info())
+            case Look():
+                self._reply(message.call, "", self._look(message, now))
             case Pause():
                 self._reply(message.call, "", self._pause(message, now))
             case Resume():
@@ -95,6 +98,10 @@ class Control:
                 retract(queues, cache, row, dry=False)
             return {"retracted": len(rows)}
         return {"frozen": queues.num_live}
+
+    def _look(self, message: Look, now: float) -> Info:
+        picture = snapshot(self._queues, self._cache, max_spans=message.max_spans, max_rows=message.max_rows, now=now)
+        return {**self.info(), **structs.asdict(picture)}
 
     # -- telling ----------------------------------------------------------------------------------
 
