@@ -184,6 +184,8 @@ class ServerConfig:
     """Format of the model's reasoning sections: a name, auto (by chat template) or none."""
     tool_call_parser: str = "auto"
     """Format of the model's tool calls: a name, auto (by chat template) or none."""
+    completion_template: str = "auto"
+    """Marks for filling in the middle (`suffix`): deepseek_coder, star_coder, qwen_coder, auto (by tokenizer) or none."""
     sampling_defaults: Literal["model", "openai"] = "model"
     """Where unset sampling parameters come from: the model's generation_config.json or OpenAI's defaults."""
     grammar_backend: Literal["xgrammar", "llguidance", "none"] = "xgrammar"
@@ -194,6 +196,8 @@ class ServerConfig:
     """Prompt with which a generative model reranks: qwen3, plain, or a Jinja file that uses query, document and instruct."""
     moderation_categories: str = ""
     """JSON object, or a file with one, that maps a classifier's labels to the categories of /v1/moderations."""
+    ui: bool = True
+    """Serve the playground, a page for browsers, at /ui."""
     response_store_size: int = 1024
     """Responses kept in memory for previous_response_id, retrieval and background runs; 0: none."""
     incremental_streaming_output: bool = False

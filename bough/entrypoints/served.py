@@ -8,6 +8,7 @@ from typing import Any
 
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint, open_checkpoint
+from bough.entrypoints.fim import choose_format
 from bough.entrypoints.service import Served
 from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning_format, tool_format
 from bough.tokenizer import Tokenizer, load_tokenizer
@@ -51,6 +52,7 @@ def make_served(
         reasoning_parser=reasoning,
         reasoning_end=reasoning_end_ids(reasoning, tokenizer),
         tool_parser=choose_tool_parser(config.server.tool_call_parser, template),
+        fim=choose_format(config.server.completion_template, tokenizer),
         sampling_defaults=recommended(checkpoint) if config.server.sampling_defaults == "model" else {},
         created=int(time.time()),
         facts=facts,

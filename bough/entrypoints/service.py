@@ -14,6 +14,7 @@ from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.admission import Admission
+from bough.entrypoints.fim import FimFormat
 from bough.intake import Intake, Request, Stream
 from bough.observability.health import Beat, Pulse, State
 from bough.tokenizer import Tokenizer, TokenizerPool
@@ -46,6 +47,8 @@ class Served:
     reasoning_end: tuple[int, ...] = ()
     """Token ids that end a reasoning section."""
     tool_parser: str | None = None
+    fim: FimFormat | None = None
+    """How the model is asked for a text's middle."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Native sampling parameters that the model's authors recommend."""
     created: int = 0

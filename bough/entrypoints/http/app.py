@@ -22,12 +22,15 @@ from bough.entrypoints.http.anthropic import routes as anthropic
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
 from bough.entrypoints.http.body import IGNORED_HEADER
 from bough.entrypoints.http.errors import on_error
+from bough.entrypoints.http.ollama import routes as ollama
+from bough.entrypoints.http.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from bough.entrypoints.http.openai import chat, completions, models
 from bough.entrypoints.http.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.http.responses import routes as responses
 from bough.entrypoints.http.responses.schema import ResponsesRequest
-from bough.entrypoints.http.security import OPEN_PATHS, App, Guard
+from bough.entrypoints.http.security import OPEN_PATHS, App, Guard, is_page
+from bough.entrypoints.http.ui import routes as ui
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
 
@@ -47,6 +50,7 @@ class RouteSpec:
     body: type[msgspec.Struct] | None = None
     admin: bool = False
     metrics: bool = False
+    ui: bool = False
 
 
 def _banner(service: Service) -> chat.Handler:
@@ -93,6 +97,23 @@ ROUTES: tuple[RouteSpec, ...] = (
         about="How many tokens a conversation has.",
     ),
     RouteSpec(
+        paths=("/api/chat",), methods=("POST",), make=ollama.chat, body=OllamaChatRequest,
+        about="Answer a conversation, in Ollama's words.",
+    ),
+    RouteSpec(
+        paths=("/api/generate",), methods=("POST",), make=ollama.generate, body=OllamaGenerateRequest,
+        about="Answer a prompt, in Ollama's words.",
+    ),
+    RouteSpec(
+        paths=("/api/show",), methods=("POST",), make=ollama.show, body=OllamaShowRequest,
+        about="The model, in Ollama's words.",
+    ),
+    RouteSpec(paths=("/api/tags",), methods=("GET",), make=ollama.tags, about="The models, in Ollama's words."),
+    RouteSpec(paths=("/api/ps",), methods=("GET",), make=ollama.running, about="The loaded models, in Ollama's words."),
+    RouteSpec(
+        paths=("/api/version",), methods=("GET",), make=ollama.version, about="The version of Ollama's API spoken here."
+    ),
+    RouteSpec(
         paths=("/tokenize", "/v1/tokenize"), methods=("POST",), make=native.tokenize, body=TokenizeRequest,
         about="Token ids of a text or a conversation.",
     ),
@@ -121,6 +142,12 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(paths=("/metrics",), methods=("GET",), make=metrics.metrics, about="Numbers for Prometheus.", metrics=True),
     RouteSpec(paths=("/",), methods=("GET", "HEAD"), make=_banner, about="Name and version."),
     RouteSpec(
+        paths=(ui.STATE_PATH,), methods=("GET",), make=ui.state, ui=True, about="The tree and the batch, in numbers."
+    ),
+    RouteSpec(
+        paths=("/ui", "/ui/", "/ui/{file}"), methods=("GET", "HEAD"), make=ui.page, ui=True, about="The playground."
+    ),
+    RouteSpec(
         paths=("/pause_generation",), methods=("POST",), make=admin.pause, body=admin.PauseRequest, admin=True,
         about="Stop computing until /continue_generation.",
     ),
@@ -138,12 +165,15 @@ ROUTES: tuple[RouteSpec, ...] = (
 
 
 def mounted(service: Service) -> list[RouteSpec]:
-    """The routes of this server: admin routes don't exist without an admin key, nor /metrics under --no-metrics."""
+    """The routes of this server: no admin routes without an admin key, no /metrics under --no-metrics, no /ui under
+    --no-ui."""
     config = service.config
     return [
         spec
         for spec in ROUTES
-        if (not spec.admin or config.server.admin_api_key) and (not spec.metrics or config.log.metrics)
+        if (not spec.admin or config.server.admin_api_key)
+        and (not spec.metrics or config.log.metrics)
+        and (not spec.ui or config.server.ui)
     ]
 
 
@@ -197,7 +227,7 @@ def _operation(spec: RouteSpec, by_body: Mapping[type[msgspec.Struct], Any]) -> 
         "summary": spec.about,
         "responses": {"200": {"description": "OK"}, "4XX": {"description": "an error: {error: {message, type, ...}}"}},
     }
-    if spec.paths[0] not in OPEN_PATHS:
+    if spec.paths[0] not in OPEN_PATHS and not is_page(spec.paths[0]):
         operation["security"] = [{"key": []}]
     if spec.body is not None:
         operation["requestBody"] = {

@@ -27,6 +27,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/health_generate"})
 """Probes: they read the heartbeat, tell nothing else, and must work for whoever has no key."""
 
+UI_PREFIX = "/ui"
+UI_STATE = "/ui/state"
+
 
 class HeadersTooLarge(InvalidRequest):
     status = 431
@@ -94,7 +97,7 @@ class Guard:
             self._check_local(host.decode("latin-1"), origin.decode("latin-1"))
         if path in self._admin_paths:
             self._check_key(authorization, (self._admin_key,), "admin key")
-        elif self._key:
+        elif self._key and not is_page(path):
             self._check_key(authorization, (self._key, self._admin_key), "key")
         if self._isolate_cache and authorization:
             scope["bough.tenant"] = hashlib.sha256(authorization).hexdigest()[:16]
@@ -124,6 +127,11 @@ class Guard:
                 why="without a key it trusts its own pages only",
                 fix="start the server with --cors-origins and the page's origin",
             )
+
+
+def is_page(path: str) -> bool:
+    """Whether the path is a static file of the playground, which a browser must get before it can send a key."""
+    return (path == UI_PREFIX or path.startswith(UI_PREFIX + "/")) and path != UI_STATE
 
 
 def _host_name(host: str) -> str:

@@ -54,7 +54,7 @@ def test_a_stream_has_the_events_in_order_and_adds_up(client: Any) -> None:
     with client.messages.stream(model="fake", max_tokens=50, messages=USER) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    raw = [kind for kind in kinds if kind not in ("text",)]
+    raw = [kind for kind in kinds if kind != "text"]
     assert raw[:2] == ["message_start", "content_block_start"]
     assert raw[2:-3] == ["content_block_delta"] * 3
     assert raw[-3:] == ["content_block_stop", "message_delta", "message_stop"]

@@ -41,7 +41,7 @@ def test_without_the_key_nothing_opens(header: dict[str, str]) -> None:
             else:
                 assert response.status_code == 401, path
                 assert response.headers["www-authenticate"] == "Bearer"
-                if method != "HEAD":
+                if method != "HEAD" and not path.startswith("/api/"):
                     assert response.json()["error"]["type"] == "authentication_error"
     assert not running.engine.seen
 

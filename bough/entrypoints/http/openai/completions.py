@@ -13,6 +13,7 @@ from starlette.responses import Response
 from bough.core.errors import InvalidRequest
 from bough.core.messages import LogprobSpec
 from bough.entrypoints import bounds
+from bough.entrypoints.fim import fill_in
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.completion_answer import CompletionBody, CompletionChunks, CompletionForm
@@ -77,16 +78,11 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
     """The body as requests, one a prompt. Raises `InvalidRequest`."""
     refuse_unserved(asked)
     check_sizes(asked)
-    if asked.suffix:
-        raise InvalidRequest(
-            what="suffix is not supported",
-            why="the served model has no format for filling in the middle",
-            fix="leave it out, or send the model's own fill-in-the-middle tokens in the prompt",
-            param="suffix",
-        )
     n = asked.n or 1
     candidates = _candidates(asked, n)
     prompts = prompts_of(asked.prompt)
+    if asked.suffix:
+        prompts = [_filled(prompt, asked, service) for prompt in prompts]
     bounds.at_most("completions", len(prompts) * candidates, "n")
     max_new = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_new < 0 or (max_new == 0 and not asked.echo):
@@ -112,6 +108,18 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
         "priority": asked.priority or 0,
     }
     return [Request(prompt=prompt, **common) for prompt in prompts]
+
+
+def _filled(prompt: str | list[int], asked: CompletionRequest, service: Service) -> str:
+    """A prompt that asks for what stands between it and the suffix."""
+    if asked.echo or not isinstance(prompt, str):
+        raise InvalidRequest(
+            what="suffix goes with neither echo nor token ids",
+            why="it is put between the prompt's text and the model's marks",
+            fix="send the prompt as text, without echo",
+            param="suffix",
+        )
+    return fill_in(service.served.fim, prompt, asked.suffix or "")
 
 
 def _candidates(asked: CompletionRequest, n: int) -> int:

@@ -1,0 +1,217 @@
+"""Ollama's routes: /api/chat, /api/generate, and what its clients ask about models."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from bough.core.errors import InvalidRequest
+from bough.entrypoints.fim import fill_in
+from bough.entrypoints.http.body import Body, read_json
+from bough.entrypoints.http.ollama.answer import OllamaAnswer, error_line, line, loaded
+from bough.entrypoints.http.ollama.convert import chat_of, generate_of, model_name
+from bough.entrypoints.http.ollama.schema import (
+    Kind,
+    OllamaChatRequest,
+    OllamaCommon,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
+from bough.entrypoints.http.openai.schema import ChatRequest
+from bough.entrypoints.http.replies import LinesReply, deadline_of, json_reply, tenant_of, within_tenant
+from bough.entrypoints.service import Service
+from bough.entrypoints.stream import Events, while_connected
+from bough.intake import Request
+
+Json = dict[str, Any]
+
+SPOKEN_VERSION = "0.12.6"
+"""The version of Ollama whose API these routes speak; clients ask before they use what is newer."""
+
+
+def chat(service: Service) -> Handler:
+    """POST /api/chat."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, OllamaChatRequest, most=server.max_body_bytes, strict=server.strict_api)
+        model = model_name(service.served, body.value.model)
+        if not body.value.messages:
+            return json_reply(loaded("chat", model, _reason(body.value)))
+        return await _run(service, request, "chat", model, body, chat_of(body.value))
+
+    return handle
+
+
+def generate(service: Service) -> Handler:
+    """POST /api/generate: one turn by the chat template, or (`raw`) the prompt as it is."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, OllamaGenerateRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        model = model_name(service.served, asked.model)
+        if not asked.prompt:
+            return json_reply(loaded("generate", model, _reason(asked)))
+        prompt = None
+        if asked.suffix:
+            prompt = fill_in(service.served.fim, asked.prompt, asked.suffix)
+        elif asked.raw or service.served.tokenizer is None or service.served.tokenizer.chat_template is None:
+            prompt = asked.prompt
+        return await _run(service, request, "generate", model, body, generate_of(asked), prompt=prompt)
+
+    return handle
+
+
+async def _run(
+    service: Service,
+    request: HttpRequest,
+    kind: Kind,
+    model: str,
+    body: Body[Any],
+    asked: ChatRequest,
+    *,
+    prompt: str | None = None,
+) -> Response:
+    """Answers; `prompt` stands in for the rendered messages."""
+    if prompt is not None:
+        asked.input_ids = (await service.encode([prompt], True))[0]
+    job, offered = make_request(asked, service)
+    job = replace(job, namespace=within_tenant(tenant_of(request), ""), deadline_s=deadline_of(request))
+    form = make_form(asked, job, offered, model, report_cache=True)
+    answer = OllamaAnswer(kind, form, model)
+    if asked.stream:
+        return LinesReply(_lines(service, job, answer), body.headers(), failed=error_line)
+    whole = await while_connected(_whole(service, job, answer), request.receive)
+    return json_reply(whole, headers=body.headers())
+
+
+async def _whole(service: Service, job: Request, answer: OllamaAnswer) -> Json:
+    pieces: list[Json] = []
+    async with contextlib.aclosing(service.run([job])) as news:
+        async for _, _, delta in news:
+            pieces += answer.add(delta)
+    return answer.whole(pieces)
+
+
+async def _lines(service: Service, job: Request, answer: OllamaAnswer) -> Events:
+    async with contextlib.aclosing(service.run([job])) as news:
+        async for _, _, delta in news:
+            told = answer.add(delta)
+            if told:
+                yield b"".join(map(line, told))
+
+
+def _reason(asked: OllamaCommon) -> str:
+    return "unload" if asked.keep_alive in (0, "0", "0s") else "load"
+
+
+# -- about models ---------------------------------------------------------------------------------
+
+
+def tags(service: Service) -> Handler:
+    """GET /api/tags."""
+
+    async def handle(request: HttpRequest) -> Response:
+        return json_reply({"models": [_card(service)]})
+
+    return handle
+
+
+def running(service: Service) -> Handler:
+    """GET /api/ps: the served model is always loaded."""
+
+    async def handle(request: HttpRequest) -> Response:
+        card = _card(service)
+        on_gpu = service.served.facts.get("device") == "cuda"
+        return json_reply(
+            {
+                "models": [
+                    {
+                        **card,
+                        "expires_at": "9999-12-31T23:59:59Z",
+                        "size_vram": card["size"] if on_gpu else 0,
+                        "context_length": service.served.context_length,
+                    }
+                ]
+            }
+        )
+
+    return handle
+
+
+def show(service: Service) -> Handler:
+    """POST /api/show."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, OllamaShowRequest, most=server.max_body_bytes, strict=server.strict_api)
+        given = body.value.model or body.value.name
+        if not given:
+            raise InvalidRequest(what="model is missing", why="it is required", fix="send model", param="model")
+        model_name(service.served, given)
+        served, card = service.served, _card(service)
+        template = served.tokenizer.chat_template if served.tokenizer is not None else None
+        family = card["details"]["family"]
+        capabilities = ["completion"]
+        if template is not None and (template.takes_tools or served.tool_parser):
+            capabilities.append("tools")
+        if served.reasoning_parser:
+            capabilities.append("thinking")
+        return json_reply(
+            {
+                "modelfile": f"FROM {served.name}\n",
+                "parameters": "\n".join(f"{name} {value}" for name, value in served.sampling_defaults.items()),
+                "template": template.source if template is not None else "",
+                "details": card["details"],
+                "model_info": {
+                    "general.architecture": family,
+                    "general.basename": served.name,
+                    f"{family}.context_length": served.context_length,
+                    f"{family}.vocab_size": served.facts.get("vocab_size"),
+                },
+                "capabilities": capabilities,
+                "modified_at": card["modified_at"],
+            },
+            headers=body.headers(),
+        )
+
+    return handle
+
+
+def version(service: Service) -> Handler:
+    """GET /api/version."""
+
+    async def handle(request: HttpRequest) -> Response:
+        return json_reply({"version": SPOKEN_VERSION})
+
+    return handle
+
+
+def _card(service: Service) -> Json:
+    served, config = service.served, service.config
+    family = str(served.facts.get("architecture", "")).removesuffix("ForCausalLM").lower() or "unknown"
+    weights = next((row[1] for row in served.facts.get("memory", ()) if row[0] == "weights"), 0)
+    kind = served.facts.get("dtype", config.model.dtype)
+    return {
+        "name": served.name,
+        "model": served.name,
+        "modified_at": datetime.fromtimestamp(served.created, UTC).isoformat().replace("+00:00", "Z"),
+        "size": weights,
+        "digest": hashlib.sha256(f"{served.name}\n{config.model.model}\n{config.model.revision}".encode()).hexdigest(),
+        "details": {
+            "parent_model": "",
+            "format": "gguf" if config.model.model.endswith(".gguf") else "safetensors",
+            "family": family,
+            "families": [family],
+            "parameter_size": "",
+            "quantization_level": kind if config.model.quantization in ("auto", "none") else config.model.quantization,
+        },
+    }
