@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bough.kernels.activation import reference
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.cpu_build.shared_library import DTYPES
 
 
 def available() -> bool:

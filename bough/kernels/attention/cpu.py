@@ -10,7 +10,7 @@ from torch import Tensor
 from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.rotary import apply_rope, qk_norm_rope
 from bough.kernels.rotary.cpu import Rope
 from bough.platform.huge_pages import prefer_huge_pages
@@ -135,9 +135,8 @@ class CpuAttention:
         k_norm: Tensor | None,
         eps: float,
         offset: float,
-        ahead: Tensor | None = None,
     ) -> Tensor:
-        """Norms each head (where norms are given), rotates, then `forward`. `ahead` is nothing a CPU needs to be told."""
+        """Norms each head (where norms are given), rotates, then `forward`."""
         loaded = library()
         if loaded is None or not self._covers(spec, q_TNH, k_TKH, v_TKH) or cos_sin_PR.dtype != torch.float32:
             if q_norm is None or k_norm is None:

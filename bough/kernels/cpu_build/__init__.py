@@ -4,6 +4,6 @@ in: the sources beside this file, a C++ compiler if there is one. out: a loaded 
 never: is needed: without it, torch computes the same.
 """
 
-from bough.kernels.cpu_build.library import custom_kernels_allowed, forbid_custom_kernels, library
+from bough.kernels.cpu_build.shared_library import custom_kernels_allowed, forbid_custom_kernels, library
 
 __all__ = ["custom_kernels_allowed", "forbid_custom_kernels", "library"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bough.kernels.attention.cpu import CpuAttention, head_is_covered
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.decoder_stack import BlockParts, Packed
 
 _MOST_PIECES = 3

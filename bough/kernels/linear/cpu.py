@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bough.kernels.activation import silu_mul
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.cpu_build.shared_library import DTYPES
 
 MAX_TOKENS = 4
 """More go to torch's library, which reuses what it has read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.norm import reference
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.packed_linear.weight import PackedWeight
 from bough.platform.huge_pages import PAGE_BYTES, prefer_huge_pages
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.library import DTYPES
+from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.rotary import reference
 
 

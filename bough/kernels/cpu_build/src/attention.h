@@ -26,8 +26,8 @@ struct Layer {  // mirrored by a ctypes structure
   float scale, softcap;
 };
 
-constexpr int kKvTile = 64;   // keys at a time
-constexpr int kRowTile = 12;  // query rows of a register tile
+constexpr int kKvTile = 64;               // keys at a time
+constexpr int kRowTile = kWide ? 12 : 4;  // query rows of a register tile
 
 // One query head of one token, and the keys it may see: positions lo .. hi - 1.
 struct QueryRow {

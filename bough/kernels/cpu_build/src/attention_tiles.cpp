@@ -1,4 +1,4 @@
-// Many query rows over the same keys: a flash-style pass in register tiles of 12 rows by 64 keys.
+// Many query rows over the same keys: a flash-style pass in register tiles of some rows by 64 keys.
 
 #include <algorithm>
 
@@ -12,13 +12,13 @@ namespace {
 thread_local Scratch scratch;
 
 struct Tiles {  // memory of one call
-  float* q;       // [row tiles][dim][12]
+  float* q;       // [row tiles][dim][rows of a tile]
   float* keys;    // [dim][64]
   float* values;  // [64][v_dim]
-  float* scores;  // [12][64]
-  float* out;     // [row tiles * 12][v_dim]
+  float* scores;  // [rows of a tile][64]
+  float* out;     // [rows][v_dim]
   float* top;     // [row tiles][16]: the largest scores so far
-  float* total;   // [row tiles * 12][16]: sums of weights, by lane
+  float* total;   // [rows][16]: sums of weights, by lane
 };
 
 Tiles divide(const Layer& l, int tiles) {

@@ -15,10 +15,15 @@ struct LinearCall {
   int32_t x_dtype, out_dtype;
 };
 
-constexpr int kMaxTokens = 12;  // of a register tile
+constexpr int kMaxTokens = kWide ? 12 : 4;  // of a register tile
+constexpr int kFewTokens = kWide ? 8 : 4;    // of a tile that weights pass by in registers, straight from memory
 
 // Tokens of the next register tile: as many as are left, in sizes that kernels exist for.
-inline int tile_tokens(int64_t left) { return left >= 12 ? 12 : left > 8 ? 12 : left > 4 ? 8 : left > 2 ? 4 : int(left); }
+inline int tile_tokens(int64_t left) {
+  for (int size : {1, 2, 4, 8})
+    if (left <= size && size < kMaxTokens) return size;
+  return kMaxTokens;
+}
 
 // Groups of rows that a thread takes at once: few enough to share the work evenly, enough to stream from memory.
 inline int64_t items_at_once(int64_t groups, int threads) {
@@ -29,12 +34,12 @@ inline int64_t items_at_once(int64_t groups, int threads) {
 // fn.template operator()<MT>() for a tile size at run time.
 template <typename Fn>
 BOUGH_INLINE void for_tile(int mt, const Fn& fn) {
-  switch (mt) {
-    case 1: fn.template operator()<1>(); break;
-    case 2: fn.template operator()<2>(); break;
-    case 4: fn.template operator()<4>(); break;
-    case 8: fn.template operator()<8>(); break;
-    default: fn.template operator()<12>();
+  if (mt == kMaxTokens) fn.template operator()<kMaxTokens>();
+  else if (mt == 1) fn.template operator()<1>();
+  else if (mt == 2) fn.template operator()<2>();
+  else if constexpr (kWide) {
+    if (mt == 4) fn.template operator()<4>();
+    else fn.template operator()<8>();
   }
 }
 

@@ -145,14 +145,14 @@ void many_tokens(const LinearCall& call, int threads) {
 }  // namespace
 
 void linear_exact(const LinearCall& call, int threads) {
-  if (call.tokens > 16) {
+  if (call.tokens > 2 * kFewTokens) {
     many_tokens(call, threads);
     return;
   }
   for_any_kind(call.weight->kind, [&]<int K>() {
     if (call.tokens == 1) few_tokens<K, 1>(call, threads);
     else if (call.tokens <= 4) few_tokens<K, 4>(call, threads);
-    else few_tokens<K, 8>(call, threads);
+    else few_tokens<K, kFewTokens>(call, threads);
   });
 }
 

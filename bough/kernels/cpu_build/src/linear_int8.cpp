@@ -132,8 +132,6 @@ struct TokenTile {
 
 thread_local Scratch act_scratch, panel_scratch;
 
-constexpr int kFew = 8;  // tokens of a tile that weights pass by in registers
-
 template <int K, int MT>
 void few_tokens(const LinearCall& call, int threads) {
   const Weight& w = *call.weight;
@@ -179,15 +177,15 @@ void many_tokens(const LinearCall& call, int threads) {
 }  // namespace
 
 void linear_int8(const LinearCall& call, int threads) {
-  if (call.tokens > 2 * kFew) {
+  if (call.tokens > 2 * kFewTokens) {
     many_tokens(call, threads);
     return;
   }
   for_kind(call.weight->kind, [&]<int K>() {
     if (call.tokens == 1) few_tokens<K, 1>(call, threads);
-    else if (call.tokens == 2) few_tokens<K, 2>(call, threads);
+    else if (kWide && call.tokens == 2) few_tokens<K, kWide ? 2 : 1>(call, threads);
     else if (call.tokens <= 4) few_tokens<K, 4>(call, threads);
-    else few_tokens<K, kFew>(call, threads);
+    else few_tokens<K, kFewTokens>(call, threads);
   });
 }
 

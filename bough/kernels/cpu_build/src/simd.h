@@ -24,6 +24,13 @@ typedef uint8_t U8x16u __attribute__((vector_size(16), aligned(1), may_alias));
 #define BOUGH_INLINE inline __attribute__((always_inline))
 #define BOUGH_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Registers of 64 bytes, 32 of them; elsewhere tiles are smaller.
+#if defined(__AVX512F__)
+constexpr bool kWide = true;
+#else
+constexpr bool kWide = false;
+#endif
+
 enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 BOUGH_INLINE F32 load(const float* p) { return *reinterpret_cast<const F32u*>(p); }
