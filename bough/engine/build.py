@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,6 @@ from bough.core.messages import ToEngine
 from bough.core.step import Runner, RunnerLimits
 from bough.distributed.mesh import Mesh, join_mesh
 from bough.engine.attention import attention_factory
-from bough.engine.control import Hooks
 from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.loop import Loop
 from bough.engine.pooling import (
@@ -36,13 +35,13 @@ from bough.engine.pooling import (
     whole_step_tokens,
     without_kv,
 )
+from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
 from bough.layers.batch import Model, attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
-from bough.observability.health import Heartbeat, State
 from bough.platform import Device, detect
 from bough.runner.model_runner import ModelRunner
 from bough.runner.pooling import PoolingRunner
@@ -58,10 +57,10 @@ _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-WARM_GRAPHS = (1,)
-"""Decode sizes captured before the engine is ready..."""
-LATER_GRAPHS = (2, 4, 8, 16, 32, 64, 128, 256)
-"""...and those captured in its first idle moments. All others are captured when wanted."""
+WARM_STEPS = ((1, 1), (8, 8), (64, 64), (256, 256), (64, 1), (256, 8))
+"""Steps (tokens, rows) whose graphs are captured before the engine is ready: decode sizes, and small extends..."""
+LATER_GRAPHS = (2, 4, 16, 32, 128)
+"""...and decode sizes captured in its first idle moments. All others are captured when wanted."""
 
 
 @dataclass(slots=True)
@@ -128,7 +127,7 @@ def decide(config: Config) -> tuple[Checkpoint, Resolved]:
     planned = plan_facts(checkpoint, config.model.model, keep_packed=keep_packed)
     pooling = pooling_of(config, checkpoint)
     if pooling is not None:
-        config = pooling_settings(config, pooling, checkpoint)
+        config = pooling_settings(config, pooling, checkpoint, facts.kind)
         planned = without_kv(planned) if pooling.whole else planned
     return checkpoint, resolve(config, machine, planned)
 
@@ -225,7 +224,7 @@ def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
     if runner.graphs is not None:
         most = min(config.device.cuda_graph_max_tokens, runner.limits.num_slots)
         with torch.inference_mode():
-            runner.graphs.warm_up([size for size in WARM_GRAPHS if size <= most])
+            runner.graphs.warm_up([(tokens, rows) for tokens, rows in WARM_STEPS if rows <= most])
         runner.graphs.want([size for size in LATER_GRAPHS if size <= most])
 
 
@@ -255,7 +254,9 @@ def serve_steps(
         enabled=config.cache.radix_cache,
     )
     queues = Queues(limits)
-    watch = Watch(Heartbeat(endpoints.heartbeat), queues, local.idle if broadcast is None else None)
+    runner, watch = observe(
+        runner, config, endpoints, queues, cache, local.machine, local.idle if broadcast is None else None
+    )
     loop = Loop(
         runner=runner,
         queues=queues,
@@ -264,40 +265,16 @@ def serve_steps(
         inbox=inbox,
         outbox=Outbox(endpoints.detokenizer),
         depth=1 if config.scheduler.overlap_schedule else 0,
-        hooks=Hooks(heartbeat=watch.beat, report=watch.report),
+        hooks=watch.hooks(),
         report_every_s=config.log.decode_log_interval_s,
     )
+    watch.follow(loop)
     start.ready(ready_facts(checkpoint, resolved, local.limits))
     try:
         loop.run()
     finally:
         if broadcast is not None:
             broadcast.stop()
-
-
-class Watch:
-    """What happens around the loop's turns: the heartbeat, the log line, and the use of quiet moments."""
-
-    QUIET_S = 2.0
-    """Seconds without a step after which background work may start."""
-
-    def __init__(self, heartbeat: Heartbeat, queues: Queues, when_quiet: Callable[[], None] | None) -> None:
-        self._heartbeat = heartbeat
-        self._queues = queues
-        self._when_quiet = when_quiet
-        self._steps = -1
-        self._since_s = time.monotonic()
-
-    def beat(self, steps: int) -> None:
-        state = State.DRAINING if self._queues.draining else State.READY
-        self._heartbeat.beat(steps, state, len(self._queues.running), len(self._queues.waiting))
-        if steps != self._steps or not self._queues.idle:
-            self._steps, self._since_s = steps, time.monotonic()
-        elif self._when_quiet is not None and time.monotonic() - self._since_s > self.QUIET_S:
-            self._when_quiet()
-
-    def report(self, report: dict[str, Any]) -> None:
-        _log.info("%s", ", ".join(f"{name} {value}" for name, value in report.items() if not isinstance(value, dict)))
 
 
 def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bough.kernels.choices import facts_of
@@ -59,30 +58,3 @@ def trigger(PDL: tl.constexpr):
     """The next kernel may start (and must `wait` before it reads what this one writes)."""
     if PDL:
         gdc_launch_dependents()
-
-
-AHEAD_MOST_TOKENS = 64
-"""Above it a step has no idle moments of memory to use."""
-
-
-def ahead_bytes(ahead: Tensor | None, tokens: int, most: int = 1 << 30) -> int:
-    """How much of `ahead` a kernel of `tokens` rows asks for; 0: nothing."""
-    if ahead is None or tokens > AHEAD_MOST_TOKENS or not ahead.is_contiguous() or not has_pdl(ahead.device):
-        return 0
-    return min(ahead.numel() * ahead.element_size(), most) // 16 * 16
-
-
-@triton.jit
-def ask_ahead(start, num_bytes, program, programs, LANES: tl.constexpr):
-    """Asks for this program's share of a stretch of memory into L2, and goes on: whoever reads it next finds it there."""
-    share = (num_bytes // (programs * LANES) + 16) // 16 * 16
-    at = (program * LANES + tl.arange(0, LANES)).to(tl.int64) * share
-    size = tl.minimum(num_bytes - at, share).to(tl.int32)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [start.to(tl.int64) + at, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

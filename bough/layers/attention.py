@@ -28,12 +28,10 @@ class Attention(nn.Module):
         rope: Rope | None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        *,
-        ahead: Tensor | None = None,
     ) -> Tensor:
         """Norms each head of queries and keys (where norms are given), rotates them, and attends: [T, N * H].
 
-        Backends that can do all of it in one pass over the fused projection do. `ahead`: the weight multiplied next.
+        Backends that can do all of it in one pass over the fused projection do.
         """
         backend = batch.attention
         if rope is None:
@@ -50,7 +48,6 @@ class Attention(nn.Module):
                 k_norm=None if k_norm is None else k_norm.weight,
                 eps=1e-6 if q_norm is None else q_norm.eps,
                 offset=0.0 if q_norm is None else q_norm.offset,
-                ahead=ahead,
             )
         if q_norm is not None and k_norm is not None:
             q_TNH, k_TKH = rope.after_norms(q_TNH, k_TKH, q_norm, k_norm, batch.positions_T)

@@ -52,10 +52,7 @@ class RotatingBackend(AttentionBackend, Protocol):
         k_norm: Tensor | None,
         eps: float,
         offset: float,
-        ahead: Tensor | None,
-    ) -> Tensor:
-        """`ahead`: the weight that is multiplied next, which may be fetched meanwhile."""
-        ...
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)

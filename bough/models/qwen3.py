@@ -39,9 +39,7 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.attn_norm.add(x_TD, residual_TD)
         q_TNH, k_TKH, v_TKH = self.qkv(x_TD)
-        x_TD = self.out(
-            self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope, self.q_norm, self.k_norm, ahead=self.out.matrix.streamed)
-        )
+        x_TD = self.out(self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope, self.q_norm, self.k_norm))
         x_TD, residual_TD = self.ffn_norm.add(x_TD, residual_TD)
         return self.down(self.gate_up(x_TD)), residual_TD
 

@@ -42,11 +42,6 @@ class Part:
 class Matrix(nn.Module, ABC):
     """A weight [O, D] of one rank, parts on top of one another."""
 
-    @property
-    def streamed(self) -> Tensor | None:
-        """The memory that a product reads, if it is one dense tensor."""
-        return None
-
     @abstractmethod
     def weight_slots(self) -> dict[str, Slot]:
         """One `weight` for each part, and whatever else the scheme keeps (scales ...)."""

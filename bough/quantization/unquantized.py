@@ -36,10 +36,6 @@ class DenseMatrix(Matrix):
             torch.empty(num_rows, parts[0].num_cols, dtype=dtype, device=device), requires_grad=False
         )
 
-    @property
-    def streamed(self) -> Tensor | None:
-        return self.weight
-
     def weight_slots(self) -> dict[str, Slot]:
         slots, start = {}, 0
         for part in self.parts:

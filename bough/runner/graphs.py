@@ -7,6 +7,8 @@ larger one serves if it is not too wasteful. All graphs share one memory pool.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +22,11 @@ Kind = Literal["sampled", "logits"]
 """`sampled` ends in tokens; `logits` ends in logits, for steps whose rows need more than a plain draw."""
 
 WASTE = 1.5
-"""A captured graph serves a smaller step if it has at most this many times the step's tokens."""
+"""A captured graph serves a smaller step if it has at most this many times the step's tokens..."""
+CHEAP_TOKENS = 64
+"""...or this many: such steps take the time of reading the weights, however few their tokens."""
+WORTH_IT = 4
+"""Mixed steps of a size are run eagerly this often before a graph is captured for them in passing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,13 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, Captured] = {}
         self._wanted: list[GraphKey] = []
+        self._missed: Counter[GraphKey] = Counter()
 
     def serve(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> Captured | None:
-        """The graph for a step, captured now if none fits. None: the step is too large for graphs."""
+        """The graph for a step. None: run it eagerly, for it is too large, or of a mixture that has been rare so far.
+
+        A decode size without a graph that could stand in is captured at once: it will be used for many steps.
+        """
         key = self._key(num_tokens, num_rows, kind, shared)
         if key is None:
             return None
@@ -75,6 +85,10 @@ class Graphs:
             if key not in self._wanted:
                 self._wanted.append(key)
             return stand_in
+        if not key.decode:
+            self._missed[key] += 1
+            if self._missed[key] <= WORTH_IT:
+                return None
         return self.capture(key)
 
     def capture_one_wanted(self) -> bool:
@@ -86,10 +100,10 @@ class Graphs:
                 return True
         return False
 
-    def warm_up(self, token_counts: list[int]) -> None:
-        """Captures decode graphs of these sizes, largest first so that the others fit in its memory."""
-        for size in sorted(set(token_counts), reverse=True):
-            key = self._key(size, size, "sampled", False)
+    def warm_up(self, steps: Iterable[tuple[int, int]]) -> None:
+        """Captures graphs for steps of (tokens, rows), largest first so that the others fit in its memory."""
+        for tokens, rows in sorted(set(steps), reverse=True):
+            key = self._key(tokens, rows, "sampled", False)
             if key is not None and key not in self._captured:
                 self.capture(key)
 
@@ -115,7 +129,7 @@ class Graphs:
             if other.kind == key.kind
             and other.shared == key.shared
             and other.decode == key.decode
-            and key.tokens <= other.tokens <= WASTE * key.tokens
+            and key.tokens <= other.tokens <= max(CHEAP_TOKENS, WASTE * key.tokens)
             and key.rows <= other.rows
         ]
         return self._captured[min(fits, key=lambda k: (k.tokens, k.rows))] if fits else None

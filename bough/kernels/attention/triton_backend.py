@@ -74,12 +74,8 @@ class TritonAttention:
         eps: float = 1e-6,
         offset: float = 0.0,
         interleaved: bool = False,
-        ahead: Tensor | None = None,
     ) -> Tensor:
-        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write.
-
-        `ahead`: the weight that is multiplied next, fetched meanwhile in small steps.
-        """
+        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write."""
         inputs = self._step()
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
@@ -98,7 +94,6 @@ class TritonAttention:
             interleaved=interleaved,
             k_scale=k_scale,
             v_scale=v_scale,
-            ahead=ahead,
         )
         return self.attend(spec, q, k, v_TKH)
 

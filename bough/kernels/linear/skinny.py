@@ -86,7 +86,7 @@ def _sum_partials(partial, first, last, BLOCK_N: tl.constexpr, BLOCK_T: tl.const
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "per_chunk", "total", "k_steps"])
 def _skinny_kernel(
     x,
     weight,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import ahead_bytes, ask_ahead, pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
 
 _HEADS = 8
 """Heads a program handles."""
@@ -52,8 +52,6 @@ def _heads_kernel(
     k_cache_head,
     v_cache_token,
     v_cache_head,
-    ahead,
-    num_ahead,
     N: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -68,16 +66,12 @@ def _heads_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (N + HEADS - 1) // HEADS
     trigger(PDL)
-    if AHEAD:
-        parts = tl.num_programs(1)
-        ask_ahead(ahead, num_ahead, tl.program_id(0) * parts + part, tl.num_programs(0) * parts, 64)
     # Positions are inputs of the step: no kernel since its first ordinary launch writes them.
     position = tl.load(positions + token).to(tl.int64)
     half = tl.arange(0, BLOCK_HALF)
@@ -265,11 +259,9 @@ def _heads(
     offset: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k = _dense(q), _dense(k)
     tokens, num_heads, width = q.shape
-    num_ahead = ahead_bytes(ahead, tokens)
     kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
     q_out = torch.empty((tokens, num_heads, width), dtype=q.dtype, device=q.device)
     k_out = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=k.device)
@@ -308,8 +300,6 @@ def _heads(
         k_cache.stride(-2),
         v_cache.stride(-3),
         v_cache.stride(-2),
-        q if ahead is None else ahead,
-        num_ahead,
         N=num_heads,
         K=kv_heads,
         H=width,
@@ -324,7 +314,6 @@ def _heads(
         BLOCK_HALF=power_of_two(half),
         BLOCK_REST=power_of_two(max(width - 2 * half, 1)),
         BLOCK_V=power_of_two(value.shape[2]),
-        AHEAD=num_ahead > 0,
         num_warps=2,
         **pdl_options(q.device),
     )
@@ -379,9 +368,7 @@ def rope_and_write(
     interleaved: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ahead`: what a later kernel reads next; it is asked into L2 while attention leaves the memory idle."""
     return _heads(
         q_TNH,
         k_TKH,
@@ -397,7 +384,6 @@ def rope_and_write(
         offset=offset,
         k_scale=k_scale,
         v_scale=v_scale,
-        ahead=ahead,
     )
 
 
