@@ -1,0 +1,96 @@
+"""What a grammar engine must offer; `TokenMatcher` builds everything else on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from bough.core.sampling import GrammarKind
+from bough.core.step import I32, Mask
+from bough.grammar.vocabulary import Tokens
+
+
+class Program(Struct, frozen=True):
+    """A grammar in a backend's own words. It is checked in a worker process and compiled again where it is used."""
+
+    form: str
+    """What the text is: each backend has its own names."""
+    text: str
+    visible: tuple[int, ...] = ()
+    """Special tokens that the grammar spells out."""
+
+
+class NativeMatcher(Protocol):
+    """One request's place in a compiled grammar."""
+
+    def accept(self, token: int) -> bool:
+        """False: not allowed, and nothing changed."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def fill(self, out: I32) -> None:
+        """Overwrites `out` with the mask of tokens allowed next, end tokens among them where the answer is complete."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Would what was accepted so far do as a whole answer?"""
+        ...
+
+    def certain_text(self) -> str:
+        """Text that must come next; empty where there is a choice, or where it is not whole characters."""
+        ...
+
+
+class Automaton(Protocol):
+    """A compiled grammar, shared by the requests that asked for it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes, about."""
+        ...
+
+    def matcher(self) -> NativeMatcher: ...
+
+
+class Backend(Protocol):
+    """A grammar engine with a vocabulary."""
+
+    def translate(self, kind: GrammarKind, source: str) -> Program:
+        """Checks a source and puts it in the backend's words. Raises `BadGrammar`."""
+        ...
+
+    def compile(self, program: Program) -> Automaton:
+        """May take long, and as much memory as the limits of the process allow. Raises `BadGrammar`."""
+        ...
+
+    def fill_all(self, matchers: Sequence[Any], masks: Mask) -> None:
+        """Fills row i of the masks for matcher i, several at once."""
+        ...
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """How grammars are compiled."""
+
+    backend: str = "xgrammar"
+    max_whitespace: int = 8
+    """White space in a row between the parts of a JSON answer; 0: none at all."""
+    time_limit_s: float = 2.0
+    memory_limit_bytes: int = 256 * 2**20
+    """Above what the worker needs with nothing to do."""
+    cache_bytes: int = 256 * 2**20
+    num_workers: int = 2
+
+
+def make_backend(settings: Settings, tokens: Tokens, *, lean: bool = False) -> Backend:
+    """The backend by name. `lean`: for a worker process, without what it does not need."""
+    if settings.backend == "llguidance":
+        from bough.grammar.llguidance_backend import LlguidanceBackend
+
+        guidance: Backend = LlguidanceBackend(tokens, settings.max_whitespace)
+        return guidance
+    from bough.grammar.xgrammar_backend import XgrammarBackend
+
+    return XgrammarBackend(tokens, settings.max_whitespace, lean=lean)

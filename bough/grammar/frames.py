@@ -1,0 +1,75 @@
+"""What a queue and its worker process say to each other: msgpack behind a length, over pipes."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from bough.core.sampling import GrammarKind
+from bough.grammar.backend import Program, Settings
+from bough.grammar.vocabulary import Tokens
+
+MAX_FRAME = 64 * 2**20
+_LENGTH = struct.Struct("<I")
+T = TypeVar("T")
+
+
+class Start(Struct, frozen=True):
+    """First message to a worker."""
+
+    settings: Settings
+    tokens: Tokens
+
+
+class Ready(Struct, frozen=True):
+    """The worker's first message."""
+
+    error: str = ""
+
+
+class Job(Struct, frozen=True):
+    kind: GrammarKind
+    source: str
+
+
+class Done(Struct, frozen=True):
+    """A job's answer: a program that compiles within the limits, or why there is none."""
+
+    program: Program | None = None
+    error: str = ""
+
+
+def write_frame(fd: int, message: Struct) -> None:
+    payload = msgspec.msgpack.encode(message)
+    data = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def read_frame(fd: int, kind: type[T], give_up_s: float | None = None) -> T:
+    """The next message. Raises `EOFError` when the other side is gone, `TimeoutError` at `give_up_s` (monotonic)."""
+    (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, give_up_s))
+    if length > MAX_FRAME:
+        raise EOFError("the other side sends nonsense")
+    return msgspec.msgpack.decode(_read(fd, length, give_up_s), type=kind)
+
+
+def _read(fd: int, count: int, give_up_s: float | None) -> bytes:
+    parts = []
+    while count:
+        if give_up_s is not None:
+            left = give_up_s - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                raise TimeoutError
+        part = os.read(fd, min(count, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,174 @@
+"""Where one request stands in its grammar: masks, and the tokens that are certain to come.
+
+Where a grammar leaves no choice of text, the text is cut into tokens as the tokenizer cuts it, and only those are allowed:
+the model has nothing to say there, so the spelling it was trained on is taken, and the scheduler may skip ahead. The last of
+such tokens are left to the model where one allowed token would say the same and go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bough.core.step import I32
+from bough.grammar.backend import Backend, NativeMatcher
+from bough.grammar.vocabulary import Vocabulary
+
+_FEW = 2048
+"""Where more tokens than this are allowed, no text is certain."""
+_CONTEXT = 4
+"""Tokens before certain text that its cutting takes into account."""
+_OPEN_END = 3
+"""Tokens at the end of certain text that may turn out to be the beginning of a longer one."""
+
+
+class TokenMatcher:
+    """A `core.grammar.Matcher`."""
+
+    __slots__ = ("_ended", "_forced", "_mask", "_vocabulary", "native", "tokens")
+
+    def __init__(self, native: NativeMatcher, vocabulary: Vocabulary) -> None:
+        self.native = native
+        self.tokens: list[int] = []
+        """What was accepted."""
+        self._vocabulary = vocabulary
+        self._ended = False
+        self._mask: I32 | None = None
+        """Tokens allowed next, once somebody has asked."""
+        self._forced: list[int] | None = None
+
+    def accept(self, token: int) -> bool:
+        if self._ended:
+            return False
+        if token in self._vocabulary.tokens.stop_ids:
+            if not self.native.is_complete():
+                return False
+            self._ended = True
+        elif not self.native.accept(token):
+            return False
+        self.tokens.append(token)
+        self._mask = self._forced = None
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens <= 0:
+            return
+        del self.tokens[-num_tokens:]
+        self.native.rollback(num_tokens - self._ended)
+        self._ended = False
+        self._mask = self._forced = None
+
+    def fill_mask(self, out: I32) -> None:
+        forced = self._certain()
+        if forced:
+            out[:] = 0
+            set_bit(out, forced[0])
+        else:
+            out[:] = self._allowed()
+
+    def is_terminated(self) -> bool:
+        if self._ended:
+            return True
+        if not self.native.is_complete():
+            return False
+        rest = self._allowed().copy()
+        for token in self._vocabulary.tokens.stop_ids:
+            clear_bit(rest, token)
+        return not rest.any()
+
+    def forced(self) -> list[int]:
+        return list(self._certain())
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def needs_mask(self) -> bool:
+        return self._mask is None and not self._ended
+
+    @property
+    def num_words(self) -> int:
+        """Width of a mask."""
+        return -(-self._vocabulary.size // 32)
+
+    def give_mask(self, mask: I32) -> None:
+        """The mask of this very state, worked out together with others'. It is kept, not copied."""
+        self._mask = mask
+
+    def _allowed(self) -> I32:
+        if self._mask is None:
+            self._mask = np.empty(self.num_words, np.int32)
+            self.native.fill(self._mask)
+        return self._mask
+
+    def _certain(self) -> list[int]:
+        if self._forced is None:
+            self._forced = self._look_ahead()
+        return self._forced
+
+    def _look_ahead(self) -> list[int]:
+        if self._ended or self.native.is_complete():
+            return []
+        mask = self._allowed()
+        num_allowed = int(np.bitwise_count(mask.view(np.uint32)).sum())
+        if num_allowed == 1:
+            return [first_bit(mask)]
+        text = self.native.certain_text() if num_allowed <= _FEW else ""
+        return self._settled(self._cut(text), mask) if text else []
+
+    def _cut(self, text: str) -> tuple[int, ...]:
+        """Tokens of certain text, cut as if it stood in the answer; on its own where that would move what was said."""
+        vocabulary = self._vocabulary
+        said = b"".join(vocabulary.bytes_of(token) for token in self.tokens[-_CONTEXT:])
+        try:
+            ids = vocabulary.cut(said.decode() + text)
+        except UnicodeDecodeError:
+            return vocabulary.cut(text)
+        length = 0
+        for at, token in enumerate(ids):
+            if length == len(said):
+                return ids[at:]
+            length += len(vocabulary.bytes_of(token))
+        return vocabulary.cut(text)
+
+    def _settled(self, ids: tuple[int, ...], mask: I32) -> list[int]:
+        """The tokens up to where the model may want a longer one."""
+        native, vocabulary = self.native, self._vocabulary
+        settled: list[int] = []
+        for at, token in enumerate(ids):
+            if at >= len(ids) - _OPEN_END:
+                if at:
+                    mask = np.empty_like(mask)
+                    native.fill(mask)
+                if vocabulary.extends(b"".join(vocabulary.bytes_of(each) for each in ids[at:]), mask):
+                    break
+            if not native.accept(token):
+                break
+            settled.append(token)
+        native.rollback(len(settled))
+        return settled
+
+
+def prepare(matchers: Sequence[TokenMatcher], backend: Backend) -> None:
+    """Works out the masks that are missing, several at once."""
+    wanted = [each for each in matchers if each.needs_mask]
+    if len(wanted) < 2:
+        return
+    masks = np.empty((len(wanted), wanted[0].num_words), np.int32)
+    backend.fill_all([each.native for each in wanted], masks)
+    for each, mask in zip(wanted, masks, strict=True):
+        each.give_mask(mask)
+
+
+def set_bit(mask: I32, token: int) -> None:
+    mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def clear_bit(mask: I32, token: int) -> None:
+    mask.view(np.uint32)[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+
+def first_bit(mask: I32) -> int:
+    word = int(np.flatnonzero(mask)[0])
+    bits = int(mask.view(np.uint32)[word])
+    return 32 * word + (bits & -bits).bit_length() - 1

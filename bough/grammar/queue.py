@@ -1,0 +1,191 @@
+"""Requests wait here for their grammars: threads beside the loop have workers try the sources, and compile what passed."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from bough.core.grammar import Compiled, CompileFailed, Matcher
+from bough.core.sampling import GrammarKind, GrammarSpec
+from bough.grammar.backend import Automaton, Backend, Settings, make_backend
+from bough.grammar.cache import ByteCache
+from bough.grammar.errors import BadGrammar
+from bough.grammar.matcher import TokenMatcher, prepare
+from bough.grammar.sandbox import Broken, Overrun, Sandbox
+from bough.grammar.vocabulary import Vocabulary
+
+_log = logging.getLogger(__name__)
+
+Key = tuple[GrammarKind, str]
+MAX_WAITING = 1024
+"""Sources that wait to be compiled; more are sent away."""
+_IDLE_S = 300.0
+"""A worker process without work ends after this."""
+_FAILURE_BYTES = 4 * 2**20
+_OVERRUN_TTL_S = 60.0
+"""How long a source that overran its limits is refused without being tried again."""
+
+
+class _Failure(Struct, frozen=True):
+    message: str
+    status: int = 400
+    until_s: float = 0.0
+    """0: for good."""
+
+
+class _Tools(Struct, frozen=True):
+    """What the first grammar asked for brings about: the vocabulary and a backend in this process."""
+
+    vocabulary: Vocabulary
+    backend: Backend
+
+
+class Grammars:
+    """A `core.grammar.GrammarQueue`. `load_vocabulary` is called once, by a thread, when the first grammar is asked for."""
+
+    def __init__(self, settings: Settings, load_vocabulary: Callable[[], Vocabulary]) -> None:
+        self.settings = settings
+        self._load_vocabulary = load_vocabulary
+        self._tools: _Tools | None = None
+        self._tools_lock = threading.Lock()
+        self._compiled: ByteCache[Key, Automaton] = ByteCache(settings.cache_bytes)
+        self._failures: ByteCache[Key, _Failure] = ByteCache(_FAILURE_BYTES)
+        self._waiting: dict[Key, list[int]] = {}
+        self._answers: list[Compiled | CompileFailed] = []
+        self._work: queue.SimpleQueue[Key | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Key, Automaton | _Failure]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    # -- the loop's side --------------------------------------------------------------------------
+
+    def submit(self, request_id: int, spec: GrammarSpec) -> None:
+        key = (spec.kind, spec.source)
+        known = self._known(key)
+        if known is not None:
+            self._answers.append(self._answer(request_id, known))
+        elif key in self._waiting:
+            self._waiting[key].append(request_id)
+        elif len(self._waiting) >= MAX_WAITING:
+            self._answers.append(CompileFailed(request_id, "too many grammars are waiting to be compiled", 503))
+        else:
+            self._waiting[key] = [request_id]
+            self._start_thread()
+            self._work.put(key)
+
+    def poll(self) -> list[Compiled | CompileFailed]:
+        while True:
+            try:
+                key, result = self._results.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(result, _Failure):
+                self._failures.put(key, result, len(key[1]) + len(result.message) + 256)
+            else:
+                self._compiled.put(key, result, result.num_bytes + len(key[1]))
+            self._answers += [self._answer(request_id, result) for request_id in self._waiting.pop(key, ())]
+        answers, self._answers = self._answers, []
+        return answers
+
+    def cancel(self, request_id: int) -> None:
+        self._answers = [answer for answer in self._answers if answer.id != request_id]
+        for waiting in self._waiting.values():
+            if request_id in waiting:
+                waiting.remove(request_id)
+
+    def look(self, matchers: Sequence[Matcher]) -> None:
+        if self._tools is not None:
+            prepare([each for each in matchers if isinstance(each, TokenMatcher)], self._tools.backend)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join(timeout=self.settings.time_limit_s + 1.0)
+        self._threads.clear()
+
+    def _known(self, key: Key) -> Automaton | _Failure | None:
+        failure = self._failures.get(key)
+        if failure is not None and failure.until_s and failure.until_s < time.monotonic():
+            self._failures.drop(key)
+            failure = None
+        return failure or self._compiled.get(key)
+
+    def _answer(self, request_id: int, result: Automaton | _Failure) -> Compiled | CompileFailed:
+        if isinstance(result, _Failure):
+            return CompileFailed(request_id, result.message, result.status)
+        assert self._tools is not None, "something was compiled"
+        return Compiled(request_id, TokenMatcher(result.matcher(), self._tools.vocabulary))
+
+    def _start_thread(self) -> None:
+        """One more thread while sources wait, up to the number of workers."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) < min(self.settings.num_workers, len(self._waiting)):
+            thread = threading.Thread(target=self._run, name=f"grammar-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # -- a thread's side --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        sandbox: Sandbox | None = None
+        try:
+            while True:
+                try:
+                    key = self._work.get(timeout=_IDLE_S)
+                except queue.Empty:
+                    if sandbox is not None:
+                        sandbox.stop()
+                    continue
+                if key is None:
+                    return
+                try:
+                    sandbox = sandbox or self._make_sandbox()
+                    result = self._compile(sandbox, key)
+                except Exception as error:
+                    _log.exception("grammars can't be compiled")
+                    result = _Failure(f"constrained output is not available: {error}", 500, time.monotonic() + 5.0)
+                self._results.put((key, result))
+                if sandbox is not None and sandbox.pid is None:
+                    self._start_quietly(sandbox)
+        finally:
+            if sandbox is not None:
+                sandbox.stop()
+
+    def _make_sandbox(self) -> Sandbox:
+        with self._tools_lock:
+            if self._tools is None:
+                vocabulary = self._load_vocabulary()
+                self._tools = _Tools(vocabulary, make_backend(self.settings, vocabulary.tokens))
+            return Sandbox(self.settings, self._tools.vocabulary.tokens)
+
+    def _start_quietly(self, sandbox: Sandbox) -> None:
+        """A worker that was killed is replaced before the next source comes."""
+        try:
+            sandbox.start()
+        except Broken as error:
+            _log.warning("%s", error)
+
+    def _compile(self, sandbox: Sandbox, key: Key) -> Automaton | _Failure:
+        """Tries a source in the sandbox; what passes is compiled again here, where it is used."""
+        assert self._tools is not None, "the sandbox was made with them"
+        kind, source = key
+        try:
+            program = sandbox.compile(kind, source)
+            return self._tools.backend.compile(program)
+        except Overrun as error:
+            return _Failure(_sentence(kind, error), until_s=time.monotonic() + _OVERRUN_TTL_S)
+        except BadGrammar as error:
+            return _Failure(_sentence(kind, error))
+        except Broken as error:
+            _log.warning("%s", error)
+            return _Failure(f"constrained output is not available: {error}", 500, time.monotonic() + 5.0)
+
+
+def _sentence(kind: GrammarKind, error: BadGrammar) -> str:
+    return f"{kind} {error}" if str(error).startswith("at ") else f"{kind}: {error}"

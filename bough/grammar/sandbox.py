@@ -1,0 +1,110 @@
+"""A worker process and its leash: started when needed, killed when it takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bough.core.sampling import GrammarKind
+from bough.grammar.backend import Program, Settings
+from bough.grammar.errors import BadGrammar
+from bough.grammar.frames import Done, Job, Ready, Start, read_frame, write_frame
+from bough.grammar.vocabulary import Tokens
+from bough.grammar.worker import out_of_memory
+
+_START_LIMIT_S = 60.0
+
+
+class Broken(Exception):
+    """The worker can't be started: no grammar can be compiled."""
+
+
+class Overrun(BadGrammar):
+    """The worker was killed. Another time, on a quieter machine, it might not be."""
+
+
+class Sandbox:
+    """One worker process. Not for several threads."""
+
+    def __init__(self, settings: Settings, tokens: Tokens) -> None:
+        self._settings = settings
+        self._tokens = tokens
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Makes sure that the process runs and is ready. Raises `Broken`."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.stop()
+        home = str(Path(__file__).parents[2])
+        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "MALLOC_ARENA_MAX": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bough.grammar.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        try:
+            write_frame(self._stdin, Start(self._settings, self._tokens))
+            ready = read_frame(self._stdout, Ready, time.monotonic() + _START_LIMIT_S)
+        except (OSError, EOFError, TimeoutError) as error:
+            self.stop()
+            raise Broken(f"the grammar worker did not start: {type(error).__name__}") from None
+        if ready.error:
+            self.stop()
+            raise Broken(f"the grammar worker did not start: {ready.error}")
+
+    def compile(self, kind: GrammarKind, source: str) -> Program:
+        """Has a source tried out within the limits. Raises `BadGrammar` (`Overrun` if the worker had to die), `Broken`."""
+        self.start()
+        limit_s = self._settings.time_limit_s
+        try:
+            write_frame(self._stdin, Job(kind, source))
+            done = read_frame(self._stdout, Done, time.monotonic() + limit_s)
+        except TimeoutError:
+            self.stop()
+            raise Overrun(f"the grammar takes more than {limit_s:g} s to compile; make it smaller") from None
+        except (OSError, EOFError):
+            self.stop()
+            raise Overrun(out_of_memory(self._settings.memory_limit_bytes)) from None
+        if done.program is None:
+            raise BadGrammar(done.error)
+        return done.program
+
+    def stop(self) -> None:
+        """Ends the process at once, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            process.wait()
+
+    @property
+    def _stdin(self) -> int:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    @property
+    def _stdout(self) -> int:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()

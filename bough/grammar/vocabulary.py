@@ -1,0 +1,98 @@
+"""What a matcher knows of the tokenizer: the bytes of every token, which ids end an answer, and how text is cut."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import Struct
+
+from bough.core.step import I32
+
+if TYPE_CHECKING:
+    from bough.tokenizer import Tokenizer
+
+I64s = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class Tokens(Struct, frozen=True):
+    """The vocabulary as a worker process gets it."""
+
+    names: list[bytes]
+    """Bytes by id; empty: a hole."""
+    size: int
+    """Ids the model has; masks have a bit for each."""
+    stop_ids: tuple[int, ...]
+    special_ids: tuple[int, ...]
+    """Control tokens, which text never means unless a grammar spells one out."""
+
+    def spelled(self, visible: Iterable[int] = ()) -> list[bytes]:
+        """Bytes by id as a grammar sees them: special tokens are holes, except the visible ones."""
+        hidden = set(self.special_ids) - set(visible)
+        names = [b"" if i in hidden else name for i, name in enumerate(self.names[: self.size])]
+        return names + [b""] * (self.size - len(names))
+
+    def named_in(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Special tokens whose names occur in the texts."""
+        joined = "\0".join(texts).encode()
+        return tuple(i for i in self.special_ids if i < len(self.names) and self.names[i] and self.names[i] in joined)
+
+
+class Vocabulary:
+    """Tokens, and what jumping ahead needs: cutting text into tokens, and finding tokens by their first bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int, stop_ids: Iterable[int]) -> None:
+        names = tokenizer.token_bytes()
+        if names is None:
+            raise ValueError("the model's tokenizer has no table of bytes, so its answers can't be constrained")
+        self.tokens = Tokens(
+            names=names,
+            size=size,
+            stop_ids=tuple(sorted({i for i in (*stop_ids, *tokenizer.eos_ids) if 0 <= i < size})),
+            special_ids=tuple(sorted(tokenizer.special_ids)),
+        )
+        self._tokenizer = tokenizer
+        self._cut: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def size(self) -> int:
+        return self.tokens.size
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.tokens.names[token] if token < len(self.tokens.names) else b""
+
+    def cut(self, text: str) -> tuple[int, ...]:
+        """The tokenizer's own tokens of a text; empty if they don't join to exactly that text."""
+        found = self._cut.get(text)
+        if found is None:
+            ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            whole = b"".join(self.bytes_of(i) for i in ids) == text.encode() and all(i < self.size for i in ids)
+            found = ids if whole else ()
+            if len(self._cut) >= 8192:
+                self._cut.clear()
+            self._cut[text] = found
+        return found
+
+    @cached_property
+    def _by_bytes(self) -> tuple[list[bytes], I64s]:
+        pairs = sorted((name, i) for i, name in enumerate(self.tokens.spelled()) if name)
+        return [name for name, _ in pairs], np.array([i for _, i in pairs], np.int64)
+
+    def extends(self, start: bytes, mask: I32) -> bool:
+        """Does the mask allow a token that begins with these bytes and goes on after them?"""
+        names, ids = self._by_bytes
+        low = bisect_left(names, start)
+        while low < len(names) and names[low] == start:
+            low += 1
+        high = bisect_left(names, _after(start)) if start.strip(b"\xff") else len(names)
+        some = ids[low:high]
+        return bool(((mask[some >> 5] >> (some & 31).astype(np.int32)) & 1).any())
+
+
+def _after(start: bytes) -> bytes:
+    """The first bytes string that sorts after everything that begins with `start`."""
+    trimmed = start.rstrip(b"\xff")
+    return trimmed[:-1] + bytes([trimmed[-1] + 1])
