@@ -16,7 +16,8 @@ from bough.config.flags import show_value
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.server_args import build_config, flat
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
-from bough.intake import Intake, NativeAnswer, NativeBatch, Stream, native_batch
+from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
+from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.launch import Programs, Running, start
 from bough.tokenizer import Tokenizer, load_tokenizer
 
@@ -112,20 +113,89 @@ class Engine:
         future = self._submit(self._whole(batch))
         return await asyncio.wrap_future(future)
 
+    # -- pooling and scoring -----------------------------------------------------------------------------------------
+
     def encode(
         self,
         prompt: str | Sequence[str] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **options: Any,
     ) -> Answers:
-        """Embeddings of one prompt or many, by a pooling model (`is_embedding=True`): `{"embedding", "meta_info"}`."""
-        return self._call(self._whole(self._pool_batch(prompt, input_ids)))
+        """What a pooling model makes of one text or many: `{"embedding", "meta_info"}`. Rewards and labels' logits come
+        the same way. Options: `dimensions`, `truncate` (tokens; -1: to the context), `prompt_name`, `add_special_tokens`."""
+        return self._call(self._encode(prompt, input_ids, **options))
 
     async def async_encode(
         self,
         prompt: str | Sequence[str] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **options: Any,
     ) -> Answers:
-        return await asyncio.wrap_future(self._submit(self._whole(self._pool_batch(prompt, input_ids))))
+        return await asyncio.wrap_future(self._submit(self._encode(prompt, input_ids, **options)))
+
+    def classify(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **options: Any,
+    ) -> Answers:
+        """Labels by a classification model: `{"label", "probs", "num_classes"}`."""
+        return self._call(self._classify(prompt, input_ids, **options))
+
+    async def async_classify(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **options: Any,
+    ) -> Answers:
+        return await asyncio.wrap_future(self._submit(self._classify(prompt, input_ids, **options)))
+
+    def rerank(
+        self,
+        query: str | Sequence[Sequence[str]],
+        documents: Sequence[str] | None = None,
+        *,
+        top_n: int | None = None,
+        instruct: str = "",
+        **options: Any,
+    ) -> list[Json]:
+        """Documents by relevance: `{"index", "score", "document"}`, best first. With `[query, document]` pairs instead
+        of a query: `{"embedding": score, "score"}` for each, in their order."""
+        return self._call(self._rerank(query, documents, top_n, instruct, **options))
+
+    async def async_rerank(
+        self,
+        query: str | Sequence[Sequence[str]],
+        documents: Sequence[str] | None = None,
+        *,
+        top_n: int | None = None,
+        instruct: str = "",
+        **options: Any,
+    ) -> list[Json]:
+        return await asyncio.wrap_future(self._submit(self._rerank(query, documents, top_n, instruct, **options)))
+
+    def score(
+        self,
+        query: str | Sequence[int],
+        items: str | Sequence[str] | Sequence[Sequence[int]],
+        label_token_ids: Sequence[int] | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> list[list[float]]:
+        """For each item, appended to the query: the probabilities of the label tokens coming next (normalised over the
+        labels with `apply_softmax`). A classification model scores its own labels."""
+        return self._call(self._score(query, items, label_token_ids, apply_softmax, item_first))
+
+    async def async_score(
+        self,
+        query: str | Sequence[int],
+        items: str | Sequence[str] | Sequence[Sequence[int]],
+        label_token_ids: Sequence[int] | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> list[list[float]]:
+        work = self._score(query, items, label_token_ids, apply_softmax, item_first)
+        return await asyncio.wrap_future(self._submit(work))
 
     # -- control ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +228,7 @@ class Engine:
             "role_affixes": affixes,
             "max_model_len": self._running.facts["context_length"],
             "served_model_name": model.served_model_name or self._checkpoint.name,
-            "is_generation": not model.is_embedding,
+            "is_generation": self._pooler.pooling is None,
             "context_length": self._running.facts["context_length"],
             "vocab_size": self._running.facts["vocab_size"],
             "architectures": self._checkpoint.config.get("architectures", []),
@@ -232,6 +302,12 @@ class Engine:
 
     async def _open_intake(self) -> Intake:
         intake = Intake.from_facts(self._running.endpoints, self._running.facts, self.tokenizer)
+        self._pooler = Pooler(
+            intake,
+            self._running.facts,
+            model=self._checkpoint.name,
+            rerank_template=self.config.server.rerank_template,
+        )
         await intake.start()
         return intake
 
@@ -271,7 +347,6 @@ class Engine:
         stream: bool,
         **options: Any,
     ) -> NativeBatch:
-        self._refuse(pooling=False)
         fields = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream}
         return native_batch(
             {**fields, **options},
@@ -280,17 +355,40 @@ class Engine:
             every=self.config.scheduler.stream_interval,
         )
 
-    def _pool_batch(self, prompt: Any, input_ids: Any) -> NativeBatch:
-        self._refuse(pooling=True)
-        return native_batch({"text": prompt, "input_ids": input_ids}, pool="embed")
+    async def _encode(self, prompt: Any, input_ids: Any, *, dimensions: int | None = None, **options: Any) -> Answers:
+        facts = self._pooler.needs("embed", "sparse", "classify")
+        inputs, single = native_inputs(prompt, input_ids)
+        if dimensions is None:
+            found = await self._pooler.pool(inputs, PoolOptions(**options))
+        else:
+            found = await self._pooler.embed(inputs, PoolOptions(**options), dimensions=dimensions)
+        answers = [native_pooled(each, facts) for each in found]
+        return answers[0] if single else answers
 
-    def _refuse(self, *, pooling: bool) -> None:
-        if self.config.model.is_embedding != pooling:
-            raise InvalidRequest(
-                what=f"this engine does not {'embed' if pooling else 'generate'}",
-                why=f"it was made with is_embedding={self.config.model.is_embedding}",
-                fix=f"make one with is_embedding={pooling}",
-            )
+    async def _classify(self, prompt: Any, input_ids: Any, **options: Any) -> Answers:
+        facts = self._pooler.needs("classify")
+        inputs, single = native_inputs(prompt, input_ids)
+        found = await self._pooler.classify(inputs, PoolOptions(**options))
+        answers = [labelled(each.values.tolist(), facts) for each in found]
+        return answers[0] if single else answers
+
+    async def _rerank(
+        self, query: Any, documents: Sequence[str] | None, top_n: int | None, instruct: str, **options: Any
+    ) -> list[Json]:
+        chosen = PoolOptions(**options)
+        if documents is None:
+            found = await self._pooler.relevance(pairs_of(query), chosen, instruct=instruct)
+            return [{"embedding": row[0], "score": row[0]} for row in found.scores]
+        pairs = pairs_of([(query, document) for document in documents])
+        found = await self._pooler.relevance(pairs, chosen, instruct=instruct)
+        return ranked([row[0] for row in found.scores], documents, top_n)
+
+    async def _score(
+        self, query: Any, items: Any, labels: Sequence[int] | None, softmax: bool, item_first: bool
+    ) -> list[list[float]]:
+        listed = [items] if isinstance(items, str) else list(items)
+        found = await self._pooler.label_scores(query, listed, label_ids=labels, softmax=softmax, item_first=item_first)
+        return found.scores
 
     async def _answers(self, batch: NativeBatch) -> list[tuple[Stream, NativeAnswer]]:
         groups = await self._intake.submit_batch(batch.requests)

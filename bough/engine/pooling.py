@@ -25,9 +25,12 @@ def pooling_of(config: Config, checkpoint: Checkpoint) -> PoolingFacts | None:
     return pooling_facts(checkpoint.facts, checkpoint.path, forced=model.is_embedding, mode=model.pooling)
 
 
-def pooling_settings(config: Config, pooling: PoolingFacts, checkpoint: Checkpoint) -> Config:
+def pooling_settings(config: Config, pooling: PoolingFacts, checkpoint: Checkpoint, device: str) -> Config:
     """The configuration of an engine that pools: nothing is cached, and texts that must be whole are not cut."""
     model = replace(config.model, is_embedding=True)
+    if model.dtype == "auto" and checkpoint.facts.encoder is not None and _in_float32(checkpoint):
+        # Vectors made here are compared with vectors made elsewhere, so digits count: bfloat16 keeps too few.
+        model = replace(model, dtype="float32" if device == "cpu" else "float16")
     if model.context_length is AUTO and 0 < pooling.max_length < checkpoint.max_context:
         model = replace(model, context_length=pooling.max_length)
     scheduler = config.scheduler
@@ -40,6 +43,12 @@ def pooling_settings(config: Config, pooling: PoolingFacts, checkpoint: Checkpoi
         scheduler=scheduler,
         device=replace(config.device, cuda_graph=False),
     )
+
+
+def _in_float32(checkpoint: Checkpoint) -> bool:
+    if checkpoint.kind == "config-only":
+        return str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32") == "float32"
+    return all(tensor.kind in ("F32", "I64") for tensor in checkpoint.tensors.values())
 
 
 def without_kv(facts: ModelPlanFacts) -> ModelPlanFacts:

@@ -5,6 +5,7 @@ in: `Request`s. out: `Stream`s of `Delta`s, replies to control calls. never: HTT
 
 from bough.intake.intake import Gate, Intake, IntakeStats, Place
 from bough.intake.native import NativeAnswer, NativeBatch, native_batch
+from bough.intake.pooling import Pooled, Pooler, PoolOptions
 from bough.intake.request import Request, Room
 from bough.intake.sampling import ANY_JSON, Sampling, parse_sampling
 from bough.intake.stream import Stream
@@ -17,6 +18,9 @@ __all__ = [
     "NativeAnswer",
     "NativeBatch",
     "Place",
+    "PoolOptions",
+    "Pooled",
+    "Pooler",
     "Request",
     "Room",
     "Sampling",

@@ -91,8 +91,10 @@ class Intake:
         eos_ids: Sequence[int] = (),
         worker: int = 0,
         gate: Gate | None = None,
+        pools: bool | None = None,
     ) -> None:
-        """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways."""
+        """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways.
+        `pools`: whether the model pools; requests of the other kind are refused. None: any are sent."""
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.vocab_size = vocab_size
@@ -110,6 +112,7 @@ class Intake:
         self._gone: BoughError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._limits = Limits(context_length, vocab_size, tokenizer)
+        self._pools = pools
 
     @classmethod
     def from_facts(
@@ -130,6 +133,7 @@ class Intake:
             eos_ids=facts["eos_ids"],
             worker=worker,
             gate=gate,
+            pools=bool(facts["pooling"]) if "pooling" in facts else None,
         )
 
     async def start(self) -> None:
@@ -161,6 +165,7 @@ class Intake:
     async def submit_batch(self, requests: Sequence[Request]) -> list[list[Stream]]:
         """Like `submit`, for many at once: either all are sent or none."""
         self._check_alive()
+        self._check_kind(requests)
         places = self._admit(requests)
         try:
             prompts = await self._prompts(requests)
@@ -269,6 +274,17 @@ class Intake:
         if self._gone is not None:
             raise self._gone
 
+    def _check_kind(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if self._pools is not None and self._pools != bool(request.pool):
+                raise InvalidRequest(
+                    what="the served model does not generate" if self._pools else "the served model does not pool",
+                    why="it makes embeddings or scores of whole texts" if self._pools else "it is served to generate",
+                    fix="use /v1/embeddings, /v1/classify or /v1/rerank"
+                    if self._pools
+                    else "serve an embedding, reranking or classification model, or start with --is-embedding",
+                )
+
     def _new_id(self) -> int:
         return (self._worker << WORKER_SHIFT) | next(self._numbers)
 
@@ -342,6 +358,7 @@ class Intake:
                 arrived_s=now,
                 eos_ids=() if sampling.ignore_eos else self._eos_ids,
                 pool=request.pool,
+                second_at=request.second_at,
                 reasoning_end=request.reasoning_end,
                 reasoning_open=request.reasoning_forced,
                 thinking_budget=request.thinking_budget,

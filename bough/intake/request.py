@@ -49,3 +49,5 @@ class Request:
     thinking_budget: int = -1
     pool: str = ""
     """Pooling models: "embed", "classify", ...; empty: generate."""
+    second_at: int = 0
+    """Pooling models: where a pair's second text begins; 0: there is one text."""

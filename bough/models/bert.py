@@ -96,7 +96,8 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
         q_TNH, k_TNH, v_TNH = self.qkv(x_TD)
         x_TD = self.attn_norm(x_TD + self.out(self.attn(q_TNH, k_TNH, v_TNH, batch, None)))
-        return self.ffn_norm(x_TD + self.down(self.activation(self.up(x_TD))))
+        out_TD: Tensor = self.ffn_norm(x_TD + self.down(self.activation(self.up(x_TD))))
+        return out_TD
 
 
 class Encoder(nn.Module):
@@ -113,7 +114,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Block(facts, layer, build) for layer in range(facts.num_layers))
 
     def forward(self, batch: Batch) -> Tensor:
-        x_TD = self.embed(batch) + self.positions(batch.positions_T + self.first_position)
+        x_TD: Tensor = self.embed(batch) + self.positions(batch.positions_T + self.first_position)
         if batch.segments_T is None or len(self.segments.weight) == 1:
             x_TD = x_TD + self.segments.weight[0]
         else:

@@ -6,12 +6,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 
 from bough.tokenizer.chat_template import ChatTemplate
 from bough.tokenizer.vocabulary import TokenForm, bytes_of_tokens, form_of_decoder
+
+
+class Encoded(NamedTuple):
+    """The ids of one text or of a pair, special tokens included."""
+
+    ids: list[int]
+    second_at: int
+    """Where the tokenizer says that a pair's second segment begins; 0: nowhere."""
 
 
 class Codebook(Protocol):
@@ -28,6 +36,12 @@ class Codebook(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
+
+    def encode_whole(
+        self, inputs: Sequence[str | tuple[str, str]], add_special_tokens: bool, most: int | None
+    ) -> list[Encoded]:
+        """Texts and pairs; those with more than `most` tokens are cut before special tokens are added."""
+        ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
 
@@ -63,6 +77,26 @@ class FastCodebook:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
+    def encode_whole(
+        self, inputs: Sequence[str | tuple[str, str]], add_special_tokens: bool, most: int | None
+    ) -> list[Encoded]:
+        encoded = self._tokenizer.encode_batch_fast(list(inputs), add_special_tokens=add_special_tokens)
+        found = []
+        for given, each in zip(inputs, encoded, strict=True):
+            if most is not None and len(each.ids) > most:
+                each = self._cut(given, add_special_tokens, most)
+            found.append(Encoded(each.ids, 0 if isinstance(given, str) else _second(each.type_ids)))
+        return found
+
+    def _cut(self, given: str | tuple[str, str], add_special_tokens: bool, most: int) -> tokenizers.Encoding:
+        texts = (given,) if isinstance(given, str) else given
+        parts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        special = self._tokenizer.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
+        for part, length in zip(parts, shares([len(part.ids) for part in parts], max(0, most - special)), strict=True):
+            part.truncate(length)
+        second = parts[1] if len(parts) == 2 else None
+        return self._tokenizer.post_process(parts[0], second, add_special_tokens=add_special_tokens)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -90,6 +124,17 @@ class SlowCodebook:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def encode_whole(
+        self, inputs: Sequence[str | tuple[str, str]], add_special_tokens: bool, most: int | None
+    ) -> list[Encoded]:
+        found = []
+        for given in inputs:
+            texts = (given,) if isinstance(given, str) else given
+            cut = {} if most is None else {"truncation": "longest_first", "max_length": most}
+            each = self._tokenizer(*texts, add_special_tokens=add_special_tokens, return_token_type_ids=True, **cut)
+            found.append(Encoded(each["input_ids"], 0 if len(texts) == 1 else _second(each["token_type_ids"])))
+        return found
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
         decoded: str = self._tokenizer.decode(
@@ -137,6 +182,16 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return self.codebook.encode_batch(texts, add_special_tokens)
 
+    def encode_whole(
+        self,
+        inputs: Sequence[str | tuple[str, str]],
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+    ) -> list[Encoded]:
+        """Texts and pairs of texts, cut to at most `most` tokens each (a pair's longer text first)."""
+        return self.codebook.encode_whole(inputs, add_special_tokens, most)
+
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
@@ -171,3 +226,18 @@ class Tokenizer:
             return None
         names = [self.codebook.token_of(i) for i in range(self.codebook.num_ids)]
         return bytes_of_tokens(names, self.codebook.added(), self.codebook.form)
+
+
+def shares(lengths: Sequence[int], room: int) -> list[int]:
+    """What is left of one or two texts that share `room` tokens: the longer one gives way until they are equal."""
+    if sum(lengths) <= room:
+        return list(lengths)
+    if len(lengths) == 1:
+        return [room]
+    first, second = lengths
+    short = min(first, second, room // 2)
+    return [short, room - short] if first <= second else [room - short, short]
+
+
+def _second(segments: Sequence[int]) -> int:
+    return next((at for at, segment in enumerate(segments) if segment), 0)

@@ -1,0 +1,421 @@
+"""What every entrance offers of models that score texts: embeddings, classes, relevance, probabilities of labels.
+
+A pooling model answers with one vector a text. A generative one scores by the probabilities of its next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bough.config.pooling_facts import PoolingFacts, RerankTokens, ScoreScale, Task
+from bough.core.errors import BoughError, InvalidRequest, PromptTooLong, RequestFailed
+from bough.core.messages import Delta, LogprobSpec
+from bough.core.sampling import SamplingParams
+from bough.intake.intake import Intake
+from bough.intake.request import Request
+from bough.intake.rerank_prompt import BUILT_IN, Renderer, choose_prompt, label_id
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Text: TypeAlias = str | Sequence[int]
+"""A text, or token ids."""
+Input: TypeAlias = Text | tuple[str, str]
+"""A text, token ids, or a pair of texts."""
+
+WHOLE = -1
+"""As `PoolOptions.truncate`: to the context's length."""
+_SHORT_CHARS = 4096
+_NEXT_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+MAX_LABELS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What a client may say about how its texts are taken."""
+
+    truncate: int | None = None
+    """Cut texts to this many tokens (`WHOLE`: to what fits); None: refuse those that don't fit."""
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+    """Which of the model's prompts goes before each text; None: its default one, if it has any."""
+    rid: str = ""
+    priority: int = 0
+    namespace: str = ""
+    deadline_s: float = 0.0
+
+
+PLAIN = PoolOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """One text's result."""
+
+    values: Floats
+    prompt_tokens: int
+    rid: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores of several texts, in their order, and what they cost."""
+
+    scores: list[list[float]]
+    prompt_tokens: int
+
+
+class Pooler:
+    """Works on an `Intake`, in its event loop."""
+
+    def __init__(self, intake: Intake, facts: Mapping[str, Any], *, model: str, rerank_template: str = "auto") -> None:
+        """`facts`: what the engine said when it was ready. Raises `ConfigError` for a template that can't be used."""
+        told, tokens = facts.get("pooling"), facts.get("rerank_tokens")
+        self.pooling = msgspec.convert(told, PoolingFacts) if told is not None else None
+        self._tokens = msgspec.convert(tokens, RerankTokens) if tokens is not None else None
+        self._intake = intake
+        self._prompt = choose_prompt(rerank_template, model)
+        if self._prompt is None and self.pooling is None:
+            self._prompt = BUILT_IN["qwen3" if self._tokens is not None else "plain"]
+        self._renderer = Renderer(self._prompt) if self._prompt is not None else None
+
+    # -- vectors ---------------------------------------------------------------------------------------------------
+
+    async def pool(self, inputs: Sequence[Input], options: PoolOptions = PLAIN) -> list[Pooled]:
+        """The model's raw result for each input: an embedding, sparse pairs, or logits of labels."""
+        pooling = self.needs("embed", "sparse", "classify")
+        encoded = await self._encode(inputs, options, self._prefix(options) if pooling.task == "embed" else "")
+        requests = [
+            Request(
+                prompt=ids, second_at=second_at, pool=pooling.task, want_text=False, priority=options.priority,
+                namespace=options.namespace, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
+            )
+            for at, (ids, second_at) in enumerate(encoded)
+        ]  # fmt: skip
+        began = time.time()
+        deltas, names = await self._collect(requests)
+        return [
+            Pooled(np.frombuffer(delta.embedding, "<f4"), len(ids), name, time.time() - began)
+            for delta, (ids, _), name in zip(deltas, encoded, names, strict=True)
+        ]
+
+    async def embed(
+        self, inputs: Sequence[Input], options: PoolOptions = PLAIN, *, dimensions: int | None = None
+    ) -> list[Pooled]:
+        """Embeddings, cut to `dimensions` where the model allows it."""
+        pooling = self.needs("embed", "sparse")
+        if dimensions is not None and not pooling.allows(dimensions):
+            raise InvalidRequest(
+                what=f"dimensions is {dimensions}",
+                why="the model's embeddings are not made to be cut to this size",
+                fix=f"leave it out, or send one of: {pooling.legal_dimensions()}",
+                param="dimensions",
+            )
+        found = await self.pool(inputs, options)
+        if dimensions is None or dimensions == pooling.width:
+            return found
+        return [replace(each, values=shortened(each.values, dimensions, pooling.normalise)) for each in found]
+
+    async def classify(self, inputs: Sequence[Input], options: PoolOptions = PLAIN) -> list[Pooled]:
+        """Probabilities (or scores) of the labels."""
+        pooling = self.needs("classify")
+        return [replace(each, values=scaled(each.values, pooling.score)) for each in await self.pool(inputs, options)]
+
+    # -- scores ----------------------------------------------------------------------------------------------------
+
+    async def relevance(
+        self, pairs: Sequence[tuple[str, str]], options: PoolOptions = PLAIN, *, instruct: str = ""
+    ) -> Scored:
+        """How relevant each pair's second text is to its first: by whatever the model can do."""
+        pooling = self.pooling
+        if pooling is None:
+            return await self._by_answers(pairs, options, instruct)
+        if pooling.task == "classify":
+            return await self._by_classifier(pairs, options, instruct, pooling)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        found = await self.pool(texts, options)
+        vectors = dict(zip(texts, (each.values for each in found), strict=True))
+        compare = cosine if pooling.task == "embed" else sparse_dot
+        scores = [[compare(vectors[first], vectors[second])] for first, second in pairs]
+        return Scored(scores, sum(each.prompt_tokens for each in found))
+
+    async def label_scores(
+        self,
+        query: Text,
+        items: Sequence[Text],
+        *,
+        label_ids: Sequence[int] | None,
+        softmax: bool = False,
+        item_first: bool = False,
+        options: PoolOptions = PLAIN,
+    ) -> Scored:
+        """For each item, appended to the query: the probabilities that the next token is each of the labels.
+
+        A classifier scores its own labels instead. All items are submitted at once, so the query is computed once.
+        """
+        texts = [_join(query, item, item_first) for item in items]
+        if self.pooling is not None:
+            self.needs("classify")
+            if label_ids is not None:
+                raise _bad("label_token_ids", "a classifier scores its own labels", "leave it out")
+            found = await self.pool(texts, options)
+            rows = [scaled(each.values, "softmax" if softmax else "identity").tolist() for each in found]
+            return Scored(rows, sum(each.prompt_tokens for each in found))
+        if not label_ids or len(label_ids) > MAX_LABELS:
+            raise _bad("label_token_ids", "it says whose probabilities are wanted", f"send 1 to {MAX_LABELS} token ids")
+        return await self._next_token(texts, tuple(label_ids), softmax, options)
+
+    async def _by_classifier(
+        self, pairs: Sequence[tuple[str, str]], options: PoolOptions, instruct: str, pooling: PoolingFacts
+    ) -> Scored:
+        if pooling.width != 1:
+            raise InvalidRequest(
+                what="the served model can't rerank",
+                why=f"it tells {pooling.width} labels apart; a reranker gives one score",
+                fix="use /v1/classify",
+            )
+        inputs: Sequence[Input] = pairs
+        if self._renderer is not None:
+            inputs = [self._renderer.render(*pair, instruct) for pair in pairs]
+            options = replace(options, add_special_tokens=False)
+        found = await self.pool(inputs, options)
+        rows = [scaled(each.values, pooling.score).tolist() for each in found]
+        return Scored(rows, sum(each.prompt_tokens for each in found))
+
+    async def _by_answers(self, pairs: Sequence[tuple[str, str]], options: PoolOptions, instruct: str) -> Scored:
+        """The odds that a generative model says yes."""
+        tokenizer = self._intake.tokenizer
+        if tokenizer is None or self._renderer is None or self._prompt is None:
+            raise InvalidRequest(
+                what="this server can't rerank",
+                why="a generative model reranks with a prompt, and the server has no tokenizer (--skip-tokenizer-init)",
+                fix="use /v1/score with token ids",
+            )
+        if self._tokens is not None:
+            labels = [self._tokens.true_id, *([] if self._tokens.false_id is None else [self._tokens.false_id])]
+        else:
+            labels = [label_id(tokenizer, text) for text in (self._prompt.yes, self._prompt.no)]
+        texts = [self._renderer.render(*pair, instruct) for pair in pairs]
+        plain = replace(options, add_special_tokens=False)
+        found = await self._next_token(texts, tuple(labels), len(labels) > 1, plain)
+        return Scored([row[:1] for row in found.scores], found.prompt_tokens)
+
+    async def _next_token(
+        self, texts: Sequence[Text], labels: tuple[int, ...], softmax: bool, options: PoolOptions
+    ) -> Scored:
+        encoded = await self._encode(texts, options, "")
+        spec = LogprobSpec(token_ids=labels)
+        requests = [
+            Request(
+                prompt=ids, sampling=_NEXT_TOKEN, logprobs=spec, want_text=False, priority=options.priority,
+                namespace=options.namespace, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
+            )
+            for at, (ids, _) in enumerate(encoded)
+        ]  # fmt: skip
+        deltas, _ = await self._collect(requests)
+        rows = []
+        for delta in deltas:
+            if delta.logprobs is None or not delta.logprobs.chosen:
+                raise RequestFailed(what="the engine returned no scores for this request")
+            by_id = dict(delta.logprobs.chosen[0])
+            logprobs = np.array([by_id[label] for label in labels], np.float64)
+            rows.append((_softmax(logprobs) if softmax else np.exp(logprobs)).tolist())
+        return Scored(rows, sum(len(ids) for ids, _ in encoded))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def needs(self, *tasks: Task) -> PoolingFacts:
+        """How the model pools. Raises `InvalidRequest` if it does none of `tasks`."""
+        pooling = self.pooling
+        if pooling is None:
+            raise InvalidRequest(
+                what="the served model does not embed or classify",
+                why="it is served to generate",
+                fix="serve an embedding, reranking or classification model, or start with --is-embedding",
+            )
+        if pooling.task not in tasks:
+            offers = {
+                "embed": "it makes embeddings: use /v1/embeddings, /v1/rerank or /v1/score",
+                "sparse": "it makes sparse embeddings: use /v1/embeddings, /v1/rerank or /v1/score",
+                "classify": "it scores labels: use /v1/classify, /v1/rerank (if it has one label) or /v1/moderations",
+            }
+            raise InvalidRequest(what="the served model can't do this", why=offers[pooling.task])
+        return pooling
+
+    def _prefix(self, options: PoolOptions) -> str:
+        pooling = self.pooling
+        assert pooling is not None, "called for pooling models"
+        if options.prompt_name is None:
+            return pooling.default_prompt
+        if options.prompt_name not in pooling.prompts:
+            known = ", ".join(sorted(pooling.prompts)) or "none"
+            raise _bad("prompt_name", f"the model's prompts are: {known}", "send one of them, or leave it out")
+        return pooling.prompts[options.prompt_name]
+
+    async def _encode(
+        self, inputs: Sequence[Input], options: PoolOptions, prefix: str
+    ) -> list[tuple[npt.NDArray[np.int32], int]]:
+        """Ids of each input and where its second text begins. Raises if one doesn't fit."""
+        most = self._most(options)
+        texts = [text for each in inputs if (text := as_text(each, prefix)) is not None]
+        encoded = iter(await self._tokenise(texts, options, most))
+        found: list[tuple[npt.NDArray[np.int32], int]] = []
+        for each in inputs:
+            ids, second_at = next(encoded) if as_text(each, "") is not None else (self._checked(each, most), 0)
+            if len(ids) > self._intake.context_length:
+                raise PromptTooLong(
+                    what=f"the input has {len(ids)} tokens, at most {self._intake.context_length} fit",
+                    why=f"the context is {self._intake.context_length} tokens",
+                    fix='shorten it, or send "truncate_prompt_tokens": -1 to have it cut',
+                    param="input",
+                )
+            found.append((np.asarray(ids, np.int32), second_at))
+        return found
+
+    def _most(self, options: PoolOptions) -> int | None:
+        limit = self._intake.context_length
+        if options.truncate is None:
+            return None
+        if options.truncate == WHOLE:
+            return limit
+        if not 1 <= options.truncate <= limit:
+            raise _bad("truncate_prompt_tokens", f"texts have 1 to {limit} tokens", f"send -1, or 1 to {limit}")
+        return options.truncate
+
+    async def _tokenise(
+        self, texts: Sequence[str | tuple[str, str]], options: PoolOptions, most: int | None
+    ) -> list[tuple[list[int], int]]:
+        tokenizer = self._intake.tokenizer
+        if not texts:
+            return []
+        if tokenizer is None:
+            raise InvalidRequest(
+                what="the input is text",
+                why="the server has no tokenizer (--skip-tokenizer-init)",
+                fix="send token ids",
+                param="input",
+            )
+        special = options.add_special_tokens
+        closing = tokenizer.eos_id if self.pooling is not None and self.pooling.append_eos and special else None
+        room = most if closing is None or most is None else most - 1
+
+        def encode() -> list[tuple[list[int], int]]:
+            found = tokenizer.encode_whole(texts, add_special_tokens=special, most=room)
+            return [
+                (ids if closing is None or ids[-1:] == [closing] else [*ids, closing], second_at)
+                for ids, second_at in found
+            ]
+
+        short = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
+        return encode() if short <= _SHORT_CHARS else await asyncio.to_thread(encode)
+
+    def _checked(self, ids: Input, most: int | None) -> list[int]:
+        vocab = self._intake.vocab_size
+        for each in ids:
+            if isinstance(each, bool) or not isinstance(each, int | np.integer) or not 0 <= each < vocab:
+                raise InvalidRequest(
+                    what=f"the input has token id {str(each)[:40]}",
+                    why=f"the vocabulary has ids 0 to {vocab - 1}",
+                    fix="send ids of this model's tokenizer",
+                    param="input",
+                )
+        return [int(each) for each in ids][:most]
+
+    async def _collect(self, requests: Sequence[Request]) -> tuple[list[Delta], list[str]]:
+        """Whole answers, all of them or the first failure; those left are given up."""
+        if not requests:
+            return [], []
+        streams = [group[0] for group in await self._intake.submit_batch(requests)]
+        try:
+            deltas = []
+            for stream in streams:
+                delta = await stream.collect()
+                if delta.end is not None and delta.end.reason in ("abort", "error"):
+                    raise _failed(delta.end.status, delta.end.message)
+                deltas.append(delta)
+            return deltas, [stream.rid for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
+
+
+# -- arithmetic -----------------------------------------------------------------------------------
+
+
+def shortened(values: Floats, dimensions: int, normalised: bool) -> Floats:
+    """The first numbers of an embedding, brought back to length 1 if it had it."""
+    cut: Floats = values[:dimensions]
+    length = float(np.linalg.norm(cut))
+    return (cut / length).astype(np.float32) if normalised and length > 0 else cut
+
+
+def scaled(logits: Floats, scale: ScoreScale) -> Floats:
+    """Scores of logits."""
+    match scale:
+        case "identity":
+            return logits
+        case "sigmoid":
+            out: Floats = (1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
+            return out
+        case "softmax":
+            return _softmax(logits.astype(np.float64)).astype(np.float32)
+
+
+def cosine(first: Floats, second: Floats) -> float:
+    lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
+    return float(np.dot(first, second)) / lengths if lengths else 0.0
+
+
+def as_weights(pairs: Floats) -> dict[int, float]:
+    """Sparse pairs (ids, then values) as a dict."""
+    ids, values = np.split(pairs, 2)
+    return dict(zip(ids.astype(np.int64).tolist(), values.tolist(), strict=True))
+
+
+def sparse_dot(first: Floats, second: Floats) -> float:
+    mine, theirs = as_weights(first), as_weights(second)
+    return sum(weight * theirs.get(token, 0.0) for token, weight in mine.items())
+
+
+def as_text(given: Input, prefix: str) -> str | tuple[str, str] | None:
+    """What is to be tokenised, a text with its prefix; None: the input is token ids already."""
+    if isinstance(given, str):
+        return prefix + given
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+        return given[0], str(given[1])
+    return None
+
+
+def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    powers: npt.NDArray[np.float64] = np.exp(logits - logits.max())
+    powers /= powers.sum()
+    return powers
+
+
+def _join(query: Text, item: Text, item_first: bool) -> Text:
+    first, second = (item, query) if item_first else (query, item)
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    if isinstance(first, str) or isinstance(second, str):
+        raise _bad("items", "query and items must both be texts, or both be token ids", "send one kind")
+    return [*first, *second]
+
+
+def _rid(rid: str, at: int, count: int) -> str:
+    return f"{rid}_{at}" if rid and count > 1 else rid
+
+
+def _bad(param: str, why: str, fix: str) -> InvalidRequest:
+    return InvalidRequest(what=f"{param} is missing or wrong", why=why, fix=fix, param=param)
+
+
+def _failed(status: int, message: str) -> BoughError:
+    kind = InvalidRequest if 400 <= status < 500 else RequestFailed
+    return kind(what=message or "the request failed")
