@@ -26,6 +26,7 @@ from bough.core.step import Runner, RunnerLimits
 from bough.distributed.mesh import Mesh, join_mesh
 from bough.engine.attention import attention_factory
 from bough.engine.facts import machine_facts, plan_facts
+from bough.engine.grammars import grammars_of
 from bough.engine.loop import Loop
 from bough.engine.pooling import (
     pooling_limits,
@@ -253,7 +254,7 @@ def serve_steps(
         policy=config.cache.radix_eviction_policy,
         enabled=config.cache.radix_cache,
     )
-    queues = Queues(limits)
+    queues = Queues(limits, grammars_of(config, checkpoint, limits.vocab_size))
     runner, watch = observe(
         runner, config, endpoints, queues, cache, local.machine, local.idle if broadcast is None else None
     )

@@ -1,0 +1,25 @@
+"""The engine's queue of grammars, made from its configuration."""
+
+from __future__ import annotations
+
+from bough.config.concerns import Config
+from bough.config.hf import Checkpoint
+from bough.grammar import Grammars, Settings, Vocabulary
+from bough.tokenizer import load_tokenizer
+
+
+def grammars_of(config: Config, checkpoint: Checkpoint, vocab_size: int) -> Grammars | None:
+    """None: constrained output is switched off. The tokenizer is loaded when the first grammar is asked for."""
+    if config.server.grammar_backend == "none" or config.model.skip_tokenizer_init:
+        return None
+    model = config.model
+
+    def load() -> Vocabulary:
+        tokenizer = load_tokenizer(
+            model.tokenizer or checkpoint,
+            trust_remote_code=model.trust_remote_code,
+            revision=model.revision if model.tokenizer else "",
+        )
+        return Vocabulary(tokenizer, vocab_size, checkpoint.eos_ids)
+
+    return Grammars(Settings(backend=config.server.grammar_backend), load)
