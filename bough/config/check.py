@@ -60,6 +60,7 @@ def _ranges(config: Config) -> None:
         ("max_body_bytes", server.max_body_bytes, 1024, 2**31),
         ("drain_timeout_s", server.drain_timeout_s, 0.0, None),
         ("watchdog_timeout_s", server.watchdog_timeout_s, 0.1, None),
+        ("client_timeout_s", server.client_timeout_s, 0.1, None),
         ("response_store_size", server.response_store_size, 0, None),
         ("decode_log_interval_s", log.decode_log_interval_s, 0.0, None),
     ):

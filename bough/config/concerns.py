@@ -174,6 +174,10 @@ class ServerConfig:
     """On SIGTERM, seconds that running requests get to finish."""
     watchdog_timeout_s: float = 300.0
     """Seconds without a beat of the engine's loop after which it counts as stuck."""
+    supervise: bool = False
+    """Start a dead or stuck engine again, and refuse requests that it has died of twice."""
+    client_timeout_s: float = 30.0
+    """Seconds that a client gets to send a request's headers, and its body."""
     skip_server_warmup: bool = False
     """Don't run a request before reporting ready."""
     strict_api: bool = False
@@ -218,6 +222,14 @@ class LogConfig:
     """Seconds between two lines about throughput."""
     metrics: bool = True
     """Serve Prometheus metrics at /metrics."""
+    otlp_endpoint: str = ""
+    """Where to send OpenTelemetry traces, for example http://localhost:4318. Needs opentelemetry-sdk and its exporter."""
+    crash_dir: str = ""
+    """Directory for crash bundles: shapes and ids of the last steps, settings, the cause; never text."""
+    dump_dir: str = ""
+    """Directory for every request's body, text included, for `bough replay`. Off unless it is given."""
+    profile_dir: str = ""
+    """Directory for profiles. Default: bough-profiles in the system's directory for temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,14 @@ class DeadlineExceeded(BoughError):
     code = "deadline_exceeded"
 
 
+class Quarantined(BoughError):
+    """The engine has died of this request before."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "quarantined"
+
+
 class RequestFailed(BoughError):
     """This request failed inside the engine; others were not affected."""
 

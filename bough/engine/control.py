@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from bough.cache.prefix import PrefixCache
+from bough.core.errors import BoughError
 from bough.core.messages import FlushCache, GetInfo, Look, Pause, Profile, Reply, Resume, Shutdown
 from bough.scheduler.accept import abort_all
 from bough.scheduler.leave import retract
@@ -36,8 +37,8 @@ class Hooks(Struct, kw_only=True):
     """Called every few seconds while there is work: `Control.info` and the throughput since the last time."""
     problem: Callable[[str], None] = logging.getLogger(__name__).warning
     """Called with a sentence about something that went wrong and was handled."""
-    profile: Callable[[Profile], str] | None = None
-    """Starts or stops a profile; returns an error or an empty string."""
+    profile: Callable[[Profile], Info] | None = None
+    """Starts or stops a profile; returns what to tell about it, or raises `BoughError`."""
     extra_info: Callable[[], Info] | None = None
     """More for `GetInfo`: what the process knows and the loop does not."""
 
@@ -71,9 +72,7 @@ class Control:
                 self.paused = False
                 self._reply(message.call, "", {})
             case Profile():
-                profile = self._hooks.profile
-                error = profile(message) if profile is not None else "this engine has no profiler"
-                self._reply(message.call, error, {})
+                self._reply(message.call, *self._profile(message))
             case Shutdown():
                 self._queues.draining = True
                 self.stop_by_s = now + message.drain_s
@@ -86,6 +85,14 @@ class Control:
         if live:
             return f"the cache can't be flushed while {live} requests are running", {}
         return "", {"pages_freed": self._cache.flush()}
+
+    def _profile(self, message: Profile) -> tuple[str, Info]:
+        if self._hooks.profile is None:
+            return "this engine has no profiler", {}
+        try:
+            return "", self._hooks.profile(message)
+        except BoughError as error:
+            return error.sentence(), {}
 
     def _pause(self, message: Pause, now: float) -> Info:
         queues, cache = self._queues, self._cache

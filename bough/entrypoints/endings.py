@@ -9,6 +9,7 @@ from bough.core.errors import (
     InvalidRequest,
     Overloaded,
     PromptTooLong,
+    Quarantined,
     RequestFailed,
     Unavailable,
 )
@@ -16,7 +17,7 @@ from bough.core.messages import End
 
 _BY_CODE: dict[str, type[BoughError]] = {
     kind.code: kind
-    for kind in (PromptTooLong, BodyTooLarge, Overloaded, Unavailable, DeadlineExceeded, RequestFailed)
+    for kind in (PromptTooLong, BodyTooLarge, Overloaded, Unavailable, DeadlineExceeded, Quarantined, RequestFailed)
     if kind.code is not None
 }
 _BY_STATUS: dict[int, type[BoughError]] = {

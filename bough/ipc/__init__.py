@@ -12,9 +12,11 @@ from bough.ipc.handoff import (
     Status,
     load_launch,
     read_error,
+    read_quarantine,
     read_status,
     save_launch,
     write_error,
+    write_quarantine,
     write_status,
 )
 
@@ -29,9 +31,11 @@ __all__ = [
     "Status",
     "load_launch",
     "read_error",
+    "read_quarantine",
     "read_status",
     "run_child",
     "save_launch",
     "write_error",
+    "write_quarantine",
     "write_status",
 ]

@@ -55,6 +55,20 @@ class Endpoints:
     def status(self) -> Path:
         return self.path("status.json")
 
+    @property
+    def flight(self) -> Path:
+        """The engine's last steps: shapes and ids."""
+        return self.path("flight")
+
+    @property
+    def quarantine(self) -> Path:
+        """Fingerprints of requests that the engine has died of."""
+        return self.path("quarantine.json")
+
+    def board(self, name: str) -> Path:
+        """The numbers that the process `name` counts."""
+        return self.path(f"{name}.board")
+
     def error(self, name: str) -> Path:
         return self.path(f"error.{name}.json")
 

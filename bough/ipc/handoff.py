@@ -92,6 +92,18 @@ def read_status(endpoints: Endpoints) -> Status:
         return Status(phase="starting")
 
 
+def write_quarantine(endpoints: Endpoints, prints: frozenset[int]) -> None:
+    """Tells the engine which requests not to take."""
+    _write(endpoints.quarantine, msgspec.json.encode(sorted(prints)))
+
+
+def read_quarantine(endpoints: Endpoints) -> frozenset[int]:
+    try:
+        return msgspec.json.decode(endpoints.quarantine.read_bytes(), type=frozenset[int])
+    except FileNotFoundError:
+        return frozenset()
+
+
 def write_error(endpoints: Endpoints, name: str, error: BaseException, traceback: str = "") -> None:
     if isinstance(error, BoughError):
         report = ErrorReport(kind=type(error).__name__, what=error.what, why=error.why, fix=error.fix)

@@ -178,7 +178,7 @@ def series_key(name: str, labels: Sequence[str] = ()) -> str:
     return "\t".join((name, *labels))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Snapshot:
     """What prometheus_client renders: readings, with the same label on all of them."""
 

@@ -95,6 +95,8 @@ def _check(queues: Queues, job: Job, wall: float) -> None:
         raise Unavailable(what="the server is shutting down", fix="send the request to another replica")
     if 0 < ask.deadline_s <= wall:
         raise DeadlineExceeded(what="the request's deadline had passed when it arrived", fix="allow more time")
+    if queues.screen is not None:
+        queues.screen(ask)
     _check_prompt(limits, job)
     ask.sampling.check(limits.vocab_size)
     if ask.sampling.grammar is not None and queues.grammars is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, ValuesView
+from collections.abc import Callable, Iterator, ValuesView
 
 import numpy as np
 from msgspec import Struct, field
@@ -256,6 +256,8 @@ class Queues:
         self.prefill_cap: int | None = None
         """Prefill tokens a step at most, after the device ran out of memory."""
         self.draining = False
+        self.screen: Callable[[Generate], None] | None = None
+        """Looks at every request that comes, and raises for those that must not be served."""
         self.epoch = 0
         """Changes with the set of running rows."""
         self._running_slots: I32 | None = None

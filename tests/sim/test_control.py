@@ -116,10 +116,11 @@ def test_profile_without_profiler_and_with() -> None:
     sim.turn()
     assert sim.replies[0].error == "this engine has no profiler"
     seen: list[Profile] = []
-    sim.loop.hooks.profile = lambda message: seen.append(message) or ""
+    sim.loop.hooks.profile = lambda message: {"seen": seen.append(message) is None}
     sim.inbox.messages.append(Profile(call=2, start=True, num_steps=3))
     sim.turn()
     assert sim.replies[1].error == ""
+    assert sim.replies[1].body == {"seen": True}
     assert seen[0].num_steps == 3
 
 

@@ -1,0 +1,95 @@
+"""Writes the engine's numbers to its board, a few times a second and whenever it falls idle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from msgspec import structs
+
+from bough.cache.prefix import PrefixCache
+from bough.engine.loop import Laps
+from bough.observability.metrics import PHASES, Sheet
+from bough.scheduler.queues import Queues
+
+_EVERY_S = 0.1
+_RATE_OVER_S = 1.0
+"""Shortest time over which throughput is measured."""
+
+FreeBytes = Callable[[], tuple[int, int]]
+
+
+class EngineMeter:
+    """Reads queues and cache, which it never changes. `look` costs a clock reading unless something is due."""
+
+    def __init__(
+        self,
+        sheet: Sheet,
+        queues: Queues,
+        cache: PrefixCache,
+        *,
+        free_bytes: FreeBytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`free_bytes`: (free, total) memory of the device, where that is worth asking for."""
+        self._queues = queues
+        self._cache = cache
+        self._free_bytes = free_bytes
+        self._clock = clock
+        self._wrote_s = -1.0
+        self._rated_s = clock()
+        self._rated = (0, 0)
+        self._was_idle = False
+        names = (
+            "num_running_reqs", "num_prefilling_reqs", "num_queue_reqs", "num_queue_tokens", "num_grammar_queue_reqs",
+            "num_used_tokens", "num_cached_tokens", "gen_throughput", "prompt_throughput", "decode_step_seconds",
+            "device_memory_used_bytes", "device_memory_total_bytes", "steps_total", "failed_steps_total", "oom_total",
+            "computed_prompt_tokens_total", "retracted_requests_total", "page_repairs_total",
+        )  # fmt: skip
+        self._cells = {name: sheet.cell(name) for name in names}
+        self._phases = {phase: sheet.cell("engine_seconds_total", phase) for phase in PHASES}
+        sheet.cell("max_total_num_tokens").set(cache.total * cache.page_size)
+        sheet.cell("max_running_reqs").set(queues.limits.max_running)
+
+    def look(self, laps: Laps) -> None:
+        """Writes if it is time to, or if the engine has just fallen idle."""
+        now = self._clock()
+        idle = self._queues.idle
+        if now - self._wrote_s >= _EVERY_S or (idle and not self._was_idle):
+            self._write(laps)
+            self._wrote_s = now
+        if now - self._rated_s >= _RATE_OVER_S:
+            self._rate(now)
+        self._was_idle = idle
+
+    def _write(self, laps: Laps) -> None:
+        queues, cache, cells = self._queues, self._cache, self._cells
+        counters, size = queues.counters, cache.page_size
+        cells["num_running_reqs"].set(queues.num_live)
+        cells["num_prefilling_reqs"].set(len(queues.prefilling))
+        cells["num_queue_reqs"].set(len(queues.waiting))
+        cells["num_queue_tokens"].set(queues.waiting.num_tokens)
+        cells["num_grammar_queue_reqs"].set(len(queues.compiling))
+        cells["num_used_tokens"].set((cache.total - cache.num_available) * size)
+        cells["num_cached_tokens"].set(cache.tree.num_evictable * size)
+        cells["decode_step_seconds"].set(queues.cost.decode_ms / 1e3)
+        cells["steps_total"].set(counters.steps)
+        cells["failed_steps_total"].set(counters.failed_steps)
+        cells["oom_total"].set(counters.oom_steps)
+        cells["computed_prompt_tokens_total"].set(counters.prompt_tokens)
+        cells["retracted_requests_total"].set(counters.retractions)
+        cells["page_repairs_total"].set(cache.num_repairs)
+        for phase, seconds in structs.asdict(laps).items():
+            self._phases[phase].set(seconds)
+
+    def _rate(self, now: float) -> None:
+        passed = now - self._rated_s
+        counters = self._queues.counters
+        numbers = (counters.output_tokens, counters.prompt_tokens)
+        self._cells["gen_throughput"].set((numbers[0] - self._rated[0]) / passed)
+        self._cells["prompt_throughput"].set((numbers[1] - self._rated[1]) / passed)
+        self._rated_s, self._rated = now, numbers
+        if self._free_bytes is not None:
+            free, total = self._free_bytes()
+            self._cells["device_memory_used_bytes"].set(total - free)
+            self._cells["device_memory_total_bytes"].set(total)

@@ -1,0 +1,157 @@
+"""Runners around the runner: one keeps the flight record, one makes steps fail on purpose, for tests of what follows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from bough.core.errors import ConfigError, Quarantined
+from bough.core.messages import Generate
+from bough.core.step import Launched, Mask, Outcome, Runner, Step
+from bough.observability.flight import FlightRecorder
+from bough.scheduler.queues import Queues
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def fingerprint(ask: Generate) -> int:
+    """64 bits that a client's second try of the same request has too."""
+    digest = blake2b(ask.prompt, digest_size=8)
+    digest.update(_encode(ask.sampling))
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Quarantine:
+    """Refuses requests that were running when the engine died, more than once."""
+
+    def __init__(self, prints: frozenset[int]) -> None:
+        self._prints = prints
+
+    def check(self, ask: Generate) -> None:
+        """Raises `Quarantined`."""
+        if self._prints and fingerprint(ask) in self._prints:
+            raise Quarantined(
+                what="this request is not served any more",
+                why="the engine died twice while it computed it",
+                fix="change the request, or restart the server; its crash bundles say more",
+            )
+
+
+class RecordingRunner:
+    """A `Runner` that notes every step before it is launched."""
+
+    def __init__(self, inner: Runner, queues: Queues, recorder: FlightRecorder) -> None:
+        self._inner = inner
+        self._queues = queues
+        self._recorder = recorder
+        self._prints = np.zeros(queues.limits.num_slots, np.uint64)
+
+    def launch(self, step: Step) -> Launched:
+        queues = self._queues
+        for setup in step.setups:
+            row = queues.prefilling.get(setup.slot) or queues.running.get(setup.slot)
+            if row is not None:
+                self._prints[setup.slot] = fingerprint(row.job.ask)
+        self._recorder.note(
+            step.index,
+            time.monotonic(),
+            num_tokens=step.num_tokens,
+            num_decodes=step.num_decodes,
+            constrained=len(step.constrained),
+            requests=queues.slots.request_id[step.slots],
+            prints=self._prints[step.slots],
+            num_query=step.num_query,
+            context=step.context,
+        )
+        return _Recorded(self._inner.launch(step), self._recorder)
+
+    def clear(self) -> None:
+        self._inner.clear()
+
+
+class _Recorded:
+    """A launched step that marks the record when it has come back."""
+
+    __slots__ = ("_inner", "_recorder")
+
+    def __init__(self, inner: Launched, recorder: FlightRecorder) -> None:
+        self._inner = inner
+        self._recorder = recorder
+
+    @property
+    def step(self) -> Step:
+        return self._inner.step
+
+    @property
+    def needs_masks(self) -> bool:
+        return self._inner.needs_masks
+
+    def sample(self, masks: Mask) -> None:
+        self._inner.sample(masks)
+
+    def wait(self) -> Outcome:
+        outcome = self._inner.wait()
+        self._recorder.settled(self._inner.step.index)
+        return outcome
+
+
+# -- failing on purpose ---------------------------------------------------------------------------
+
+FAULTS_VARIABLE = "BOUGH_FAULTS"
+"""`kind@step[,kind@step...]`: oom, raise, kill, abort (a crash in native code), stop (a hang). `kind@TOKEN:t` strikes the
+first step that brings token id t in."""
+
+
+class FaultyRunner:
+    """A `Runner` whose steps fail as told. For tests only; the launcher's environment is the only way to it."""
+
+    def __init__(self, inner: Runner, faults: list[tuple[str, int, int]]) -> None:
+        """`faults`: (kind, step or -1, token or -1)."""
+        self._inner = inner
+        self._faults = list(faults)
+
+    @classmethod
+    def wanted(cls, inner: Runner, environ: Mapping[str, str]) -> Runner:
+        """The runner itself unless faults are asked for."""
+        text = environ.get(FAULTS_VARIABLE, "")
+        return cls(inner, [_fault(each) for each in text.split(",")]) if text else inner
+
+    def launch(self, step: Step) -> Launched:
+        for fault in self._faults:
+            kind, at, token = fault
+            if step.index == at or (token >= 0 and token in step.tokens):
+                if kind in ("oom", "raise"):
+                    self._faults.remove(fault)
+                _strike(kind)
+        return self._inner.launch(step)
+
+    def clear(self) -> None:
+        self._inner.clear()
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
+
+
+def _fault(text: str) -> tuple[str, int, int]:
+    kind, _, where = text.strip().partition("@")
+    by_token = where.startswith("TOKEN:")
+    number = where.removeprefix("TOKEN:")
+    if kind not in ("oom", "raise", *_SIGNALS) or not number.isdecimal():
+        raise ConfigError(
+            what=f"{FAULTS_VARIABLE} has {text!r}", why="it is kind@step or kind@TOKEN:id", fix="for example oom@3"
+        )
+    return (kind, -1, int(number)) if by_token else (kind, int(number), -1)
+
+
+def _strike(kind: str) -> None:
+    if kind == "oom":
+        raise MemoryError("no memory, on purpose")
+    if kind == "raise":
+        raise RuntimeError("failed on purpose")
+    os.kill(os.getpid(), _SIGNALS[kind])
