@@ -1,0 +1,55 @@
+"""The engine's flags beside a measurement's own: `bough bench latency MODEL --dtype bfloat16 --batch-size 1`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from bough.config.flags import NOT_SETTINGS, lookup, settings, unknown_name
+from bough.core.errors import ConfigError
+
+NOTE = "Every flag of `bough serve` is taken too (--dtype, --mem-fraction-static, --load-format dummy, ...)."
+
+
+def parse_with_settings(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The measurement's own options, and the engine's settings: a MODEL in the first place and all other flags.
+
+    Raises `ConfigError` for a flag that neither knows.
+    """
+    words = list(argv)
+    found: dict[str, Any] = {}
+    if words and not words[0].startswith("-"):
+        found["model_path"] = words.pop(0)
+    options, rest = parser.parse_known_args(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(
+                what=f"unexpected argument {word!r}",
+                why="the model stands first, values follow their flags",
+                fix=f"see `{parser.prog} --help`",
+            )
+        name, _, value = word.removeprefix("--").partition("=")
+        found |= _setting(name.replace("-", "_"), value, rest)
+    return options, found
+
+
+def _setting(name: str, value: str, rest: list[str]) -> dict[str, Any]:
+    """One flag as a setting; takes its value from `rest` if it needs one."""
+    if name in NOT_SETTINGS:
+        return {name: True}
+    flag = "--" + name.replace("_", "-")
+    switched_off = name.startswith("no_") and name.removeprefix("no_") in settings()
+    setting, _ = lookup(name.removeprefix("no_") if switched_off else flag)
+    if setting.kind == "bool":
+        return {setting.name: False} if switched_off else {name: value or True}
+    if switched_off:
+        raise unknown_name(flag)
+    if not value:
+        if not rest:
+            raise ConfigError(what=f"{flag} has no value", fix="write one behind it")
+        value = rest.pop(0)
+    return {name: value}
