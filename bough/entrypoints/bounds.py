@@ -21,6 +21,8 @@ class Bound:
 BOUNDS: Mapping[str, Bound] = {
     "best_of": Bound(64, "candidates of one prompt"),
     "prompts": Bound(256, "prompts in one request"),
+    "embeddings": Bound(2048, "inputs in one request"),
+    "documents": Bound(1024, "documents or items in one request"),
     "completions": Bound(1024, "completions in one request (prompts x n)"),
     "messages": Bound(4096, "messages"),
     "content_parts": Bound(1024, "content parts in one message"),

@@ -112,7 +112,7 @@ class Intake:
         self._gone: BoughError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._limits = Limits(context_length, vocab_size, tokenizer)
-        self._pools = pools
+        self.pools = pools
 
     @classmethod
     def from_facts(
@@ -276,12 +276,12 @@ class Intake:
 
     def _check_kind(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if self._pools is not None and self._pools != bool(request.pool):
+            if self.pools is not None and self.pools != bool(request.pool):
                 raise InvalidRequest(
-                    what="the served model does not generate" if self._pools else "the served model does not pool",
-                    why="it makes embeddings or scores of whole texts" if self._pools else "it is served to generate",
+                    what="the served model does not generate" if self.pools else "the served model does not pool",
+                    why="it makes embeddings or scores of whole texts" if self.pools else "it is served to generate",
                     fix="use /v1/embeddings, /v1/classify or /v1/rerank"
-                    if self._pools
+                    if self.pools
                     else "serve an embedding, reranking or classification model, or start with --is-embedding",
                 )
 

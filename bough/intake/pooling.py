@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bough.config.pooling_facts import PoolingFacts, RerankTokens, ScoreScale, Task
-from bough.core.errors import BoughError, InvalidRequest, PromptTooLong, RequestFailed
+from bough.core.errors import (
+    BoughError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    RequestFailed,
+    Unavailable,
+)
 from bough.core.messages import Delta, LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.intake.intake import Intake
@@ -416,6 +424,13 @@ def _bad(param: str, why: str, fix: str) -> InvalidRequest:
     return InvalidRequest(what=f"{param} is missing or wrong", why=why, fix=fix, param=param)
 
 
+_BY_STATUS: dict[int, type[BoughError]] = {
+    400: InvalidRequest,
+    429: Overloaded,
+    503: Unavailable,
+    504: DeadlineExceeded,
+}
+
+
 def _failed(status: int, message: str) -> BoughError:
-    kind = InvalidRequest if 400 <= status < 500 else RequestFailed
-    return kind(what=message or "the request failed")
+    return _BY_STATUS.get(status, RequestFailed)(what=message or "the request failed")

@@ -26,6 +26,7 @@ from bough.entrypoints.http.ollama import routes as ollama
 from bough.entrypoints.http.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from bough.entrypoints.http.openai import chat, completions, models
 from bough.entrypoints.http.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from bough.entrypoints.http.pooling.routes import ROUTES as POOLING_ROUTES
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.http.responses import routes as responses
 from bough.entrypoints.http.responses.schema import ResponsesRequest
@@ -140,6 +141,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         about="200 while requests are taken.",
     ),
     RouteSpec(paths=("/metrics",), methods=("GET",), make=metrics.metrics, about="Numbers for Prometheus.", metrics=True),
+    *(RouteSpec(**each._asdict()) for each in POOLING_ROUTES),
     RouteSpec(paths=("/",), methods=("GET", "HEAD"), make=_banner, about="Name and version."),
     RouteSpec(
         paths=(ui.STATE_PATH,), methods=("GET",), make=ui.state, ui=True, about="The tree and the batch, in numbers."

@@ -93,7 +93,7 @@ def model_info(service: Service) -> Handler:
                 "model_path": model.model or served.name,
                 "tokenizer_path": model.tokenizer or model.model or served.name,
                 "served_model_name": served.name,
-                "is_generation": not model.is_embedding,
+                "is_generation": served.facts.get("pooling") is None,
                 "architectures": [served.facts["architecture"]] if "architecture" in served.facts else [],
                 "max_model_len": served.context_length,
                 "vocab_size": served.facts.get("vocab_size"),

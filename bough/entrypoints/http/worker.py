@@ -107,6 +107,7 @@ async def _warm_up(intake: Intake) -> None:
         prompt=[index % intake.vocab_size for index in range(1, length + 1)],
         sampling=SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True),
         room="at_most",
+        pool="embed" if intake.pools else "",
     )
     await intake.collect(request)
 

@@ -1,0 +1,67 @@
+"""What the pooling routes share: the pooler behind them, and how bodies become inputs and options."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from bough.core.errors import InvalidRequest
+from bough.entrypoints import bounds
+from bough.entrypoints.http.pooling.schema import Inputs, PoolingBody
+from bough.entrypoints.http.replies import deadline_of, tenant_of
+from bough.entrypoints.service import Service
+from bough.intake import Pooler, PoolOptions
+from bough.intake.pooling import WHOLE, Input
+
+
+def pooler_of(service: Service) -> Pooler:
+    """The pooler of a server's routes. Raises `ConfigError` if its rerank template can't be used."""
+    return Pooler(
+        service.intake,
+        service.served.facts,
+        model=f"{service.served.name} {service.config.model.model}",
+        rerank_template=service.config.server.rerank_template,
+    )
+
+
+def options_of(
+    asked: PoolingBody, request: Request, *, prompt_name: str | None = None, add_special_tokens: bool | None = None
+) -> PoolOptions:
+    """What a body says about how its texts are taken."""
+    if asked.rid is not None:
+        bounds.at_most("rid_chars", len(asked.rid), "rid")
+    truncate = asked.truncate_prompt_tokens
+    if truncate is None and asked.truncate:
+        truncate = WHOLE
+    return PoolOptions(
+        truncate=truncate,
+        add_special_tokens=add_special_tokens is not False,
+        prompt_name=prompt_name,
+        rid=asked.rid or "",
+        priority=asked.priority or 0,
+        namespace=tenant_of(request),
+        deadline_s=deadline_of(request),
+    )
+
+
+def inputs_of(given: Inputs, param: str = "input") -> list[Input]:
+    """The forms of an input as a list of texts or of token ids. Raises `InvalidRequest`."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(each, int) for each in given):
+        return [[each for each in given if isinstance(each, int)]]
+    bounds.count("embeddings", given, param)
+    if given and all(isinstance(each, str) for each in given):
+        return [each for each in given if isinstance(each, str)]
+    lists = [each for each in given if isinstance(each, list)]
+    if given and len(lists) == len(given) and all(lists):
+        return [*lists]
+    raise InvalidRequest(
+        what=f"{param} is empty or mixes texts, token ids and lists",
+        why="its elements must be of one kind",
+        fix="send a text, a list of texts, a list of token ids, or a list of those",
+        param=param,
+    )
+
+
+def usage(prompt_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens, "completion_tokens": 0}

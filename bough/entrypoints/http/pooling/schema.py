@@ -1,0 +1,95 @@
+"""Bodies of the pooling routes. Fields beyond those of the dialect are extensions that all of these routes take."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+Inputs = str | list[str | int | list[int]]
+"""A text, token ids, or a list of either."""
+
+
+class PoolingBody(Struct, kw_only=True):
+    """What every pooling route takes."""
+
+    model: str | None = None
+    user: str | None = None
+    rid: str | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Cut inputs to this many tokens; -1: to what fits."""
+    truncate: bool | None = None
+    """Cut inputs to what fits."""
+
+
+class EmbeddingsRequest(PoolingBody, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    """Which of the model's own prompts goes before each text ("query", "document" ...)."""
+    add_special_tokens: bool | None = None
+
+
+class EncodeRequest(PoolingBody, kw_only=True):
+    """POST /encode, /classify."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    sampling_params: dict[str, Any] | None = None
+    """Nothing is sampled: it may be sent, and means nothing."""
+
+
+class Document(Struct, kw_only=True):
+    """A document in an object of its own."""
+
+    text: str
+
+
+class RerankRequest(PoolingBody, kw_only=True):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruct: str | None = None
+    """What "relevant" means, for rerankers that are told."""
+    instruction: str | None = None
+
+
+class ScoreRequest(PoolingBody, kw_only=True):
+    """POST /v1/score: query and items (with label_token_ids), or text_1 and text_2."""
+
+    query: str | list[int] | None = None
+    items: str | list[str | list[int]] | None = None
+    label_token_ids: list[int] | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    instruct: str | None = None
+
+
+class ClassifyRequest(PoolingBody, kw_only=True):
+    """POST /v1/classify."""
+
+    input: Inputs
+
+
+class TextPart(Struct, kw_only=True):
+    """A part of an input; only texts can be judged."""
+
+    type: str
+    text: str | None = None
+
+
+class ModerationRequest(PoolingBody, kw_only=True):
+    """POST /v1/moderations."""
+
+    input: str | list[str | TextPart]
