@@ -1,0 +1,4 @@
+"""The playground: static files for a browser, and the one route that only they need.
+
+in: a browser. out: a page that speaks the public API. never: a request of its own kind, or anything from another host.
+"""
