@@ -29,8 +29,10 @@ class Place:
 
     def began(self) -> None:
         """The first token is out."""
-        self._admission.waiting_tokens -= self._tokens
-        self._tokens = 0
+        if self._tokens:
+            self._admission.waiting_tokens -= self._tokens
+            self._tokens = 0
+            self._admission.tell()
 
     def end(self) -> None:
         """The request has ended, however it did."""
@@ -50,6 +52,8 @@ class Admission:
         self.requests = 0
         self.waiting_tokens = 0
         self.refused = 0
+        self.changed: Callable[[int, int], None] | None = None
+        """Hears the waiting tokens and the refusals so far, whenever they change."""
         self._clock = clock
         self._seconds_per_end = 0.0
         self._last_end = clock()
@@ -63,10 +67,16 @@ class Admission:
         over_tokens = self.waiting_tokens + tokens > self.max_tokens
         if self.requests and (over_requests or over_tokens):
             self.refused += 1
+            self.tell()
             raise self._overloaded(over_requests)
         self.requests += requests
         self.waiting_tokens += tokens
+        self.tell()
         return Place(self, requests, tokens)
+
+    def tell(self) -> None:
+        if self.changed is not None:
+            self.changed(self.waiting_tokens, self.refused)
 
     def left(self, requests: int) -> None:
         """Called by places: so many requests have ended."""

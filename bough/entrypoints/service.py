@@ -15,6 +15,7 @@ from bough.core.messages import Delta
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.admission import Admission
 from bough.entrypoints.fim import FimFormat
+from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request, Stream
 from bough.observability.health import Beat, Pulse, State
 from bough.tokenizer import Tokenizer, TokenizerPool
@@ -72,12 +73,19 @@ class Service:
     """One API worker's view of the server."""
 
     def __init__(
-        self, config: Config, served: Served, intake: Intake, pulse: Pulse, admission: Admission | None = None
+        self,
+        config: Config,
+        served: Served,
+        intake: Intake,
+        pulse: Pulse,
+        admission: Admission | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.config = config
         self.served = served
         self.intake = intake
         self.admission = admission or make_admission(config, served.facts)
+        self.telemetry = telemetry or Telemetry()
         self.draining = False
         self.responses: ResponseStore | None = None
         """Made by the route that fills it."""
@@ -126,6 +134,15 @@ class Service:
                 fix="tokenise on your side",
             )
         return await self._pool.encode_batch(texts, add_special_tokens)
+
+    def start_counting(self) -> None:
+        """From now on requests are clients' requests, and counted."""
+        self.intake.meter = self.telemetry.meter
+        self.admission.changed = self.telemetry.admission_changed
+
+    def beat(self) -> Beat:
+        """The engine's last heartbeat."""
+        return self._pulse.read()
 
     def health(self) -> Health:
         """Reads the heartbeat; asks nobody and takes microseconds."""

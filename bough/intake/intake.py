@@ -40,6 +40,7 @@ from bough.intake.limits import Limits
 from bough.intake.request import Request
 from bough.intake.stream import Stream
 from bough.ipc import AsyncInbox, Endpoints, Outbox, read_status
+from bough.observability.requests import RequestMeter
 from bough.tokenizer import Tokenizer, TokenizerPool
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class Intake:
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.stats = IntakeStats()
+        self.meter: RequestMeter | None = None
+        """Hears of every request, where somebody counts."""
         self._endpoints = endpoints
         self._worker = worker
         self._gate = gate
@@ -367,6 +370,8 @@ class Intake:
             self._streams[stream.id] = stream
             if places:
                 self._places[stream.id] = places.pop(0)
+            if self.meter is not None:
+                self.meter.submitted(stream.id, len(prompt))
             self.stats.submitted += 1
             self.stats.prompt_tokens += len(prompt)
             self.stats.live = len(self._streams)
@@ -406,6 +411,8 @@ class Intake:
         place = self._places.pop(request_id, None)
         if place is not None:
             place.end()
+        if self.meter is not None:
+            self.meter.given_up(request_id, how)  # unless its end has been heard of
         self.stats.ended[how] += 1
         self.stats.live = len(self._streams)
 
@@ -425,6 +432,8 @@ class Intake:
 
     def _deliver(self, stream: Stream, delta: Delta) -> None:
         end = delta.end
+        if self.meter is not None:
+            self.meter.news(stream.id, len(delta.tokens) // 4, end)
         if end is not None:
             self._forget(stream.id, end.reason)
             self.stats.completion_tokens += end.completion_tokens

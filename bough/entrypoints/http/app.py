@@ -179,8 +179,14 @@ def mounted(service: Service) -> list[RouteSpec]:
     ]
 
 
+def known_paths() -> list[str]:
+    """Paths that are counted one by one; those with parameters are not."""
+    return [path for spec in ROUTES for path in spec.paths if "{" not in path and path not in OPEN_PATHS]
+
+
 def make_app(service: Service) -> App:
-    """The ASGI application, keys and limits included."""
+    """The ASGI application, keys and limits included. From now on requests are counted."""
+    service.start_counting()
     specs = mounted(service)
     app = FastAPI(title="bough", version=VERSION, redoc_url=None, debug=False)
     for spec in specs:
@@ -198,7 +204,7 @@ def make_app(service: Service) -> App:
             expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
         )  # fmt: skip
     admin_paths = frozenset(path for spec in ROUTES if spec.admin for path in spec.paths)
-    return Guard(app, service.config.server, admin_paths)
+    return Guard(app, service.config.server, admin_paths, service.telemetry.responded)
 
 
 def openapi(specs: list[RouteSpec]) -> dict[str, Any]:

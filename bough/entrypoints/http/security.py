@@ -39,8 +39,16 @@ class HeadersTooLarge(InvalidRequest):
 class Guard:
     """ASGI middleware. Gives every request an id (`x-request-id`), checks it, and passes it on."""
 
-    def __init__(self, app: App, server: ServerConfig, admin_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        app: App,
+        server: ServerConfig,
+        admin_paths: frozenset[str] = frozenset(),
+        responded: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """`responded` hears the path and the status of every response, probes' left out."""
         self._app = app
+        self._responded = responded
         self._key = server.api_key.encode()
         self._admin_key = server.admin_api_key.encode()
         self._admin_paths = admin_paths
@@ -59,6 +67,8 @@ class Guard:
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], id_header]
+                if self._responded is not None and scope["path"] not in OPEN_PATHS:
+                    self._responded(scope["path"], message["status"])
             await send(message)
 
         try:

@@ -18,10 +18,11 @@ from typing import Any
 from bough.config.concerns import Config
 from bough.core.errors import BoughError
 from bough.core.sampling import SamplingParams
-from bough.entrypoints.http.app import make_app
+from bough.entrypoints.http.app import known_paths, make_app
 from bough.entrypoints.http.server import Front, HttpServer
 from bough.entrypoints.served import load_model_side, make_served
 from bough.entrypoints.service import Service, make_admission
+from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request
 from bough.ipc import Endpoints
 from bough.observability.health import Pulse
@@ -93,7 +94,9 @@ class Worker:
         admission = make_admission(self._config, facts)
         intake = Intake.from_facts(self._endpoints, facts, tokenizer, worker=self._index, gate=admission)
         await intake.start()
-        self._service = Service(self._config, served, intake, Pulse(self._endpoints.heartbeat), admission)
+        telemetry = Telemetry(self._endpoints, self._index, known_paths())
+        pulse = Pulse(self._endpoints.heartbeat)
+        self._service = Service(self._config, served, intake, pulse, admission, telemetry)
         if warm_up:
             await _warm_up(intake)
         self._front.open(make_app(self._service))

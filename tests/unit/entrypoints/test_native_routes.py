@@ -274,7 +274,8 @@ def test_metrics_count() -> None:
         families = {family.name: family for family in text_string_to_metric_families(told.text)}
     assert families["bough:prompt_tokens"].samples[0].value == 2
     assert families["bough:generation_tokens"].samples[0].value == 12
-    assert families["bough:requests_ended"].samples[0].labels == {"reason": "stop"}
+    ended = {sample.labels["finish_reason"]: sample.value for sample in families["bough:requests"].samples}
+    assert ended == {"stop": 1, "length": 0, "abort": 0, "error": 0, "given_up": 0}
     assert families["bough:num_queue_reqs"].samples[0].value == 2
     with serving(metrics=False) as running:
         assert httpx.get(f"{running.url}/metrics").status_code == 404
