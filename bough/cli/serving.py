@@ -17,7 +17,7 @@ import bough
 from bough.config.check import check_exposure, is_loopback
 from bough.config.concerns import Config
 from bough.core.errors import BoughError
-from bough.entrypoints.http.sockets import bind_all
+from bough.entrypoints.http.sockets import bind, bind_all
 from bough.launch import Running, start
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class LocalServer:
         """Raises `ConfigError` before any process is started if the address can't be had or must not be."""
         check_exposure(config)
         self.config = config
+        if config.server.grpc_port:
+            bind(config.server.host, config.server.grpc_port).close()  # a taken port is found out now
         self._sockets = bind_all(config.server.host, config.server.port, config.server.api_workers)
         self.port: int = self._sockets[0].getsockname()[1]
         for sock in self._sockets:
@@ -153,8 +155,12 @@ def banner(server: LocalServer, service: Service) -> str:
         ("model", f"{served.name} on {place}; context {served.context_length:,} tokens"),
         ("key", _key_state(config)),
     ]
+    if config.server.grpc_port:
+        rows.insert(1, ("gRPC", f"{config.server.host}:{config.server.grpc_port}  (bough.v1.Bough, with reflection)"))
     if config.log.metrics:
         rows.insert(2, ("metrics", f"{url}/metrics"))
+    if config.server.ui:
+        rows.insert(1, ("playground", f"{url}/ui"))
     if served.sampling_defaults:
         told = ", ".join(f"{name} {value}" for name, value in served.sampling_defaults.items())
         rows.append(("sampling", f"the model's own defaults: {told}  (--sampling-defaults openai for OpenAI's)"))
@@ -165,7 +171,7 @@ def banner(server: LocalServer, service: Service) -> str:
     if served.tokenizer is None:
         route, body = "/generate", '{"input_ids": [1, 2, 3]}'
     lines = [f"bough {bough.__version__} is ready after {server.seconds:.1f} s", ""]
-    lines += [f"  {name:<9} {text}" for name, text in rows]
+    lines += [f"  {name:<10} {text}" for name, text in rows]
     lines += ["", f"  curl {url}{route} {header}-H 'content-type: application/json' -d '{body}'", ""]
     return "\n".join(lines)
 

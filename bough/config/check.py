@@ -56,6 +56,7 @@ def _ranges(config: Config) -> None:
         ("small_request_share", scheduler.small_request_share, 0.0, 0.9),
         ("stream_interval", scheduler.stream_interval, 1, None),
         ("port", server.port, 0, 65_535),
+        ("grpc_port", server.grpc_port, 0, 65_535),
         ("api_workers", server.api_workers, 1, 64),
         ("max_body_bytes", server.max_body_bytes, 1024, 2**31),
         ("drain_timeout_s", server.drain_timeout_s, 0.0, None),

@@ -158,6 +158,8 @@ class ServerConfig:
     """Address to listen on."""
     port: int = 30000
     """Port to listen on."""
+    grpc_port: int = 0
+    """Port for gRPC, on the same address; 0: none. Needs the extra `grpc`."""
     api_workers: int = 1
     """Front-end processes."""
     api_key: str = ""

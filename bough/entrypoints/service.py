@@ -89,6 +89,7 @@ class Service:
         self.draining = False
         self.responses: ResponseStore | None = None
         """Made by the route that fills it."""
+        self._drainers: list[Callable[[bool], None]] = []
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._pulse = pulse
         self._pool = TokenizerPool(served.tokenizer) if served.tokenizer is not None else None
@@ -114,6 +115,16 @@ class Service:
         finally:
             for _, stream in streams:
                 stream.abort()
+
+    def drain(self, *, now: bool = False) -> None:
+        """No new requests are taken; `now`: those under way are given up."""
+        self.draining = True
+        for drainer in self._drainers:
+            drainer(now)
+
+    def at_drain(self, drainer: Callable[[bool], None]) -> None:
+        """`drainer` is called, perhaps more than once, when draining begins; with True when it is cut short."""
+        self._drainers.append(drainer)
 
     def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
         """`closer` is awaited when the worker ends, before the intake closes."""

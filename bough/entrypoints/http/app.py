@@ -135,6 +135,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         paths=("/model_info", "/get_model_info"), methods=("GET",), make=info.model_info,
         about="The model: names, limits, parsers, marks around messages.",
     ),
+    RouteSpec(paths=("/v1/loads",), methods=("GET",), make=info.loads, about="How busy the engine is."),
     RouteSpec(paths=("/livez",), methods=("GET",), make=info.live, about="200 while the engine lives."),
     RouteSpec(
         paths=("/readyz", "/health", "/health_generate"), methods=("GET",), make=info.ready,

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.config.flags import show_value
-from bough.config.server_args import flat
-from bough.core.errors import BoughError
+from bough.core.errors import InvalidRequest
+from bough.entrypoints import about
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.service import Service
 
-_SECRETS = ("api_key", "admin_api_key")
+_SECTIONS = frozenset({"all", "core", "memory", "queues"})
 
 
 def live(service: Service) -> Handler:
@@ -42,35 +38,7 @@ def server_info(service: Service) -> Handler:
     """GET /server_info: every setting, the decisions behind them, memory, and the engine's numbers."""
 
     async def handle(request: Request) -> Response:
-        served, health = service.served, service.health()
-        settings: dict[str, Any] = {
-            name: value if isinstance(value, bool | int | float | str) else show_value(value)
-            for name, value in flat(service.config).items()
-            if name not in _SECRETS
-        }
-        try:
-            states = [await service.intake.info()]
-        except BoughError as error:
-            states = [{"error": error.what}]
-        return json_reply(
-            {
-                **settings,
-                "version": import_module("bough").__version__,
-                "served_model_name": served.name,
-                "context_length": served.context_length,
-                "num_running": health.num_running,
-                "num_waiting": health.num_waiting,
-                "admission": {
-                    "requests": service.admission.requests,
-                    "waiting_tokens": service.admission.waiting_tokens,
-                    "refused": service.admission.refused,
-                    "max_requests": service.admission.max_requests,
-                    "max_tokens": service.admission.max_tokens,
-                },
-                "engine": dict(served.facts),
-                "internal_states": states,
-            }
-        )
+        return json_reply(await about.server_info(service))
 
     return handle
 
@@ -79,34 +47,39 @@ def model_info(service: Service) -> Handler:
     """GET /model_info: the model as a client must know it, `role_affixes` included."""
 
     async def handle(request: Request) -> Response:
-        served = service.served
-        template = served.tokenizer.chat_template if served.tokenizer is not None else None
-        affixes = None
-        if template is not None:
-            try:
-                affixes = template.role_affixes()
-            except BoughError:
-                affixes = None  # a template that refuses the probes has none that could be told
-        model = service.config.model
-        return json_reply(
-            {
-                "model_path": model.model or served.name,
-                "tokenizer_path": model.tokenizer or model.model or served.name,
-                "served_model_name": served.name,
-                "is_generation": served.facts.get("pooling") is None,
-                "architectures": [served.facts["architecture"]] if "architecture" in served.facts else [],
-                "max_model_len": served.context_length,
-                "vocab_size": served.facts.get("vocab_size"),
-                "preferred_sampling_params": dict(served.sampling_defaults),
-                "weight_version": "default",
-                "reasoning_parser": served.reasoning_parser,
-                "tool_call_parser": served.tool_parser,
-                "has_chat_template": template is not None,
-                "role_affixes": affixes,
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-            }
-        )
+        return json_reply(about.model_info(service))
+
+    return handle
+
+
+def loads(service: Service) -> Handler:
+    """GET /v1/loads: how busy the engine is. `include` chooses sections, `format=prometheus` another form."""
+
+    async def handle(request: Request) -> Response:
+        wanted = set(filter(None, request.query_params.get("include", "all").split(",")))
+        unknown = wanted - _SECTIONS
+        form = request.query_params.get("format", "json")
+        if unknown or form not in ("json", "prometheus"):
+            raise InvalidRequest(
+                what=f"include has {sorted(unknown)[0][:40]!r}" if unknown else f"format is {form[:40]!r}",
+                why=f"sections are {', '.join(sorted(_SECTIONS))}; formats are json and prometheus",
+                fix="send a valid one",
+                param="include" if unknown else "format",
+            )
+        told = await about.loads(service)
+        for load in told["loads"]:
+            for section in ("memory", "queues"):
+                if not wanted & {section, "all"}:
+                    del load[section]
+        if form == "json":
+            return json_reply(told)
+        lines = [
+            f'bough:load_{name}{{dp_rank="{load["dp_rank"]}"}} {float(value):g}'
+            for load in told["loads"]
+            for name, value in load.items()
+            if isinstance(value, int | float) and name != "dp_rank"
+        ]
+        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return handle
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from bough.config.concerns import Config
-from bough.core.errors import BoughError
+from bough.core.errors import BoughError, ConfigError
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.http.app import known_paths, make_app
 from bough.entrypoints.http.server import Front, HttpServer
@@ -71,7 +71,7 @@ class Worker:
     def drain(self, *, now: bool = False) -> None:
         """Takes no new requests and ends `run` when those under way have ended; `now`: at once."""
         if self._service is not None:
-            self._service.draining = True
+            self._service.drain(now=now)
         self._stopping.set()
         self._server.stop(now=now)
 
@@ -99,8 +99,27 @@ class Worker:
         self._service = Service(self._config, served, intake, pulse, admission, telemetry)
         if warm_up:
             await _warm_up(intake)
+        if self._config.server.grpc_port and self._index == 0:
+            await _open_grpc(self._service)
         self._front.open(make_app(self._service))
         return self._service
+
+
+async def _open_grpc(service: Service) -> None:
+    """Serves gRPC beside HTTP, until the service closes."""
+    try:
+        from bough.entrypoints.grpc.server import GrpcServer
+    except ImportError as error:
+        raise ConfigError(
+            what="this installation has no gRPC",
+            why=f"the module {error.name} is missing",
+            fix="install it with `pip install 'bough[grpc]'`, or leave out --grpc-port",
+            param="grpc_port",
+        ) from error
+    server = GrpcServer(service, service.config.server.host, service.config.server.grpc_port)
+    await server.start()
+    service.at_drain(server.drain)
+    service.at_close(server.close)
 
 
 async def _warm_up(intake: Intake) -> None:

@@ -20,6 +20,7 @@ from bough.core.messages import (
     FlushCache,
     Generate,
     GetInfo,
+    Look,
     Pause,
     Profile,
     Reply,
@@ -45,6 +46,12 @@ CHATML = (
 )
 EOS = 256
 CONTEXT = 4096
+INFO: dict[str, Any] = {
+    "fake": True, "running": 1, "prefilling": 1, "leaving": 0, "queued": 2, "queued_tokens": 30, "compiling": 0,
+    "paused": False, "token_usage": 0.5, "cache_hit_rate": 0.25,
+    "pages": {"total": 100, "free": 40, "cached": 20, "evictable": 10, "held": 50, "page_size": 16, "repairs": 0},
+}  # fmt: skip
+"""What the engine says about itself."""
 
 
 def byte_tokenizer(template: str | None = CHATML) -> Tokenizer:
@@ -93,6 +100,8 @@ class FakeEngine:
     aborted: list[int] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
     flush_error: str = ""
+    picture: dict[str, Any] = field(default_factory=dict)
+    """What `Look` gets."""
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def send(self, message: Any) -> None:
@@ -103,10 +112,13 @@ class FakeEngine:
             case Abort(id=which):
                 self.aborted.append(which)
                 self._abort(which)
-            case FlushCache() | GetInfo() | Pause() | Resume() | Profile():
+            case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile():
                 self.calls.append(message)
                 error = self.flush_error if isinstance(message, FlushCache) else ""
-                reply = Reply(call=message.call, error=error, body={"fake": True})
+                body = INFO if isinstance(message, GetInfo) else {"fake": True}
+                if isinstance(message, Look):
+                    body = self.picture
+                reply = Reply(call=message.call, error=error, body=dict(body))
                 self.intake._calls[message.call].set_result(reply)
 
     def close(self) -> None:

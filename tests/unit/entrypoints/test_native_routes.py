@@ -164,6 +164,21 @@ def test_model_info(http: httpx.Client) -> None:
         assert told["architectures"] == ["FakeForCausalLM"]
 
 
+def test_loads(server: FakeServer) -> None:
+    told = httpx.get(f"{server.url}/v1/loads").json()
+    load = told["loads"][0]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_waiting_tokens"]) == (2, 2, 30)
+    assert (load["num_used_tokens"], load["max_total_num_tokens"]) == (50 * 16, 100 * 16)
+    assert told["aggregate"]["total_reqs"] == 4
+    assert load["queues"]["queued"] == 2
+    core = httpx.get(f"{server.url}/v1/loads?include=core").json()["loads"][0]
+    assert not {"memory", "queues"} & set(core)
+    text = httpx.get(f"{server.url}/v1/loads?format=prometheus").text
+    assert 'bough:load_num_running_reqs{dp_rank="0"} 2\n' in text
+    assert httpx.get(f"{server.url}/v1/loads?include=weather").status_code == 400
+    assert httpx.get(f"{server.url}/v1/loads?format=xml").status_code == 400
+
+
 def test_server_info_tells_everything_but_keys() -> None:
     with serving(api_key="s3cret", admin_api_key="s4cret") as running:
         told = httpx.get(f"{running.url}/server_info", headers={"authorization": "Bearer s3cret"})
@@ -173,7 +188,7 @@ def test_server_info_tells_everything_but_keys() -> None:
     body = told.json()
     assert body["port"] == 30000
     assert body["num_running"] == 1
-    assert body["internal_states"] == [{"fake": True}]
+    assert body["internal_states"][0]["fake"]
     assert body["admission"]["max_requests"] == 4096 + 4
 
 

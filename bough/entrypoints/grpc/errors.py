@@ -1,0 +1,45 @@
+"""Errors as gRPC statuses. What is no `BoughError` shows nothing of itself, as over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import grpc
+
+from bough.core.errors import BoughError, Overloaded
+
+_log = logging.getLogger(__name__)
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+def shown(error: Exception) -> BoughError:
+    """The error as one that may be shown; others are logged."""
+    if isinstance(error, BoughError):
+        return error
+    _log.error("a call failed", exc_info=error)
+    return BoughError(what="the server failed to answer this call", why="an internal error, which was logged")
+
+
+async def refuse(context: Any, error: Exception) -> NoReturn:
+    """Ends the call with the error's status."""
+    told = shown(error)
+    trailing = [("bough-code", told.code or told.type)]
+    if told.param:
+        trailing.append(("bough-param", "".join(each for each in told.param if " " <= each <= "~")[:200]))
+    if isinstance(told, Overloaded):
+        trailing.append(("retry-after", str(told.retry_after_s)))
+    context.set_trailing_metadata(tuple(trailing))
+    await context.abort(_CODES.get(told.status, grpc.StatusCode.INTERNAL), told.sentence())
+    raise AssertionError("abort raises")

@@ -1,0 +1,122 @@
+"""Requests of one call and their answers: alone, or many over one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from bough.core.errors import InvalidRequest
+from bough.entrypoints.endings import failure
+from bough.entrypoints.grpc import bough_pb2 as pb
+from bough.entrypoints.grpc.convert import error_of, request_of, response_of
+from bough.entrypoints.grpc.errors import shown
+from bough.entrypoints.grpc.guard import tenant_of
+from bough.entrypoints.service import Service
+from bough.intake import Request
+
+_MOST_AT_ONCE = 1024
+"""Requests under way over one stream, and news that wait for the client to read them."""
+
+
+def make_request(service: Service, message: pb.GenerateRequest, context: Any) -> Request:
+    """The message as a request of this call. Raises `InvalidRequest`."""
+    served, config = service.served, service.config
+    remaining = context.time_remaining()
+    return request_of(
+        message,
+        defaults=dict(served.sampling_defaults),
+        want_text=served.tokenizer is not None,
+        every=config.scheduler.stream_interval,
+        tenant=tenant_of(context.invocation_metadata(), config.server),
+        deadline_s=time.time() + remaining if remaining is not None else 0.0,
+    )
+
+
+async def answers(service: Service, request: Request) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """One request's news. Raises what it failed with."""
+    async with contextlib.aclosing(service.run([request])) as news:
+        async for _, stream, delta in news:
+            error = failure(delta.end) if delta.end is not None else None
+            if error is not None:
+                raise error
+            yield response_of(stream, delta)
+
+
+class Exchange:
+    """One bidirectional stream: the requests under way, and their news on the way to the client.
+
+    A client that reads slowly slows its own requests down; memory stays bounded.
+    """
+
+    def __init__(self, service: Service, context: Any) -> None:
+        self._service = service
+        self._context = context
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._news: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue(_MOST_AT_ONCE)
+        self._closing = False
+
+    async def run(self, commands: AsyncIterator[pb.GenerateCommand]) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """News as they come, until the client has no more commands and every answer is complete."""
+        reader = asyncio.ensure_future(self._read(commands))
+        try:
+            while (answer := await self._news.get()) is not None:
+                yield answer
+            await reader
+        finally:
+            self._closing = True
+            tasks = [reader, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, commands: AsyncIterator[pb.GenerateCommand]) -> None:
+        try:
+            async for command in commands:
+                match command.WhichOneof("command"):
+                    case "generate":
+                        await self._start(command.generate)
+                    case "abort_rid":
+                        task = self._tasks.get(command.abort_rid)
+                        if task is not None:
+                            task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        finally:
+            if not self._closing:
+                await self._news.put(None)
+
+    async def _start(self, message: pb.GenerateRequest) -> None:
+        message.rid = message.rid or uuid.uuid4().hex
+        rid = message.rid
+        if rid in self._tasks or len(self._tasks) >= _MOST_AT_ONCE:
+            error = InvalidRequest(
+                what=f"{rid[:60]!r} is under way"
+                if rid in self._tasks
+                else f"{len(self._tasks)} requests are under way",
+                why="answers are told apart by rid" if rid in self._tasks else f"at most {_MOST_AT_ONCE} are taken",
+                fix="wait for answers, or choose another rid",
+                param="rid",
+            )
+            await self._news.put(pb.GenerateResponse(rid=rid, error=error_of(error)))
+            return
+        task = asyncio.ensure_future(self._answer(message))
+        self._tasks[rid] = task
+        task.add_done_callback(lambda _: self._tasks.pop(rid, None))
+
+    async def _answer(self, message: pb.GenerateRequest) -> None:
+        """Puts every piece of news; a failure is news too, and so is an abort by the client."""
+        try:
+            request = make_request(self._service, message, self._context)
+            async with contextlib.aclosing(answers(self._service, request)) as told:
+                async for answer in told:
+                    await self._news.put(answer)
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+            reason = pb.FinishReason(type="abort", message="aborted by request")
+            await self._news.put(pb.GenerateResponse(rid=message.rid, finish_reason=reason))
+        except Exception as error:
+            await self._news.put(pb.GenerateResponse(rid=message.rid, error=error_of(shown(error))))

@@ -1,0 +1,196 @@
+"""The methods of bough.proto."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+
+from bough.core.errors import Forbidden, InvalidRequest
+from bough.entrypoints.about import loads, model_info, server_info
+from bough.entrypoints.endings import failure
+from bough.entrypoints.grpc import bough_pb2 as pb, bough_pb2_grpc
+from bough.entrypoints.grpc.convert import struct_of
+from bough.entrypoints.grpc.errors import refuse
+from bough.entrypoints.grpc.generate import Exchange, answers, make_request
+from bough.entrypoints.grpc.guard import is_admin
+from bough.entrypoints.service import Service
+from bough.intake import Request
+from bough.tokenizer import Tokenizer
+
+
+class BoughServicer(bough_pb2_grpc.BoughServicer):
+    """Every method works by the service that the HTTP routes use."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # -- generating -------------------------------------------------------------------------------
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            job = make_request(self._service, request, context)
+            async with contextlib.aclosing(answers(self._service, job)) as told:
+                async for answer in told:
+                    yield answer
+        except Exception as error:
+            await refuse(context, error)
+
+    async def GenerateMany(
+        self, commands: AsyncIterator[pb.GenerateCommand], context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async with contextlib.aclosing(Exchange(self._service, context).run(commands)) as told:
+            async for answer in told:
+                yield answer
+
+    # -- pooling ----------------------------------------------------------------------------------
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        return await self._pooled(request, context, "embed")
+
+    async def Classify(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        return await self._pooled(request, context, "classify")
+
+    async def _pooled(self, message: pb.EmbedRequest, context: Any, pool: str) -> pb.EmbedResponse:
+        try:
+            kind = message.WhichOneof("input")
+            if kind is None:
+                raise InvalidRequest(what="there is no input", fix="send text or input_ids", param="input")
+            request = Request(
+                prompt=message.text if kind == "text" else list(message.input_ids.ids),
+                pool=pool,
+                rid=message.rid,
+                priority=message.priority,
+            )
+            response = pb.EmbedResponse()
+            async with contextlib.aclosing(self._service.run([request])) as news:
+                async for _, stream, delta in news:
+                    error = failure(delta.end) if delta.end is not None else None
+                    if error is not None:
+                        raise error
+                    response.values.extend(np.frombuffer(delta.embedding, "<f4").tolist())
+                    response.prompt_tokens = len(stream.prompt)
+            return response
+        except Exception as error:
+            await refuse(context, error)
+
+    # -- tokens -----------------------------------------------------------------------------------
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        try:
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            ids = await self._service.encode([request.text], special)
+            return pb.TokenizeResponse(ids=ids[0], max_model_len=self._service.served.context_length)
+        except Exception as error:
+            await refuse(context, error)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        try:
+            tokenizer = self._tokenizer()
+            bad = [each for each in request.ids if not 0 <= each < tokenizer.vocab_size]
+            if bad:
+                raise InvalidRequest(
+                    what=f"ids has {bad[0]}",
+                    why=f"the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
+                    fix="send ids of this model's tokenizer",
+                    param="ids",
+                )
+            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            return pb.DetokenizeResponse(text=tokenizer.decode(list(request.ids), skip_special_tokens=skip))
+        except Exception as error:
+            await refuse(context, error)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._service.served.tokenizer is None:
+            raise InvalidRequest(
+                what="this server has no tokenizer",
+                why="it was started with --skip-tokenizer-init",
+                fix="tokenise on your side",
+            )
+        return self._service.served.tokenizer
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        served = self._service.served
+        card = pb.ModelCard(id=served.name, max_model_len=served.context_length, created=served.created)
+        return pb.ListModelsResponse(models=[card])
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        info = model_info(self._service)
+        return pb.GetModelInfoResponse(
+            served_model_name=info["served_model_name"],
+            model_path=info["model_path"],
+            max_model_len=info["max_model_len"],
+            vocab_size=info["vocab_size"] or 0,
+            is_generation=info["is_generation"],
+            details=struct_of(info),
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        try:
+            info = await server_info(self._service)
+            return pb.GetServerInfoResponse(
+                version=info["version"],
+                num_running=info["num_running"],
+                num_waiting=info["num_waiting"],
+                details=struct_of(info),
+            )
+        except Exception as error:
+            await refuse(context, error)
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:
+        try:
+            told = await loads(self._service)
+            names = pb.Load.DESCRIPTOR.fields_by_name
+            return pb.GetLoadsResponse(
+                loads=[pb.Load(**{name: row[name] for name in names if name in row}) for row in told["loads"]]
+            )
+        except Exception as error:
+            await refuse(context, error)
+
+    # -- control ----------------------------------------------------------------------------------
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        try:
+            if request.abort_all:
+                if not is_admin(context.invocation_metadata(), self._service.config.server):
+                    raise Forbidden(
+                        what="abort_all needs the admin key",
+                        why="it ends other people's requests",
+                        fix="send a rid instead",
+                    )
+                return pb.AbortResponse(aborted=self._service.intake.abort())
+            if not request.rid:
+                raise InvalidRequest(
+                    what="rid is missing", why="it says which request to end", fix="send rid", param="rid"
+                )
+            return pb.AbortResponse(aborted=self._service.intake.abort(request.rid))
+        except Exception as error:
+            await refuse(context, error)
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
+        try:
+            done = await self._service.intake.flush_cache()
+            return pb.FlushCacheResponse(pages_freed=done.get("pages_freed", 0))
+        except Exception as error:
+            await refuse(context, error)
+
+    async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
+        try:
+            done = await self._service.intake.pause(request.mode or "abort")
+            counts = [done[name] for name in ("aborted", "retracted", "frozen") if name in done]
+            return pb.PauseGenerationResponse(affected=sum(counts))
+        except Exception as error:
+            await refuse(context, error)
+
+    async def ContinueGeneration(
+        self, request: pb.ContinueGenerationRequest, context: Any
+    ) -> pb.ContinueGenerationResponse:
+        try:
+            await self._service.intake.resume()
+            return pb.ContinueGenerationResponse()
+        except Exception as error:
+            await refuse(context, error)
