@@ -42,6 +42,8 @@ WHOLE = -1
 _SHORT_CHARS = 4096
 _NEXT_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 MAX_LABELS = 1024
+_SEAM_TOKENS = 4
+"""What a text may grow by when its tokens are joined to others anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +193,8 @@ class Pooler:
             )
         inputs: Sequence[Input] = pairs
         if self._renderer is not None:
-            inputs = [self._renderer.render(*pair, instruct) for pair in pairs]
-            options = replace(options, add_special_tokens=False)
+            inputs = self._rendered(pairs, instruct, options, self._renderer)
+            options = replace(options, add_special_tokens=False, truncate=None)
         found = await self.pool(inputs, options)
         rows = [scaled(each.values, pooling.score).tolist() for each in found]
         return Scored(rows, sum(each.prompt_tokens for each in found))
@@ -210,10 +212,28 @@ class Pooler:
             labels = [self._tokens.true_id, *([] if self._tokens.false_id is None else [self._tokens.false_id])]
         else:
             labels = [label_id(tokenizer, text) for text in (self._prompt.yes, self._prompt.no)]
-        texts = [self._renderer.render(*pair, instruct) for pair in pairs]
-        plain = replace(options, add_special_tokens=False)
+        texts = self._rendered(pairs, instruct, options, self._renderer)
+        plain = replace(options, add_special_tokens=False, truncate=None)
         found = await self._next_token(texts, tuple(labels), len(labels) > 1, plain)
         return Scored([row[:1] for row in found.scores], found.prompt_tokens)
+
+    def _rendered(
+        self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
+    ) -> list[str]:
+        """The prompts of pairs. Where they must be cut it is the document that is, never what follows it."""
+        tokenizer, most = self._intake.tokenizer, self._most(options)
+        texts = [renderer.render(*pair, instruct) for pair in pairs]
+        if most is None or tokenizer is None:
+            return texts
+        found = []
+        for (query, document), text in zip(pairs, texts, strict=True):
+            over = len(tokenizer.encode(text, add_special_tokens=False)) - most + 1  # room for the answer
+            if over > 0:
+                ids = tokenizer.encode(document, add_special_tokens=False)
+                kept = ids[: max(0, len(ids) - over - _SEAM_TOKENS)]
+                text = renderer.render(query, tokenizer.decode(kept), instruct)
+            found.append(text)
+        return found
 
     async def _next_token(
         self, texts: Sequence[Text], labels: tuple[int, ...], softmax: bool, options: PoolOptions

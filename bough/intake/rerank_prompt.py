@@ -18,8 +18,9 @@ DEFAULT_INSTRUCT: Final = "Given a web search query, retrieve relevant passages 
 _QWEN3: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {{ instruct }}\n'
-    "<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n\n"
 )
+"""Jinja takes the last newline away."""
 _PLAIN: Final = (
     "{{ instruct }}.\n\nQuery: {{ query }}\n\nDocument: {{ document }}\n\n"
     "Question: Is the document relevant to the query? Answer yes or no.\nAnswer:"

