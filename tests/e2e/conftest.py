@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,20 @@ def server(tiny_settings: dict[str, Any]) -> Iterator[Server]:
     made = Server(tiny_settings)
     yield made
     made.end()
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., Server]]:
+    """Starts servers with any settings; they end with the test."""
+    made: list[Server] = []
+
+    def make(settings: dict[str, Any], *extra: str) -> Server:
+        made.append(Server(settings, *extra))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
 
 
 def gone(pid: int, within_s: float) -> bool:

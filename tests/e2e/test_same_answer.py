@@ -1,0 +1,80 @@
+"""The whole way through real processes: the default model's answers are transformers' on the same weights, and two ranks
+answer as one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from tiny import make_tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import bough
+from bough.config.hf import open_checkpoint
+from bough.tokenizer import load_tokenizer
+from bough.weights.from_gguf import open_gguf
+
+pytestmark = pytest.mark.e2e
+
+SUBJECTS = ("the sea", "a bridge", "winter", "copper", "bread", "the moon", "a violin", "trains")
+STARTS = ("Tell me about {}.", "Once upon a time, {} was", "Three facts on {}: 1.", "Q: What is {}? A:")
+PROMPTS = [start.format(subject) for subject in SUBJECTS for start in STARTS]
+NEW_TOKENS = 16
+
+
+def reference_answers() -> list[list[int]]:
+    """Greedy tokens of transformers, holding the weights dequantised from the same file."""
+    checkpoint = open_checkpoint("")
+    config = dict(checkpoint.config)
+    hf_config = AutoConfig.for_model(config.pop("model_type"), **config)
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    weights = {name: stored.read(0, stored.shape[0]).float() for name, stored in open_gguf(checkpoint).items()}
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    tokenizer = load_tokenizer(checkpoint)
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        answers.append(out[0, ids.shape[1] :].tolist())
+    return answers
+
+
+def test_thirty_two_prompts_through_the_official_client(make_server: Callable[..., Any]) -> None:
+    expected = reference_answers()
+    tokenizer = load_tokenizer(open_checkpoint(""))
+    server = make_server({"dtype": "float32", "quantization": "none", "device": "cpu"})
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    reply = client.completions.create(model=model, prompt=PROMPTS, max_tokens=NEW_TOKENS, temperature=0)
+    texts = [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
+    assert texts == [tokenizer.decode(ids) for ids in expected]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe"])
+def test_two_ranks_answer_as_one(case: str, tmp_path: Path) -> None:
+    make_tiny(case, tmp_path)
+    prompts = [[5, 17, 99, 3, 64, 2, 120, 33], [42], [100, 90, 80, 70, 60, 50, 40]]
+    greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+
+    def answers(ranks: int) -> list[list[int]]:
+        with bough.Engine(
+            model_path=str(tmp_path),
+            tp_size=ranks,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            device="cpu",
+            max_total_tokens=2048,
+            log_level="warning",
+        ) as engine:
+            replies = engine.generate(input_ids=prompts, sampling_params=greedy)
+        assert isinstance(replies, list)
+        return [reply["output_ids"] for reply in replies]
+
+    assert answers(2) == answers(1)
