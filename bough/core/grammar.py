@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -36,6 +37,11 @@ class Matcher(Protocol):
         """The tokens that must come next whatever the model says; empty where it has a choice. Changes nothing."""
         ...
 
+    def respell(self) -> int | None:
+        """The token that should stand in place of the last one, which the model chose: what must follow shows that the
+        tokenizer would have cut the same text differently. None: it stands. Changes nothing."""
+        ...
+
 
 class Compiled(Struct, frozen=True):
     """A request's grammar is ready."""
@@ -65,4 +71,8 @@ class GrammarQueue(Protocol):
 
     def cancel(self, request_id: int) -> None:
         """The request is gone; no answer is wanted."""
+        ...
+
+    def look(self, matchers: Sequence[Matcher]) -> None:
+        """The masks of all of these are wanted next: a chance to work them out together."""
         ...

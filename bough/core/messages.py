@@ -193,7 +193,7 @@ class End(Struct, kw_only=True, omit_defaults=True):
     matched: int | str | None = None
     """The stop token id, or the stop string or pattern, that ended it."""
     message: str = ""
-    """For `abort` and `error`: a sentence for the client."""
+    """For `abort` and `error`: a sentence for the client. For `length`: what was cut, if a grammar was."""
     status: int = 0
     """For `abort` and `error`: HTTP status."""
     code: str = ""

@@ -44,7 +44,8 @@ class EngineMeter:
             "num_running_reqs", "num_prefilling_reqs", "num_queue_reqs", "num_queue_tokens", "num_grammar_queue_reqs",
             "num_used_tokens", "num_cached_tokens", "gen_throughput", "prompt_throughput", "decode_step_seconds",
             "device_memory_used_bytes", "device_memory_total_bytes", "steps_total", "failed_steps_total", "oom_total",
-            "computed_prompt_tokens_total", "retracted_requests_total", "page_repairs_total",
+            "computed_prompt_tokens_total", "retracted_requests_total", "forced_tokens_total", "cut_grammars_total",
+            "page_repairs_total",
         )  # fmt: skip
         self._cells = {name: sheet.cell(name) for name in names}
         self._phases = {phase: sheet.cell("engine_seconds_total", phase) for phase in PHASES}
@@ -78,6 +79,8 @@ class EngineMeter:
         cells["oom_total"].set(counters.oom_steps)
         cells["computed_prompt_tokens_total"].set(counters.prompt_tokens)
         cells["retracted_requests_total"].set(counters.retractions)
+        cells["forced_tokens_total"].set(counters.forced_tokens)
+        cells["cut_grammars_total"].set(counters.cut_grammars)
         cells["page_repairs_total"].set(cache.num_repairs)
         for phase, seconds in structs.asdict(laps).items():
             self._phases[phase].set(seconds)

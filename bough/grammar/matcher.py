@@ -7,6 +7,7 @@ such tokens are left to the model where one allowed token would say the same and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ from bough.grammar.vocabulary import Vocabulary
 
 _FEW = 2048
 """Where more tokens than this are allowed, no text is certain."""
+_LISTED = 64
+"""Up to so many allowed tokens are looked at one by one."""
 _CONTEXT = 4
 """Tokens before certain text that its cutting takes into account."""
 _OPEN_END = 3
@@ -26,7 +29,7 @@ _OPEN_END = 3
 class TokenMatcher:
     """A `core.grammar.Matcher`."""
 
-    __slots__ = ("_ended", "_forced", "_mask", "_vocabulary", "native", "tokens")
+    __slots__ = ("_chosen", "_ended", "_forced", "_mask", "_vocabulary", "native", "tokens")
 
     def __init__(self, native: NativeMatcher, vocabulary: Vocabulary) -> None:
         self.native = native
@@ -37,6 +40,8 @@ class TokenMatcher:
         self._mask: I32 | None = None
         """Tokens allowed next, once somebody has asked."""
         self._forced: list[int] | None = None
+        self._chosen = False
+        """The last token was the model's choice."""
 
     def accept(self, token: int) -> bool:
         if self._ended:
@@ -48,6 +53,7 @@ class TokenMatcher:
         elif not self.native.accept(token):
             return False
         self.tokens.append(token)
+        self._chosen = self._forced == []
         self._mask = self._forced = None
         return True
 
@@ -56,7 +62,7 @@ class TokenMatcher:
             return
         del self.tokens[-num_tokens:]
         self.native.rollback(num_tokens - self._ended)
-        self._ended = False
+        self._ended = self._chosen = False
         self._mask = self._forced = None
 
     def fill_mask(self, out: I32) -> None:
@@ -79,6 +85,23 @@ class TokenMatcher:
 
     def forced(self) -> list[int]:
         return list(self._certain())
+
+    def respell(self) -> int | None:
+        text = self._certain_text() if self._chosen else ""
+        if not text:
+            return None
+        token = self.tokens[-1]
+        said = self._vocabulary.bytes_of(token)
+        ids = self._cut(self.tokens[-1 - _CONTEXT : -1], said + text.encode())
+        if not ids or not self._longer(ids[0], token):
+            return None
+        before = np.empty(self.num_words, np.int32)
+        self.native.rollback(1)
+        self.native.fill(before)
+        settled = self._settled(ids, before)
+        if not self.native.accept(token):
+            raise ValueError(f"token {token} was accepted and is not accepted again")
+        return settled[0] if settled else None
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -107,29 +130,61 @@ class TokenMatcher:
         return self._forced
 
     def _look_ahead(self) -> list[int]:
-        if self._ended or self.native.is_complete():
+        if self._ended:
             return []
         mask = self._allowed()
-        num_allowed = int(np.bitwise_count(mask.view(np.uint32)).sum())
-        if num_allowed == 1:
+        num_allowed = count_bits(mask)
+        if num_allowed == 1 and not self.native.is_complete():
             return [first_bit(mask)]
-        text = self.native.certain_text() if num_allowed <= _FEW else ""
-        return self._settled(self._cut(text), mask) if text else []
+        text = self._certain_text()
+        forced = (
+            self._settled(self._cut(self.tokens[-_CONTEXT:], text.encode()) or self._alone(text), mask) if text else []
+        )
+        if not forced and num_allowed <= _LISTED:
+            self._close_detours(mask)
+        return forced
 
-    def _cut(self, text: str) -> tuple[int, ...]:
-        """Tokens of certain text, cut as if it stood in the answer; on its own where that would move what was said."""
+    def _certain_text(self) -> str:
+        """What must follow, where that is a matter of spelling: not where a single token is left, nor where many are."""
+        if self._ended or self.native.is_complete() or not 1 < count_bits(self._allowed()) <= _FEW:
+            return ""
+        return self.native.certain_text()
+
+    def _cut(self, before: Sequence[int], following: bytes) -> tuple[int, ...]:
+        """Tokens of `following` as the tokenizer cuts them after `before`; empty where it would join the two."""
         vocabulary = self._vocabulary
-        said = b"".join(vocabulary.bytes_of(token) for token in self.tokens[-_CONTEXT:])
+        said = b"".join(vocabulary.bytes_of(token) for token in before)
         try:
-            ids = vocabulary.cut(said.decode() + text)
+            ids = vocabulary.cut((said + following).decode())
         except UnicodeDecodeError:
-            return vocabulary.cut(text)
+            return ()
         length = 0
         for at, token in enumerate(ids):
             if length == len(said):
                 return ids[at:]
             length += len(vocabulary.bytes_of(token))
-        return vocabulary.cut(text)
+        return ()
+
+    def _alone(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text that goes on where the tokenizer would not have stopped."""
+        return self._vocabulary.cut(text)
+
+    def _longer(self, token: int, other: int) -> bool:
+        return len(self._vocabulary.bytes_of(token)) > len(self._vocabulary.bytes_of(other))
+
+    def _close_detours(self, mask: I32) -> None:
+        """Of few allowed tokens, takes out those that are only the beginning of another allowed one: where the rest of it
+        would be certain, the tokenizer never stops there."""
+        vocabulary, native = self._vocabulary, self.native
+        names = sorted((vocabulary.bytes_of(token), token) for token in bits(mask))
+        for (name, token), (following, _) in itertools.pairwise(names):
+            if not name or name == following or not following.startswith(name) or not native.accept(token):
+                continue
+            text = "" if native.is_complete() else native.certain_text()
+            native.rollback(1)
+            ids = self._cut(self.tokens[-_CONTEXT:], name + text.encode()) if text else ()
+            if ids and self._longer(ids[0], token) and has_bit(mask, ids[0]):
+                clear_bit(mask, token)
 
     def _settled(self, ids: tuple[int, ...], mask: I32) -> list[int]:
         """The tokens up to where the model may want a longer one."""
@@ -166,6 +221,22 @@ def set_bit(mask: I32, token: int) -> None:
 
 def clear_bit(mask: I32, token: int) -> None:
     mask.view(np.uint32)[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+
+def has_bit(mask: I32, token: int) -> bool:
+    return bool(int(mask.view(np.uint32)[token >> 5]) >> (token & 31) & 1)
+
+
+def count_bits(mask: I32) -> int:
+    return int(np.bitwise_count(mask.view(np.uint32)).sum())
+
+
+def bits(mask: I32) -> list[int]:
+    """The tokens of a mask with few of them."""
+    words = np.flatnonzero(mask)
+    spread = np.unpackbits(mask[words].view(np.uint8).reshape(len(words), 4), axis=1, bitorder="little")
+    rows, columns = np.nonzero(spread)
+    return (words[rows] * 32 + columns).tolist()  # type: ignore[no-any-return]
 
 
 def first_bit(mask: I32) -> int:

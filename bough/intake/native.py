@@ -330,7 +330,8 @@ def finish_reason(end: End) -> Json:
         case "stop":
             return {"type": "stop", "matched": end.matched}
         case "length":
-            return {"type": "length", "length": end.completion_tokens}
+            said = {"message": end.message} if end.message else {}
+            return {"type": "length", "length": end.completion_tokens, **said}
         case _:
             return {
                 "type": "abort",

@@ -79,6 +79,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("oom_total", "counter", "Steps that ran the device out of memory.", "engine"),
     Metric("computed_prompt_tokens_total", "counter", "Prompt tokens computed, again after retractions.", "engine"),
     Metric("retracted_requests_total", "counter", "Times a request lost its memory and started again.", "engine"),
+    Metric("forced_tokens_total", "counter", "Tokens that grammars forced, taken without sampling.", "engine"),
+    Metric("cut_grammars_total", "counter", "Constrained answers cut by their limit of tokens.", "engine"),
     Metric("page_repairs_total", "counter", "Times the page account was not whole and was set right.", "engine"),
     Metric(
         "engine_seconds_total", "counter", "The engine's time by phase; `wait` is the device's.", "engine",

@@ -67,6 +67,17 @@ class Gate:
             return self._marker[self._half_marker() :]
         return self._matcher.forced() if self._matcher is not None and not self._matcher.is_terminated() else []
 
+    def respell(self) -> int | None:
+        """What should stand in place of the last token, if anything."""
+        if self.thinking or self._matcher is None or len(self._seen) <= self._ended_at:
+            return None
+        return self._matcher.respell()
+
+    @property
+    def ruler(self) -> Matcher | None:
+        """The matcher, where it decides about the next token."""
+        return self._matcher if not self.thinking else None
+
     def fill_mask(self, out: I32) -> None:
         """Overwrites a mask row with what may be sampled next."""
         if self.thinking:

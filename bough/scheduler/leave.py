@@ -185,6 +185,7 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
         job.output = slots.output(slot).copy()
         job.emitted = int(slots.emitted[slot])
     queues.gates.pop(slot, None)
+    queues.void.pop(slot, None)
     queues.reporting.discard(slot)
     slots.give_back(slot)
     if row.requeue:

@@ -115,7 +115,9 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
         return _plan_dry(queues, cache, limits, rows, needs, short)
     runs: list[Run] = []
     if queues.forced:
-        runs, rows, needs = _plan_runs(queues, cache, limits, rows, needs)
+        spare = cache.num_available - int(np.count_nonzero(needs))
+        tokens = limits.max_step_tokens - len(rows)
+        runs, rows, needs = _plan_runs(queues, limits, rows, needs, pages=spare, tokens=tokens)
     return StepPlan(rows, needs, runs)
 
 
@@ -136,21 +138,27 @@ def _plan_dry(queues: Queues, cache: CacheView, limits: Limits, rows: I32, needs
     fits = ~needs | (np.cumsum(needs) <= cache.num_available)
     if retract:
         fits &= ~np.isin(rows, retract)
-    return StepPlan(rows[fits], needs[fits], retract=retract)
+    rows, needs = rows[fits], needs[fits]
+    runs: list[Run] = []
+    if queues.forced:
+        runs, rows, needs = _plan_runs(queues, limits, rows, needs, pages=0, tokens=0)
+    return StepPlan(rows, needs, runs, retract=retract)
 
 
-def _plan_runs(queues: Queues, cache: CacheView, limits: Limits, rows: I32, needs: Bool) -> tuple[list[Run], I32, Bool]:
-    """Rows with forced tokens take them all at once, as far as memory and the token budget allow."""
+def _plan_runs(
+    queues: Queues, limits: Limits, rows: I32, needs: Bool, *, pages: int, tokens: int
+) -> tuple[list[Run], I32, Bool]:
+    """Rows with forced tokens take them all at once where `pages` and `tokens` to spare allow; otherwise the first, which
+    may not be the one that the device has."""
     slots = queues.slots
-    pages = cache.num_available - int(np.count_nonzero(needs))
-    tokens = limits.max_step_tokens - len(rows)
     runs = []
-    for slot in rows[np.isin(rows, list(queues.forced))].tolist():
+    forced_rows = np.isin(rows, list(queues.forced))
+    for slot, own in zip(rows[forced_rows].tolist(), needs[forced_rows].tolist(), strict=True):
         forced = queues.forced[slot]
-        new_pages = limits.pages_for(int(slots.kv_len[slot]) + len(forced)) - int(slots.num_pages[slot])
-        if len(forced) - 1 <= tokens and new_pages <= pages:
-            runs.append(Run(slot, forced, new_pages))
-            tokens -= len(forced) - 1
-            pages -= new_pages
-    rest = ~np.isin(rows, [run.slot for run in runs])
-    return runs, rows[rest], needs[rest]
+        more_pages = max(0, limits.pages_for(int(slots.kv_len[slot]) + len(forced)) - int(slots.num_pages[slot]) - own)
+        if len(forced) - 1 > tokens or more_pages > pages:
+            forced, more_pages = forced[:1], 0
+        runs.append(Run(slot, forced, more_pages + own))
+        tokens -= len(forced) - 1
+        pages -= more_pages
+    return runs, rows[~forced_rows], needs[~forced_rows]

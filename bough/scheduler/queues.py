@@ -221,6 +221,10 @@ class Counters(Struct):
     """Computed, not found in the cache."""
     cached_tokens: int = 0
     output_tokens: int = 0
+    forced_tokens: int = 0
+    """Of those, tokens that a grammar forced, taken without sampling."""
+    cut_grammars: int = 0
+    """Constrained answers that met their limit of tokens before their grammar was complete."""
 
 
 class Queues:
@@ -240,7 +244,9 @@ class Queues:
         self.gates: dict[int, Gate] = {}
         """Slot -> gate, for rows that are not free to say anything."""
         self.forced: dict[int, list[int]] = {}
-        """Slot -> tokens that must come next; the first is being sampled by the step in flight."""
+        """Slot -> tokens of its next step, all of them known: the first is the row's last one, or is being sampled."""
+        self.void: dict[int, int] = {}
+        """Slot -> a step in flight whose yield for it is dropped: its input has changed since."""
         self.reporting: set[int] = set()
         """Slots whose rows yield more than token ids."""
         self.deadlines: list[tuple[float, int]] = []

@@ -12,7 +12,7 @@ from bough.core.errors import RequestFailed
 from bough.core.messages import End, EndReason, RowOutput
 from bough.core.step import I32, Bool, Outcome
 from bough.scheduler.commit import ChunkRow, Flight
-from bough.scheduler.constrain import Gate
+from bough.scheduler.jump import jump
 from bough.scheduler.leave import (
     count_end,
     end_request,
@@ -32,6 +32,8 @@ def settle(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache,
     if flight.tails:
         take_tails(flight, queues)
     live = slots.live[step.slots]
+    if queues.void:
+        _leave_out_void(flight, queues, live)
     alive = step.slots[live]
     slots.kv_settled[alive] = (step.context + step.num_query)[live]
     queues.settled = step.index
@@ -58,6 +60,14 @@ def settle(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache,
     release_settled(queues, cache)
 
 
+def _leave_out_void(flight: Flight, queues: Queues, live: Bool) -> None:
+    """Rows whose last token was respelled after this step had begun with the old one: what it yields for them is dropped."""
+    for row in np.flatnonzero(np.isin(flight.step.slots, list(queues.void))).tolist():
+        if queues.void[int(flight.step.slots[row])] == flight.step.index:
+            del queues.void[int(flight.step.slots[row])]
+            live[row] = False
+
+
 def take_tails(flight: Flight, queues: Queues) -> None:
     """Forced tokens that a step brought in are output now."""
     slots = queues.slots
@@ -69,6 +79,7 @@ def take_tails(flight: Flight, queues: Queues) -> None:
             slots.known[slot] += len(tail)
             slots.out_settled[slot] += len(tail)
             queues.counters.output_tokens += len(tail)
+            queues.counters.forced_tokens += len(tail)
 
 
 # -- tokens ---------------------------------------------------------------------------------------
@@ -89,7 +100,7 @@ def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, cache: Pref
     ended = stops | (num_output >= slots.out_limit[where])
     failed: dict[int, End] = {}
     if queues.gates:
-        failed = _accept(queues, where, tokens, stops, ended, now)
+        failed = _accept(queues, flight.step.index, where, tokens, stops, ended, now)
     if outcome.output_logprobs is not None:
         _gather_scores(outcome, queues, rows, where)
     _send(queues, where, tokens, num_output, stops, ended, failed, now)
@@ -111,27 +122,25 @@ def _stops(queues: Queues, where: I32, tokens: I32) -> Bool:
     return stops
 
 
-def _accept(queues: Queues, where: I32, tokens: I32, stops: Bool, ended: Bool, now: float) -> dict[int, End]:
+def _accept(queues: Queues, step: int, where: I32, tokens: I32, stops: Bool, ended: Bool, now: float) -> dict[int, End]:
     """Shows constrained rows their token. Marks those that end with it; returns the ends of those that went wrong."""
     failed: dict[int, End] = {}
     for at in np.flatnonzero(np.isin(where, list(queues.gates)) & ~stops).tolist():
-        slot = int(where[at])
-        gate = queues.gates[slot]
-        if not _accepts(gate, int(tokens[at])):
-            row = queues.running.get(slot) or queues.leaving[slot]
-            error = RequestFailed(what=f"the sampled token {tokens[at]} is outside the grammar", fix="send it again")
+        slot, token = int(where[at]), int(tokens[at])
+        gate, row = queues.gates[slot], queues.running.get(slot) or queues.leaving[slot]
+        try:
+            accepted = gate.accept(token)
+            if accepted and not ended[at] and row.job.jumps:
+                tokens[at] = jump(queues, step, row, token)
+            if accepted and gate.terminated:
+                stops[at] = ended[at] = True
+        except Exception:
+            accepted = False
+        if not accepted:
+            error = RequestFailed(what=f"the sampled token {token} is outside the grammar", fix="send it again")
             failed[at] = make_end(row.job, queues.slots.output(slot), now, "error", error=error)
             ended[at] = True
-        elif gate.terminated and not ended[at]:
-            ended[at] = stops[at] = True
     return failed
-
-
-def _accepts(gate: Gate, token: int) -> bool:
-    try:
-        return gate.accept(token)
-    except Exception:
-        return False
 
 
 def _gather_scores(outcome: Outcome, queues: Queues, rows: I32, where: I32) -> None:
@@ -181,6 +190,9 @@ def _send(
             matched = token if stops[column] and token in job.stops else None
             reason: EndReason = "stop" if stops[column] else "length"
             end = failed.get(column) or make_end(job, slots.output(slot), now, reason, matched=matched)
+            if end.reason == "length" and slot in queues.gates and queues.gates[slot].ruler is not None:
+                queues.counters.cut_grammars += 1
+                end.message = f"cut after {end.completion_tokens} tokens, before its grammar was complete"
             count_end(queues, end)
         queues.mail.say(first + at, take_extras(job, end))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from bough.bench.fake_runner import OracleRunner, lone_output, pick, prefix_hash, score
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
-from bough.core.grammar import Compiled, CompileFailed
+from bough.core.grammar import Compiled, CompileFailed, Matcher
 from bough.core.messages import (
     Abort,
     Began,
@@ -124,6 +124,9 @@ class ParityMatcher:
     def rollback(self, num_tokens: int) -> None:
         del self.taken[len(self.taken) - num_tokens :]
 
+    def respell(self) -> int | None:
+        return None
+
     def forced(self) -> list[int]:
         at, out = len(self.taken), []
         while self.run and at % 8 >= 8 - self.run and at < self.length:
@@ -137,6 +140,7 @@ class Grammars:
 
     def __init__(self) -> None:
         self.pending: dict[int, list[int | str]] = {}
+        self.looks = 0
 
     def submit(self, request_id: int, spec: GrammarSpec) -> None:
         self.pending[request_id] = ["bad", 0, 2] if spec.source == "bad" else [int(x) for x in spec.source.split(",")]
@@ -156,6 +160,9 @@ class Grammars:
 
     def cancel(self, request_id: int) -> None:
         self.pending.pop(request_id, None)
+
+    def look(self, matchers: Sequence[Matcher]) -> None:
+        self.looks += 1
 
 
 class Sim:

@@ -38,6 +38,8 @@ NAMES = {
     "oom_total": "counter",
     "computed_prompt_tokens_total": "counter",
     "retracted_requests_total": "counter",
+    "forced_tokens_total": "counter",
+    "cut_grammars_total": "counter",
     "page_repairs_total": "counter",
     "engine_seconds_total": "counter",
     "num_live_reqs": "gauge",
