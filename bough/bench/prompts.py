@@ -51,7 +51,7 @@ class Vocabulary:
             return " ".join(rng.choices(_PLAIN_WORDS.split(), k=num_tokens))
         if not self._words:
             self._words.extend(_word_ids(self.tokenizer))
-        return self.tokenizer.decode(rng.choices(self._words, k=num_tokens)).strip()
+        return self.tokenizer.decode(rng.choices(self._words, k=num_tokens))
 
     def random_ids(self, num_tokens: int, rng: random.Random) -> list[int]:
         if not self.size:
@@ -73,12 +73,15 @@ _PLAIN_WORDS: Final = (
 
 def _word_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids of whole lower-case words with a space before them: side by side they stay the tokens they are."""
-    found = []
-    for token_id in range(tokenizer.vocab_size):
-        text = tokenizer.token_text(token_id)
-        if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha() and text[1:].islower():
-            found.append(token_id)
-    return found or [token_id for token_id in range(tokenizer.vocab_size) if token_id not in tokenizer.special_ids]
+    texts = {token_id: tokenizer.token_text(token_id) for token_id in range(tokenizer.vocab_size)}
+    words = [
+        (token_id, text)
+        for token_id, text in texts.items()
+        if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha() and text[1:].islower()
+    ]
+    encoded = tokenizer.encode_batch([text for _, text in words], add_special_tokens=False) if words else []
+    alone = [token_id for (token_id, _), ids in zip(words, encoded, strict=True) if ids == [token_id]]
+    return alone or [token_id for token_id in texts if token_id not in tokenizer.special_ids]
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser, *, default: str, num_prompts: int) -> None:

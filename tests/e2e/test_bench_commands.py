@@ -1,0 +1,70 @@
+"""The measurements that start an engine or a server of their own, on the tiny model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bough.cli import bench
+
+pytestmark = pytest.mark.e2e
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        words += (
+            ([f"--{flag}"] if value else [f"--no-{flag}"]) if isinstance(value, bool) else [f"--{flag}", str(value)]
+        )
+    return words
+
+
+def test_throughput(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-prompts", "5", "--input-len", "40", "--output-len", "6", "--json", "--repeat", "2"]
+    assert bench.run(["throughput", *words, *flags(tiny_settings)]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["num_requests"], facts["total_input_tokens"], facts["total_output_tokens"]) == (5, 200, 30)
+    assert facts["total_cached_tokens"] == 0
+    assert facts["output_throughput"] == pytest.approx(30 / facts["duration"])
+    assert len(facts["runs"]) == 2
+
+
+def test_latency(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--batch-size", "1", "3", "--input-len", "32", "--output-len", "4", "--repeat", "1", "--json"]
+    assert bench.run(["latency", *words, *flags(tiny_settings)]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(row["batch_size"], row["input_len"], row["output_len"]) for row in rows] == [(1, 32, 4), (3, 32, 4)]
+    for row in rows:
+        assert row["decode_throughput"] == pytest.approx(1000 * row["batch_size"] / row["decode_step_ms"])
+
+
+def test_startup(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench.run(["startup", "--repeat", "1", "--json", *flags(tiny_settings)]) == 0
+    (start,) = json.loads(capfd.readouterr().out)["starts"]
+    assert start["total_s"] == pytest.approx(sum(start["phases_s"].values()))
+    assert start["phases_s"]["loading weights"] > 0
+
+
+def test_host_and_kernels(capfd: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert bench.run(["host", "--rows", "4", "--steps", "20"]) == 0
+    assert json.loads(capfd.readouterr().out)["rows"] == 4
+    if not torch.cuda.is_available():
+        assert bench.run(["kernels", "norm"]) == 2
+        assert "no CUDA device" in capfd.readouterr().out
+
+
+def test_language_against_the_plain_client(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--programs", "2", "--branches", "4", "--questions", "6", "--context-len", "64", "--examples-len", "128",
+             "--own-len", "16", "--output-len", "24", "--repeat", "1", "--json"]  # fmt: skip
+    assert bench.run(["lang", *words, *flags(tiny_settings)]) == 0
+    report = json.loads(capfd.readouterr().out)
+    few_shot = report["few-shot"]
+    assert few_shot["equal_answers"] == few_shot["answers"] == 6
+    # 128 shared tokens and 6 questions of some 20: whoever asks, the shared part is computed once
+    assert few_shot["language"]["computed"] < 128 + 6 * 48
+    assert few_shot["language"]["hit_rate"] > 0.5
