@@ -26,12 +26,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import bough
 from bough.config.concerns import Config
 from bough.config.hf import open_checkpoint
 from bough.core.errors import BoughError, Unavailable
 from bough.core.messages import Shutdown
-from bough.ipc import Endpoints, Launch, Outbox, Status, read_error, read_status, save_launch, write_status
+from bough.ipc import (
+    Endpoints,
+    Launch,
+    Outbox,
+    Status,
+    read_error,
+    read_status,
+    save_launch,
+    write_quarantine,
+    write_status,
+)
 from bough.ipc.endpoints import PrivateDirectory
+from bough.observability.crash import write_bundle
+from bough.observability.flight import RecordedStep, read_flight, suspects
+from bough.observability.health import Pulse, State
 
 _log = logging.getLogger(__name__)
 
@@ -59,16 +73,19 @@ def start(
     num_api_workers: int | None = None,
     listen_fds: Sequence[int] = (),
     programs: Programs | None = None,
+    quarantine: frozenset[int] = frozenset(),
 ) -> Running:
     """Finds the model (downloads it if need be) and starts the processes; returns at once, before they are ready.
 
-    `listen_fds` are listening sockets that API workers 1 and up inherit. Raises `ConfigError` if there is no such model.
+    `listen_fds` are listening sockets that API workers 1 and up inherit. `quarantine`: fingerprints of requests that the
+    engine must refuse. Raises `ConfigError` if there is no such model.
     """
     return Running(
         _located(config),
         num_api_workers=config.server.api_workers if num_api_workers is None else num_api_workers,
         listen_fds=tuple(listen_fds),
         programs=programs or Programs(),
+        quarantine=quarantine,
     )
 
 
@@ -108,10 +125,18 @@ class Running:
     """A server's processes. Safe to use from several threads."""
 
     def __init__(
-        self, config: Config, *, num_api_workers: int, listen_fds: tuple[int, ...], programs: Programs
+        self,
+        config: Config,
+        *,
+        num_api_workers: int,
+        listen_fds: tuple[int, ...],
+        programs: Programs,
+        quarantine: frozenset[int] = frozenset(),
     ) -> None:
         self.config = config
         self.facts: dict[str, Any] = {}
+        self.suspects: frozenset[int] = frozenset()
+        """Once it has failed: fingerprints of the requests that the engine was computing."""
         self._private = PrivateDirectory()
         self.endpoints: Endpoints = self._private.endpoints
         self._programs = programs
@@ -126,6 +151,10 @@ class Running:
         self._deadline_s = float("inf")
         self._owner_pid = os.getpid()
         self._lifeline, self._keep_alive = os.pipe()
+        if quarantine:
+            write_quarantine(self.endpoints, quarantine)
+        self._pulse = Pulse(self.endpoints.heartbeat)
+        self._found_stuck = False
         try:
             self._start_children()
         except BaseException:
@@ -268,11 +297,25 @@ class Running:
             if dead:
                 self._fail(dead[0])
                 return
+            if self.config.server.supervise:
+                self._end_if_stuck()
+
+    def _end_if_stuck(self) -> None:
+        """An engine that no longer moves is as good as dead: whoever supervises starts another."""
+        beat = self._pulse.read()
+        if beat.state is not State.STARTING and beat.age_s > self.config.server.watchdog_timeout_s:
+            self._found_stuck = True
+            for child in self._children:
+                if child.name == "engine":
+                    child.signal(signal.SIGKILL)
+                    child.process.wait()
 
     def _fail(self, dead: Child) -> None:
         """One process has died: find the cause, tell everybody, end the others."""
         self._stopping.wait(_SETTLE_S)
         error = self._cause(dead)
+        steps = read_flight(self.endpoints.flight)
+        self.suspects = suspects(steps)
         with self._lock:
             if self._stopping.is_set():
                 return
@@ -280,6 +323,8 @@ class Running:
             callbacks = list(self._callbacks)
         with contextlib.suppress(OSError):
             write_status(self.endpoints, Status(phase="failed", error=error.sentence()))
+        if self.config.log.crash_dir:
+            self._write_bundle(dead, error, steps)
         for callback in callbacks:
             callback(error)
         inner = [child for child in self._children if not child.name.startswith("api")]
@@ -293,8 +338,28 @@ class Running:
             for child in outer:
                 child.signal(signal.SIGTERM)
 
+    def _write_bundle(self, dead: Child, error: BoughError, steps: list[RecordedStep]) -> None:
+        stacks = {}
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                stacks[child.name] = self.endpoints.fault(child.name).read_text(errors="replace")
+        try:
+            path = write_bundle(
+                Path(self.config.log.crash_dir).expanduser(), process=dead.name, error=error, steps=steps,
+                config=self.config, facts=self.facts, stacks=stacks, version=bough.__version__,
+            )  # fmt: skip
+            _log.error("what is known of the crash is in %s", path)
+        except OSError as problem:
+            _log.error("the crash bundle could not be written: %s", problem)
+
     def _cause(self, dead: Child) -> BoughError:
         """The error of the process that failed first; if none left one, how this one ended."""
+        if self._found_stuck:
+            return BoughError(
+                what=f"the engine had not moved for {self.config.server.watchdog_timeout_s:g} s and was ended",
+                why="a step hangs, or the machine was stopped",
+                fix="a larger --watchdog-timeout allows for slower steps; --safe-mode turns off custom kernels",
+            )
         reports = []
         for child in self._children:
             with contextlib.suppress(OSError):

@@ -29,5 +29,10 @@ def run(argv: Sequence[str]) -> int:
     from bough.observability.log import set_up_logging
 
     set_up_logging("api0", config.log)
+    if config.server.supervise:
+        from bough.cli.supervisor import Supervisor
+
+        supervisor = Supervisor(config)
+        return run_until_signalled(supervisor, lambda service: print(banner(supervisor.server, service), flush=True))
     server = LocalServer(config)
     return run_until_signalled(server, lambda service: print(banner(server, service), flush=True))

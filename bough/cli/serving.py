@@ -7,11 +7,12 @@ import contextlib
 import logging
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import bough
 from bough.config.check import check_exposure, is_loopback
@@ -34,25 +35,40 @@ _SAME_SIGNAL_S = 0.3
 class LocalServer:
     """Starts at once and serves in the event loop of `run`. `stop` may be called from any thread."""
 
-    def __init__(self, config: Config, *, quiet: bool = False) -> None:
-        """Raises `ConfigError` before any process is started if the address can't be had or must not be."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        quiet: bool = False,
+        sockets: list[socket.socket] | None = None,
+        quarantine: frozenset[int] = frozenset(),
+    ) -> None:
+        """`sockets`: already bound, one for each API worker, to be closed by this server. Raises `ConfigError` before any
+        process is started if the address can't be had or must not be."""
         check_exposure(config)
         self.config = config
         if config.server.grpc_port:
             bind(config.server.host, config.server.grpc_port).close()  # a taken port is found out now
-        self._sockets = bind_all(config.server.host, config.server.port, config.server.api_workers)
+        self._sockets = sockets or bind_all(config.server.host, config.server.port, config.server.api_workers)
         self.port: int = self._sockets[0].getsockname()[1]
         for sock in self._sockets:
             sock.set_inheritable(True)
         self._began = time.perf_counter()
         self._progress = None if quiet else Progress()
-        self._running: Running = start(config, listen_fds=[sock.fileno() for sock in self._sockets[1:]])
+        self._running: Running = start(
+            config, listen_fds=[sock.fileno() for sock in self._sockets[1:]], quarantine=quarantine
+        )
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BoughError | None = None
         self._asked = 0
         self._last_asked = 0.0
         self._stopper: threading.Thread | None = None
+
+    @property
+    def suspects(self) -> frozenset[int]:
+        """Once it has failed: fingerprints of the requests that the engine was computing."""
+        return self._running.suspects
 
     @property
     def url(self) -> str:
@@ -184,7 +200,15 @@ def _key_state(config: Config) -> str:
     return "none, and open to the network (--insecure)"
 
 
-def run_until_signalled(server: LocalServer, opened: Callable[[Service], None]) -> int:
+class Runs(Protocol):
+    """A server, or whoever runs several."""
+
+    async def run(self, opened: Callable[[Service], None]) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def run_until_signalled(server: Runs, opened: Callable[[Service], None]) -> int:
     """Serves in the main thread; Ctrl-C and SIGTERM drain, a second one ends at once. Returns the exit status."""
 
     async def main() -> None:

@@ -1,0 +1,153 @@
+"""A `bough serve` process on a tiny model, to be mistreated. Its output goes to a file, so that it never waits for us."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from bough.config.hf import default_model_path
+
+ROOT = Path(__file__).parents[3]
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 49_152,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+}  # fmt: skip
+PAGES = 16_384
+"""KV tokens of the server."""
+
+
+def body(prompt: str | list[int] = "Once upon a time", tokens: int = 4, **more: Any) -> dict[str, Any]:
+    """A request to /generate."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    name = "text" if isinstance(prompt, str) else "input_ids"
+    return {name: prompt, "sampling_params": sampling, **more}
+
+
+LONG = body(tokens=3500)
+
+
+class Server:
+    """Started at once; `url` answers when the constructor returns."""
+
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None, wait: bool = True) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        model = Path(self._directory.name, "model")
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(TINY))
+        self._log = Path(self._directory.name, "log.txt")
+        self._file = self._log.open("w")
+        command = [
+            sys.executable, "-m", "bough", "serve", str(model), "--port", "0", "--tokenizer", str(default_model_path()),
+            "--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1",
+            "--no-custom-kernels", "--max-total-tokens", str(PAGES), *flags,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            command, stdout=self._file, stderr=subprocess.STDOUT, cwd=ROOT, process_group=0,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+        )  # fmt: skip
+        self.url = ""
+        if wait:
+            found = until(lambda: re.search(r"(http://127\.0\.0\.1:\d+)/v1", self.log()) or self._dead(), 120)
+            assert found, self.log()
+            self.url = found[1]
+
+    def _dead(self) -> None:
+        assert self.process.poll() is None, self.log()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._file.close()
+        self._directory.cleanup()
+
+    @property
+    def children(self) -> dict[str, int]:
+        """Process ids by the module they run."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                command = child.cmdline()
+            except psutil.Error:
+                continue
+            if "-m" in command:
+                found[command[command.index("-m") + 1].removeprefix("bough.")] = child.pid
+        return found
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def ask(self, request: dict[str, Any], timeout: float = 60, **more: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/generate", json=request, timeout=timeout, **more)
+
+    def status(self, path: str = "/health") -> int:
+        """0: no answer."""
+        try:
+            return httpx.get(self.url + path, timeout=5).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def state(self) -> dict[str, Any]:
+        """The engine's own numbers."""
+        info = httpx.get(f"{self.url}/server_info", timeout=30).json()
+        state: dict[str, Any] = info["internal_states"][0]
+        return state
+
+    def live(self) -> int:
+        state = self.state()
+        return sum(int(state[name]) for name in ("running", "queued", "prefilling", "leaving", "compiling"))
+
+    def held_pages(self) -> int:
+        """Pages that are neither free nor cached."""
+        return int(self.state()["pages"]["held"])
+
+    def metrics(self, **labels: str) -> dict[str, float]:
+        """Every metric, summed over the labels that are not named."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if all(sample.labels.get(name) == value for name, value in labels.items()):
+                    name = sample.name.removeprefix("bough:")
+                    found[name] = found.get(name, 0.0) + sample.value
+        return found
+
+
+def until(true: Callable[[], Any], within_s: float, every_s: float = 0.05) -> Any:
+    """What the condition gives once it holds; its last value if it does not hold in time."""
+    give_up = time.monotonic() + within_s
+    while True:
+        value = true()
+        if value or time.monotonic() > give_up:
+            return value
+        time.sleep(every_s)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
