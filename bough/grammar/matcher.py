@@ -132,14 +132,14 @@ class TokenMatcher:
     def _look_ahead(self) -> list[int]:
         if self._ended:
             return []
-        mask = self._allowed()
+        mask, complete = self._allowed(), self.native.is_complete()
         num_allowed = count_bits(mask)
-        if num_allowed == 1 and not self.native.is_complete():
+        text = "" if complete or num_allowed > _FEW else self.native.certain_text()
+        forced: list[int] = []
+        if text:
+            forced = self._settled(self._cut(self.tokens[-_CONTEXT:], text.encode()) or self._alone(text), mask)
+        if not forced and not complete and num_allowed == 1:
             return [first_bit(mask)]
-        text = self._certain_text()
-        forced = (
-            self._settled(self._cut(self.tokens[-_CONTEXT:], text.encode()) or self._alone(text), mask) if text else []
-        )
         if not forced and num_allowed <= _LISTED:
             self._close_detours(mask)
         return forced

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bough.grammar.rules import EMPTY, NOTHING, Alt, Chars, Grammar, Node, Ref, Repeat, Seq, Text, length_range, walk
+from bough.grammar.rules import (
+    EMPTY,
+    NOTHING,
+    Alt,
+    Chars,
+    Grammar,
+    Node,
+    Ref,
+    Repeat,
+    Seq,
+    Text,
+    alt,
+    length_range,
+    repeat,
+    seq,
+    walk,
+)
 
 _BROAD = 256
 """A class of more characters than this is written so that xgrammar can judge whole tokens by it ahead of time."""
@@ -188,33 +204,71 @@ def _escape_regex(point: int) -> str:
 # -- Lark -----------------------------------------------------------------------------------------
 
 
-def to_lark(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it: whatever has no references is one terminal."""
-    lines = ["%llguidance {}", f"start: {_rule(grammar.root)}"]
-    lines += [f"{_rule(name)}: {lark_of(rule)}" for name, rule in grammar.rules.items()]
-    return "\n".join(lines) + "\n"
+def to_lark(grammar: Grammar, prefix: str = "r") -> list[str]:
+    """The rules as llguidance reads them, named `prefix_name`: whatever has no references is one terminal."""
+    written = _inlined(grammar)
+    return [f"{prefix}_{name}: {lark_of(rule, prefix)}" for name, rule in written.rules.items()]
 
 
-def lark_of(node: Node, *, tight: bool = False) -> str:
+_INLINE = 400
+
+
+def _inlined(grammar: Grammar) -> Grammar:
+    """The same grammar with small rules that don't lead back to themselves put where they are used: terminals are then as
+    long as they can be, and the lexer sees whole strings and numbers."""
+    done: dict[str, Node] = {}
+    small: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in done or name in above:
+            return
+        for each in walk(grammar.rules[name]):
+            if isinstance(each, Ref):
+                visit(each.name, (*above, name))
+        done[name] = node = _with(grammar.rules[name], done, small)
+        nodes = list(walk(node))
+        if not any(isinstance(each, Ref) for each in nodes) and len(nodes) <= _INLINE and name != grammar.root:
+            small.add(name)
+
+    visit(grammar.root, ())
+    used = {each.name for node in done.values() for each in walk(node) if isinstance(each, Ref)}
+    return Grammar({n: node for n, node in done.items() if n in used or n == grammar.root}, grammar.root)
+
+
+def _with(node: Node, done: dict[str, Node], small: set[str]) -> Node:
+    match node:
+        case Ref():
+            return done[node.name] if node.name in small else node
+        case Seq():
+            return seq(*(_with(part, done, small) for part in node.parts))
+        case Alt():
+            return alt(*(_with(part, done, small) for part in node.parts))
+        case Repeat():
+            return repeat(_with(node.node, done, small), node.low, node.high)
+        case _:
+            return node
+
+
+def lark_of(node: Node, prefix: str, *, tight: bool = False) -> str:
     """One expression of a Lark rule."""
     if isinstance(node, Text):
-        return _quote(node.value)
+        return lark_text(node.value)
     if node == EMPTY:
         return '""'
     if isinstance(node, Ref):
-        return _rule(node.name)
+        return f"{prefix}_{node.name}"
     if not any(isinstance(each, Ref) for each in walk(node)):
         return _terminal(node)
     match node:
         case Repeat():
-            inner = lark_of(node.node, tight=True)
+            inner = lark_of(node.node, prefix, tight=True)
             if (node.low, node.high) in ((0, 1), (0, None), (1, None)):
                 return inner + _times(node)
             return f"{inner}{{{node.low},{'' if node.high is None else node.high}}}"
         case Seq():
-            shown = " ".join(lark_of(part, tight=True) for part in _grouped(node))
+            shown = " ".join(lark_of(part, prefix, tight=True) for part in _grouped(node))
         case Alt():
-            shown = " | ".join(lark_of(part) for part in node.parts)
+            shown = " | ".join(lark_of(part, prefix) for part in node.parts)
         case _:
             raise AssertionError("texts, classes and references are done")
     return f"({shown})" if tight else shown
@@ -240,11 +294,7 @@ def _terminal(node: Node) -> str:
     return f"({shown})?" if length_range(node)[0] == 0 else shown
 
 
-def _rule(name: str) -> str:
-    return f"r_{name}"
-
-
-def _quote(value: str) -> str:
+def lark_text(value: str) -> str:
     escaped = "".join(
         "\\" + each if each in '"\\' else each if each.isprintable() else _control(each) for each in value
     )
