@@ -128,6 +128,7 @@ def test_wrong_shapes_are_refused() -> None:
     raw, _ = random_weight("Q4_0", 16, 64)
     assert packed.supported("Q4_0")
     assert not packed.supported("IQ2_XS")
+    assert not packed.supported("F32")
     with pytest.raises(ValueError, match="take 36 bytes"):
         packed.pack("Q4_0", raw[:, 1:], 64)
     with pytest.raises(ValueError, match="multiple of 32"):

@@ -21,8 +21,11 @@ _IMPLEMENTATIONS = Choices(
 
 
 def supported(kind: str) -> bool:
-    """Whether weights of this kind (GGUF's name for it, say "Q4_K") can stay packed."""
-    return kind in FORMATS
+    """Whether weights of this kind (GGUF's name for it, say "Q4_K") are smaller if they stay as they are.
+
+    `pack` takes F32 too, which gains speed but no memory.
+    """
+    return kind in FORMATS and kind != "F32"
 
 
 def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:
