@@ -11,6 +11,7 @@ import uvicorn
 
 from bough.core.errors import Unavailable
 from bough.entrypoints.http.errors import error_response
+from bough.entrypoints.http.protocol import bounded
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.http.security import App, Receive, Scope, Send
 
@@ -43,10 +44,12 @@ class Front:
 class HttpServer:
     """Serves on bound sockets, within the running event loop."""
 
-    def __init__(self, app: App, sockets: list[socket.socket], *, drain_timeout_s: float) -> None:
+    def __init__(
+        self, app: App, sockets: list[socket.socket], *, drain_timeout_s: float, client_timeout_s: float = 30.0
+    ) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=bounded(client_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -43,7 +43,12 @@ class Worker:
         self._endpoints = endpoints
         self._index = index
         self._front = Front()
-        self._server = HttpServer(self._front, [sock], drain_timeout_s=config.server.drain_timeout_s)
+        self._server = HttpServer(
+            self._front,
+            [sock],
+            drain_timeout_s=config.server.drain_timeout_s,
+            client_timeout_s=config.server.client_timeout_s,
+        )
         self._service: Service | None = None
         self._stopping = asyncio.Event()
 

@@ -265,7 +265,9 @@ class FakeServer:
         front.open(make_app(self.service))
         sock = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        self._server = HttpServer(front, [sock], drain_timeout_s=1)
+        self._server = HttpServer(
+            front, [sock], drain_timeout_s=1, client_timeout_s=self.config.server.client_timeout_s
+        )
         running = asyncio.ensure_future(self._server.run())
         await self._server.started()
         self._ready.set()

@@ -1,0 +1,143 @@
+"""HTTP connections with bounds of their own: how long a client may take to send its request, and how large its head is.
+
+uvicorn waits for ever for the end of a head or a body, and keeps every header. Here a client that sends nothing, or next
+to nothing, is told so (408) and disconnected, and a head that grows too large is refused before it is complete (431).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from bough.core.errors import BoughError, InvalidRequest
+from bough.entrypoints.bounds import BOUNDS
+from bough.entrypoints.http.errors import error_response
+
+if TYPE_CHECKING:
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+LEAST_BYTES_A_SECOND = 1024
+"""A body that comes slower than this is not being sent in earnest."""
+
+
+class TooSlow(InvalidRequest):
+    status = 408
+    code = "request_timeout"
+
+
+class HeadTooLarge(InvalidRequest):
+    status = 431
+    code = "headers_too_large"
+
+
+class NotHttp(InvalidRequest):
+    pass
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. `timeout_s` is set by `bounded`."""
+
+    timeout_s = 30.0
+
+    def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], **more: Any) -> None:
+        super().__init__(config, server_state, app_state, **more)
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._head_bytes = 0
+        self._body_bytes = 0
+
+    # -- the transport's side --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        most = BOUNDS["header_bytes"].most
+        if self._in_head and self._head_bytes > most and not self.transport.is_closing():
+            self._refuse(
+                HeadTooLarge(
+                    what="the request's head is too large",
+                    why=f"at most {most} bytes are read",
+                    fix="send fewer or shorter headers",
+                )
+            )
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(NotHttp(what="the request can't be read", why="it is not HTTP/1.1", fix="check the client"))
+
+    # -- the parser's side -----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._in_head:  # a further request on the same connection
+            self._in_head = True
+            self._head_bytes = 0
+            self._arm()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._body_bytes = 0
+        self._arm()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._disarm()
+        super().on_message_complete()
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(self.timeout_s, self._look)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        """Time is up for this part of the request, unless a body is on its way at a fair pace."""
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if not self._in_head and self._body_bytes >= LEAST_BYTES_A_SECOND * self.timeout_s:
+            self._body_bytes = 0
+            self._arm()
+            return
+        part = "head" if self._in_head else "body"
+        self._refuse(
+            TooSlow(
+                what=f"the request's {part} did not arrive",
+                why=f"clients get {self.timeout_s:g} s to send it (--client-timeout-s)",
+                fix="send it at once",
+            )
+        )
+
+    def _refuse(self, error: BoughError) -> None:
+        """Says why, where nothing else has been said, and closes the connection."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            reply = error_response(error)
+            head = [b"HTTP/1.1 %d \r\n" % error.status]
+            head += [name + b": " + value + b"\r\n" for name, value in reply.raw_headers]
+            self.transport.write(b"".join([*head, b"connection: close\r\n\r\n", bytes(reply.body)]))
+        self.transport.close()
+
+
+def bounded(timeout_s: float) -> type[BoundedProtocol]:
+    """The protocol with this patience."""
+    return type("Bounded", (BoundedProtocol,), {"timeout_s": timeout_s})
