@@ -204,6 +204,8 @@ class ServerConfig:
     """JSON object, or a file with one, that maps a classifier's labels to the categories of /v1/moderations."""
     ui: bool = True
     """Serve the playground, a page for browsers, at /ui."""
+    batch_dir: str = ""
+    """Directory for /v1/files and /v1/batches, which work only with one; batches go on after a restart."""
     response_store_size: int = 1024
     """Responses kept in memory for previous_response_id, retrieval and background runs; 0: none."""
     incremental_streaming_output: bool = False

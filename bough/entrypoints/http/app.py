@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bough.core.errors import BoughError
-from bough.entrypoints.http import admin, info, metrics, native
+from bough.entrypoints.http import admin, batches, info, metrics, native
 from bough.entrypoints.http.anthropic import routes as anthropic
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
 from bough.entrypoints.http.body import IGNORED_HEADER
@@ -89,6 +89,18 @@ ROUTES: tuple[RouteSpec, ...] = (
         paths=("/v1/responses/{id}/input_items",), methods=("GET",), make=responses.list_input,
         about="What a response answers.",
     ),
+    RouteSpec(paths=("/v1/files",), methods=("POST",), make=batches.upload_file, about="Upload a file for a batch."),
+    RouteSpec(paths=("/v1/files",), methods=("GET",), make=batches.list_files, about="List the files."),
+    RouteSpec(paths=("/v1/files/{id}",), methods=("GET",), make=batches.get_file, about="One file."),
+    RouteSpec(paths=("/v1/files/{id}",), methods=("DELETE",), make=batches.delete_file, about="Delete a file."),
+    RouteSpec(paths=("/v1/files/{id}/content",), methods=("GET",), make=batches.file_content, about="What a file holds."),
+    RouteSpec(
+        paths=("/v1/batches",), methods=("POST",), make=batches.create_batch, body=batches.BatchRequest,
+        about="Answer a file of requests.",
+    ),
+    RouteSpec(paths=("/v1/batches",), methods=("GET",), make=batches.list_batches, about="List the batches."),
+    RouteSpec(paths=("/v1/batches/{id}",), methods=("GET",), make=batches.get_batch, about="How far a batch has come."),
+    RouteSpec(paths=("/v1/batches/{id}/cancel",), methods=("POST",), make=batches.cancel_batch, about="End a batch."),
     RouteSpec(
         paths=("/v1/messages",), methods=("POST",), make=anthropic.messages, body=MessagesRequest,
         about="Answer a conversation, in Anthropic's words.",
@@ -183,6 +195,11 @@ def mounted(service: Service) -> list[RouteSpec]:
 def known_paths() -> list[str]:
     """Paths that are counted one by one; those with parameters are not."""
     return [path for spec in ROUTES for path in spec.paths if "{" not in path and path not in OPEN_PATHS]
+
+
+def handlers(service: Service) -> dict[str, chat.Handler]:
+    """The handlers of POST routes by path, for whoever calls them without HTTP."""
+    return {path: spec.make(service) for spec in mounted(service) if "POST" in spec.methods for path in spec.paths}
 
 
 def make_app(service: Service) -> App:

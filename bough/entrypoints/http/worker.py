@@ -18,7 +18,8 @@ from typing import Any
 from bough.config.concerns import Config
 from bough.core.errors import BoughError, ConfigError
 from bough.core.sampling import SamplingParams
-from bough.entrypoints.http.app import known_paths, make_app
+from bough.entrypoints.http.app import handlers, known_paths, make_app
+from bough.entrypoints.http.batches import start_batches
 from bough.entrypoints.http.server import Front, HttpServer
 from bough.entrypoints.served import load_model_side, make_served
 from bough.entrypoints.service import Service, make_admission
@@ -104,8 +105,10 @@ class Worker:
         self._service = Service(self._config, served, intake, pulse, admission, telemetry)
         if warm_up:
             await _warm_up(intake)
-        if self._config.server.grpc_port and self._index == 0:
-            await _open_grpc(self._service)
+        if self._index == 0:
+            start_batches(self._service, handlers(self._service))
+            if self._config.server.grpc_port:
+                await _open_grpc(self._service)
         self._front.open(make_app(self._service))
         return self._service
 

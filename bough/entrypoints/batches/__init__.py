@@ -1,0 +1,10 @@
+"""Offline batches: files of requests on disk, worked off beside everything else, and files of answers.
+
+in: JSON lines. out: JSON lines. never: HTTP, or anything that a restart would lose.
+"""
+
+from bough.entrypoints.batches.files import FileStore, StoredFile
+from bough.entrypoints.batches.records import Batch, BatchStore
+from bough.entrypoints.batches.runner import BatchRunner, Call
+
+__all__ = ["Batch", "BatchRunner", "BatchStore", "Call", "FileStore", "StoredFile"]

@@ -1,0 +1,304 @@
+"""/v1/files and /v1/batches with the official client; and what is left after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_server import Answer, FakeServer, serving
+
+from bough.core.errors import Overloaded
+from bough.core.messages import Generate
+from bough.entrypoints.batches import BatchRunner, BatchStore, FileStore, runner as runner_module
+from bough.entrypoints.http.app import handlers
+from bough.entrypoints.http.batches import start_batches
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "_LOOK_EVERY_S", 0.05)
+
+
+@contextlib.contextmanager
+def batching(directory: Path, script: Any = None, **given: Any) -> Iterator[tuple[FakeServer, openai.OpenAI]]:
+    """A server that works batches off, as worker 0 does."""
+    with serving(script, batch_dir=str(directory), **given) as running:
+
+        async def begin() -> None:
+            start_batches(running.service, handlers(running.service))
+
+        async def end() -> None:
+            for closer in running.service._closers:
+                await closer()
+
+        asyncio.run_coroutine_threadsafe(begin(), running._loop).result(10)
+        try:
+            with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
+                yield running, client
+        finally:
+            asyncio.run_coroutine_threadsafe(end(), running._loop).result(10)
+
+
+def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    asked = {"model": "fake", "messages": [{"role": "user", "content": name}], **body}
+    return {"custom_id": name, "method": "POST", "url": url, "body": asked}
+
+
+def as_file(*lines: Any) -> io.BytesIO:
+    text = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines)
+    made = io.BytesIO(text.encode())
+    made.name = "../../in.jsonl"
+    return made
+
+
+def finished(client: openai.OpenAI, batch_id: str) -> Any:
+    for _ in range(400):
+        batch = client.batches.retrieve(batch_id)
+        if batch.status in ("completed", "failed", "expired", "cancelled"):
+            return batch
+        time.sleep(0.02)
+    raise AssertionError(f"the batch is still {batch.status}")
+
+
+def content(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(each) for each in client.files.content(file_id).text.splitlines()]
+
+
+def test_files(tmp_path: Path) -> None:
+    with batching(tmp_path) as (running, client):
+        made = client.files.create(file=as_file(line("a")), purpose="batch")
+        assert (made.object, made.purpose, made.filename) == ("file", "batch", "in.jsonl")
+        assert client.files.retrieve(made.id).bytes == made.bytes
+        assert [each.id for each in client.files.list()] == [made.id]
+        assert content(client, made.id) == [line("a")]
+        kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
+        assert all(tmp_path in path.resolve().parents for path in kept)
+        assert client.files.delete(made.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(made.id)
+        for name in ("file-../../etc/passwd", "..%2f..%2fetc%2fpasswd", "file-" + "0" * 32):
+            assert httpx.get(f"{running.url}/v1/files/{name}/content").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "missing"),
+        ({"data": {}, "files": {"file": b"x"}}, "missing"),
+        ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x"}}, "purpose"),
+        ({"json": {"purpose": "batch"}}, "form"),
+        ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, "form"),
+    ],
+)
+def test_wrong_uploads(tmp_path: Path, form: dict[str, Any], says: str) -> None:
+    with batching(tmp_path) as (running, _):
+        refused = httpx.post(f"{running.url}/v1/files", **form)
+        assert refused.status_code == 400, refused.text
+        assert says in refused.json()["error"]["message"]
+
+
+def test_large_uploads_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bough.entrypoints.batches import files
+    from bough.entrypoints.http import batches
+
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 1000)
+    with batching(tmp_path) as (running, client):
+        with pytest.raises(openai.BadRequestError, match="too large"):
+            client.files.create(file=as_file("x" * 2000), purpose="batch")
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # the server closes before we stop talking
+            sent = httpx.post(f"{running.url}/v1/files", files={"file": b"x" * 3_000_000}, data={"purpose": "batch"})
+            assert sent.status_code == 413
+        assert not list(client.files.list())
+        assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_batch(tmp_path: Path) -> None:
+    def script(message: Generate, prompt: str) -> Answer:
+        return Answer(pieces=["Hello ", prompt.split("\n")[1].removesuffix("<|im_end|>")])
+
+    with batching(tmp_path, script) as (running, client):
+        lines = [
+            *(line(f"n{number}") for number in range(150)),
+            line("bad", temperature=-1),
+            "",
+            line("gone", model="x"),
+        ]
+        source = client.files.create(file=as_file(*lines), purpose="batch")
+        made = client.batches.create(
+            input_file_id=source.id, endpoint=CHAT, completion_window="24h", metadata={"why": "test"}
+        )
+        assert made.status == "validating"
+        batch = finished(client, made.id)
+        assert batch.status == "completed"
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+            152,
+            150,
+            2,
+        )
+        assert batch.metadata == {"why": "test"}
+        answers = content(client, batch.output_file_id)
+        texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"] for each in answers}
+        assert texts == {f"n{number}": f"Hello n{number}" for number in range(150)}
+        assert all(each["response"]["status_code"] == 200 for each in answers)
+        failures = {each["custom_id"]: each["response"] for each in content(client, batch.error_file_id)}
+        assert {name: each["status_code"] for name, each in failures.items()} == {"bad": 400, "gone": 404}
+        assert failures["bad"]["body"]["error"]["param"] == "temperature"
+        assert [each.id for each in client.batches.list()] == [made.id]
+        assert len(running.engine.seen) == 150
+        with pytest.raises(openai.BadRequestError, match="ended"):
+            client.batches.cancel(made.id)
+        leftover = [path.name for path in (tmp_path / "batches").iterdir()]
+        assert leftover == [f"{made.id}.json"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "codes"),
+    [
+        ([], ["empty_file"]),
+        (["{"], ["invalid_json_line"]),
+        (["[]", '{"body": 1}'], ["invalid_request"] * 2),
+        ([{**line("a"), "custom_id": ""}], ["missing_custom_id"]),
+        ([line("a"), line("a")], ["duplicate_custom_id"]),
+        ([{**line("a"), "method": "GET"}], ["invalid_method"]),
+        ([line("a", url="/v1/completions")], ["invalid_url"]),
+        ([line("a", stream=True)], ["invalid_request"]),
+    ],
+)
+def test_wrong_files(tmp_path: Path, lines: list[Any], codes: list[str]) -> None:
+    with batching(tmp_path) as (running, client):
+        source = client.files.create(file=as_file(*lines), purpose="batch")
+        batch = finished(
+            client, client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h").id
+        )
+        assert batch.status == "failed"
+        assert [error.code for error in batch.errors.data] == codes
+        assert not running.engine.seen
+
+
+def test_wrong_batches(tmp_path: Path) -> None:
+    with batching(tmp_path) as (running, client):
+        source = client.files.create(file=as_file(line("a")), purpose="batch").id
+        good = {"input_file_id": source, "endpoint": CHAT, "completion_window": "24h"}
+        for wrong, status in (
+            ({"endpoint": "/generate"}, 400), ({"completion_window": "1h"}, 400), ({"input_file_id": "file-1"}, 404),
+            ({"metadata": {"a": "x" * 600}}, 400), ({"metadata": {"a": 1}}, 400),
+        ):  # fmt: skip
+            assert httpx.post(f"{running.url}/v1/batches", json={**good, **wrong}).status_code == status
+        assert httpx.get(f"{running.url}/v1/batches/batch_x").status_code == 404
+        assert httpx.get(f"{running.url}/v1/batches?limit=0").status_code == 400
+
+
+def test_cancelling(tmp_path: Path) -> None:
+    with batching(tmp_path, Answer(pieces=["x"] * 20, delay_s=0.01)) as (_, client):
+        source = client.files.create(file=as_file(*(line(str(i)) for i in range(2000))), purpose="batch")
+        made = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+        for _ in range(200):
+            if (client.batches.retrieve(made.id).request_counts or made.request_counts).completed:  # type: ignore[union-attr]
+                break
+            time.sleep(0.02)
+        assert client.batches.cancel(made.id).status == "cancelling"
+        batch = finished(client, made.id)
+        assert batch.status == "cancelled"
+        answered = len(content(client, batch.output_file_id))
+        undone = content(client, batch.error_file_id)
+        assert answered + len(undone) == 2000
+        assert {each["error"]["code"] for each in undone} == {"batch_cancelled"}
+
+
+def test_a_restart_goes_on_and_tells_every_line_once(tmp_path: Path) -> None:
+    lines = [line(str(number)) for number in range(300)]
+    with batching(tmp_path, Answer(pieces=["x"] * 3, delay_s=0.01)) as (running, client):
+        source = client.files.create(file=as_file(*lines), purpose="batch")
+        made = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+        part = tmp_path / "batches" / f"{made.id}.out.jsonl"
+        for _ in range(400):
+            if part.exists() and part.read_bytes().count(b"\n") > 40:
+                break
+            time.sleep(0.01)
+        before = len(running.engine.seen)
+    assert 40 < before < 300
+    with part.open("ab") as torn:
+        torn.write(b'{"custom_id": "7", "resp')  # as a crash may leave it
+    with batching(tmp_path) as (running, client):
+        batch = finished(client, made.id)
+        assert batch.status == "completed"
+        assert batch.request_counts.completed == 300
+        told = [each["custom_id"] for each in content(client, batch.output_file_id)]
+        assert sorted(told, key=int) == [str(number) for number in range(300)]
+        assert len(running.engine.seen) < 300
+
+
+async def test_busy_servers_are_asked_again(tmp_path: Path) -> None:
+    asked = 0
+
+    async def call(endpoint: str, body: dict[str, Any], tenant: str) -> tuple[int, str, dict[str, Any]]:
+        nonlocal asked
+        asked += 1
+        return (Overloaded.status if asked == 1 else 200), "id", {"n": asked}
+
+    files, batches = FileStore(tmp_path), BatchStore(tmp_path)
+    source = files.add([json.dumps(line("a")).encode()], filename="x", purpose="batch")
+    batch = batches.create(source, CHAT, {})
+    runner = BatchRunner(files, batches, call, frozenset({CHAT}))
+    runner.start()
+    for _ in range(300):
+        await asyncio.sleep(0.02)
+        if batches.get(batch.id).status == "completed":
+            break
+    await runner.close()
+    assert batches.get(batch.id).completed == 1
+    assert asked == 2
+
+
+async def test_batches_expire(tmp_path: Path) -> None:
+    async def call(*_: Any) -> tuple[int, str, dict[str, Any]]:
+        raise AssertionError("nothing is asked after the window")
+
+    files, batches = FileStore(tmp_path), BatchStore(tmp_path)
+    source = files.add([json.dumps(line("a")).encode()], filename="x", purpose="batch")
+    batch = batches.create(source, CHAT, {})
+    batch.expires_at = batch.created_at - 1
+    batches.save(batch)
+    runner = BatchRunner(files, batches, call, frozenset({CHAT}))
+    runner.start()
+    for _ in range(300):
+        await asyncio.sleep(0.02)
+        if batches.get(batch.id).status == "expired":
+            break
+    await runner.close()
+    ended = batches.get(batch.id)
+    assert ended.status == "expired"
+    assert ended.error_file_id is not None
+    assert "batch_expired" in files.path(files.get(ended.error_file_id)).read_text()
+
+
+def test_without_a_directory_there_are_no_files(server: FakeServer) -> None:
+    for method, path in (("GET", "/v1/files"), ("POST", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches")):
+        refused = httpx.request(method, server.url + path)
+        assert refused.status_code == 400
+        assert "--batch-dir" in refused.json()["error"]["message"]
+
+
+def test_tenants_are_apart(tmp_path: Path) -> None:
+    with batching(tmp_path, isolate_cache=True) as (running, _):
+        mine, theirs = ({"authorization": f"Bearer {each}"} for each in "ab")
+        form: dict[str, Any] = {"files": {"file": as_file(line("a"))}, "data": {"purpose": "batch"}}
+        made = httpx.post(f"{running.url}/v1/files", headers=mine, **form).json()
+        assert httpx.get(f"{running.url}/v1/files/{made['id']}", headers=mine).status_code == 200
+        assert httpx.get(f"{running.url}/v1/files/{made['id']}", headers=theirs).status_code == 404
+        assert httpx.get(f"{running.url}/v1/files", headers=theirs).json()["data"] == []
