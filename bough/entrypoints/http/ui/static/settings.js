@@ -218,7 +218,7 @@ function showFormat() {
   const needsSource = values.format !== "" && values.format !== "json_object";
   $("format-source").hidden = $("format-label").hidden = !needsSource;
   $("format-example").hidden = !needsSource;
-  $("format-label").textContent = { json_schema: "Schema", regex: "Regular expression", ebnf: "Grammar" }[values.format] ?? "";
+  $("format-label").textContent = { json_schema: "Schema", regex: "Regular expression", ebnf: "Grammar" }[values.format] ?? "Pattern";
   $("format-source").value = values.sources[values.format] ?? "";
   check("format-check", values.format === "json_schema", values.sources.json_schema ?? "");
 }
