@@ -23,7 +23,7 @@ _SPECIAL = b"\xff"
 
 
 class _Words:
-    """A vocabulary as llguidance asks for it. It cuts text greedily: what is certain to come is cut by the real tokenizer."""
+    """A vocabulary as llguidance asks for it. It cuts text greedily; what is certain to come is cut elsewhere."""
 
     def __init__(self, tokens: Tokens, visible: tuple[int, ...]) -> None:
         spelled = tokens.spelled(visible)

@@ -264,7 +264,8 @@ class LaunchedStep:
         logits = runner.shaper.shape(raw, plain.rich, setups, produced)
         if masks is not None and len(masks):
             sampled = np.searchsorted(plain.rows, self._step.constrained).astype(np.int64)
-            logits = apply_masks(logits, upload(sampled, runner.device), upload(masks, runner.device))
+            spare = logits is not raw or all(setup.logprobs is None for setup in setups)
+            logits = apply_masks(logits, upload(sampled, runner.device), upload(masks, runner.device), in_place=spare)
         tokens = runner.forward.draw(logits, self._tensors)
         runner.shaper.advance(plain.rich, setups, tokens)
         self._score(raw, logits, tokens, setups)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bough.core.step import I32, SlotSetup
+from bough.kernels import masks as masks_kernel
 from bough.memory.transfer import upload
 
 LogitProcessor = Callable[[Tensor, list[Mapping[str, bool | int | float | str]]], Tensor]
@@ -219,9 +220,8 @@ class Shaper:
         return upload(np.asarray(values, np.float32), self._device)
 
 
-def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-    """Forbids the tokens whose bit is clear: `masks[i]` (int32 words) belongs to `rows[i]`."""
-    vocab = logits.shape[1]
-    bits = torch.arange(32, device=logits.device, dtype=torch.int32)
-    allowed = ((masks[:, :, None] >> bits) & 1).bool().reshape(len(masks), -1)[:, :vocab]
-    return logits.index_copy(0, rows, logits[rows].masked_fill(~allowed, -torch.inf))
+def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor, *, in_place: bool = False) -> Tensor:
+    """Forbids the tokens whose bit is clear: `masks[i]` (int32 words) belongs to `rows[i]`. Returns the logits."""
+    masked = logits if in_place else logits.clone()
+    masks_kernel.apply_masks(masked, rows, masks)
+    return masked

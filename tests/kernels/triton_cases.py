@@ -20,22 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bough.kernels.activation import reference as activation_reference
-from bough.kernels.activation import triton as activation
-from bough.kernels.attention import reference as attention_reference
-from bough.kernels.attention import triton_backend as backend
+from bough.kernels.activation import reference as activation_reference, triton as activation
+from bough.kernels.attention import reference as attention_reference, triton_backend as backend
 from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups
 from bough.kernels.attention.plan import Shape
-from bough.kernels.linear import reference as linear_reference
-from bough.kernels.linear import skinny
-from bough.kernels.moe import reference as moe_reference
-from bough.kernels.moe import triton as moe
-from bough.kernels.norm import reference as norm_reference
-from bough.kernels.norm import triton as norm
-from bough.kernels.rotary import reference as rotary_reference
-from bough.kernels.rotary import triton as rotary
-from bough.kernels.sampling import reference as sampling_reference
-from bough.kernels.sampling import triton as sampling
+from bough.kernels.linear import reference as linear_reference, skinny
+from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
+from bough.kernels.moe import reference as moe_reference, triton as moe
+from bough.kernels.norm import reference as norm_reference, triton as norm
+from bough.kernels.rotary import reference as rotary_reference, triton as rotary
+from bough.kernels.sampling import reference as sampling_reference, triton as sampling
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -421,6 +415,35 @@ def _sample(bed: Bed, vocab: int, spread: float, dtype: torch.dtype) -> None:
     assert torch.equal(same_twice(lambda: sampling.argmax(logits)), sampling_reference.argmax(logits))
 
 
+def mask_cases(bed: Bed) -> Cases:
+    for dtype in bed.dtypes:
+        for vocab in (31, 4096, 49_152, 151_936) if bed.large else (31, 2200):
+            yield f"masks {vocab} {dtype}", partial(_mask, bed, vocab, dtype)
+
+
+def _mask(bed: Bed, vocab: int, dtype: torch.dtype) -> None:
+    rows, width = (96, -(-vocab // 32)) if bed.large else (5, -(-vocab // 32))
+    logits = bed.normal(rows, vocab + 8, dtype=dtype)[:, :vocab]
+    some = torch.randperm(rows, device=bed.device)[: rows // 2 + 1]
+    masks = bed.ints(np.random.randint(-(2**31), 2**31, (len(some), width)))
+    masks[0] = 0
+    masks[-1] = -1
+    for given in (masks, masks[:, : max(1, width // 2)]):
+        want, got, plain = logits.clone(), logits.clone(), logits.cpu().clone()
+        masks_reference.apply_masks(want, some, given)
+        masks_triton.apply_masks(got, some, given)
+        masks_cpu.apply_masks(plain, some.cpu(), given.cpu().contiguous())
+        assert torch.equal(got, want)
+        assert torch.equal(plain, want.cpu())
+    by_hand = logits.float().cpu().numpy().copy()
+    for at, row in enumerate(some.tolist()):
+        for token in range(min(vocab, 300)):
+            if not int(masks[at, token // 32]) >> (token % 32) & 1:
+                by_hand[row, token] = -np.inf
+    masks_triton.apply_masks(logits, some, masks)
+    assert np.array_equal(logits[:, :300].float().cpu().numpy(), by_hand[:, :300])
+
+
 def moe_cases(bed: Bed) -> Cases:
     if bed.large:
         shapes = [(1, 128, 8, 2048, 768), (64, 128, 8, 2048, 768), (300, 8, 2, 512, 320), (1000, 64, 6, 1000, 200)]
@@ -463,6 +486,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "attention": attention_cases,
     "shared": shared_cases,
     "sampling": sampling_cases,
+    "masks": mask_cases,
     "moe": moe_cases,
 }
 
