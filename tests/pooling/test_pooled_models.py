@@ -261,3 +261,68 @@ def test_old_names_of_norms(tmp_path: Path) -> None:
         PooledEngine(tmp_path).results(TEXTS[:1]),
         [torch.nn.functional.normalize(hidden(reference, TEXTS[0])[0], dim=0)],
     )
+
+
+def test_whole_texts_are_never_cut(tmp_path: Path) -> None:
+    """Texts of all lengths, in steps that hold one of the longest, with requests that are given up on the way."""
+    from bough.core.messages import Abort
+
+    make_tiny("BertModel", tmp_path, **BERT)
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(1, 131, int(length)).tolist() for length in rng.integers(1, 97, 40)]
+    alone = PooledEngine(tmp_path)
+    expected = [alone.results([text])[0] for text in texts]
+    engine = PooledEngine(tmp_path, chunked_prefill_size=32, max_running_requests=7)
+    assert engine.runner.limits.max_step_tokens == 96
+    ids = engine.submit(texts)
+    for _ in range(3):
+        engine.loop.turn()
+    gone = ids[20:24]
+    engine.incoming += [Abort(each) for each in gone]
+    found = engine.finish(ids)
+    for at, (end, values) in enumerate(found):
+        if ids[at] in gone:
+            assert end.reason == "abort"
+        else:
+            assert np.abs(values - expected[at]).max() <= TOLERANCE
+    cache = engine.loop.cache
+    assert cache.pool.num_free == cache.total, "every page is back"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
+def test_whole_attention_is_the_reference(causal: bool, window: int | None) -> None:
+    from bough.kernels.attention.inputs import AttentionInputs, HostLengths
+    from bough.kernels.attention.whole import WholeAttention
+    from bough.layers.batch import AttentionSpec
+
+    torch.manual_seed(0)
+    lengths = np.array([1, 9, 30, 12, 2, 64, 11], np.int32)
+    total = int(lengths.sum())
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    q, k, v = torch.randn(total, 4, 16), torch.randn(total, 2, 16), torch.randn(total, 2, 16)
+    nothing = torch.zeros(0)
+    for softcap in (None, 3.0):
+        spec = AttentionSpec(
+            layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.3, window=window, softcap=softcap, causal=causal
+        )
+        inputs = AttentionInputs(
+            query_start_R1=starts, kv_len_R=nothing, slots_R=nothing, page_table=nothing, loc_T=torch.zeros(total),
+            page_size=16, max_query=64, max_kv=64, k_caches=(), v_caches=(),
+            host=HostLengths(num_query_R=lengths, context_R=np.zeros_like(lengths)),
+        )  # fmt: skip
+        out = WholeAttention(inputs).forward(spec, q, k, v).view(total, 4, 16)
+        for begin, length in zip(starts.tolist(), lengths.tolist(), strict=False):
+            part = slice(begin, begin + length)
+            scores = torch.einsum("qnh,snh->nqs", q[part], k[part].repeat_interleave(2, 1)) * 0.3
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            distance = torch.arange(length)[:, None] - torch.arange(length)
+            seen = torch.ones(length, length, dtype=torch.bool)
+            if causal:
+                seen &= distance >= 0
+            if window:
+                seen &= distance.abs() < window
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            expected = torch.einsum("nqs,snh->qnh", weights, v[part].repeat_interleave(2, 1))
+            assert (out[part] - expected).abs().max() <= 1e-5

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from bough.entrypoints.http.openai.chat import Handler
-from bough.entrypoints.http.pooling import embeddings, labels, ranking
+from bough.entrypoints.http.pooling import embeddings, labels, ollama_embed, ranking
+from bough.entrypoints.http.pooling.ollama_embed import OllamaEmbedRequest
 from bough.entrypoints.http.pooling.schema import (
     ClassifyRequest,
     EmbeddingsRequest,
@@ -47,5 +48,9 @@ ROUTES: tuple[PoolingRoute, ...] = (
     PoolingRoute(("/v1/classify",), ("POST",), labels.classify, ClassifyRequest, "The label of texts."),
     PoolingRoute(
         ("/v1/moderations",), ("POST",), labels.moderations, ModerationRequest, "Whether texts are harmful, and how."
+    ),
+    PoolingRoute(("/api/embed",), ("POST",), ollama_embed.embed, OllamaEmbedRequest, "Embeddings, in Ollama's words."),
+    PoolingRoute(
+        ("/api/embeddings",), ("POST",), ollama_embed.embeddings, OllamaEmbedRequest, "One embedding, likewise."
     ),
 )  # fmt: skip
