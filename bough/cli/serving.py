@@ -186,6 +186,9 @@ def banner(server: LocalServer, service: Service) -> str:
         route, body = "/v1/completions", '{"prompt": "The sky is blue because", "max_tokens": 32}'
     if served.tokenizer is None:
         route, body = "/generate", '{"input_ids": [1, 2, 3]}'
+    if facts.get("pooling"):
+        classifies = facts["pooling"]["task"] == "classify"
+        route, body = "/v1/classify" if classifies else "/v1/embeddings", '{"input": "The sky is blue."}'
     lines = [f"bough {bough.__version__} is ready after {server.seconds:.1f} s", ""]
     lines += [f"  {name:<10} {text}" for name, text in rows]
     lines += ["", f"  curl {url}{route} {header}-H 'content-type: application/json' -d '{body}'", ""]

@@ -29,8 +29,8 @@ from bough.weights.mapping import Fuse, Ignore, Mapping, Rename, Rule, Split
 from bough.weights.stored import copy_into
 
 ENCODERS: Final = {"Bert": bert, "Roberta": xlm_roberta, "XLMRoberta": xlm_roberta, "Camembert": xlm_roberta}
-SPARSE_AT_ONCE: Final = 1024
-"""Tokens whose logits over the vocabulary exist at the same time."""
+SPARSE_AT_ONCE: Final = 1 << 25
+"""Logits over the vocabulary that exist at the same time, at most."""
 
 _ACTIVATIONS: Final[dict[StepActivation, Callable[[Tensor], Tensor]]] = {
     "identity": lambda x: x,
@@ -98,6 +98,7 @@ class SparseHead(nn.Module):
 
     def __init__(self, pooling: PoolingFacts, words: nn.Module) -> None:
         super().__init__()
+        self.width = pooling.width
         self.sum = pooling.sparse_sum
         self.log_twice = pooling.sparse_log_twice
         self.words = words
@@ -105,8 +106,9 @@ class SparseHead(nn.Module):
     def forward(self, hidden: Tensor, spans: Spans | None) -> Tensor:
         assert spans is not None, "sparse weights come from all tokens of a text"
         weights: Tensor | None = None
-        for begin in range(0, len(hidden), SPARSE_AT_ONCE):
-            part = slice(begin, begin + SPARSE_AT_ONCE)
+        step = max(1, SPARSE_AT_ONCE // self.width)
+        for begin in range(0, len(hidden), step):
+            part = slice(begin, begin + step)
             logits_TV = torch.log1p(F.relu(self.words(hidden[part]).float()))
             if self.log_twice:
                 logits_TV = torch.log1p(logits_TV)
