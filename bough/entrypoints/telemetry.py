@@ -13,6 +13,7 @@ from bough.observability.board import Boards
 from bough.observability.health import Beat
 from bough.observability.metrics import OTHER, STATUSES, Cell, Sheet, worked_out
 from bough.observability.requests import RequestMeter
+from bough.observability.trace import OtlpExporter
 
 
 class Telemetry:
@@ -21,6 +22,8 @@ class Telemetry:
     def __init__(self, endpoints: Endpoints | None = None, worker: int = 0, paths: Iterable[str] = ()) -> None:
         """`paths`: the routes that are counted one by one."""
         name = f"api{worker}"
+        self.exporter: OtlpExporter | None = None
+        """Where traces go, if anywhere."""
         self._paths = frozenset(paths)
         self.sheet = Sheet(endpoints.board(name) if endpoints is not None else None, "api", self._paths)
         self.meter = RequestMeter(self.sheet)

@@ -41,6 +41,7 @@ from bough.intake.request import Request
 from bough.intake.stream import Stream
 from bough.ipc import AsyncInbox, Endpoints, Outbox, read_status
 from bough.observability.requests import RequestMeter
+from bough.observability.trace import CURRENT
 from bough.tokenizer import Tokenizer, TokenizerPool
 
 _log = logging.getLogger(__name__)
@@ -341,9 +342,12 @@ class Intake:
         packed = pack_ids(prompt)
         text = self._text_spec(request, sampling, prompt)
         now = time.time()
+        trace = CURRENT.get()
         streams: list[Stream] = []
         for index in range(sampling.n):
             stream = Stream(self._new_id(), rid, index, prompt, self._give_up)
+            if trace is not None and trace.submitted(stream.id, rid, len(prompt)):
+                stream.trace = trace
             seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
             each = sampling if sampling.n == 1 else msgspec.structs.replace(sampling, n=1, seed=seed)
             message = Generate(
@@ -365,6 +369,7 @@ class Intake:
                 reasoning_end=request.reasoning_end,
                 reasoning_open=request.reasoning_forced,
                 thinking_budget=request.thinking_budget,
+                trace=stream.trace is not None,
             )
             self._outbox.send(message)
             self._streams[stream.id] = stream
@@ -432,6 +437,8 @@ class Intake:
 
     def _deliver(self, stream: Stream, delta: Delta) -> None:
         end = delta.end
+        if end is not None and stream.trace is not None:
+            stream.trace.ended(stream.id, end)
         if self.meter is not None:
             self.meter.news(stream.id, len(delta.tokens) // 4, end)
         if end is not None:

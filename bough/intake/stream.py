@@ -9,6 +9,7 @@ from types import TracebackType
 
 from bough.core.errors import BoughError
 from bough.core.messages import Delta, Ids, TokenLogprobs
+from bough.observability.trace import Trace
 
 
 class Stream:
@@ -29,6 +30,8 @@ class Stream:
         """time.time() of the first news; 0 before."""
         self.ended = False
         """The last delta has been yielded, or the request was given up."""
+        self.trace: Trace | None = None
+        """Where its timeline goes, if somebody wants it."""
         self._give_up = give_up
         self._pending: list[Delta] = []
         self._complete = False

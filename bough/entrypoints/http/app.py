@@ -31,6 +31,7 @@ from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.http.responses import routes as responses
 from bough.entrypoints.http.responses.schema import ResponsesRequest
 from bough.entrypoints.http.security import OPEN_PATHS, App, Guard, is_page
+from bough.entrypoints.http.tracing import Tracing
 from bough.entrypoints.http.ui import routes as ui
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
@@ -222,7 +223,8 @@ def make_app(service: Service) -> App:
             expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
         )  # fmt: skip
     admin_paths = frozenset(path for spec in ROUTES if spec.admin for path in spec.paths)
-    return Guard(app, service.config.server, admin_paths, service.telemetry.responded)
+    traced = Tracing(app, service.telemetry.exporter)
+    return Guard(traced, service.config.server, admin_paths, service.telemetry.responded)
 
 
 def openapi(specs: list[RouteSpec]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     stream_interval: int | None = None
+    deadline_ms: float | None = None
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -59,6 +60,7 @@ def generate(service: Service) -> Handler:
 
     async def handle(request: Request) -> Response:
         data = parse_object(await read_bytes(request, server.max_body_bytes))
+        deadline_ms = _deadline_ms(data)
         body = _known(data, strict=server.strict_api)
         batch = native_batch(
             body.value,
@@ -68,7 +70,7 @@ def generate(service: Service) -> Handler:
             max_prompts=bounds.BOUNDS["prompts"].most,
         )
         bounds.at_most("completions", sum(each.sampling.n for each in batch.requests), "sampling_params.n")
-        tenant, deadline_s = tenant_of(request), deadline_of(request)
+        tenant, deadline_s = tenant_of(request), deadline_of(request, deadline_ms)
         placed = [
             replace(each, namespace=within_tenant(tenant, each.namespace), deadline_s=deadline_s)
             for each in batch.requests
@@ -173,6 +175,19 @@ def flush_cache(service: Service) -> Handler:
         return json_reply({"success": True, **await service.intake.flush_cache()})
 
     return handle
+
+
+def _deadline_ms(data: dict[str, Any]) -> float | None:
+    """Takes it out of the body: it is about this call, not about an answer."""
+    given = data.pop("deadline_ms", None)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
+        raise InvalidRequest(
+            what=f"deadline_ms is {str(given)[:40]!r}",
+            why="it must be a number",
+            fix="send milliseconds, or leave it out",
+            param="deadline_ms",
+        )
+    return given
 
 
 def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:

@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.errors import error_event
 from bough.entrypoints.stream import KEEP_ALIVE_S, Events, send_events
 
 _encode = msgspec.json.Encoder().encode
+_LONGEST_S = 864_000.0
 
 
 def json_reply(payload: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -54,14 +56,31 @@ class LinesReply(EventReply):
     keep_alive_s = 1e7  # a line that says nothing would be no JSON
 
 
-def deadline_of(request: Request) -> float:
-    """Wall-clock time by which the client wants its answer (`x-request-timeout-s`), or 0."""
-    given = request.headers.get("x-request-timeout-s", "")
+def deadline_of(request: Request, field_ms: float | None = None) -> float:
+    """Wall-clock time by which the client wants its answer, or 0: `x-deadline-ms` or `x-request-timeout-s` among the
+    headers, or the body's `deadline_ms`; the earliest counts. Raises `InvalidRequest` for what is no time."""
+    given = {
+        "x-deadline-ms": (request.headers.get("x-deadline-ms"), 1e-3),
+        "x-request-timeout-s": (request.headers.get("x-request-timeout-s"), 1.0),
+        "deadline_ms": (field_ms, 1e-3),
+    }
+    seconds = [_seconds(name, value, unit) for name, (value, unit) in given.items() if value is not None]
+    return time.time() + min(seconds) if seconds else 0.0
+
+
+def _seconds(name: str, value: str | float, unit: float) -> float:
     try:
-        seconds = float(given) if given else 0.0
+        seconds = float(value) * unit
     except ValueError:
-        return 0.0
-    return time.time() + seconds if 0 < seconds < 1e6 else 0.0
+        seconds = -1.0
+    if not 0 < seconds < _LONGEST_S:
+        raise InvalidRequest(
+            what=f"{name} is {str(value)[:40]!r}",
+            why="it must be a positive number, at most ten days",
+            fix="send the time that the answer may take, or leave it out",
+            param=name,
+        )
+    return seconds
 
 
 def tenant_of(request: Request) -> str:

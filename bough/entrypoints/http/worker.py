@@ -13,6 +13,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from bough.config.concerns import Config
@@ -27,6 +28,7 @@ from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request
 from bough.ipc import Endpoints
 from bough.observability.health import Pulse
+from bough.observability.trace import OtlpExporter
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Worker:
         self._config = config
         self._endpoints = endpoints
         self._index = index
+        self._exporter = _exporter(config)
         self._front = Front()
         self._server = HttpServer(
             self._front,
@@ -73,6 +76,8 @@ class Worker:
             await asyncio.gather(serving, return_exceptions=True)
             if self._service is not None:
                 await self._service.close()
+            if self._exporter is not None:
+                await asyncio.to_thread(self._exporter.close)
 
     def drain(self, *, now: bool = False) -> None:
         """Takes no new requests and ends `run` when those under way have ended; `now`: at once."""
@@ -101,6 +106,7 @@ class Worker:
         intake = Intake.from_facts(self._endpoints, facts, tokenizer, worker=self._index, gate=admission)
         await intake.start()
         telemetry = Telemetry(self._endpoints, self._index, known_paths())
+        telemetry.exporter = self._exporter
         pulse = Pulse(self._endpoints.heartbeat)
         self._service = Service(self._config, served, intake, pulse, admission, telemetry)
         if warm_up:
@@ -128,6 +134,13 @@ async def _open_grpc(service: Service) -> None:
     await server.start()
     service.at_drain(server.drain)
     service.at_close(server.close)
+
+
+def _exporter(config: Config) -> OtlpExporter | None:
+    """Made before anything else: what is missing for it is found out at once."""
+    endpoint = config.log.otlp_endpoint
+    version = import_module("bough").__version__
+    return OtlpExporter(endpoint, service="bough", version=version) if endpoint else None
 
 
 async def _warm_up(intake: Intake) -> None:

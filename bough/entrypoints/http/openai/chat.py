@@ -47,7 +47,9 @@ def chat_completions(service: Service) -> Handler:
         asked = body.value
         model = served_name(service.served, asked.model)
         job, offered = make_request(asked, service)
-        job = replace(job, namespace=namespace_of(asked, tenant_of(request)), deadline_s=deadline_of(request))
+        job = replace(
+            job, namespace=namespace_of(asked, tenant_of(request)), deadline_s=deadline_of(request, asked.deadline_ms)
+        )
         form = make_form(asked, job, offered, model, report_cache=server.enable_cache_report)
         if asked.stream:
             return EventReply(_events(service, job, form), body.headers())

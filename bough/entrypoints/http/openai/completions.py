@@ -43,7 +43,8 @@ def completions(service: Service) -> Handler:
         body = await read_json(request, CompletionRequest, most=server.max_body_bytes, strict=server.strict_api)
         asked = body.value
         model = served_name(service.served, asked.model)
-        namespace, deadline_s = namespace_of(asked, tenant_of(request)), deadline_of(request)
+        namespace = namespace_of(asked, tenant_of(request))
+        deadline_s = deadline_of(request, asked.deadline_ms)
         jobs = [replace(job, namespace=namespace, deadline_s=deadline_s) for job in make_requests(asked, service)]
         form = make_form(asked, jobs, service, model)
         if asked.stream:

@@ -86,6 +86,7 @@ class Common(Struct, kw_only=True):
     return_meta_info: bool | None = None
     rid: str | None = None
     priority: int | None = None
+    deadline_ms: float | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
     lora_path: str | None = None
