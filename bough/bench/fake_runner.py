@@ -131,6 +131,11 @@ class OracleRunner:
         if self._fail_launch is not None and (error := self._fail_launch(step)) is not None:
             raise error
         self._table.reshape(-1)[step.table_at] = step.table_pages
+        for moves in step.moves:
+            flat = self._kv.reshape(-1)
+            flat[moves.target] = flat[moves.source]
+            if (flat[moves.target] == _NOTHING).any():
+                self._note(step, "moves memory that was never written")
         if len(step.copy_from):
             self._kv[step.copy_to] = self._kv[step.copy_from]
         fresh = set()
@@ -142,6 +147,8 @@ class OracleRunner:
         rows = len(step.slots)
         outcome = Outcome(tokens=np.zeros((rows, 1), np.int32), counts=np.zeros(rows, np.int32))
         launched = OracleLaunched(self, step, [], outcome)
+        size = self.limits.page_size
+        launched.writes += [(moves.target // size, moves.target % size) for moves in step.moves]
         hashes = self._forward(step, fresh, launched, outcome)
         launched._hashes = hashes
         self._check_shared(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct, structs
 
 from bough.cache.evict import EVICTION
 from bough.cache.pages import PagePool
@@ -15,6 +16,21 @@ from bough.core.step import I32, I64
 
 class AccountError(Exception):
     """Pages are lost or have two owners: a bug."""
+
+
+class Tail(Struct, frozen=True, eq=False):
+    """Tokens whose full pages are in the tree as long as nothing else needs the memory, and the page after those."""
+
+    namespace: str
+    key: I64
+    page: int
+    """Holds the tokens behind the last page border; 0: there are none."""
+    step: int = -1
+    """Computes the page; -1: it is computed."""
+
+
+TailName = tuple[str, str]
+"""A namespace and a request's name in it; "" names what was joined there."""
 
 
 class CacheView(Protocol):
@@ -46,7 +62,8 @@ class CacheView(Protocol):
 
 
 class PrefixCache:
-    """Owns every page: free, deferred, private to a row, cached in the tree, or detached with a failed step."""
+    """Owns every page: free, deferred, private to a row, cached in the tree, kept aside as the tail of what can be joined
+    or was, or detached with a failed step."""
 
     def __init__(self, *, num_pages: int, page_size: int, policy: EvictionPolicy = "lru", enabled: bool = True) -> None:
         self.page_size = page_size
@@ -56,6 +73,12 @@ class PrefixCache:
         self.num_private = 0
         """Pages that rows hold outside the tree."""
         self.num_repairs = 0
+        self.tails: dict[TailName, Tail] = {}
+        """Oldest first. They go when there are too many, or when their pages are needed."""
+        self.num_kept = 0
+        """Pages of the tails."""
+        self._most_tails = max(8, min(1024, self.pool.total // 16))
+        self._num_dropped = 0
 
     def view(self) -> CacheView:
         return self
@@ -66,34 +89,46 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        return self.pool.num_free + self.tree.num_evictable
+        return self.pool.num_free + self.tree.num_evictable + self.num_kept
 
     @property
     def num_held(self) -> int:
         """Pages that neither are free nor in the tree."""
-        return self.num_private + self.pool.num_deferred + self.tree.num_detached
+        return self.num_private + self.num_kept + self.pool.num_deferred + self.tree.num_detached
 
     @property
     def version(self) -> int:
-        return self.tree.version
+        return self.tree.version + self._num_dropped
 
     def match_prefix(self, namespace: str, key: I64, limit: int) -> Match:
-        if not self.enabled or limit < self.page_size:
+        if not self.enabled:
             return NO_MATCH
-        return self.tree.match_prefix(namespace, key, limit)
+        found = self.tree.match_prefix(namespace, key, limit) if limit >= self.page_size else NO_MATCH
+        tail = self.tails.get((namespace, ""))
+        return found if tail is None else self._with_tail(found, tail, key, limit)
+
+    def _with_tail(self, found: Match, tail: Tail, key: I64, limit: int) -> Match:
+        """A match that ends where a joined context's last page begins goes on in that page."""
+        first = (len(tail.key) - 1) // self.page_size * self.page_size
+        end = min(len(tail.key), limit, first + self.page_size - 1)
+        if found.num_tokens != first or end <= first or not np.array_equal(key[first:end], tail.key[first:end]):
+            return found
+        return structs.replace(found, num_tokens=end, tail_page=tail.page)
 
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
-        return self.tree.still_longest(found, key, limit)
+        return not found.tail_page and self.tree.still_longest(found, key, limit)
 
     def lock(self, namespace: str, key: I64, num_tokens: int, priority: int = 0) -> tuple[Node, I32]:
-        """Locks a matched prefix for a row. Returns its node and its pages."""
-        return self.tree.lock(namespace, key, num_tokens, priority)
+        """Locks a matched prefix for a row, as far as it is in full pages. Returns its node and its pages."""
+        return self.tree.lock(namespace, key, num_tokens - num_tokens % self.page_size, priority)
 
     def alloc(self, count: int) -> I32:
         """Takes pages for rows, evicting what must go. Raises `PoolDry` beyond `num_available`."""
         short = count - self.pool.num_free
         if short > 0:
             self.tree.evict(short)
+        while count > self.pool.num_free and self.num_kept:
+            self._drop(next(iter(self.tails)))
         pages = self.pool.alloc(count)
         self.num_private += count
         return pages
@@ -122,6 +157,26 @@ class PrefixCache:
         self.num_private -= len(private)
         self.tree.unlock(node)
 
+    def keep(self, name: TailName, tail: Tail) -> None:
+        """Takes over a tail's page, which was private, until it is needed elsewhere."""
+        self._drop(name)
+        self.tails[name] = tail
+        if tail.page:
+            self.num_private -= 1
+            self.num_kept += 1
+        while len(self.tails) > self._most_tails:
+            self._drop(next(iter(self.tails)))
+
+    def _drop(self, name: TailName) -> None:
+        """Frees a tail's page. A step that copies it was launched before any step that writes it again."""
+        tail = self.tails.pop(name, None)
+        if tail is None:
+            return
+        self._num_dropped += 1
+        if tail.page:
+            self.num_kept -= 1
+            self.pool.free(np.array([tail.page], np.int32))
+
     def settle(self, step: int) -> None:
         """Everything up to `step` has been computed and nothing of it is read any more."""
         self.pool.settle(step)
@@ -130,6 +185,8 @@ class PrefixCache:
     def drop_step(self, step: int) -> None:
         """`step` has failed. Rows whose node is detached read what was never computed."""
         self.tree.drop_step(step)
+        for name in [name for name, tail in self.tails.items() if tail.step == step]:
+            self._drop(name)
 
     def drop_beyond(self, node: Node, num_tokens: int) -> None:
         """A row of a failed step has only `num_tokens` tokens: what steps in flight add to its path is dropped as well."""
@@ -137,9 +194,11 @@ class PrefixCache:
 
     def flush(self) -> int:
         """Forgets all cached prefixes. Returns the number of pages freed."""
-        cached = self.tree.num_cached
+        freed = self.tree.num_cached + self.num_kept
         self.tree.clear()
-        return cached
+        for name in list(self.tails):
+            self._drop(name)
+        return freed
 
     # -- the account ------------------------------------------------------------------------------
 
@@ -153,16 +212,18 @@ class PrefixCache:
         nodes = list(self.tree.nodes())
         cached = np.concatenate([n.pages for n in nodes]) if nodes else np.empty(0, np.int32)
         evictable = sum(len(n.pages) for n in nodes if n.locks == 0)
+        kept = np.array([tail.page for tail in self.tails.values() if tail.page], np.int32)
         for name, counted, found in (
             ("private", self.num_private, len(private)),
             ("cached", self.tree.num_cached, len(cached)),
+            ("kept", self.num_kept, len(kept)),
             ("evictable", self.tree.num_evictable, evictable),
             ("all", self.total, self.pool.num_free + self.num_held + self.tree.num_cached),
         ):
             if counted != found:
                 raise AccountError(f"{name} pages: counted {counted}, found {found}")
         owners = np.bincount(
-            np.concatenate([self.pool.free_pages(), self.pool.deferred_pages(), private, cached]),
+            np.concatenate([self.pool.free_pages(), self.pool.deferred_pages(), private, cached, kept]),
             minlength=self.total + 1,
         )
         if owners[0] or owners.max() > 1 or np.count_nonzero(owners) + self.tree.num_detached != self.total:
@@ -180,11 +241,13 @@ class PrefixCache:
 
     def repair(self) -> bool:
         """With no row alive, starts over with an empty tree if the account is not whole. True if it had to."""
-        whole = self.balanced and self.num_held == 0 and self.tree.num_evictable == self.tree.num_cached
+        whole = self.balanced and self.num_held == self.num_kept and self.tree.num_evictable == self.tree.num_cached
         if whole:
             return False
         self.tree.forget()
         self.pool.rebuild(np.empty(0, np.int32))
-        self.num_private = 0
+        self.tails.clear()
+        self.num_private = self.num_kept = 0
+        self._num_dropped += 1
         self.num_repairs += 1
         return True

@@ -68,6 +68,8 @@ class Match(Struct, frozen=True):
     """Depth of the last node when it was matched."""
     splits: int = -1
     """`RadixTree.splits` when it was matched."""
+    tail_page: int = 0
+    """If `num_tokens` goes beyond the last full page: the page whose first tokens are those beyond it."""
 
 
 class Extended(Struct, frozen=True):

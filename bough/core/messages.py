@@ -27,6 +27,16 @@ Ids = npt.NDArray[np.int32]
 WORKER_SHIFT = 40
 
 
+def joined_namespace(namespace: str, session: str) -> str:
+    """Where the joined context of a session is found, for requests of a namespace."""
+    return f"{namespace}\0{session}"
+
+
+def plain_namespace(namespace: str) -> str:
+    """The namespace without the session that a join added."""
+    return namespace.partition("\0")[0]
+
+
 def home_worker(request_id: int) -> int:
     """The API worker that made this id."""
     return request_id >> WORKER_SHIFT
@@ -114,6 +124,8 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """Reasoning tokens after which the end marker is forced; -1: no limit."""
     trace: bool = False
     """Send the request's timeline with its end."""
+    keep: bool = False
+    """Its KV stays within reach under `rid` after its end, as long as memory allows, so that a `Join` can use it."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -144,6 +156,31 @@ class Look(Struct, frozen=True, tag="look"):
     max_rows: int = 64
 
 
+class Join(Struct, frozen=True, kw_only=True, tag="join"):
+    """Lines up the KV of kept requests: a parent's tokens, then what each branch has beyond them.
+
+    The branches did not see each other, so the result is found in a namespace of its own only. The reply's body has its
+    `ids` (packed) and says how many tokens were computed: none.
+    """
+
+    call: CallId
+    namespace: str
+    """Where the requests' names were given: theirs, without the part that a join added."""
+    parent: str
+    branches: tuple[str, ...]
+    shifts: tuple[int, ...] = ()
+    """Positions that each branch stands further than where the one before it ends; empty: none."""
+    joined: str
+    """The namespace of the result."""
+
+
+class Recall(Struct, frozen=True, tag="recall"):
+    """Asks for the `ids` of what was joined in a namespace."""
+
+    call: CallId
+    joined: str
+
+
 class Pause(Struct, frozen=True, tag="pause"):
     """`abort` ends all requests, `retract` frees their memory, `in_place` freezes them where they are."""
 
@@ -169,7 +206,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     drain_s: float = 0.0
 
 
-ToEngine = Generate | Abort | StopAt | FlushCache | GetInfo | Look | Pause | Resume | Profile | Shutdown
+ToEngine = Generate | Abort | StopAt | FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Shutdown
 
 
 # -- out of the engine ----------------------------------------------------------------------------

@@ -65,6 +65,18 @@ class SharedSpans(Struct, kw_only=True):
     num_tokens: I32
 
 
+class KVMoves(Struct, kw_only=True):
+    """KV of single tokens, copied to other places and turned to other positions, in every layer.
+
+    Places are `page * page_size + offset`. All sources are read before the first target is written.
+    """
+
+    source: I64
+    target: I64
+    turn: I32
+    """How many positions further each token stands at its target; its key is rotated by as many."""
+
+
 class Step(Struct, kw_only=True):
     """One launch. Arrays are owned by the step: nobody changes them after `commit`."""
 
@@ -80,6 +92,8 @@ class Step(Struct, kw_only=True):
     """Page-table writes, made before the forward pass: flat positions `slot * pages_per_slot + i`..."""
     table_pages: I32
     """...and the pages that go there."""
+    moves: list[KVMoves] = []
+    """Token-wise KV copies, one after the other, made before everything else."""
     copy_from: I32 = _no_rows()
     copy_to: I32 = _no_rows()
     """Page-to-page KV copies, made before the forward pass."""

@@ -10,14 +10,16 @@ from msgspec import Struct, structs
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import BoughError
-from bough.core.messages import FlushCache, GetInfo, Look, Pause, Profile, Reply, Resume, Shutdown
+from bough.core.messages import FlushCache, GetInfo, Join, Look, Pause, Profile, Recall, Reply, Resume, Shutdown
 from bough.scheduler.accept import abort_all
+from bough.scheduler.join import join, recall
 from bough.scheduler.leave import retract
 from bough.scheduler.policy import effective
 from bough.scheduler.queues import Prefilling, Queues, Running
 from bough.scheduler.snapshot import snapshot
 
 Info = dict[str, Any]
+ControlMessage = FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Shutdown
 
 
 def _ignore_beat(step: int) -> None:
@@ -57,7 +59,7 @@ class Control:
         self._reported_s = 0.0
         self._reported = (0, 0, 0)
 
-    def handle(self, message: FlushCache | GetInfo | Look | Pause | Resume | Profile | Shutdown, *, now: float) -> None:
+    def handle(self, message: ControlMessage, *, now: float) -> None:
         """Does what the message says; the reply goes out with the queues' mail."""
         match message:
             case FlushCache():
@@ -66,6 +68,8 @@ class Control:
                 self._reply(message.call, "", self.info())
             case Look():
                 self._reply(message.call, "", self._look(message, now))
+            case Join() | Recall():
+                self._reply(message.call, *self._join(message))
             case Pause():
                 self._reply(message.call, "", self._pause(message, now))
             case Resume():
@@ -79,6 +83,14 @@ class Control:
 
     def _reply(self, call: int, error: str, body: Info) -> None:
         self._queues.mail.put(Reply(call=call, error=error, body=body))
+
+    def _join(self, message: Join | Recall) -> tuple[str, Info]:
+        try:
+            if isinstance(message, Recall):
+                return "", recall(self._cache, message.joined)
+            return "", join(self._queues, self._cache, message)
+        except BoughError as error:
+            return error.sentence(), {}
 
     def _flush(self) -> tuple[str, Info]:
         live = self._queues.num_live

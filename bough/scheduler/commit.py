@@ -64,6 +64,8 @@ class _Arrays:
         self.table_at: list[I64] = []
         self.table_pages: list[I32] = []
         self.setups: list[SlotSetup] = []
+        self.tails: list[tuple[int, int]] = []
+        """Slots whose first page of their own begins as a copy, and of which page."""
 
     def add(self, slot: int, context: int, tokens: I32, *, samples: bool) -> None:
         self.slots.append(slot)
@@ -90,6 +92,7 @@ def commit(
     arrays = _Arrays()
     rows = [_enter(share, queues, cache, limits, arrays, now) for share in plan.shares]
     decode_at, decode_pages = _give_pages(plan, rows, queues, cache, limits, arrays)
+    copies = np.array([(page, queues.slots.private_pages(slot)[0]) for slot, page in arrays.tails], np.int32)
     tails = _runs(plan, queues, arrays, index)
     chunks = _chunks(plan, rows, queues, arrays, index)
     context = _decodes(plan, queues, index)
@@ -108,6 +111,9 @@ def commit(
         tokens=np.concatenate([np.full(num, FROM_DEVICE, np.int32), *arrays.tokens]),
         table_at=np.concatenate([decode_at, *arrays.table_at]),
         table_pages=np.concatenate([decode_pages, *arrays.table_pages]),
+        moves=queues.take_moves(),
+        copy_from=copies.reshape(-1, 2)[:, 0],
+        copy_to=copies.reshape(-1, 2)[:, 1],
         setups=arrays.setups,
         shared=groups.of(queues, limits, plan.decodes) if cache.enabled and num > 1 else None,
     )
@@ -159,6 +165,9 @@ def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arr
     _fill_slot(queues, row, limits)
     slots.table[slot, : len(pages)] = pages
     slots.num_pages[slot] = slots.tree_pages[slot] = len(pages)
+    if share.start % limits.page_size:
+        assert waiting.memo is not None, "only a match that was remembered ends within a page"
+        arrays.tails.append((slot, waiting.memo[1].tail_page))
     if len(pages):
         arrays.table_at.append(slot * slots.pages_per_slot + np.arange(len(pages), dtype=np.int64))
         arrays.table_pages.append(pages)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from bough.cache.prefix import PrefixCache
+from bough.cache.prefix import PrefixCache, Tail
+from bough.cache.radix import Node
 from bough.core.errors import BoughError
-from bough.core.messages import End, EndReason, RowOutput, Span
+from bough.core.messages import End, EndReason, RowOutput, Span, plain_namespace
 from bough.core.step import I32, I64
 from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
 
@@ -180,7 +181,10 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
             pages = slots.table[slot, first : end // size]
             node = cache.insert(node, tail, pages, step=-1, priority=job.ask.priority).node
             slots.tree_pages[slot] = end // size
-    cache.release(node, slots.private_pages(slot))
+    private = slots.private_pages(slot)
+    if job.ask.keep and row.keep_kv and not row.requeue and slots.kv_settled[slot] >= len(job.prompt):
+        private = _keep(cache, job, node, private)
+    cache.release(node, private)
     if row.requeue:
         job.output = slots.output(slot).copy()
         job.emitted = int(slots.emitted[slot])
@@ -192,6 +196,16 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
         waiting = Waiting(job, np.concatenate([job.key, job.output.astype(np.int64)]))
         queues.where[job.id] = waiting
         queues.waiting.put_back(waiting)
+
+
+def _keep(cache: PrefixCache, job: Job, node: Node, private: I32) -> I32:
+    """Keeps an ended request's prompt within reach of a join. Returns the pages that are left to be freed."""
+    if not cache.enabled or node.detached:
+        return private
+    own = int(len(job.key) % cache.page_size > 0)
+    page = int(private[0]) if own else 0
+    cache.keep((plain_namespace(job.ask.namespace), job.ask.rid), Tail(job.ask.namespace, job.key, page))
+    return private[own:]
 
 
 def release_settled(queues: Queues, cache: PrefixCache) -> None:

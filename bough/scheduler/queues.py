@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from bough.cache.radix import Match, Node
 from bough.core.grammar import GrammarQueue
 from bough.core.messages import Generate, Ids, Span, TokenLogprobs
-from bough.core.step import I32, I64
+from bough.core.step import I32, I64, KVMoves
 from bough.scheduler.constrain import Gate
 from bough.scheduler.learn import HitRate, OutputRatio, StepCost
 from bough.scheduler.limits import Limits
@@ -249,6 +249,8 @@ class Queues:
         """Slot -> a step in flight whose yield for it is dropped: its input has changed since."""
         self.reporting: set[int] = set()
         """Slots whose rows yield more than token ids."""
+        self.moves: list[KVMoves] = []
+        """KV to be moved before the next step computes anything."""
         self.deadlines: list[tuple[float, int]] = []
         self.mail = Mail()
         self.ratio = OutputRatio(0.7)
@@ -297,6 +299,10 @@ class Queues:
         if self._running_slots is None:
             self._running_slots = np.fromiter(self.running, np.int32, len(self.running))
         return self._running_slots
+
+    def take_moves(self) -> list[KVMoves]:
+        moves, self.moves = self.moves, []
+        return moves
 
     def add_deadline(self, job: Job) -> None:
         if job.ask.deadline_s:

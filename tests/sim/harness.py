@@ -342,7 +342,7 @@ class Sim:
             self.turn()
         assert self.queues.idle, f"not done after {max_turns} turns: {self.loop.control.info()}"
         self.turn()
-        assert self.cache.num_held == 0
+        assert self.cache.num_held == self.cache.num_kept
         assert self.cache.tree.num_evictable == self.cache.tree.num_cached
         assert self.cache.num_repairs == 0
         if not self.cache.enabled:

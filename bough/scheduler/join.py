@@ -1,0 +1,133 @@
+"""Joins what branches computed: their KV, one behind the other, as a context of its own. Nothing is computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bough.cache.prefix import PrefixCache, Tail
+from bough.cache.radix import Node
+from bough.core.errors import Conflict
+from bough.core.messages import Join, pack_ids
+from bough.core.step import I32, I64, KVMoves
+from bough.scheduler.queues import Queues
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+def join(queues: Queues, cache: PrefixCache, ask: Join) -> dict[str, Any]:
+    """Makes the joined context findable in its namespace; the next step moves the KV there before it computes anything.
+
+    Raises `Conflict` with the reason if it can't be done; the cache is as before then.
+    """
+    parent = _kept(cache, ask.namespace, ask.parent)
+    branches = [_kept(cache, ask.namespace, name) for name in ask.branches]
+    _check(parent, branches, ask)
+    start = len(parent.key)
+    key = np.concatenate([branches[0].key, *(branch.key[start:] for branch in branches[1:])])
+    turns = _turns(start, branches, ask.shifts)
+    _check_room(queues, cache, key, start, turns, branches)
+    nodes: list[Node] = []
+    try:
+        sources = [_places(cache, branch, nodes)[0 if at == 0 else start :] for at, branch in enumerate(branches)]
+        tree_pages, tail_page = _alloc(cache, len(key))
+    finally:
+        for node in nodes:
+            cache.release(node, _NO_PAGES)
+    source, turn = np.concatenate(sources), np.repeat(turns, [len(each) for each in sources])
+    turn[:start] = 0
+    queues.moves.append(_moves(source, turn, tree_pages, tail_page, cache.page_size))
+    root, _ = cache.lock(ask.joined, key, 0)
+    whole = len(tree_pages) * cache.page_size
+    node = cache.insert(root, key[:whole], tree_pages, step=queues.next_step).node
+    cache.release(node, _NO_PAGES)
+    cache.keep((ask.joined, ""), Tail(ask.joined, key, tail_page, queues.next_step))
+    return {"ids": pack_ids(key.astype(np.int32)), "tokens": len(key), "computed_tokens": 0}
+
+
+def recall(cache: PrefixCache, joined: str) -> dict[str, Any]:
+    """The tokens of a joined context. Raises `Conflict` if it is not known any more."""
+    tail = cache.tails.get((joined, ""))
+    if tail is None:
+        raise Conflict(what="there is no such session", why="it never was, or its memory was needed")
+    return {"ids": pack_ids(tail.key.astype(np.int32))}
+
+
+def _kept(cache: PrefixCache, namespace: str, name: str) -> Tail:
+    tail = cache.tails.get((namespace, name)) if name else None
+    if tail is None:
+        raise Conflict(
+            what=f"the KV of request {name!r} can't be reached",
+            why="it has not ended, asked for new tokens, or its memory was needed",
+            fix="send it again with max_new_tokens 0 and join at once",
+        )
+    return tail
+
+
+def _check(parent: Tail, branches: list[Tail], ask: Join) -> None:
+    start = len(parent.key)
+    for name, branch in zip(ask.branches, branches, strict=True):
+        begins_alike = len(branch.key) >= start and np.array_equal(branch.key[:start], parent.key)
+        if not begins_alike or branch.namespace != parent.namespace:
+            raise Conflict(
+                what=f"the branch {name!r} does not begin with the tokens of its parent",
+                why="its text merges with the parent's last token, or belongs to another context",
+                fix="end the parent at a token's border, say after a line break",
+            )
+
+
+def _turns(start: int, branches: list[Tail], shifts: tuple[int, ...]) -> I32:
+    """How many positions each branch's own tokens move on."""
+    own = np.array([len(branch.key) - start for branch in branches])
+    turns: I32 = (np.cumsum(own) - own + np.array(shifts or (0,) * len(own))).astype(np.int32)
+    return turns
+
+
+def _check_room(queues: Queues, cache: PrefixCache, key: I64, start: int, turns: I32, branches: list[Tail]) -> None:
+    context = queues.limits.context_length
+    if len(key) < cache.page_size:  # without a node in the tree, a step that fails could not take the context back
+        raise Conflict(what=f"the joined context has {len(key)} tokens", why=f"a page has {cache.page_size}")
+    if len(key) >= context:
+        raise Conflict(what=f"the joined context has {len(key)} tokens", why=f"the context is {context} tokens")
+    for turn, branch in zip(turns.tolist(), branches, strict=True):
+        if start + turn < 0 or len(branch.key) + turn > context:
+            raise Conflict(what="a shifted branch has positions outside the context", fix="shift it less")
+
+
+def _places(cache: PrefixCache, tail: Tail, nodes: list[Node]) -> I64:
+    """Where each of a kept request's tokens lies. Its path is locked, and the lock noted in `nodes`."""
+    size = cache.page_size
+    whole = len(tail.key) - len(tail.key) % size
+    if cache.match_prefix(tail.namespace, tail.key, whole).num_tokens < whole:
+        raise Conflict(what="the KV of a branch is gone", why="its memory was needed", fix="send the branch again")
+    node, pages = cache.lock(tail.namespace, tail.key, whole)
+    nodes.append(node)
+    pages = np.append(pages, tail.page).astype(np.int64)
+    at = np.arange(len(tail.key))
+    places: I64 = pages[at // size] * size + at % size
+    return places
+
+
+def _alloc(cache: PrefixCache, num_tokens: int) -> tuple[I32, int]:
+    """Pages for the tree, and one for what lies behind the last border: rows that go on copy it."""
+    count = num_tokens // cache.page_size + 1
+    if count > cache.num_available:
+        raise Conflict(what=f"the joined context needs {count} pages of KV", why=f"{cache.num_available} can be had")
+    pages = cache.alloc(count)
+    return pages[:-1], int(pages[-1])
+
+
+def _moves(source: I64, turn: I32, tree_pages: I32, tail_page: int, size: int) -> KVMoves:
+    """Every token to its place in the tree's pages; the last ones to the tail's page. At a border these are the same."""
+    num = len(source)
+    at = np.arange(num)
+    whole = len(tree_pages) * size
+    first = (num - 1) // size * size
+    target = tree_pages.astype(np.int64)[at[:whole] // size] * size + at[:whole] % size
+    tail = tail_page * size + at[first:] - first
+    return KVMoves(
+        source=np.concatenate([source[:whole], source[first:]]),
+        target=np.concatenate([target, tail]),
+        turn=np.concatenate([turn[:whole], turn[first:]]),
+    )
