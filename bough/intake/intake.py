@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ from bough.core.messages import (
 from bough.core.sampling import SamplingParams
 from bough.intake.limits import Limits
 from bough.intake.request import Request
+from bough.intake.sessions import SessionParams, Sessions, Turn
 from bough.intake.stream import Stream
 from bough.ipc import AsyncInbox, Endpoints, Outbox, read_status
 from bough.observability.requests import RequestMeter
@@ -117,6 +118,8 @@ class Intake:
         self._tasks: list[asyncio.Task[None]] = []
         self._limits = Limits(context_length, vocab_size, tokenizer)
         self.pools = pools
+        self.sessions = Sessions(self.abort)
+        self._turns: dict[int, tuple[SessionParams, Turn]] = {}
 
     @classmethod
     def from_facts(
@@ -170,6 +173,7 @@ class Intake:
         """Like `submit`, for many at once: either all are sent or none."""
         self._check_alive()
         self._check_kind(requests)
+        self._check_sessions(requests)
         places = self._admit(requests)
         try:
             prompts = await self._prompts(requests)
@@ -289,6 +293,16 @@ class Intake:
                     else "serve an embedding, reranking or classification model, or start with --is-embedding",
                 )
 
+    def _check_sessions(self, requests: Sequence[Request]) -> None:
+        """Whoever goes on from a request is one request itself."""
+        if any(each.session is not None for each in requests) and (len(requests) > 1 or requests[0].sampling.n > 1):
+            raise InvalidRequest(
+                what="a session goes on with one request at a time",
+                why="several prompts, or n above 1, would have one name",
+                fix="send them one by one",
+                param="session_params",
+            )
+
     def _new_id(self) -> int:
         return (self._worker << WORKER_SHIFT) | next(self._numbers)
 
@@ -310,10 +324,11 @@ class Intake:
     async def _prompts(self, requests: Sequence[Request]) -> list[Ids]:
         texts: dict[bool, list[int]] = {True: [], False: []}
         prompts: list[Ids | None] = [None] * len(requests)
+        before = [None if each.session is None else self.sessions.prefix(each.session) for each in requests]
         for at, request in enumerate(requests):
             if isinstance(request.prompt, str):
                 self._limits.check_text(request.prompt)
-                texts[request.add_special_tokens].append(at)
+                texts[request.add_special_tokens and not _some(before[at])].append(at)
             else:
                 prompts[at] = self._limits.ids_of(request.prompt)
         for special, places in texts.items():
@@ -322,7 +337,11 @@ class Intake:
                 encoded = await self._pool.encode_batch([str(requests[at].prompt) for at in places], special)
                 for at, ids in zip(places, encoded, strict=True):
                     prompts[at] = np.asarray(ids, np.int32)
-        return [prompt for prompt in prompts if prompt is not None]
+        return [
+            prompt if not _some(prefix) else np.concatenate([prefix, prompt])
+            for prefix, prompt in zip(before, prompts, strict=True)
+            if prompt is not None
+        ]
 
     async def _bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
         """Token sequences of the bad words, each at a text's start and after a space."""
@@ -339,6 +358,7 @@ class Intake:
 
     def _send(self, request: Request, prompt: Ids, sampling: SamplingParams, places: list[Place]) -> list[Stream]:
         rid = request.rid or secrets.token_hex(16)
+        turn = None if request.session is None else self.sessions.begin(request.session, rid, prompt)
         packed = pack_ids(prompt)
         text = self._text_spec(request, sampling, prompt)
         now = time.time()
@@ -373,6 +393,8 @@ class Intake:
             )
             self._outbox.send(message)
             self._streams[stream.id] = stream
+            if turn is not None and request.session is not None:
+                self._turns[stream.id] = (request.session, turn)
             if places:
                 self._places[stream.id] = places.pop(0)
             if self.meter is not None:
@@ -413,6 +435,9 @@ class Intake:
 
     def _forget(self, request_id: int, how: str) -> None:
         del self._streams[request_id]
+        if request_id in self._turns:
+            params, turn = self._turns.pop(request_id)
+            self.sessions.end(params, turn, failed=how == "error")
         place = self._places.pop(request_id, None)
         if place is not None:
             place.end()
@@ -437,6 +462,8 @@ class Intake:
 
     def _deliver(self, stream: Stream, delta: Delta) -> None:
         end = delta.end
+        if stream.id in self._turns:
+            self._turns[stream.id][1].add(delta.tokens)
         if end is not None and stream.trace is not None:
             stream.trace.ended(stream.id, end)
         if self.meter is not None:
@@ -457,3 +484,7 @@ class Intake:
                 status = read_status(self._endpoints)
                 if status.phase == "failed" and self._gone is None:
                     self.fail_all(BoughError(what=status.error))
+
+
+def _some(ids: Ids | None) -> TypeGuard[Ids]:
+    return ids is not None and len(ids) > 0

@@ -13,6 +13,7 @@ from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
 from bough.intake.request import Request
 from bough.intake.sampling import Sampling, parse_sampling
+from bough.intake.sessions import SessionParams
 from bough.intake.stream import Stream
 
 Json = dict[str, Any]
@@ -32,6 +33,7 @@ _PER_REQUEST: Final[tuple[str, ...]] = (
     "priority",
     "cache_salt",
     "extra_key",
+    "session_params",
 )
 """May be one value for all prompts, or a list with one for each."""
 _FOR_ALL: Final[tuple[str, ...]] = ("return_text_in_logprobs", "stream_interval")
@@ -173,6 +175,7 @@ def _request(
             _name("cache_salt", given.get("cache_salt", "")), _name("extra_key", given.get("extra_key", ""))
         ),
         priority=_integer("priority", given.get("priority", 0), -(2**31), 2**31 - 1),
+        session=session_params(given["session_params"]) if "session_params" in given else None,
         every=_integer("stream_interval", every if interval is None else interval, 1, 2**31 - 1),
         pool=pool,
     )
@@ -181,6 +184,22 @@ def _request(
 def namespace_of(cache_salt: str, extra_key: str = "") -> str:
     """The cache namespace of a request: different salts or keys never share a prefix."""
     return f"{extra_key}\n{cache_salt}" if cache_salt or extra_key else ""
+
+
+def session_params(given: Any, tenant: str = "") -> SessionParams:
+    """`session_params`, checked. Raises `InvalidRequest`."""
+    names = {"id", "rid", "offset", "replace", "drop_previous_output"}
+    if not isinstance(given, Mapping) or set(given) - names or not isinstance(given.get("id"), str):
+        raise _wrong("session_params", given, f"an object with an id, and of {', '.join(sorted(names - {'id'}))}")
+    offset, rid = given.get("offset"), given.get("rid")
+    return SessionParams(
+        id=given["id"],
+        rid=None if rid is None else _name("session_params.rid", rid),
+        offset=None if offset is None else _integer("session_params.offset", offset, -(2**31), 2**31 - 1),
+        replace=_flag("session_params.replace", given.get("replace") or False),
+        drop_previous_output=_flag("session_params.drop_previous_output", given.get("drop_previous_output") or False),
+        tenant=tenant,
+    )
 
 
 def _logprobs(given: Mapping[str, Any]) -> LogprobSpec | None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from bough.core.messages import Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
+from bough.intake.sessions import SessionParams
 
 Room = Literal["exact", "at_most", "fill"]
 """What to do about `max_new_tokens` and the context: refuse what doesn't fit, lower it, or take all that is left."""
@@ -47,6 +48,8 @@ class Request:
     """JSON list of the tools."""
     reasoning_end: tuple[int, ...] = ()
     thinking_budget: int = -1
+    session: SessionParams | None = None
+    """Where in a session it stands: the session's tokens come before its own."""
     pool: str = ""
     """Pooling models: "embed", "classify", ...; empty: generate."""
     second_at: int = 0

@@ -90,7 +90,8 @@ def request_of(
     request = batch.requests[0]
     bounds.at_most("completions", request.sampling.n, "sampling_params.n")
     namespace = within_tenant(tenant, request.namespace)
-    return replace(request, namespace=namespace, deadline_s=deadline_s)
+    session = None if request.session is None else replace(request.session, tenant=tenant)
+    return replace(request, namespace=namespace, deadline_s=deadline_s, session=session)
 
 
 def response_of(stream: Stream, delta: Delta) -> pb.GenerateResponse:

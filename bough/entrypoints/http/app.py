@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bough.core.errors import BoughError
-from bough.entrypoints.http import admin, batches, info, metrics, native
+from bough.entrypoints.http import admin, batches, info, metrics, native, sessions
 from bough.entrypoints.http.anthropic import routes as anthropic
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
 from bough.entrypoints.http.body import IGNORED_HEADER
@@ -138,6 +138,14 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
         paths=("/abort_request",), methods=("POST",), make=native.abort_request, body=native.AbortRequest,
         about="End a request by its id.",
+    ),
+    RouteSpec(
+        paths=("/open_session",), methods=("POST",), make=sessions.open_session, body=sessions.OpenSessionRequest,
+        about="Open a session, whose requests go on from one another.",
+    ),
+    RouteSpec(
+        paths=("/close_session",), methods=("POST",), make=sessions.close_session, body=sessions.CloseSessionRequest,
+        about="Close a session.",
     ),
     RouteSpec(paths=("/flush_cache",), methods=("GET", "POST"), make=native.flush_cache, about="Empty the prefix cache."),
     RouteSpec(

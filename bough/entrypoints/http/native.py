@@ -43,6 +43,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: int | list[int] | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
+    session_params: dict[str, Any] | None = None
     stream_interval: int | None = None
     deadline_ms: float | None = None
 
@@ -72,7 +73,12 @@ def generate(service: Service) -> Handler:
         bounds.at_most("completions", sum(each.sampling.n for each in batch.requests), "sampling_params.n")
         tenant, deadline_s = tenant_of(request), deadline_of(request, deadline_ms)
         placed = [
-            replace(each, namespace=within_tenant(tenant, each.namespace), deadline_s=deadline_s)
+            replace(
+                each,
+                namespace=within_tenant(tenant, each.namespace),
+                deadline_s=deadline_s,
+                session=None if each.session is None else replace(each.session, tenant=tenant),
+            )
             for each in batch.requests
         ]
         batch = replace(batch, requests=placed)
@@ -199,7 +205,7 @@ def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
             fix="remove it",
             param=ignored[0][:60],
         )
-    for name in ("custom_logit_processor", "lora_path", "session_params", "image_data", "input_embeds"):
+    for name in ("custom_logit_processor", "lora_path", "image_data", "input_embeds"):
         if data.get(name) is not None:
             raise InvalidRequest(
                 what=f"{name} is not supported",
