@@ -45,6 +45,7 @@ from bough.models.load import build_model
 from bough.models.pooled import PooledModel
 from bough.platform import Device, detect
 from bough.runner.model_runner import ModelRunner
+from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
@@ -204,6 +205,7 @@ def make_runner(
         attention_factory(config.device.attention_backend, device.torch_device),
         device,
         graph_max_tokens=config.device.cuda_graph_max_tokens if config.device.cuda_graph else 0,
+        mover=Mover(pool, checkpoint.facts.ropes, plan.context_length, device.torch_device),
     )
 
 
@@ -292,6 +294,7 @@ def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits
         "eos_ids": list(checkpoint.eos_ids),
         "device": resolved.config.device.device,
         "dtype": resolved.config.model.dtype,
+        "kv_join": resolved.config.cache.radix_cache and not resolved.config.model.is_embedding,
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],
         "memory_table": plan.table(),

@@ -68,6 +68,11 @@ def rope_table(facts: RopeFacts, num_positions: int, device: torch.device) -> Te
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude)
 
 
+def rope_frequencies(facts: RopeFacts, num_positions: int) -> Tensor:
+    """float32 [R / 2]: by how much each pair of a head turns from one position to the next."""
+    return _FREQUENCIES[facts.kind](facts, num_positions)[0]
+
+
 def _wavelengths(facts: RopeFacts, theta: float) -> Tensor:
     """theta ** (2i / R): the distance in tokens over which frequency i turns by one radian."""
     exponents = torch.arange(0, facts.rotary_dim, 2, dtype=torch.float32) / facts.rotary_dim

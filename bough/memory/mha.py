@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_TURNED_AT_ONCE = 4096
+"""Tokens whose keys exist in float32 at the same time."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -40,6 +43,38 @@ class KVPool:
         """Copies whole pages in every layer."""
         for cache in (*self.keys, *self.values):
             cache[target] = cache[source]
+
+    def move_tokens(self, source_M: Tensor, target_M: Tensor, angles: Sequence[Tensor | None]) -> None:
+        """Copies single tokens (`page * page_size + offset`) in every layer; all are read before any is written.
+
+        `angles` has, for each layer, float32 [M, R / 2]: by how much the pairs (i, i + R / 2) of a key's first R
+        dimensions turn; None: not at all.
+        """
+        for keys, values, angles_MR in zip(self.keys, self.values, angles, strict=True):
+            flat = _indexable(values.flatten(0, 1))
+            flat[target_M] = flat[source_M]
+            flat = _indexable(keys.flatten(0, 1))
+            moved_MKH = flat[source_M]
+            if angles_MR is not None:
+                for begin in range(0, len(moved_MKH), _TURNED_AT_ONCE):
+                    piece = slice(begin, begin + _TURNED_AT_ONCE)
+                    turn_pairs(moved_MKH[piece].view(keys.dtype), angles_MR[piece])
+            flat[target_M] = moved_MKH
+
+
+def turn_pairs(k_MKH: Tensor, angles_MR: Tensor) -> None:
+    """Turns the pairs of each key, in place."""
+    half = angles_MR.shape[1]
+    cos, sin = angles_MR.cos().unsqueeze(1), angles_MR.sin().unsqueeze(1)
+    first, second = k_MKH[..., :half].float(), k_MKH[..., half : 2 * half].float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    most = torch.finfo(k_MKH.dtype).max
+    k_MKH[..., : 2 * half] = turned.clamp_(-most, most).to(k_MKH.dtype)
+
+
+def _indexable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes where its type can't be indexed."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

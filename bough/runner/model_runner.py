@@ -19,6 +19,7 @@ from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
 from bough.runner.graphs import Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
 from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
+from bough.runner.moves import Mover
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, Shaper, apply_masks
 from bough.sampler.state import PlainRows, SlotParams
@@ -40,8 +41,11 @@ class ModelRunner:
         *,
         graph_max_tokens: int = 0,
         processors: Mapping[str, LogitProcessor] | None = None,
+        mover: Mover | None = None,
     ) -> None:
+        """`mover` carries out `Step.moves`; without one there must be none."""
         self.limits = limits
+        self.mover = mover
         self.machine = device
         self.device = device.torch_device
         slots = limits.num_slots + 1
@@ -69,6 +73,9 @@ class ModelRunner:
             self.params.fill(setup)
             self.shaper.assign(setup)
             self.hidden.note(setup)
+        for moves in step.moves:
+            assert self.mover is not None, "nobody joins on a runner that can't move KV"
+            self.mover.move(moves)
         if len(step.copy_from):
             pages = upload(np.stack([step.copy_from, step.copy_to]).astype(np.int64), self.device)
             self.forward.pool.copy_pages(pages[0], pages[1])

@@ -1,0 +1,184 @@
+"""Joined KV against transformers.
+
+The reference computes each branch over the parent alone, in transformers: that is the branch-blind mask, at the positions
+the branches were computed at. Then it rotates their keys, as they are before any rotation, to the positions they have in
+the joined context with transformers' own rotary module, and continues from a cache filled with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from in_process import Answer, InProcess, Setup
+from tiny import make_tiny
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from bough.config.hf import Checkpoint, open_checkpoint
+from bough.core.messages import Join, LogprobSpec, joined_namespace, unpack_ids
+from bough.core.sampling import SamplingParams
+from bough.memory.mha import KVPool, KVShape
+from bough.models.load import build_model
+from bough.runner.model_runner import ModelRunner
+from bough.runner.moves import Mover
+
+CPU = torch.device("cpu")
+VOCAB = 131
+CONTEXT = 256
+ROPES = ["llama", "llama-linear", "llama-llama3", "llama-yarn", "llama-dynamic"]
+PARENT = [5, 17, 99, 3, 64, 2, 120, 33, 7, 8, 9]
+BRANCHES = [[10, 11, 5, 77, 31], [42, 43, 44, 45, 46, 47, 48], [100, 90, 80]]
+TEXT = [61, 62, 63, 99, 12]
+JOINED = joined_namespace("", "session")
+
+
+def engine_on(checkpoint: Checkpoint, setup: Setup) -> InProcess:
+    model = build_model(checkpoint, dtype=torch.float32, device=CPU, context_length=CONTEXT)
+    engine = InProcess(model, VOCAB, setup)
+    runner = engine.loop.runner
+    assert isinstance(runner, ModelRunner)
+    runner.mover = Mover(runner.forward.pool, checkpoint.facts.ropes, CONTEXT, CPU)
+    return engine
+
+
+def prefill(engine: InProcess, prompts: Sequence[Sequence[int]]) -> list[str]:
+    ids = []
+    for prompt in prompts:
+        ids.append(engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=0)))
+        engine.mailbox.incoming[-1].keep = True  # type: ignore[union-attr]
+    engine.finish(ids)
+    return [str(each) for each in ids]
+
+
+def join(engine: InProcess, shifts: tuple[int, ...] = ()) -> list[int]:
+    names = prefill(engine, [PARENT, *(PARENT + own for own in BRANCHES)])
+    computed = engine.queues.counters.prompt_tokens
+    message = Join(call=1, namespace="", parent=names[0], branches=tuple(names[1:]), shifts=shifts, joined=JOINED)
+    engine.loop.control.handle(message, now=0.0)
+    (reply,) = engine.queues.mail.take()
+    assert not reply.error
+    assert engine.queues.counters.prompt_tokens == computed
+    ids: list[int] = unpack_ids(reply.body["ids"]).tolist()
+    assert ids == [*PARENT, *(token for own in BRANCHES for token in own)]
+    return ids
+
+
+def go_on(engine: InProcess, prompt: list[int], start: int, new: int) -> Answer:
+    every = LogprobSpec(start=start, top=VOCAB)
+    number = engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=new), every)
+    engine.mailbox.incoming[-1].namespace = JOINED  # type: ignore[union-attr]
+    return engine.finish([number])[0]
+
+
+def scores(answer: Answer) -> torch.Tensor:
+    """Log-probabilities of the whole vocabulary: after each token of the text, and after each new one."""
+    assert answer.prompt_logprobs is not None
+    rows = [row for part in (answer.prompt_logprobs, *answer.output_logprobs) for row in part.top]
+    table = torch.empty(len(rows), VOCAB)
+    for at, row in enumerate(rows):
+        table[at, [token for token, _ in row]] = torch.tensor([value for _, value in row])
+    return table
+
+
+def unrotated(reference: PreTrainedModel, prompt: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer, [heads, tokens, width], as the projections yield them."""
+    caught: dict[str, list[torch.Tensor]] = {"k_proj": [], "v_proj": []}
+    hooks = [
+        getattr(layer.self_attn, name).register_forward_hook(lambda _, __, out, kept=kept: kept.append(out))
+        for layer in reference.model.layers
+        for name, kept in caught.items()
+    ]
+    with torch.no_grad():
+        reference(torch.tensor([prompt]))
+    for hook in hooks:
+        hook.remove()
+    heads = reference.config.num_key_value_heads
+    split = [[each[0].unflatten(-1, (heads, -1)).transpose(0, 1) for each in kept] for kept in caught.values()]
+    return list(zip(*split, strict=True))
+
+
+def reference_scores(
+    reference: PreTrainedModel, inputs: list[int], shifts: Sequence[int] = (0, 0, 0), *, rotate: bool = True
+) -> torch.Tensor:
+    start = len(PARENT)
+    of_branches = [unrotated(reference, PARENT + own) for own in BRANCHES]
+    positions = list(range(start))
+    for own, shift in zip(BRANCHES, shifts, strict=True):
+        first = len(positions) + shift if rotate else start
+        positions += range(first, first + len(own))
+    where = torch.tensor([positions])
+    cache = DynamicCache()
+    with torch.no_grad():
+        cos, sin = reference.model.rotary_emb(torch.zeros(1), where)
+        for layer, first in enumerate(of_branches[0]):
+            keys, values = (
+                torch.cat([first[side], *(branch[layer][side][:, start:] for branch in of_branches[1:])], 1)[None]
+                for side in (0, 1)
+            )
+            cache.update(apply_rotary_pos_emb(keys, keys, cos, sin)[1], values, layer)
+        at = torch.arange(len(positions), len(positions) + len(inputs))[None]
+        return reference(torch.tensor([inputs]), past_key_values=cache, position_ids=at).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("case", ROPES)
+@pytest.mark.parametrize(("attention", "page_size"), [("torch", 4), ("torch", 16), ("cpu", 8)])
+def test_logits_are_those_of_transformers(case: str, attention: str, page_size: int, tmp_path: Path) -> None:
+    reference = make_tiny(case, tmp_path)
+    engine = engine_on(open_checkpoint(str(tmp_path)), Setup(page_size=page_size, attention=attention))
+    ids = join(engine)
+    computed = engine.queues.counters.prompt_tokens
+    answer = go_on(engine, ids + TEXT, len(ids) + 1, new=12)
+    assert engine.queues.counters.prompt_tokens - computed == len(TEXT), "only the text after the join is computed"
+    actual = scores(answer)
+    expected = reference_scores(reference, TEXT + answer.tokens[:-1])
+    assert actual.shape == expected.shape == (len(TEXT) + 11, VOCAB)
+    assert (actual - expected).abs().max() <= 1e-3
+    assert answer.tokens == expected[len(TEXT) - 1 :].argmax(-1).tolist()
+    unturned = reference_scores(reference, TEXT + answer.tokens[:-1], rotate=False)
+    assert (unturned - expected).abs().max() > 2e-2, "without rotation the answer would be another"
+
+
+def test_shifted_branches(tmp_path: Path) -> None:
+    reference = make_tiny("llama", tmp_path)
+    engine = engine_on(open_checkpoint(str(tmp_path)), Setup(page_size=4))
+    shifts = (0, 9, -3)
+    ids = join(engine, shifts)
+    actual = scores(go_on(engine, ids + TEXT, len(ids) + 1, new=1))
+    assert (actual - reference_scores(reference, TEXT, shifts)).abs().max() <= 1e-3
+
+
+def test_a_lone_branch_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.BRANCHES", BRANCHES[:1])
+    reference = make_tiny("llama-llama3", tmp_path)
+    engine = engine_on(open_checkpoint(str(tmp_path)), Setup(page_size=4))
+    ids = join(engine)
+    actual = scores(go_on(engine, ids + TEXT, len(ids) + 1, new=1))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids + TEXT])).logits[0, len(ids) :].log_softmax(-1)
+    assert (actual - expected).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_moved_tokens(dtype: torch.dtype) -> None:
+    """Targets that overlap sources, unturned layers, partial rotation, every KV type."""
+    generator = torch.Generator().manual_seed(0)
+    pool = KVPool([KVShape(2, 12, 8), KVShape(1, 8, 8)], num_pages=5, page_size=4, dtype=dtype, device=CPU)
+    for cache in (*pool.keys, *pool.values):
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    before = [cache.float().clone().flatten(0, 1) for cache in (*pool.keys, *pool.values)]
+    source, target = torch.tensor([3, 4, 9, 17]), torch.tensor([4, 3, 17, 12])
+    angles = torch.tensor(np.random.default_rng(0).normal(size=(4, 4)), dtype=torch.float32)
+    pool.move_tokens(source, target, [angles, None])
+    after = [cache.float().flatten(0, 1) for cache in (*pool.keys, *pool.values)]
+    pairs = torch.complex(before[0][source][..., :4], before[0][source][..., 4:8])
+    turned = pairs * torch.polar(torch.ones(4, 4), angles)[:, None]
+    whole = torch.cat([turned.real, turned.imag, before[0][source][..., 8:]], -1)
+    exact = [whole, *(each[source] for each in before[1:])]
+    untouched = torch.tensor([at for at in range(20) if at not in target.tolist()])
+    for old, new, wanted in zip(before, after, exact, strict=True):
+        assert torch.equal(old[untouched], new[untouched])
+        assert torch.allclose(new[target], wanted.to(dtype).float(), rtol=1e-2, atol=1e-2)
