@@ -65,7 +65,7 @@ class Graphs:
         self._sizes = token_sizes(max_tokens)
         self._context_length = context_length
         self._spare_slot = spare_slot
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
         self._captured: dict[GraphKey, Captured] = {}
         self._wanted: list[GraphKey] = []
         self._missed: Counter[GraphKey] = Counter()
@@ -141,6 +141,8 @@ class Graphs:
         tensors = layout.tensors(buffer)
         self._make_idle(tensors)
         extent = Extent(max_query=1 if key.decode else key.tokens, max_kv=self._context_length, shared=key.shared)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
