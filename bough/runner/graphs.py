@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Graphs:
         self._sizes = token_sizes(max_tokens)
         self._context_length = context_length
         self._spare_slot = spare_slot
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._captured: dict[GraphKey, Captured] = {}
         self._wanted: list[GraphKey] = []
         self._missed: Counter[GraphKey] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ def test_sizes_grow_finely_and_never_beyond_the_largest():
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] <= 300
-    assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b <= 2 * a for a, b in pairwise(sizes))
 
 
 def test_a_decode_size_is_captured_at_once_and_found_again():
