@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard
 
 import msgspec
@@ -26,6 +26,7 @@ from bough.core.messages import (
     Generate,
     GetInfo,
     Ids,
+    LogprobSpec,
     Pause,
     Profile,
     Reply,
@@ -33,9 +34,13 @@ from bough.core.messages import (
     TextSpec,
     ToApi,
     ToEngine,
+    joined_namespace,
     pack_ids,
 )
 from bough.core.sampling import SamplingParams
+from bough.intake import beams
+from bough.intake.beams import Search
+from bough.intake.joins import PREFIX as JOINED, Joins
 from bough.intake.limits import Limits
 from bough.intake.request import Request
 from bough.intake.sessions import SessionParams, Sessions, Turn
@@ -119,6 +124,8 @@ class Intake:
         self._limits = Limits(context_length, vocab_size, tokenizer)
         self.pools = pools
         self.sessions = Sessions(self.abort)
+        self.joins = Joins(self.call)
+        self._searches: set[Search] = set()
         self._turns: dict[int, tuple[SessionParams, Turn]] = {}
 
     @classmethod
@@ -184,7 +191,8 @@ class Intake:
             for request, prompt, sampling, words in zip(requests, prompts, ready, bad_words, strict=True):
                 if words:
                     sampling = msgspec.structs.replace(sampling, bad_words=words)
-                streams.append(self._send(request, prompt, sampling, places))
+                begin = self._send if sampling.beam_width == 1 else self._search
+                streams.append(begin(request, prompt, sampling, places))
         finally:
             for place in places:
                 place.end()
@@ -201,10 +209,14 @@ class Intake:
 
     def abort(self, rid: str = "", *, reason: str = "aborted by request") -> int:
         """Ends the requests of that name (all, if empty); their streams end with reason `abort`. Returns how many."""
-        found = [stream for stream in self._streams.values() if not rid or stream.rid == rid]
+        searches = [search for search in self._searches if not rid or search.rid == rid]
+        for search in searches:
+            search.abort(reason)
+        inner = {search.rid for search in searches}
+        found = [each for each in self._streams.values() if (not rid or each.rid == rid) and each.rid not in inner]
         for stream in found:
             self._outbox.send(Abort(stream.id, reason))
-        return len(found)
+        return len(found) + len(searches)
 
     @property
     def num_live(self) -> int:
@@ -295,7 +307,9 @@ class Intake:
 
     def _check_sessions(self, requests: Sequence[Request]) -> None:
         """Whoever goes on from a request is one request itself."""
-        if any(each.session is not None for each in requests) and (len(requests) > 1 or requests[0].sampling.n > 1):
+        if any(each.session is not None and not _joined(each) for each in requests) and (
+            len(requests) > 1 or requests[0].sampling.n > 1
+        ):
             raise InvalidRequest(
                 what="a session goes on with one request at a time",
                 why="several prompts, or n above 1, would have one name",
@@ -313,7 +327,7 @@ class Intake:
         try:
             for request in requests:
                 tokens = len(request.prompt) if not isinstance(request.prompt, str) else len(request.prompt) // 3 + 1
-                for _ in range(max(1, min(request.sampling.n, 64))):
+                for _ in range(max(1, min(max(request.sampling.n, request.sampling.beam_width), 64))):
                     places.append(self._gate.admit(requests=1, tokens=tokens))
         except BaseException:
             for place in places:
@@ -324,7 +338,7 @@ class Intake:
     async def _prompts(self, requests: Sequence[Request]) -> list[Ids]:
         texts: dict[bool, list[int]] = {True: [], False: []}
         prompts: list[Ids | None] = [None] * len(requests)
-        before = [None if each.session is None else self.sessions.prefix(each.session) for each in requests]
+        before = [await self._before(each) for each in requests]
         for at, request in enumerate(requests):
             if isinstance(request.prompt, str):
                 self._limits.check_text(request.prompt)
@@ -343,6 +357,13 @@ class Intake:
             if prompt is not None
         ]
 
+    async def _before(self, request: Request) -> Ids | None:
+        """What a session has before the request's own tokens."""
+        if _joined(request):
+            assert request.session is not None
+            return await self.joins.ids(request.namespace, request.session.id)
+        return None if request.session is None else self.sessions.prefix(request.session)
+
     async def _bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
         """Token sequences of the bad words, each at a text's start and after a space."""
         if not request.bad_words:
@@ -356,9 +377,78 @@ class Intake:
         found = [tuple(ids) for ids in encoded if ids]
         return tuple(dict.fromkeys([*request.sampling.bad_words, *found]))
 
-    def _send(self, request: Request, prompt: Ids, sampling: SamplingParams, places: list[Place]) -> list[Stream]:
+    def _search(self, request: Request, prompt: Ids, sampling: SamplingParams, places: list[Place]) -> list[Stream]:
+        """Begins a beam search: its steps are requests of their own, its answers come all at once."""
+        stops = frozenset([*(() if sampling.ignore_eos else self._eos_ids), *sampling.stop_token_ids])
+        beams.check(request, sampling, len(stops))
         rid = request.rid or secrets.token_hex(16)
-        turn = None if request.session is None else self.sessions.begin(request.session, rid, prompt)
+        held = [places.pop(0) for _ in range(min(len(places), sampling.beam_width))]
+        search = beams.BeamSearch(
+            width=sampling.beam_width,
+            max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens,
+            stops=stops,
+        )
+        inner = replace(
+            request,
+            rid=rid,
+            stream=False,
+            want_text=False,
+            logprobs=LogprobSpec(top=min(search.num_candidates, self.vocab_size)),
+            reasoning_end=(),
+        )
+        one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+        async def ask(prompts: Sequence[Ids]) -> list[Delta]:
+            asked = [self._send(inner, each, one, [], metered=False)[0] for each in prompts]
+            try:
+                return [await stream.collect() for stream in asked]
+            finally:
+                for stream in asked:
+                    stream.abort()
+
+        def finished(at: int, delta: Delta) -> None:
+            self._searches.discard(running)
+            for place in held:
+                place.end()
+            if self.meter is not None:
+                self.meter.news(delta.id, len(delta.tokens) // 4, delta.end)
+            text = self._text_spec(request, sampling, prompt)
+            streams[at].deliver(beams.spoken(delta, request, prompt, self.tokenizer, text))
+
+        def give_up(request_id: int, reason: str) -> None:
+            if self.meter is not None:
+                self.meter.given_up(request_id, "given_up")
+            running.give_up()
+            if all(stream.ended for stream in streams):
+                self._searches.discard(running)
+                for place in held:
+                    place.end()
+
+        streams = [Stream(self._new_id(), rid, index, prompt, give_up) for index in range(sampling.n)]
+        if self.meter is not None:
+            for stream in streams:
+                self.meter.submitted(stream.id, len(prompt))
+        running = Search(search, streams, prompt, ask, finished)
+        self._searches.add(running)
+        return streams
+
+    def _send(
+        self,
+        request: Request,
+        prompt: Ids,
+        sampling: SamplingParams,
+        places: list[Place],
+        *,
+        metered: bool = True,
+    ) -> list[Stream]:
+        rid = request.rid or secrets.token_hex(16)
+        turn = None
+        namespace = request.namespace
+        if request.session is not None and _joined(request):
+            namespace = joined_namespace(namespace, request.session.id)
+        elif request.session is not None:
+            turn = self.sessions.begin(request.session, rid, prompt)
         packed = pack_ids(prompt)
         text = self._text_spec(request, sampling, prompt)
         now = time.time()
@@ -379,7 +469,7 @@ class Intake:
                 stream=request.stream or bool(text is not None and (sampling.stop or sampling.stop_regex)),
                 logprobs=request.logprobs,
                 hidden_states=request.hidden_states,
-                namespace=request.namespace,
+                namespace=namespace,
                 priority=request.priority,
                 deadline_s=request.deadline_s,
                 arrived_s=now,
@@ -390,6 +480,7 @@ class Intake:
                 reasoning_open=request.reasoning_forced,
                 thinking_budget=request.thinking_budget,
                 trace=stream.trace is not None,
+                keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool,
             )
             self._outbox.send(message)
             self._streams[stream.id] = stream
@@ -397,7 +488,7 @@ class Intake:
                 self._turns[stream.id] = (request.session, turn)
             if places:
                 self._places[stream.id] = places.pop(0)
-            if self.meter is not None:
+            if self.meter is not None and metered:
                 self.meter.submitted(stream.id, len(prompt))
             self.stats.submitted += 1
             self.stats.prompt_tokens += len(prompt)
@@ -484,6 +575,11 @@ class Intake:
                 status = read_status(self._endpoints)
                 if status.phase == "failed" and self._gone is None:
                     self.fail_all(BoughError(what=status.error))
+
+
+def _joined(request: Request) -> bool:
+    """Does it go on from a joined context?"""
+    return request.session is not None and request.session.id.startswith(JOINED)
 
 
 def _some(ids: Ids | None) -> TypeGuard[Ids]:

@@ -1,0 +1,88 @@
+"""Beam search against transformers' own, driven by the same tiny model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bough.core.errors import InvalidRequest
+from bough.core.messages import LogprobSpec
+from bough.core.sampling import GrammarSpec, SamplingParams
+from bough.intake.beams import BeamSearch, check
+from bough.intake.request import Request
+from bough.intake.sessions import SessionParams
+
+VOCAB, EOS = 24, 3
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=EOS, pad_token_id=0,
+        initializer_range=0.6, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def expected(model: Any, prompt: list[int], width: int, count: int, most: int, least: int) -> list[list[int]]:
+    with torch.no_grad():
+        made = model.generate(
+            torch.tensor([prompt]), num_beams=width, num_return_sequences=count, max_new_tokens=most,
+            min_new_tokens=least or None, do_sample=False, early_stopping=False, length_penalty=1.0,
+        )  # fmt: skip
+    found = []
+    for row in made[:, len(prompt) :].tolist():
+        end = row.index(EOS) + 1 if EOS in row else len(row)
+        found.append(row[:end])
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize(("most", "least"), [(1, 0), (6, 0), (14, 0), (14, 4)])
+def test_the_answers_are_those_of_transformers(model: Any, width: int, most: int, least: int) -> None:
+    stopped = 0
+    for seed in range(6):
+        prompt = torch.randint(4, VOCAB, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
+        search = BeamSearch(width=width, max_new_tokens=most, min_new_tokens=least, stops=frozenset({EOS}))
+        while not search.done:
+            with torch.no_grad():
+                batch = torch.tensor([[*prompt, *beam.tokens] for beam in search.live])
+                logprobs = torch.log_softmax(model(batch).logits[:, -1].float(), -1)
+            best = logprobs.topk(min(search.num_candidates, VOCAB), -1)
+            rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            search.advance([list(zip(ids, scores, strict=True)) for ids, scores in rows])
+        ours = [list(beam.tokens) for beam in search.best(width)]
+        if width == 1:
+            assert len(ours) == 1
+            continue  # transformers' greedy search ends at the first end token, a search of one beam need not
+        assert ours == expected(model, prompt, width, width, most, least), seed
+        scores = [beam.score for beam in search.best(width)]
+        assert scores == sorted(scores, reverse=True)
+        stopped += sum(tokens[-1] == EOS for tokens in ours)
+    if most == 14 and width > 1:
+        assert stopped, "no answer ended by itself: the test says too little"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "request_"),
+    [
+        ({"frequency_penalty": 1.0}, {}),
+        ({"stop": ("x",)}, {}),
+        ({"logit_bias": {1: 1.0}}, {}),
+        ({"grammar": GrammarSpec(kind="regex", source="a")}, {}),
+        ({"n": 5}, {}),
+        ({"beam_width": 64, "stop_token_ids": tuple(range(30))}, {}),
+        ({}, {"logprobs": LogprobSpec(start=0)}),
+        ({}, {"session": SessionParams(id="x")}),
+        ({}, {"hidden_states": "all"}),
+    ],
+)
+def test_what_a_search_can_not_respect_is_refused(sampling: dict[str, Any], request_: dict[str, Any]) -> None:
+    params = SamplingParams(**{"beam_width": 4, **sampling})
+    with pytest.raises(InvalidRequest):
+        check(Request(prompt="a", sampling=params, **request_), params, 1 + len(params.stop_token_ids))
