@@ -38,7 +38,8 @@ async def _serve(launch: Launch, index: int) -> None:
         worker.drain(now=asked > 1)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_terminate)
-    await worker.run(_facts(launch))
+    # Worker 0 answers probes meanwhile; a connection that came here would find nobody at home.
+    await worker.run(_facts(launch), probes=False)
 
 
 async def _facts(launch: Launch) -> Mapping[str, Any]:

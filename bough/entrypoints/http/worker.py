@@ -57,11 +57,19 @@ class Worker:
         self._stopping = asyncio.Event()
 
     async def run(
-        self, ready: Awaitable[Facts], opened: Callable[[Service], None] | None = None, *, warm_up: bool = False
+        self,
+        ready: Awaitable[Facts],
+        opened: Callable[[Service], None] | None = None,
+        *,
+        warm_up: bool = False,
+        probes: bool = True,
     ) -> None:
-        """Serves until `drain`. `opened` hears when requests are taken. Raises what start-up failed with."""
-        serving = asyncio.ensure_future(self._server.run())
+        """Serves until `drain`. `opened` hears when requests are taken. Raises what start-up failed with.
+
+        `probes`: answers them from the first moment; otherwise nothing is listened to until requests are taken.
+        """
         opening = asyncio.ensure_future(self._open(ready, warm_up))
+        serving = asyncio.ensure_future(self._serve(None if probes else opening))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait((opening, serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -78,6 +86,13 @@ class Worker:
                 await self._service.close()
             if self._exporter is not None:
                 await asyncio.to_thread(self._exporter.close)
+
+    async def _serve(self, after: asyncio.Future[Service] | None) -> None:
+        if after is not None:
+            await asyncio.wait((after,))
+            if after.cancelled() or after.exception() is not None:
+                return
+        await self._server.run()
 
     def drain(self, *, now: bool = False) -> None:
         """Takes no new requests and ends `run` when those under way have ended; `now`: at once."""

@@ -14,5 +14,5 @@ from serving import Server
 @pytest.fixture(scope="package")
 def steady() -> Iterator[Server]:
     """A server for tests that leave it as they found it; two API workers, a small queue."""
-    with Server("--api-workers", "2", "--max-queued-requests", "40", "--admin-api-key", "boss") as server:
+    with Server("--api-workers", "2", "--max-running-requests", "8", "--max-queued-requests", "40") as server:
         yield server
