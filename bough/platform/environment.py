@@ -22,6 +22,10 @@ log = logging.getLogger("bough.platform")
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
 
+IDLE_SPINS = "5000"
+"""How long a thread of torch's pool waits busily for more work: some 0.1 ms instead of several. Our kernels have threads of
+their own, which would share the cores with them."""
+
 PROBE = """
 import torch
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -48,6 +52,9 @@ def prepare_environment(
         count = cpu.physical_cores if threads is None else threads
         variables["OMP_NUM_THREADS"] = str(count)
         said.append(f"OMP_NUM_THREADS={count}: {'one a physical core' if threads is None else 'as configured'}")
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & variables.keys():
+        variables["GOMP_SPINCOUNT"] = IDLE_SPINS
+        said.append(f"GOMP_SPINCOUNT={IDLE_SPINS}: torch's idle threads leave the cores to others soon")
     if ISA_VARIABLE not in variables and needs_isa_cap(cpu):
         variables[ISA_VARIABLE] = ISA_WITHOUT_AMX
         said.append(f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}: matrix products with AMX kill the process on this machine")

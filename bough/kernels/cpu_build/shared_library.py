@@ -59,7 +59,7 @@ def load(path: Path) -> ctypes.CDLL:
         "bough_gated": ((pointer, i64, pointer, i64, i64, i32, i32), None),
         "bough_attention": ((pointer, pointer), None),
         "bough_attention_rope": ((pointer, pointer, pointer), None),
-        "bough_decoder_stack": ((pointer, i64, *(pointer,) * 4, i64, i64), None),
+        "bough_decoder_stack": ((pointer, i64, *(pointer,) * 5, i64, i64), None),
         "bough_sample": ((pointer,), None),
     }
     for name, (arguments, result) in declared.items():

@@ -95,19 +95,20 @@ class DecoderStack:
             return None
         if inputs.k_caches is not self._caches:
             self._point_at(inputs.k_caches, inputs.v_caches)
-        x = x_TD.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        stream = torch.empty_like(x)
+        x = x_TD.to(torch.float32).contiguous()
+        added, stream = torch.empty_like(x), torch.empty_like(x)
         loaded.bough_decoder_stack(
             self._address,
             len(self._parts),
             attention.step_address,
             positions_T.data_ptr(),
             x.data_ptr(),
+            added.data_ptr(),
             stream.data_ptr(),
             x.shape[0],
             x.shape[1],
         )
-        return x.to(x_TD.dtype), stream.to(x_TD.dtype)
+        return added.to(x_TD.dtype), stream.to(x_TD.dtype)
 
     def _point_at(self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
         for block, parts in zip(self._blocks, self._parts, strict=True):

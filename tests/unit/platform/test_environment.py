@@ -82,17 +82,22 @@ def test_probe_itself_runs_with_the_installed_torch() -> None:
 
 def test_users_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "needs_isa_cap", lambda cpu: True)
-    mine = {ISA_VARIABLE: "AVX2", "OMP_NUM_THREADS": "3"}
+    mine = {ISA_VARIABLE: "AVX2", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
+    before = dict(mine)
     assert prepare_environment(environment=mine) == []
-    assert mine == {ISA_VARIABLE: "AVX2", "OMP_NUM_THREADS": "3"}
+    assert mine == before
 
 
 def test_what_is_missing_is_set_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "needs_isa_cap", lambda cpu: True)
     empty: dict[str, str] = {}
     said = prepare_environment(environment=empty)
-    assert empty == {ISA_VARIABLE: ISA_WITHOUT_AMX, "OMP_NUM_THREADS": str(processor().physical_cores)}
-    assert len(said) == 2
+    assert empty == {
+        ISA_VARIABLE: ISA_WITHOUT_AMX,
+        "OMP_NUM_THREADS": str(processor().physical_cores),
+        "GOMP_SPINCOUNT": environment.IDLE_SPINS,
+    }
+    assert [line.split("=")[0] for line in said] == ["OMP_NUM_THREADS", "GOMP_SPINCOUNT", ISA_VARIABLE]
     fixed: dict[str, str] = {}
     prepare_environment(threads=5, environment=fixed)
     assert fixed["OMP_NUM_THREADS"] == "5"

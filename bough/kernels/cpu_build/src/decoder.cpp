@@ -46,13 +46,13 @@ Buffers divide(const Block* blocks, int64_t count, int64_t tokens, int64_t width
     attended = std::max<int64_t>(attended, int64_t(blocks[i].heads) * blocks[i].dim);
     wide = std::max(wide, rows_of(blocks[i].gate_up));
   }
-  float* at = scratch.get<float>(tokens * (3 * width + qkv + attended + wide + wide / 2 + 7 * 16));
+  float* at = scratch.get<float>(tokens * (width + qkv + attended + wide + wide / 2) + 5 * 16);
   auto take = [&](int64_t n) {
     float* p = at;
     at += (tokens * n + 15) / 16 * 16;
     return p;
   };
-  return {take(width), take(width), take(width), take(qkv), take(attended), take(wide), take(wide / 2)};
+  return {nullptr, nullptr, take(width), take(qkv), take(attended), take(wide), take(wide / 2)};
 }
 
 void multiply(const Matrix& m, const float* x, int64_t tokens, float* out) {
@@ -115,12 +115,12 @@ void run_block(const Block& b, const Step& step, const int64_t* positions, int64
 
 using namespace bough;
 
-// x [tokens, width] becomes what the last block adds; stream [tokens, width] what it is added to. fp32.
-BOUGH_EXPORT void bough_decoder_stack(const Block* blocks, int64_t count, const Step* step, const int64_t* positions, float* x,
-                                      float* stream, int64_t tokens, int64_t width) {
+// From x: what the last block adds, and the stream it is added to. All [tokens, width], fp32.
+BOUGH_EXPORT void bough_decoder_stack(const Block* blocks, int64_t count, const Step* step, const int64_t* positions,
+                                      const float* x, float* added, float* stream, int64_t tokens, int64_t width) {
   Buffers buffers = divide(blocks, count, tokens, width);
-  std::memcpy(buffers.stream, x, sizeof(float) * tokens * width);
+  buffers.stream = stream;
+  buffers.added = added;
+  std::memcpy(stream, x, sizeof(float) * tokens * width);
   for (int64_t i = 0; i < count; i++) run_block(blocks[i], *step, positions, tokens, width, i == 0, buffers);
-  std::memcpy(x, buffers.added, sizeof(float) * tokens * width);
-  std::memcpy(stream, buffers.stream, sizeof(float) * tokens * width);
 }
