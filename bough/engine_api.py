@@ -17,6 +17,7 @@ from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.server_args import build_config, flat
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
+from bough.intake.joins import parse_join
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.launch import Programs, Running, start
 from bough.tokenizer import Tokenizer, load_tokenizer
@@ -80,6 +81,7 @@ class Engine:
         priority: int | None = None,
         cache_salt: str | None = None,
         extra_key: str | None = None,
+        session_params: Mapping[str, Any] | None = None,
     ) -> Answers | Iterator[Json]:
         """Generates for one prompt (a dict) or many (a list of dicts): `{"text", "output_ids", "meta_info"}`.
 
@@ -91,7 +93,7 @@ class Engine:
             prompt, input_ids, sampling_params, stream=stream, return_logprob=return_logprob,
             logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num, token_ids_logprob=token_ids_logprob,
             return_text_in_logprobs=return_text_in_logprobs, return_hidden_states=return_hidden_states, rid=rid,
-            priority=priority, cache_salt=cache_salt, extra_key=extra_key,
+            priority=priority, cache_salt=cache_salt, extra_key=extra_key, session_params=session_params,
         )  # fmt: skip
         if stream:
             return self._iterate(batch)
@@ -112,6 +114,21 @@ class Engine:
             return self._async_iterate(batch)
         future = self._submit(self._whole(batch))
         return await asyncio.wrap_future(future)
+
+    def concate_and_append(
+        self, src_rids: Sequence[str], dst_rid: str, position_ids_offset: Sequence[int] | None = None
+    ) -> Json:
+        """Lines up the KV of branches behind their parent's, computing nothing. All have ended, with `max_new_tokens` 0.
+
+        Returns `{"success": True, "session_id", ...}`: requests with `session_params={"id": session_id}` go on from there.
+        Where it can't be done, `{"success": False, "message"}`.
+        """
+        return self._call(self._join(src_rids, dst_rid, position_ids_offset))
+
+    async def async_concate_and_append(
+        self, src_rids: Sequence[str], dst_rid: str, position_ids_offset: Sequence[int] | None = None
+    ) -> Json:
+        return await asyncio.wrap_future(self._submit(self._join(src_rids, dst_rid, position_ids_offset)))
 
     # -- pooling and scoring -----------------------------------------------------------------------------------------
 
@@ -389,6 +406,10 @@ class Engine:
         listed = [items] if isinstance(items, str) else list(items)
         found = await self._pooler.label_scores(query, listed, label_ids=labels, softmax=softmax, item_first=item_first)
         return found.scores
+
+    async def _join(self, src_rids: Sequence[str], dst_rid: str, offsets: Sequence[int] | None) -> Json:
+        fields = {"src_rids": src_rids, "dst_rid": dst_rid, "position_ids_offset": offsets}
+        return await self._intake.joins.join(parse_join(fields))
 
     async def _answers(self, batch: NativeBatch) -> list[tuple[Stream, NativeAnswer]]:
         groups = await self._intake.submit_batch(batch.requests)

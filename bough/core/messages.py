@@ -157,7 +157,7 @@ class Look(Struct, frozen=True, tag="look"):
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
-    """Lines up the KV of kept requests: a parent's tokens, then what each branch has beyond them.
+    """Lines up the KV of kept requests: all of the first branch, then what each other has beyond their common parent.
 
     The branches did not see each other, so the result is found in a namespace of its own only. The reply's body has its
     `ids` (packed) and says how many tokens were computed: none.
@@ -166,8 +166,9 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
     call: CallId
     namespace: str
     """Where the requests' names were given: theirs, without the part that a join added."""
-    parent: str
     branches: tuple[str, ...]
+    starts: tuple[int, ...]
+    """How many of each branch's tokens are the parent's."""
     shifts: tuple[int, ...] = ()
     """Positions that each branch stands further than where the one before it ends; empty: none."""
     joined: str
@@ -175,10 +176,11 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Recall(Struct, frozen=True, tag="recall"):
-    """Asks for the `ids` of what was joined in a namespace."""
+    """Asks for the `ids` (packed, a list) of kept requests by their names; "" names what was joined in the namespace."""
 
     call: CallId
-    joined: str
+    namespace: str
+    names: tuple[str, ...] = ("",)
 
 
 class Pause(Struct, frozen=True, tag="pause"):

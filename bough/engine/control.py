@@ -87,7 +87,7 @@ class Control:
     def _join(self, message: Join | Recall) -> tuple[str, Info]:
         try:
             if isinstance(message, Recall):
-                return "", recall(self._cache, message.joined)
+                return "", recall(self._cache, message)
             return "", join(self._queues, self._cache, message)
         except BoughError as error:
             return error.sentence(), {}

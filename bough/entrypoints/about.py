@@ -77,6 +77,7 @@ async def server_info(service: Service) -> Json:
         "version": import_module("bough").__version__,
         "served_model_name": served.name,
         "context_length": served.context_length,
+        "kv_join": bool(served.facts.get("kv_join")),
         "num_running": health.num_running,
         "num_waiting": health.num_waiting,
         "admission": {

@@ -124,7 +124,7 @@ class Intake:
         self._limits = Limits(context_length, vocab_size, tokenizer)
         self.pools = pools
         self.sessions = Sessions(self.abort)
-        self.joins = Joins(self.call)
+        self.joins = Joins(self.call, tokenizer)
         self._searches: set[Search] = set()
         self._turns: dict[int, tuple[SessionParams, Turn]] = {}
 

@@ -9,7 +9,7 @@ import numpy as np
 from bough.cache.prefix import PrefixCache, Tail
 from bough.cache.radix import Node
 from bough.core.errors import Conflict
-from bough.core.messages import Join, pack_ids
+from bough.core.messages import Join, Recall, pack_ids
 from bough.core.step import I32, I64, KVMoves
 from bough.scheduler.queues import Queues
 
@@ -21,22 +21,20 @@ def join(queues: Queues, cache: PrefixCache, ask: Join) -> dict[str, Any]:
 
     Raises `Conflict` with the reason if it can't be done; the cache is as before then.
     """
-    parent = _kept(cache, ask.namespace, ask.parent)
     branches = [_kept(cache, ask.namespace, name) for name in ask.branches]
-    _check(parent, branches, ask)
-    start = len(parent.key)
-    key = np.concatenate([branches[0].key, *(branch.key[start:] for branch in branches[1:])])
-    turns = _turns(start, branches, ask.shifts)
-    _check_room(queues, cache, key, start, turns, branches)
+    key = np.concatenate([branches[0].key, *(b.key[s:] for b, s in zip(branches[1:], ask.starts[1:], strict=True))])
+    turns = _turns(branches, ask)
+    _check(queues, cache, branches, ask, key, turns)
     nodes: list[Node] = []
     try:
-        sources = [_places(cache, branch, nodes)[0 if at == 0 else start :] for at, branch in enumerate(branches)]
+        froms = (0, *ask.starts[1:])
+        sources = [_places(cache, branch, nodes)[start:] for branch, start in zip(branches, froms, strict=True)]
         tree_pages, tail_page = _alloc(cache, len(key))
     finally:
         for node in nodes:
             cache.release(node, _NO_PAGES)
     source, turn = np.concatenate(sources), np.repeat(turns, [len(each) for each in sources])
-    turn[:start] = 0
+    turn[: ask.starts[0]] = 0
     queues.moves.append(_moves(source, turn, tree_pages, tail_page, cache.page_size))
     root, _ = cache.lock(ask.joined, key, 0)
     whole = len(tree_pages) * cache.page_size
@@ -46,51 +44,40 @@ def join(queues: Queues, cache: PrefixCache, ask: Join) -> dict[str, Any]:
     return {"ids": pack_ids(key.astype(np.int32)), "tokens": len(key), "computed_tokens": 0}
 
 
-def recall(cache: PrefixCache, joined: str) -> dict[str, Any]:
-    """The tokens of a joined context. Raises `Conflict` if it is not known any more."""
-    tail = cache.tails.get((joined, ""))
-    if tail is None:
-        raise Conflict(what="there is no such session", why="it never was, or its memory was needed")
-    return {"ids": pack_ids(tail.key.astype(np.int32))}
+def recall(cache: PrefixCache, ask: Recall) -> dict[str, Any]:
+    """The tokens of kept requests, or of a joined context. Raises `Conflict` if one is not known any more."""
+    return {"ids": [pack_ids(_kept(cache, ask.namespace, name).key.astype(np.int32)) for name in ask.names]}
 
 
 def _kept(cache: PrefixCache, namespace: str, name: str) -> Tail:
-    tail = cache.tails.get((namespace, name)) if name else None
+    tail = cache.tails.get((namespace, name))
     if tail is None:
         raise Conflict(
-            what=f"the KV of request {name!r} can't be reached",
-            why="it has not ended, asked for new tokens, or its memory was needed",
+            what=f"the KV of request {name!r} can't be reached" if name else "there is no such session",
+            why="it was not sent with max_new_tokens 0, has not ended, or its memory was needed",
             fix="send it again with max_new_tokens 0 and join at once",
         )
     return tail
 
 
-def _check(parent: Tail, branches: list[Tail], ask: Join) -> None:
-    start = len(parent.key)
-    for name, branch in zip(ask.branches, branches, strict=True):
-        begins_alike = len(branch.key) >= start and np.array_equal(branch.key[:start], parent.key)
-        if not begins_alike or branch.namespace != parent.namespace:
-            raise Conflict(
-                what=f"the branch {name!r} does not begin with the tokens of its parent",
-                why="its text merges with the parent's last token, or belongs to another context",
-                fix="end the parent at a token's border, say after a line break",
-            )
-
-
-def _turns(start: int, branches: list[Tail], shifts: tuple[int, ...]) -> I32:
+def _turns(branches: list[Tail], ask: Join) -> I32:
     """How many positions each branch's own tokens move on."""
-    own = np.array([len(branch.key) - start for branch in branches])
-    turns: I32 = (np.cumsum(own) - own + np.array(shifts or (0,) * len(own))).astype(np.int32)
+    starts = np.array(ask.starts)
+    own = np.array([len(branch.key) for branch in branches]) - starts
+    first = starts[0] + np.cumsum(own) - own
+    turns: I32 = (first - starts + np.array(ask.shifts or (0,) * len(own))).astype(np.int32)
     return turns
 
 
-def _check_room(queues: Queues, cache: PrefixCache, key: I64, start: int, turns: I32, branches: list[Tail]) -> None:
+def _check(queues: Queues, cache: PrefixCache, branches: list[Tail], ask: Join, key: I64, turns: I32) -> None:
     context = queues.limits.context_length
-    if len(key) < cache.page_size:  # without a node in the tree, a step that fails could not take the context back
-        raise Conflict(what=f"the joined context has {len(key)} tokens", why=f"a page has {cache.page_size}")
     if len(key) >= context:
         raise Conflict(what=f"the joined context has {len(key)} tokens", why=f"the context is {context} tokens")
-    for turn, branch in zip(turns.tolist(), branches, strict=True):
+    if len(key) < cache.page_size:  # without a node in the tree, a step that fails could not take the context back
+        raise Conflict(what=f"the joined context has {len(key)} tokens", why=f"a page has {cache.page_size}")
+    for start, turn, branch in zip(ask.starts, turns.tolist(), branches, strict=True):
+        if branch.namespace != branches[0].namespace or not 0 <= start <= len(branch.key):
+            raise Conflict(what="the branches do not go on from the same context")
         if start + turn < 0 or len(branch.key) + turn > context:
             raise Conflict(what="a shifted branch has positions outside the context", fix="shift it less")
 

@@ -57,7 +57,8 @@ def prefill(engine: InProcess, prompts: Sequence[Sequence[int]]) -> list[str]:
 def join(engine: InProcess, shifts: tuple[int, ...] = ()) -> list[int]:
     names = prefill(engine, [PARENT, *(PARENT + own for own in BRANCHES)])
     computed = engine.queues.counters.prompt_tokens
-    message = Join(call=1, namespace="", parent=names[0], branches=tuple(names[1:]), shifts=shifts, joined=JOINED)
+    starts = (len(PARENT),) * len(BRANCHES)
+    message = Join(call=1, namespace="", branches=tuple(names[1:]), starts=starts, shifts=shifts, joined=JOINED)
     engine.loop.control.handle(message, now=0.0)
     (reply,) = engine.queues.mail.take()
     assert not reply.error

@@ -25,7 +25,14 @@ def call_join(sim: Sim, parent: Client, branches: list[Client], session: str, sh
     names = tuple(branch.ask.rid for branch in branches)
     joined = joined_namespace("", session)
     sim.inbox.messages.append(
-        Join(call=call, namespace="", parent=parent.ask.rid, branches=names, shifts=shifts, joined=joined)
+        Join(
+            call=call,
+            namespace="",
+            branches=names,
+            starts=(len(parent.prompt),) * len(names),
+            shifts=shifts,
+            joined=joined,
+        )
     )
     sim.turn()
     return sim.replies[-1]
@@ -110,13 +117,13 @@ def test_shifts_turn_keys_and_nothing_else() -> None:
 
 def test_what_can_not_be_joined_is_refused_with_a_reason() -> None:
     sim = Sim(num_pages=128)
-    top, stranger = keep(sim, PARENT), keep(sim, [*PARENT[:-1], 39, 4, 4])
+    top, stranger = keep(sim, PARENT), keep(sim, [*PARENT, 1], joined_namespace("", "other"))
     forgotten = sim.ask([*PARENT, 1], max_new=0)
     branch, talker = keep(sim, [*PARENT, 1]), sim.ask([*PARENT, 2], max_new=2)
     short, short_branch = keep(sim, [1]), keep(sim, [1, 2])
     sim.run()
     for bad, why in (
-        (stranger, "does not begin"),
+        (stranger, "the same context"),
         (forgotten, "can't be reached"),
         (talker, "can't be reached"),
     ):
@@ -137,7 +144,7 @@ def test_what_was_joined_can_be_recalled_until_it_is_flushed() -> None:
     joined = joined_namespace("", "s")
     sim.inbox.messages.append(Recall(1, joined))
     sim.turn()
-    assert unpack_ids(sim.replies[-1].body["ids"]).tolist() == ids
+    assert unpack_ids(sim.replies[-1].body["ids"][0]).tolist() == ids
     sim.inbox.messages += [FlushCache(2), Recall(3, joined)]
     sim.turn()
     assert sim.cache.pool.num_free == sim.cache.total

@@ -147,6 +147,10 @@ ROUTES: tuple[RouteSpec, ...] = (
         paths=("/close_session",), methods=("POST",), make=sessions.close_session, body=sessions.CloseSessionRequest,
         about="Close a session.",
     ),
+    RouteSpec(
+        paths=("/concate_and_append_request",), methods=("POST",), make=native.concate_and_append, body=native.JoinRequest,
+        about="Line up the KV of branches as one context.",
+    ),
     RouteSpec(paths=("/flush_cache",), methods=("GET", "POST"), make=native.flush_cache, about="Empty the prefix cache."),
     RouteSpec(
         paths=("/server_info", "/get_server_info"), methods=("GET",), make=info.server_info,

@@ -22,7 +22,8 @@ from bough.entrypoints.http.security import is_admin
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event, while_connected
 from bough.intake import NativeAnswer, NativeBatch, native_batch
-from bough.intake.native import NATIVE_FIELDS
+from bough.intake.joins import parse_join
+from bough.intake.native import NATIVE_FIELDS, namespace_of
 from bough.tokenizer import Tokenizer
 
 
@@ -170,6 +171,36 @@ def abort_request(service: Service) -> Handler:
         if not body.value.rid:
             raise InvalidRequest(what="rid is missing", why="it says which request to end", fix="send rid", param="rid")
         return json_reply({"success": True, "aborted": service.intake.abort(body.value.rid)}, headers=body.headers())
+
+    return handle
+
+
+class JoinRequest(msgspec.Struct, kw_only=True):
+    """POST /concate_and_append_request. The requests have ended, with a rid of theirs and max_new_tokens 0."""
+
+    src_rids: list[str]
+    """Branches, in order: each begins with the prompt of `dst_rid`."""
+    dst_rid: str
+    position_ids_offset: list[int] | None = None
+    """Positions that each branch stands further than where the one before it ends."""
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+def concate_and_append(service: Service) -> Handler:
+    """POST /concate_and_append_request: lines up the KV of branches behind their parent's, computing nothing.
+
+    Later requests go on from it with `session_params: {"id": session_id}`.
+    """
+    server = service.config.server
+
+    async def handle(request: Request) -> Response:
+        body = await read_json(request, JoinRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        salted = namespace_of(asked.cache_salt or "", asked.extra_key or "")
+        ask = parse_join(msgspec.structs.asdict(asked))
+        joined = await service.intake.joins.join(ask, within_tenant(tenant_of(request), salted))
+        return json_reply(joined, headers=body.headers())
 
     return handle
 
