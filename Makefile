@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.ready
 
-.PHONY: setup serve test test-long check fix bench clean
+.PHONY: setup serve test test-long check fix bench docs clean
 
 setup: $(STAMP)
 
@@ -36,5 +36,8 @@ fix: setup
 bench: setup
 	$(PY) benchmarks/cpu_peers.py
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache
