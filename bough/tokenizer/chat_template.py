@@ -41,6 +41,7 @@ class ChatTemplate:
         self._environment = TemplateEnvironment()
         self._templates = {name: self._compile(name, source) for name, source in named.items()}
         self._variables = {name: self._undeclared(source) for name, source in named.items()}
+        self._shows_calls = any("tool_calls" in source for source in named.values())
 
     def render(
         self,
@@ -177,6 +178,8 @@ class ChatTemplate:
         prepared = dict(message)
         if prepared.get("tool_calls"):
             prepared["tool_calls"] = [_with_object_arguments(call) for call in prepared["tool_calls"]]
+            if not self._shows_calls:
+                prepared["content"] = _with_calls(prepared.get("content"), prepared["tool_calls"])
         if prepared.get("content") is None and "content" in prepared and not prepared.get("tool_calls"):
             prepared["content"] = ""
         content = prepared.get("content")
@@ -241,6 +244,14 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
             parsed = arguments
         function["arguments"] = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": function}
+
+
+def _with_calls(content: Any, calls: Sequence[Mapping[str, Any]]) -> str:
+    """What an assistant said, its calls included, for templates that know nothing of calls."""
+    said = "\n".join(_text_of_part(part) for part in content) if isinstance(content, list) else content or ""
+    functions = [call["function"] for call in calls]
+    shown = [json.dumps({"name": each.get("name"), "arguments": each.get("arguments")}) for each in functions]
+    return "\n".join([*([said] if said else []), *(f"<tool_call>\n{call}\n</tool_call>" for call in shown)])
 
 
 def _text_of_part(part: Any) -> str:

@@ -141,6 +141,17 @@ def test_arguments_of_tool_calls_become_objects() -> None:
         assert call["function"]["arguments"] == sent  # type: ignore[index]
 
 
+def test_calls_are_written_out_where_the_template_has_no_place_for_them() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    template = ChatTemplate("{{ messages[0]['content'] + '|' }}")
+    for content, said in ((None, ""), ("", ""), ("Let me see.", "Let me see.\n")):
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        assert template.render([message]) == f"{said}{written}|"
+    knows = ChatTemplate("{{ messages[0]['content'] is none }}{{ messages[0].tool_calls | length }}")
+    assert knows.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == "True1"
+
+
 def test_the_final_message_can_be_left_open(smollm: Tokenizer) -> None:
     assert smollm.chat_template is not None
     turns = [*USER, {"role": "assistant", "content": "Once upon"}]
