@@ -64,6 +64,8 @@ class ModelConfig:
     """How a pooling model makes one vector of a text's tokens. auto: as the checkpoint says."""
     json_model_override_args: str = ""
     """JSON object merged over the model's config."""
+    logit_processors: tuple[str, ...] = ()
+    """Functions over logits that requests may name, as name=module:attribute; installed packages may bring more."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none (mixed with their id)."""
 

@@ -47,6 +47,7 @@ from bough.platform import Device, detect
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
+from bough.sampler.processors import load_processors
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
 
@@ -205,6 +206,7 @@ def make_runner(
         attention_factory(config.device.attention_backend, device.torch_device),
         device,
         graph_max_tokens=config.device.cuda_graph_max_tokens if config.device.cuda_graph else 0,
+        processors=load_processors(config.model.logit_processors),
         mover=Mover(pool, checkpoint.facts.ropes, plan.context_length, device.torch_device),
     )
 
@@ -272,7 +274,8 @@ def serve_steps(
         report_every_s=config.log.decode_log_interval_s,
     )
     watch.follow(loop)
-    start.ready(ready_facts(checkpoint, resolved, local.limits))
+    processors = local.shaper.names if isinstance(local, ModelRunner) else []
+    start.ready({**ready_facts(checkpoint, resolved, local.limits), "logit_processors": processors})
     try:
         loop.run()
     finally:

@@ -100,9 +100,11 @@ class Intake:
         worker: int = 0,
         gate: Gate | None = None,
         pools: bool | None = None,
+        processors: frozenset[str] | None = None,
     ) -> None:
         """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways.
-        `pools`: whether the model pools; requests of the other kind are refused. None: any are sent."""
+        `pools`: whether the model pools; requests of the other kind are refused. `processors`: the logit processors
+        that requests may name. None: any are sent."""
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.vocab_size = vocab_size
@@ -123,6 +125,7 @@ class Intake:
         self._tasks: list[asyncio.Task[None]] = []
         self._limits = Limits(context_length, vocab_size, tokenizer)
         self.pools = pools
+        self._processors = processors
         self.sessions = Sessions(self.abort)
         self.joins = Joins(self.call, tokenizer)
         self._searches: set[Search] = set()
@@ -148,6 +151,7 @@ class Intake:
             worker=worker,
             gate=gate,
             pools=bool(facts["pooling"]) if "pooling" in facts else None,
+            processors=frozenset(facts["logit_processors"]) if "logit_processors" in facts else None,
         )
 
     async def start(self) -> None:
@@ -181,6 +185,7 @@ class Intake:
         self._check_alive()
         self._check_kind(requests)
         self._check_sessions(requests)
+        self._check_processors(requests)
         places = self._admit(requests)
         try:
             prompts = await self._prompts(requests)
@@ -303,6 +308,17 @@ class Intake:
                     fix="use /v1/embeddings, /v1/classify or /v1/rerank"
                     if self.pools
                     else "serve an embedding, reranking or classification model, or start with --is-embedding",
+                )
+
+    def _check_processors(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            name = request.sampling.logit_processor
+            if name is not None and self._processors is not None and name not in self._processors:
+                raise InvalidRequest(
+                    what=f"there is no logit processor {name[:60]!r}",
+                    why=f"the server has: {', '.join(sorted(self._processors)) or 'none'}",
+                    fix="name one of them, or start the server with --logit-processors name=module:attribute",
+                    param="logit_processor",
                 )
 
     def _check_sessions(self, requests: Sequence[Request]) -> None:

@@ -214,6 +214,7 @@ class LaunchedStep:
         self._logits: Tensor | None = None
         self._tokens: Tensor | None = None
         self._scores: Scores | None = None
+        self._failed: dict[int, str] = {}
         self.prompt_scores: Scores | None = None
         self.hidden: HiddenWanted | None = None
         self._done = runner.machine.event()
@@ -256,6 +257,7 @@ class LaunchedStep:
             output_logprobs=self._host(self._scores),
             prompt_logprobs=self._host(self.prompt_scores),
             hidden_states=self.hidden.by_row() if self.hidden is not None else {},
+            failed=self._failed,
         )
 
     def _host(self, scores: Scores | None) -> LogprobArrays | None:
@@ -269,6 +271,7 @@ class LaunchedStep:
         setups = runner.rich_setups(plain)
         produced = plain.counter[plain.rich].tolist()
         logits = runner.shaper.shape(raw, plain.rich, setups, produced)
+        self._failed = {int(plain.rows[at]): why for at, why in runner.shaper.take_failed().items()}
         if masks is not None and len(masks):
             sampled = np.searchsorted(plain.rows, self._step.constrained).astype(np.int64)
             spare = logits is not raw or all(setup.logprobs is None for setup in setups)

@@ -6,6 +6,7 @@ by slot and are advanced there, so that a step in flight never needs the host to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import Tensor
 from bough.core.step import I32, SlotSetup
 from bough.kernels import masks as masks_kernel
 from bough.memory.transfer import upload
+
+_log = logging.getLogger(__name__)
 
 LogitProcessor = Callable[[Tensor, list[Mapping[str, bool | int | float | str]]], Tensor]
 """Takes logits [rows, vocab] and each row's `custom_params`; returns logits of the same shape."""
@@ -94,6 +97,17 @@ class Shaper:
         self._device = device
         self._history = History(vocab_size, device)
         self._processors = dict(processors or {})
+        self._failed: dict[int, str] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The processors that requests may name."""
+        return sorted(self._processors)
+
+    def take_failed(self) -> dict[int, str]:
+        """Rows of the last `shape` whose processor failed, and why; their logits are as they were."""
+        failed, self._failed = self._failed, {}
+        return failed
 
     def assign(self, setup: SlotSetup) -> None:
         """Call for every setup, rich or not: a reused slot must forget its past."""
@@ -209,8 +223,17 @@ class Shaper:
                 by_name.setdefault(setup.sampling.logit_processor, []).append((row, setup))
         for name, some in by_name.items():
             rows = self._up([row for row, _ in some])
-            shaped = self._processors[name](logits[rows], [s.sampling.custom_params or {} for _, s in some])
-            logits = logits.index_copy(0, rows, shaped.to(logits.dtype))
+            before = logits[rows]
+            try:
+                shaped = self._processors[name](before.clone(), [s.sampling.custom_params or {} for _, s in some])
+                if shaped.shape != before.shape:
+                    raise ValueError(f"it returned {tuple(shaped.shape)} for {tuple(before.shape)}")
+            except Exception as error:
+                _log.warning("the logit processor %s failed", name, exc_info=error)
+                why = f"the logit processor {name} failed: {type(error).__name__}"
+                self._failed.update({row: why for row, _ in some})
+            else:
+                logits = logits.index_copy(0, rows, shaped.to(logits.dtype))
         return logits
 
     def _up(self, values: npt.ArrayLike) -> Tensor:

@@ -21,6 +21,8 @@ EOS = 3
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, bough.Engine]]:
     """The same tiny model, twice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -35,6 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, bough.
         custom_kernels=False, cpu_threads=1,
     ) as engine:  # fmt: skip
         yield model, engine
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("width", [2, 4])
