@@ -202,7 +202,7 @@ def write_checkpoint(source: Path, target: Path) -> None:
     )
     state = {}
     for tensor in reader.tensors:
-        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         name = _NAMES.get(tensor.name, "")
         if not name:
             _, layer, part, last = tensor.name.split(".")
@@ -230,7 +230,9 @@ def contenders(args: argparse.Namespace, folder: Path) -> list[Contender]:
     write_bf16_gguf(gguf, bf16)
     found = [
         Contender("bough Q4_1", command(sys.executable, "bough")),
-        Contender("bough BF16", command(sys.executable, "bough", "--model", str(bf16))),
+        Contender(
+            "bough BF16", command(sys.executable, "bough", "--model", str(bf16), "--setting", "quantization=gguf")
+        ),
     ]
     server = args.llama_server or shutil.which("llama-server")
     binding = importlib.util.find_spec("llama_cpp") is not None

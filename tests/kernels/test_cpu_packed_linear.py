@@ -80,6 +80,19 @@ def test_fast_products_are_those_of_rounded_activations(kind: str, tokens: int) 
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.skipif(not cpu.available(), reason="no compiler")
+@pytest.mark.parametrize("tokens", [1, 5, 13, 40])
+@pytest.mark.parametrize("rows", [53, 64])
+def test_fast_products_of_bfloat16_weights_round_activations_at_most(tokens: int, rows: int) -> None:
+    raw, values = random_weight("BF16", rows, 512)
+    x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(tokens))
+    rounded = x.bfloat16().double() @ values.double().T
+    actual = packed.packed_linear(x, cpu.pack("BF16", raw, 512)).double()
+    exact = x.double() @ values.double().T
+    nearer = torch.minimum((actual - rounded).abs().max(), (actual - exact).abs().max())
+    assert float(nearer) <= 2e-6 * float(exact.abs().max())
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_bias_bfloat16_and_slices(implementation: object, tokens: int) -> None:

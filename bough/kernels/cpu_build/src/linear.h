@@ -71,5 +71,7 @@ BOUGH_INLINE void write_result(const LinearCall& call, int64_t token, int64_t ro
 void dequantise_panel(const Weight& w, int64_t group, int64_t first, int64_t last, float* out);
 void linear_int8(const LinearCall& call, int threads);
 void linear_exact(const LinearCall& call, int threads);
+// False where the processor can't.
+bool linear_bf16(const LinearCall& call, int threads);
 
 }  // namespace bough

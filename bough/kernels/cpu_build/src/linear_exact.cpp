@@ -166,6 +166,6 @@ BOUGH_EXPORT void bough_packed_linear(const Weight* weight, const void* x, void*
   const LinearCall call{weight, x, out, bias, tokens, x_stride, out_stride, x_dtype, out_dtype};
   const double work = double(tokens) * double(weight->rows) * double(weight->cols);
   const int threads = work < 30000 ? 1 : usable_threads();
-  if (exact || is_plain(weight->kind)) linear_exact(call, threads);
-  else linear_int8(call, threads);
+  if (!exact && !is_plain(weight->kind)) linear_int8(call, threads);
+  else if (exact || weight->kind != kBF16Weight || tokens <= 4 || !linear_bf16(call, threads)) linear_exact(call, threads);
 }
