@@ -20,8 +20,14 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 WRITTEN_URL = "http://127.0.0.1:30000"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = [DOCS / "quickstart.md", DOCS / "operations.md", *sorted((DOCS / "recipes" / "serving").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    DOCS / "quickstart.md",
+    DOCS / "operations.md",
+    *sorted((DOCS / "recipes" / "serving").glob("*.md")),
+]
 SAYS = {
+    "README.md": ["Paris"],
     "quickstart.md": ["Paris", "Rome", "first token after"],
     "chat.md": ["Paris", "prompt tokens were cached"],
     "rag.md": ["prompt tokens were cached"],

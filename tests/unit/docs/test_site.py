@@ -60,7 +60,7 @@ def test_links_and_pictures_of_the_repository_exist(page: str) -> None:
 def test_the_readme_names_what_works() -> None:
     text = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"`make ([\w-]+)`", text) + re.findall(r"^make ([\w-]+)", text, re.MULTILINE)
+    targets = re.findall(r"`make ([\w-]+)`", text) + re.findall(r"^\$ make ([\w-]+)", text, re.MULTILINE)
     assert {"serve", "test"} <= set(targets)
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
