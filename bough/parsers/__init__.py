@@ -8,8 +8,6 @@ from bough.parsers.events import Parsed, ToolCall, ToolSpec, assemble, tool_spec
 from bough.parsers.names import UnknownParser
 from bough.parsers.reasoning import (
     FORMATS as REASONING_FORMATS,
-)
-from bough.parsers.reasoning import (
     ReasoningFormat,
     ReasoningParser,
     prompt_opens_reasoning,
@@ -20,8 +18,6 @@ from bough.parsers.response import ResponseParser, parse_tool_calls, separate_re
 from bough.parsers.scan import Parser
 from bough.parsers.tools import (
     FORMATS as TOOL_FORMATS,
-)
-from bough.parsers.tools import (
     CallTag,
     ToolCallFormat,
     ToolFormat,

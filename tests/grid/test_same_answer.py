@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import InProcess, Setup
+from pairwise import pairwise_cover
 from tiny import make_tiny
 
 from bough.config.concerns import CacheConfig, DeviceConfig, SchedulerConfig
@@ -16,9 +18,6 @@ from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.layers.batch import Model
 from bough.models.load import build_model
-
-from in_process import InProcess, Setup
-from pairwise import pairwise_cover
 
 AXES = {
     "page_size": [16, 1, 5],

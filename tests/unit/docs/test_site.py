@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 @pytest.mark.skipif(
     importlib.util.find_spec("material") is None,
     reason="mkdocs-material is not installed (pip install mkdocs-material)",
-)  # noqa: E501
+)
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],

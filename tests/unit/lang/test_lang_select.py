@@ -8,8 +8,7 @@ from typing import Any
 
 import lang_toy_model as toy
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lang_fake_server import FakeServer
 
 import bough.lang as sgl

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bough.core.messages import Content, Reasoning, ToolCallArguments, ToolCallBegin, ToolCallEnd
 from bough.parsers import REASONING_FORMATS, TOOL_FORMATS, ResponseParser, assemble, reasoning_parser, tool_parser

@@ -7,8 +7,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bough.parsers import TOOL_FORMATS, ToolSpec, assemble, call_format, tool_parser
 

@@ -11,8 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bough.config.gguf_header import BLOCK_SIZES, read_gguf_header
 from bough.config.hf import default_model_path
