@@ -216,6 +216,25 @@ class Engine:
 
     # -- control ---------------------------------------------------------------------------------------------------
 
+    def open_session(self, capacity_of_str_len: int = 2**31 - 1, session_id: str = "", timeout: float = 3600.0) -> str:
+        """Opens a session, whose requests go on from one another (`session_params` of `generate`); returns its id.
+
+        `capacity_of_str_len`: tokens that a request may have with what came before it. `timeout`: idle seconds.
+        """
+
+        async def run() -> str:
+            return self._intake.sessions.open(session_id, capacity=capacity_of_str_len, timeout_s=timeout)
+
+        return self._call(run())
+
+    def close_session(self, session_id: str) -> None:
+        """Closes a session and ends its requests."""
+
+        async def run() -> None:
+            self._intake.sessions.close(session_id)
+
+        self._call(run())
+
     def flush_cache(self) -> Json:
         """Empties the prefix cache. Raises `Conflict` while requests run."""
         return self._call(self._intake.flush_cache())

@@ -87,6 +87,7 @@ class Service:
         self.admission = admission or make_admission(config, served.facts)
         self.telemetry = telemetry or Telemetry()
         self.draining = False
+        self.log_requests = config.log.log_requests
         self.responses: ResponseStore | None = None
         """Made by the route that fills it."""
         self._drainers: list[Callable[[bool], None]] = []
@@ -100,7 +101,7 @@ class Service:
         Raises `BoughError` before the first news if a request can't be taken; an answer that ends badly is news too.
         """
         groups = await self.intake.submit_batch(requests)
-        if self.config.log.log_requests:
+        if self.log_requests:
             for request, group in zip(requests, groups, strict=True):
                 log_request(request, group)
         streams = [(at, stream) for at, group in enumerate(groups) for stream in group]

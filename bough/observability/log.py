@@ -29,7 +29,18 @@ def set_up_logging(process: str, config: LogConfig, stream: TextIO | None = None
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("bough").setLevel(_LEVELS[config.log_level])
+    set_log_level(config.log_level)
+
+
+def set_log_level(level: str) -> None:
+    """Least severe message of bough's that this process prints: debug, info, warning or error."""
+    logging.getLogger("bough").setLevel(_LEVELS[level])
+
+
+def log_level() -> str:
+    """The level that `set_log_level` chose."""
+    chosen = logging.getLogger("bough").getEffectiveLevel()
+    return next((name for name, level in _LEVELS.items() if level >= chosen), "error")
 
 
 class TextFormatter(logging.Formatter):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,6 +13,7 @@ from bough.entrypoints.http.body import S, parse_json, read_bytes
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.service import Service
+from bough.observability.log import log_level, set_log_level
 
 
 class PauseRequest(msgspec.Struct, kw_only=True):
@@ -25,6 +28,27 @@ class ProfileRequest(msgspec.Struct, kw_only=True):
 
     output_dir: str | None = None
     num_steps: int | None = None
+
+
+class LoggingRequest(msgspec.Struct, kw_only=True):
+    """POST /configure_logging: what is not given stays as it is."""
+
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    log_requests: bool | None = None
+
+
+def configure_logging(service: Service) -> Handler:
+    """Changes what this API worker logs, and tells how it is now."""
+
+    async def handle(request: Request) -> Response:
+        asked = await _optional(request, LoggingRequest, service)
+        if asked.log_level is not None:
+            set_log_level(asked.log_level)
+        if asked.log_requests is not None:
+            service.log_requests = asked.log_requests
+        return json_reply({"success": True, "log_level": log_level(), "log_requests": service.log_requests})
+
+    return handle
 
 
 def pause(service: Service) -> Handler:

@@ -175,12 +175,17 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
         paths=("/ui", "/ui/", "/ui/{file}"), methods=("GET", "HEAD"), make=ui.page, ui=True, about="The playground."
     ),
+    RouteSpec(paths=("/docs",), methods=("GET", "HEAD"), make=ui.reference, ui=True, about="The routes, for people."),
     RouteSpec(
         paths=("/pause_generation",), methods=("POST",), make=admin.pause, body=admin.PauseRequest, admin=True,
         about="Stop computing until /continue_generation.",
     ),
     RouteSpec(
         paths=("/continue_generation",), methods=("POST",), make=admin.resume, admin=True, about="Go on after a pause."
+    ),
+    RouteSpec(
+        paths=("/configure_logging",), methods=("POST",), make=admin.configure_logging, body=admin.LoggingRequest,
+        admin=True, about="Change what is logged.",
     ),
     RouteSpec(
         paths=("/start_profile",), methods=("POST",), make=admin.start_profile, body=admin.ProfileRequest, admin=True,
@@ -219,7 +224,7 @@ def make_app(service: Service) -> App:
     """The ASGI application, keys and limits included. From now on requests are counted."""
     service.start_counting()
     specs = mounted(service)
-    app = FastAPI(title="bough", version=VERSION, redoc_url=None, debug=False)
+    app = FastAPI(title="bough", version=VERSION, docs_url=None, redoc_url=None, debug=False)
     for spec in specs:
         handler = spec.make(service)
         app.router.routes.extend(Route(path, handler, methods=list(spec.methods)) for path in spec.paths)
