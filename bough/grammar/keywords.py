@@ -132,10 +132,12 @@ def constraints(schema: Schema, at: str) -> Schema:
         elif keyword in REFUSED:
             if not any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(keyword, ())):
                 raise unsupported(keyword, at, REFUSED[keyword])
-            if keyword == "multipleOf":
-                found.setdefault("type", "integer")
         elif keyword not in DESCRIBING:
             _check_unknown(keyword, at)
+    if schema.get("multipleOf") == 1:
+        types = found.get("type", "integer")
+        listed = types if isinstance(types, list) else [types]
+        found["type"] = ["integer" if each == "number" else each for each in listed]
     return found
 
 

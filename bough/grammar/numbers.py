@@ -137,11 +137,11 @@ def _magnitude(low: Decimal, low_open: bool, high: Decimal | None, high_open: bo
     high_whole, high_part = _split(high) if high is not None else (10**_HALF, "")
     high_open = high_open or high is None
     if low_whole == high_whole:
-        return seq(text(str(low_whole)), _fraction_between(low_part, low_open, high_part, high_open))
-    branches: list[Node] = [seq(text(str(low_whole)), _fraction_from(low_part, low_open))]
+        return seq(text(str(low_whole)), _fraction_between(low_part, low_open, high_part, high_open, low_whole))
+    branches: list[Node] = [seq(text(str(low_whole)), _fraction_from(low_part, low_open, low_whole))]
     branches.append(seq(_between(low_whole + 1, min(high_whole, 10**_HALF) - 1), _ANY_FRACTION))
     if high_whole < 10**_HALF:
-        branches.append(seq(text(str(high_whole)), _fraction_to(high_part, high_open)))
+        branches.append(seq(text(str(high_whole)), _fraction_to(high_part, high_open, high_whole)))
     return alt(*(branch for branch in branches if branch != NOTHING))
 
 
@@ -155,24 +155,29 @@ def _split(value: Decimal) -> tuple[int, str]:
     return whole, digits[:_HALF]
 
 
-def _fraction_from(low: str, is_open: bool) -> Node:
+def _room(is_open: bool, whole: int) -> int:
+    """Digits after the point: few enough that a reader's rounding never reaches a bound that must not be reached."""
+    return max(1, 15 - len(str(whole))) if is_open else _HALF
+
+
+def _fraction_from(low: str, is_open: bool, whole: int) -> Node:
     """A fraction (or none) of at least .low."""
     if not low and not is_open:
         return _ANY_FRACTION
-    return seq(Text("."), _digits_from(low, is_open, _HALF))
+    return seq(Text("."), _digits_from(low, is_open, _room(is_open, whole)))
 
 
-def _fraction_to(high: str, is_open: bool) -> Node:
+def _fraction_to(high: str, is_open: bool, whole: int) -> Node:
     """A fraction (or none) of at most .high."""
     if not high:
         return NOTHING if is_open else optional(seq(Text("."), repeat(Text("0"), 1, _HALF)))
-    return optional(seq(Text("."), _digits_to(high, is_open, _HALF, first=True)))
+    return optional(seq(Text("."), _digits_to(high, is_open, _room(is_open, whole), first=True)))
 
 
-def _fraction_between(low: str, low_open: bool, high: str, high_open: bool) -> Node:
+def _fraction_between(low: str, low_open: bool, high: str, high_open: bool, whole: int) -> Node:
     """A fraction (or none) from .low to .high."""
     bare = EMPTY if not low and not low_open and (high or not high_open) else NOTHING
-    dotted = seq(Text("."), _digits_between(low, low_open, high, high_open, _HALF))
+    dotted = seq(Text("."), _digits_between(low, low_open, high, high_open, _room(low_open or high_open, whole)))
     return (
         alt(*(part for part in (bare, dotted) if part != NOTHING)) if bare != NOTHING or dotted != NOTHING else NOTHING
     )

@@ -424,29 +424,37 @@ class SchemaRules:
 
 def _fit_length(node: Node, low: int, high: int | None) -> Node | None:
     """A part of the node's language, with texts of `low` to `high` characters only. None: narrowing repetitions won't do."""
-    least, most = length_range(node)
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
+    least = length_range(node)[0]
     for index, part in enumerate(parts):
-        if not isinstance(part, Repeat) or least >= low:
-            continue
-        shortest = length_range(part.node)[0]
-        times = part.low + -(-(low - least) // shortest) if shortest else part.low
-        times = times if part.high is None else min(times, part.high)
-        parts[index] = Repeat(part.node, times, part.high)
-        least += (times - part.low) * shortest
-    for index, part in enumerate(parts):
-        if high is None or not isinstance(part, Repeat) or least > high:
-            continue
-        longest = length_range(part.node)[1]
-        rest = length_range(seq(*parts[:index], *parts[index + 1 :]))
-        if longest and (part.high is None or (most is None or most > high)):
-            spare = high - (rest[0] if rest[1] is None else rest[1])
-            times = max(part.low, spare // longest)
-            parts[index] = repeat(part.node, part.low, times if part.high is None else min(times, part.high))
-            most = length_range(seq(*parts))[1]
+        shortest = length_range(part.node)[0] if isinstance(part, Repeat) else 0
+        if isinstance(part, Repeat) and shortest and least < low:
+            times = part.low + -(-(low - least) // shortest)
+            times = times if part.high is None else min(times, part.high)
+            parts[index] = Repeat(part.node, times, part.high)
+            least += (times - part.low) * shortest
+    if high is not None:
+        _shorten_repeats(parts, high)
     fitted = seq(*parts)
     least, most = length_range(fitted)
     return fitted if least >= low and (high is None or (most is not None and most <= high)) else None
+
+
+def _shorten_repeats(parts: list[Node], high: int) -> None:
+    """Shares what `high` characters leave room for among the repetitions."""
+    if (length_range(seq(*parts))[1] or high + 1) <= high:
+        return
+    stretchy = [i for i, part in enumerate(parts) if isinstance(part, Repeat) and length_range(part.node)[1]]
+    others = length_range(seq(*(part for i, part in enumerate(parts) if i not in stretchy)))[1]
+    if others is None or not stretchy:
+        return
+    needed = sum(part.low * (length_range(part.node)[1] or 0) for part in parts if isinstance(part, Repeat))
+    share = max(0, high - others - needed) // len(stretchy)
+    for index in stretchy:
+        part = parts[index]
+        assert isinstance(part, Repeat), "only repetitions stretch"
+        most = part.low + share // (length_range(part.node)[1] or 1)
+        parts[index] = repeat(part.node, part.low, most if part.high is None else min(most, part.high))
 
 
 def _dump(value: Any) -> str:
