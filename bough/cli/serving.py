@@ -167,7 +167,7 @@ def banner(server: LocalServer, service: Service) -> str:
     place = f"{facts.get('device', 'cpu')}, {facts.get('dtype', '')}".rstrip(", ")
     rows = [
         ("API", f"{url}/v1  (OpenAI), {url}/generate  (native)"),
-        ("docs", f"{url}/docs"),
+        ("docs", f"{url}/docs" if config.server.ui else f"{url}/openapi.json"),
         ("model", f"{served.name} on {place}; context {served.context_length:,} tokens"),
         ("key", _key_state(config)),
     ]

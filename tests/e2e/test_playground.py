@@ -370,6 +370,28 @@ def test_it_talks_to_another_server_if_told(chromium: Any) -> None:
         assert not running.engine.seen
 
 
+def test_the_reference_shows_every_route_without_other_hosts(chromium: Any) -> None:
+    with scripted("Hi", api_key="s3cret") as running:
+        page = Playground(chromium, running.url)
+        page.driver.get(f"{running.url}/docs")
+        until(lambda: page.one("#key-form").is_displayed(), "the need for a key", within_s=10)
+        page.complaints()
+        page.fill("#key", "s3cret")
+        page.one("#key-form button").click()
+        routes = until(lambda: page.all(".route"), "the routes", within_s=10)
+        document = httpx.get(f"{running.url}/openapi.json", headers={"authorization": "Bearer s3cret"}).json()
+        named = {
+            (path, method) for path, methods in document["paths"].items() for method in methods if method != "head"
+        }
+        assert len(routes) == len(named)
+        page.fill("#filter", "chat completions")
+        (found,) = [route for route in routes if route.is_displayed()]
+        found.find_element("css selector", "summary").click()
+        fields = {cell.text.split()[0] for cell in found.find_elements("css selector", "th")}
+        assert {"messages", "temperature", "tools"} <= fields
+        assert page.complaints() == []
+
+
 def test_errors_are_told_in_the_page(chromium: Any) -> None:
     with scripted("Hi") as running:
         page = Playground(chromium, running.url).ready()

@@ -117,11 +117,11 @@ class MethodNotAllowed(InvalidRequest):
 def _from_http(error: HTTPException, request: Request) -> BoughError:
     path = request.url.path
     if error.status_code == 404:
-        return NotFound(what=f"there is no {path}", why="no route has this path", fix="see /docs for the routes")
+        return NotFound(what=f"there is no {path}", why="no route has this path", fix="see /openapi.json for the routes")
     if error.status_code == 405:
         return MethodNotAllowed(
             what=f"{request.method} is not allowed on {path}",
             why="this route takes other methods",
-            fix="see /docs for the routes",
+            fix="see /openapi.json for the routes",
         )
     return InvalidRequest(what=str(error.detail), why="the request can't be read as HTTP", fix="check the client")

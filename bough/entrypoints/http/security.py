@@ -140,8 +140,8 @@ class Guard:
 
 
 def is_page(path: str) -> bool:
-    """Whether the path is a static file of the playground, which a browser must get before it can send a key."""
-    return (path == UI_PREFIX or path.startswith(UI_PREFIX + "/")) and path != UI_STATE
+    """Whether the path is a static page or a file of one, which a browser must get before it can send a key."""
+    return path in (UI_PREFIX, "/docs") or (path.startswith(UI_PREFIX + "/") and path != UI_STATE)
 
 
 def _host_name(host: str) -> str:

@@ -248,7 +248,7 @@ def test_root_and_docs(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     assert "/v1/chat/completions" in document["paths"]
     assert "/pause_generation" not in document["paths"]
-    assert http.get("/docs").status_code == 200
+    assert http.get("/docs", follow_redirects=True).status_code == 200
 
 
 def test_without_a_tokenizer_ids_go_in_and_out() -> None:

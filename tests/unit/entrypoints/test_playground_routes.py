@@ -98,7 +98,7 @@ def test_files_are_not_sent_twice(server: FakeServer) -> None:
 
 def test_off_with_one_flag() -> None:
     with serving(ui=False) as running:
-        for path in ("/ui", "/ui/", "/ui/app.js", "/ui/state"):
+        for path in ("/ui", "/ui/", "/ui/app.js", "/ui/state", "/docs"):
             assert httpx.get(running.url + path).status_code == 404
         assert "/ui/state" not in httpx.get(f"{running.url}/openapi.json").json()["paths"]
 

@@ -1,4 +1,4 @@
-"""GET /ui, its files, and GET /ui/state: the tree and the batch, in numbers.
+"""GET /ui, its files, GET /docs, and GET /ui/state: the tree and the batch, in numbers.
 
 The files hold no secrets and need no key, since a browser can't send one before it has the page; everything the page then
 asks for does. All its addresses are relative, so it works behind a path prefix.
@@ -101,6 +101,15 @@ def page(service: Service) -> Handler:
         if request.headers.get("if-none-match") == file.tag:
             return Response(status_code=304, headers=headers)
         return Response(file.content, headers=headers, media_type=file.media_type)
+
+    return handle
+
+
+def reference(service: Service) -> Handler:
+    """GET /docs: the reference is one of the page's files."""
+
+    async def handle(request: Request) -> Response:
+        return RedirectResponse("ui/reference.html", headers=security_headers())
 
     return handle
 
