@@ -117,7 +117,9 @@ class MethodNotAllowed(InvalidRequest):
 def _from_http(error: HTTPException, request: Request) -> BoughError:
     path = request.url.path
     if error.status_code == 404:
-        return NotFound(what=f"there is no {path}", why="no route has this path", fix="see /openapi.json for the routes")
+        return NotFound(
+            what=f"there is no {path}", why="no route has this path", fix="see /openapi.json for the routes"
+        )
     if error.status_code == 405:
         return MethodNotAllowed(
             what=f"{request.method} is not allowed on {path}",
