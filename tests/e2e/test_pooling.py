@@ -6,11 +6,13 @@ from __future__ import annotations
 import base64
 import importlib.util
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import openai
@@ -18,10 +20,16 @@ import pytest
 
 import bough
 from bough.core.errors import InvalidRequest
+from bough.entrypoints.grpc.bough_pb2 import EmbedRequest, GenerateRequest
+from bough.entrypoints.grpc.bough_pb2_grpc import BoughStub
 
 from .conftest import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+with socket.socket() as _probe:
+    _probe.bind(("127.0.0.1", 0))
+    GRPC_PORT: int = _probe.getsockname()[1]
 
 TEXTS = [
     "The weather is lovely today.",
@@ -52,7 +60,8 @@ def expected() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[Server]:
-    made = Server({"model_path": str(minilm()), "served_model_name": "minilm", "device": "cpu", "cpu_threads": 1})
+    settings = {"model_path": str(minilm()), "served_model_name": "minilm", "device": "cpu", "cpu_threads": 1}
+    made = Server({**settings, "grpc_port": GRPC_PORT})
     yield made
     made.end()
 
@@ -67,6 +76,17 @@ def cosines(first: Any, second: Any) -> np.ndarray:
     a, b = np.array(first), np.array(second)
     result: np.ndarray = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
     return result
+
+
+def test_embeddings_over_grpc_equal_those_over_http(client: openai.OpenAI) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+        made = BoughStub(channel).Embed(EmbedRequest(text=TEXTS[0]))
+        answer = client.embeddings.create(model="minilm", input=TEXTS[0])
+        assert list(made.values) == pytest.approx(answer.data[0].embedding, abs=1e-6)
+        assert made.prompt_tokens == answer.usage.prompt_tokens
+        with pytest.raises(grpc.RpcError) as refused:
+            list(BoughStub(channel).Generate(GenerateRequest(text="a")))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("form", ["float", "base64", None])

@@ -235,6 +235,28 @@ class GenerateResponse(_message.Message):
     def __init__(self, rid: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., output_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
+    __slots__ = ("text", "input_ids", "rid", "priority", "dimensions")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    RID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    input_ids: TokenIds
+    rid: str
+    priority: int
+    dimensions: int
+    def __init__(self, text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., rid: _Optional[str] = ..., priority: _Optional[int] = ..., dimensions: _Optional[int] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("values", "prompt_tokens")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    prompt_tokens: int
+    def __init__(self, values: _Optional[_Iterable[float]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class ClassifyRequest(_message.Message):
     __slots__ = ("text", "input_ids", "rid", "priority")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -246,13 +268,15 @@ class EmbedRequest(_message.Message):
     priority: int
     def __init__(self, text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., rid: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
-class EmbedResponse(_message.Message):
-    __slots__ = ("values", "prompt_tokens")
-    VALUES_FIELD_NUMBER: _ClassVar[int]
+class ClassifyResponse(_message.Message):
+    __slots__ = ("label", "probs", "prompt_tokens")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    values: _containers.RepeatedScalarFieldContainer[float]
+    label: str
+    probs: _containers.RepeatedScalarFieldContainer[float]
     prompt_tokens: int
-    def __init__(self, values: _Optional[_Iterable[float]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, label: _Optional[str] = ..., probs: _Optional[_Iterable[float]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "add_special_tokens")

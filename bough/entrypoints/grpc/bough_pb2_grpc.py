@@ -51,8 +51,8 @@ class BoughStub(object):
                 _registered_method=True)
         self.Classify = channel.unary_unary(
                 '/bough.v1.Bough/Classify',
-                request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.EmbedRequest.SerializeToString,
-                response_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.EmbedResponse.FromString,
+                request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ClassifyResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/bough.v1.Bough/Tokenize',
@@ -219,8 +219,8 @@ def add_BoughServicer_to_server(servicer, server):
             ),
             'Classify': grpc.unary_unary_rpc_method_handler(
                     servicer.Classify,
-                    request_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.EmbedRequest.FromString,
-                    response_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.EmbedResponse.SerializeToString,
+                    request_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ClassifyRequest.FromString,
+                    response_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ClassifyResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -379,8 +379,8 @@ class Bough(object):
             request,
             target,
             '/bough.v1.Bough/Classify',
-            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.EmbedRequest.SerializeToString,
-            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.EmbedResponse.FromString,
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ClassifyRequest.SerializeToString,
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,15 +25,20 @@ _MOST_AT_ONCE = 1024
 def make_request(service: Service, message: pb.GenerateRequest, context: Any) -> Request:
     """The message as a request of this call. Raises `InvalidRequest`."""
     served, config = service.served, service.config
-    remaining = context.time_remaining()
     return request_of(
         message,
         defaults=dict(served.sampling_defaults),
         want_text=served.tokenizer is not None,
         every=config.scheduler.stream_interval,
         tenant=tenant_of(context.invocation_metadata(), config.server),
-        deadline_s=time.time() + remaining if remaining is not None else 0.0,
+        deadline_s=deadline_of(context),
     )
+
+
+def deadline_of(context: Any) -> float:
+    """Wall-clock time at which the call's deadline is, or 0."""
+    remaining = context.time_remaining()
+    return time.time() + remaining if remaining is not None else 0.0
 
 
 async def answers(service: Service, request: Request) -> AsyncGenerator[pb.GenerateResponse, None]:

@@ -6,18 +6,17 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
-
 from bough.core.errors import Forbidden, InvalidRequest
 from bough.entrypoints.about import loads, model_info, server_info
-from bough.entrypoints.endings import failure
 from bough.entrypoints.grpc import bough_pb2 as pb, bough_pb2_grpc
 from bough.entrypoints.grpc.convert import struct_of
 from bough.entrypoints.grpc.errors import refuse
-from bough.entrypoints.grpc.generate import Exchange, answers, make_request
-from bough.entrypoints.grpc.guard import is_admin
+from bough.entrypoints.grpc.generate import Exchange, answers, deadline_of, make_request
+from bough.entrypoints.grpc.guard import is_admin, tenant_of
+from bough.entrypoints.http.pooling.common import pooler_of
 from bough.entrypoints.service import Service
-from bough.intake import Request
+from bough.intake import PoolOptions
+from bough.intake.pooled_native import labelled
 from bough.tokenizer import Tokenizer
 
 
@@ -26,6 +25,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._pooler = pooler_of(service)
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -48,33 +48,30 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
     # -- pooling ----------------------------------------------------------------------------------
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
-        return await self._pooled(request, context, "embed")
-
-    async def Classify(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
-        return await self._pooled(request, context, "classify")
-
-    async def _pooled(self, message: pb.EmbedRequest, context: Any, pool: str) -> pb.EmbedResponse:
         try:
-            kind = message.WhichOneof("input")
-            if kind is None:
-                raise InvalidRequest(what="there is no input", fix="send text or input_ids", param="input")
-            request = Request(
-                prompt=message.text if kind == "text" else list(message.input_ids.ids),
-                pool=pool,
-                rid=message.rid,
-                priority=message.priority,
-            )
-            response = pb.EmbedResponse()
-            async with contextlib.aclosing(self._service.run([request])) as news:
-                async for _, stream, delta in news:
-                    error = failure(delta.end) if delta.end is not None else None
-                    if error is not None:
-                        raise error
-                    response.values.extend(np.frombuffer(delta.embedding, "<f4").tolist())
-                    response.prompt_tokens = len(stream.prompt)
-            return response
+            dimensions = request.dimensions if request.HasField("dimensions") else None
+            options = self._pool_options(request, context)
+            found = await self._pooler.embed([_input(request)], options, dimensions=dimensions)
+            return pb.EmbedResponse(values=found[0].values.tolist(), prompt_tokens=found[0].prompt_tokens)
         except Exception as error:
             await refuse(context, error)
+
+    async def Classify(self, request: pb.ClassifyRequest, context: Any) -> pb.ClassifyResponse:
+        try:
+            facts = self._pooler.needs("classify")
+            found = await self._pooler.classify([_input(request)], self._pool_options(request, context))
+            told = labelled(found[0].values.tolist(), facts)
+            return pb.ClassifyResponse(label=told["label"], probs=told["probs"], prompt_tokens=found[0].prompt_tokens)
+        except Exception as error:
+            await refuse(context, error)
+
+    def _pool_options(self, message: pb.EmbedRequest | pb.ClassifyRequest, context: Any) -> PoolOptions:
+        return PoolOptions(
+            rid=message.rid,
+            priority=message.priority,
+            namespace=tenant_of(context.invocation_metadata(), self._service.config.server),
+            deadline_s=deadline_of(context),
+        )
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -194,3 +191,15 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
             return pb.ContinueGenerationResponse()
         except Exception as error:
             await refuse(context, error)
+
+
+def _input(message: pb.EmbedRequest | pb.ClassifyRequest) -> str | list[int]:
+    match message.WhichOneof("input"):
+        case "text":
+            return message.text
+        case "input_ids":
+            return list(message.input_ids.ids)
+        case _:
+            raise InvalidRequest(
+                what="there is no input", why="a request has one", fix="send text or input_ids", param="input"
+            )

@@ -246,6 +246,14 @@ def test_tokens(stub: Any) -> None:
         stub.Detokenize(pb.DetokenizeRequest(ids=[-1]))
 
 
+def test_a_model_that_generates_does_not_embed(stub: Any) -> None:
+    for call, message in ((stub.Embed, pb.EmbedRequest), (stub.Classify, pb.ClassifyRequest)):
+        for request in (message(text="a"), message()):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(request)
+            assert refused.value.code() is Code.INVALID_ARGUMENT
+
+
 def test_telling(stub: Any) -> None:
     assert [model.id for model in stub.ListModels(pb.ListModelsRequest()).models] == ["fake"]
     model = stub.GetModelInfo(pb.GetModelInfoRequest())
