@@ -50,6 +50,13 @@ def test_a_message(client: Any) -> None:
     assert made.usage.output_tokens == len("Hello there.")
 
 
+def test_models(client: Any) -> None:
+    listed = list(client.models.list())
+    assert [(model.id, model.type, model.display_name) for model in listed] == [("fake", "model", "fake")]
+    anthropic.types.ModelInfo.model_validate(listed[0].to_dict())
+    assert client.models.retrieve("fake").max_input_tokens == CONTEXT
+
+
 def test_a_stream_has_the_events_in_order_and_adds_up(client: Any) -> None:
     with client.messages.stream(model="fake", max_tokens=50, messages=USER) as stream:
         kinds = [event.type for event in stream]

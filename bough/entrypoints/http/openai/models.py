@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +16,9 @@ from bough.entrypoints.service import Served, Service
 
 def list_models(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
-        return json_reply({"object": "list", "data": [card(service.served, service.served.name)]})
+        name = service.served.name
+        listed = {"object": "list", "data": [card(service.served, name)]}
+        return json_reply({**listed, "first_id": name, "last_id": name, "has_more": False})
 
     return handle
 
@@ -28,7 +31,7 @@ def get_model(service: Service) -> Handler:
 
 
 def card(served: Served, name: str) -> dict[str, Any]:
-    """A model as OpenAI lists it, with the length of its context."""
+    """A model as OpenAI and Anthropic list it, with the length of its context."""
     return {
         "id": name,
         "object": "model",
@@ -37,4 +40,9 @@ def card(served: Served, name: str) -> dict[str, Any]:
         "root": served.name,
         "parent": None,
         "max_model_len": served.context_length,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": served.context_length,
     }
