@@ -36,7 +36,7 @@ def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     named = set(_files(nav))
     there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-    assert named == there
+    assert named == there, "nav in mkdocs.yml and the files in docs/ must agree"
 
 
 def _files(entry: object) -> list[str]:
