@@ -9,10 +9,15 @@
 namespace bough {
 namespace {
 
-// sum += 16 rows' weights of one block times MT tokens' activations; x[32][MT].
+// Sums that don't wait for one another: an addition takes several cycles, and few tokens give few sums.
+template <int MT>
+constexpr int kChains = MT == 1 ? 4 : MT <= 4 ? 2 : 1;
+
+// acc[chain][token] += 16 rows' weights of one block times MT tokens' activations; x[32][MT].
 template <int K, int MT>
-BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const TileScales& s, const float* x) {
+BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* quants, const TileScales& s, const float* x) {
   constexpr Traits t = kTraits[K];
+  constexpr int chains = kChains<MT>;
   if constexpr (is_plain(K)) {
     const uint16_t* in = reinterpret_cast<const uint16_t*>(quants);
 #pragma GCC unroll 4
@@ -30,16 +35,16 @@ BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const TileScales& s
         odd = (F32)(both & 0xffff0000u);
       }
 #pragma GCC unroll 8
-      for (int i = 0; i < MT; i++) acc[i] += even * x[2 * pair * MT + i];
+      for (int i = 0; i < MT; i++) acc[2 * pair % chains][i] += even * x[2 * pair * MT + i];
 #pragma GCC unroll 8
-      for (int i = 0; i < MT; i++) acc[i] += odd * x[(2 * pair + 1) * MT + i];
+      for (int i = 0; i < MT; i++) acc[(2 * pair + 1) % chains][i] += odd * x[(2 * pair + 1) * MT + i];
     }
   } else {
     U8 v[8];
     unpack_tile<K>(quants, v);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-      F32 sum[MT] = {};
+      F32 sum[chains][MT] = {};
       const F32 d = t.half_blocks && half ? s.d2 : s.d;
 #pragma GCC unroll 4
       for (int j = 4 * half; j < 4 * half + 4; j++) {
@@ -48,33 +53,39 @@ BOUGH_INLINE void add_block(F32* acc, const uint8_t* quants, const TileScales& s
           F32 q = to_float((I32)(((U32)v[j] >> (8 * i)) & 255) - t.offset);
           if constexpr (t.has_min) q = d * q + s.m;
 #pragma GCC unroll 8
-          for (int m = 0; m < MT; m++) sum[m] += q * x[(4 * j + i) * MT + m];
+          for (int m = 0; m < MT; m++) sum[i % chains][m] += q * x[(4 * j + i) * MT + m];
         }
       }
+#pragma GCC unroll 4
+      for (int c = 0; c < chains; c++)
 #pragma GCC unroll 8
-      for (int m = 0; m < MT; m++) acc[m] += t.has_min ? sum[m] : sum[m] * d;
+        for (int m = 0; m < MT; m++) acc[c][m] += t.has_min ? sum[c][m] : sum[c][m] * d;
     }
   }
 }
 
 template <int K, int MT>
 void group_direct(const LinearCall& call, const float* x, int64_t first, int64_t group) {
+  constexpr Traits t = kTraits[K];
   const Weight& w = *call.weight;
   const uint8_t* quants = w.quants + group * group_quants(w);
-  F32 acc[MT] = {};
+  F32 acc[kChains<MT>][MT] = {};
   if constexpr (is_plain(K)) {
-    for (int64_t b = 0; b < num_blocks(w); b++, quants += kTraits[K].tile_bytes) {
-      __builtin_prefetch(quants + 4096);
+    for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
+      expect_weights<t.tile_bytes>(quants);
       add_block<K, MT>(acc, quants, TileScales{}, x + b * kBlock * MT);
     }
   } else {
     ScaleReader<K> scales(w.scales + group * group_scales(w), 0);
-    for (int64_t b = 0; b < num_blocks(w); b++, quants += kTraits[K].tile_bytes) {
-      __builtin_prefetch(quants + 2048);
+    for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
+      expect_weights<t.tile_bytes>(quants);
       add_block<K, MT>(acc, quants, scales.next(b), x + b * kBlock * MT);
     }
   }
-  for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, group * kGroup, acc[i]);
+  for (int i = 0; i < MT && first + i < call.tokens; i++) {
+    for (int c = 1; c < kChains<MT>; c++) acc[0][i] += acc[c][i];
+    write_result(call, first + i, group * kGroup, acc[0][i]);
+  }
 }
 
 // MT tokens' activations, column after column: out[cols][MT]; missing tokens are zero.

@@ -80,8 +80,6 @@ BOUGH_INLINE void add_block(F32* acc, const U8* w, const TileScales& s, const Ac
   }
 }
 
-constexpr int kAhead = 4096;  // bytes of weights asked for before they are needed
-
 // One group of rows, few tokens: weights go from memory through registers, once.
 template <int K, int MT>
 void group_direct(const LinearCall& call, const ActBlock<MT>* act, int64_t first, int64_t group) {
@@ -93,7 +91,7 @@ void group_direct(const LinearCall& call, const ActBlock<MT>* act, int64_t first
   for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
     U8 v[8];
     unpack_tile<K>(quants, v);
-    for (int line = 0; line < t.tile_bytes; line += 64) __builtin_prefetch(quants + kAhead + line);
+    expect_weights<t.tile_bytes>(quants);
     add_block<MT, t.has_min, t.half_blocks>(acc, v, scales.next(b), act[b]);
   }
   for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, group * kGroup, acc[i]);
