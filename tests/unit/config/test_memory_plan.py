@@ -6,8 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from bough.config.memory_plan import GIB, MIB, PlanFacts, _candidates, plan_memory, runtime_bytes
 from bough.core.errors import ConfigError
