@@ -7,13 +7,13 @@ such tokens are left to the model where one allowed token would say the same and
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from bough.core.step import I32
 from bough.grammar.backend import Backend, NativeMatcher
+from bough.grammar.bits import clear_bit, count_bits, first_bit, has_bit, set_bit
 from bough.grammar.vocabulary import Vocabulary
 
 _FEW = 2048
@@ -146,9 +146,8 @@ class TokenMatcher:
 
     def _certain_text(self) -> str:
         """What must follow, where that is a matter of spelling: not where a single token is left, nor where many are."""
-        if self._ended or self.native.is_complete() or not 1 < count_bits(self._allowed()) <= _FEW:
-            return ""
-        return self.native.certain_text()
+        text = "" if self._ended or self.native.is_complete() else self.native.certain_text()
+        return text if text and 1 < count_bits(self._allowed()) <= _FEW else ""
 
     def _cut(self, before: Sequence[int], following: bytes) -> tuple[int, ...]:
         """Tokens of `following` as the tokenizer cuts them after `before`; empty where it would join the two."""
@@ -173,12 +172,11 @@ class TokenMatcher:
         return len(self._vocabulary.bytes_of(token)) > len(self._vocabulary.bytes_of(other))
 
     def _close_detours(self, mask: I32) -> None:
-        """Of few allowed tokens, takes out those that are only the beginning of another allowed one: where the rest of it
-        would be certain, the tokenizer never stops there."""
-        vocabulary, native = self._vocabulary, self.native
-        names = sorted((vocabulary.bytes_of(token), token) for token in bits(mask))
-        for (name, token), (following, _) in itertools.pairwise(names):
-            if not name or name == following or not following.startswith(name) or not native.accept(token):
+        """Of few allowed tokens, takes out those that are only the beginning of a word that is another allowed one: where
+        the rest of it would be certain, the tokenizer never stops there."""
+        native = self.native
+        for token, name in self._vocabulary.stems(mask):
+            if not native.accept(token):
                 continue
             text = "" if native.is_complete() else native.certain_text()
             native.rollback(1)
@@ -213,33 +211,3 @@ def prepare(matchers: Sequence[TokenMatcher], backend: Backend) -> None:
     backend.fill_all([each.native for each in wanted], masks)
     for each, mask in zip(wanted, masks, strict=True):
         each.give_mask(mask)
-
-
-def set_bit(mask: I32, token: int) -> None:
-    mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
-
-
-def clear_bit(mask: I32, token: int) -> None:
-    mask.view(np.uint32)[token >> 5] &= ~np.uint32(1 << (token & 31))
-
-
-def has_bit(mask: I32, token: int) -> bool:
-    return bool(int(mask.view(np.uint32)[token >> 5]) >> (token & 31) & 1)
-
-
-def count_bits(mask: I32) -> int:
-    return int(np.bitwise_count(mask.view(np.uint32)).sum())
-
-
-def bits(mask: I32) -> list[int]:
-    """The tokens of a mask with few of them."""
-    words = np.flatnonzero(mask)
-    spread = np.unpackbits(mask[words].view(np.uint8).reshape(len(words), 4), axis=1, bitorder="little")
-    rows, columns = np.nonzero(spread)
-    return (words[rows] * 32 + columns).tolist()  # type: ignore[no-any-return]
-
-
-def first_bit(mask: I32) -> int:
-    word = int(np.flatnonzero(mask)[0])
-    bits = int(mask.view(np.uint32)[word])
-    return 32 * word + (bits & -bits).bit_length() - 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
 
 from bough.core.step import I32
+from bough.grammar.bits import bits
 
 if TYPE_CHECKING:
     from bough.tokenizer import Tokenizer
@@ -56,6 +58,7 @@ class Vocabulary:
         )
         self._tokenizer = tokenizer
         self._cut: dict[str, tuple[int, ...]] = {}
+        self._stems: dict[bytes, tuple[tuple[int, bytes], ...]] = {}
 
     @property
     def size(self) -> int:
@@ -90,6 +93,25 @@ class Vocabulary:
         high = bisect_left(names, _after(start)) if start.strip(b"\xff") else len(names)
         some = ids[low:high]
         return bool(((mask[some >> 5] >> (some & 31).astype(np.int32)) & 1).any())
+
+    def stems(self, mask: I32) -> tuple[tuple[int, bytes], ...]:
+        """Of a mask's few tokens, those that another of them continues in the middle of a word; with their bytes."""
+        key = mask.tobytes()
+        found = self._stems.get(key)
+        if found is None:
+            names = sorted((self.bytes_of(token), token) for token in bits(mask))
+            found = tuple((token, name) for (name, token), (longer, _) in pairwise(names) if _in_word(name, longer))
+            if len(self._stems) >= 512:
+                self._stems.clear()
+            self._stems[key] = found
+        return found
+
+
+def _in_word(name: bytes, longer: bytes) -> bool:
+    """Does `longer` go on after `name` in the middle of a word?"""
+    if not name or len(longer) <= len(name) or not longer.startswith(name):
+        return False
+    return all(byte >= 128 or chr(byte).isalnum() for byte in (name[-1], longer[len(name)]))
 
 
 def _after(start: bytes) -> bytes:

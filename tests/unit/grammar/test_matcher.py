@@ -13,7 +13,8 @@ import regex
 
 from bough.core.sampling import GrammarKind
 from bough.grammar import Vocabulary
-from bough.grammar.matcher import TokenMatcher, bits, prepare
+from bough.grammar.bits import bits
+from bough.grammar.matcher import TokenMatcher, prepare
 from bough.tokenizer import Tokenizer
 from tests.unit.grammar.conftest import backend_of, compiled
 
