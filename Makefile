@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.ready
 
-.PHONY: setup serve test test-long check fix bench docs clean
+.PHONY: setup serve test test-long test-clients check fix bench docs clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,14 @@ test: setup
 
 test-long: setup
 	$(PY) -m pytest tests -m "long and not gpu"
+
+# Frameworks that clients use, in an environment of their own: they pin what bough pins otherwise.
+test-clients: setup
+	test -x .venv-clients/bin/python || python3 -m venv .venv-clients
+	.venv-clients/bin/pip install -q litellm mcp instructor langchain-openai "pydantic-ai-slim[openai]" pytest pytest-timeout
+	test -d .venv-clients/node/node_modules/openai || npm install --silent --prefix .venv-clients/node openai
+	LITELLM_LOCAL_MODEL_COST_MAP=True BOUGH_PYTHON=$(PY) BOUGH_NODE_MODULES=.venv-clients/node/node_modules \
+		.venv-clients/bin/python -m pytest tests/clients -c /dev/null --rootdir tests/clients -q
 
 check: setup
 	.venv/bin/ruff check .
