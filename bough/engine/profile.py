@@ -80,8 +80,8 @@ class Profiler:
         assert active is not None, "only called while recording"
         active.stop()
         path = self._target / f"trace-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
         active.export_chrome_trace(str(path))
+        path.chmod(0o600)
         by_time = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
         averages = sorted(
             active.key_averages(),

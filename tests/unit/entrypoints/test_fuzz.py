@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import typing
@@ -21,6 +22,9 @@ LEAKS = re.compile(
     r"0x[0-9a-f]{6,}|/home/|/root/|/usr/|/tmp/|/work/|site-packages|Traceback|\.py\b|line \d+, in |object at |msgspec|numpy"
 )
 """Paths, addresses and traces."""
+
+EXAMPLES = int(os.environ.get("BOUGH_FUZZ_EXAMPLES", "12"))
+"""Bodies a route. Set it to some hundreds after a change of how bodies are read."""
 
 ROUTE_CASES = [
     pytest.param(spec, path, method, id=f"{method} {path}")
@@ -123,7 +127,7 @@ def send(client: httpx.Client, spec: RouteSpec, path: str, method: str, body: An
 
 @pytest.mark.parametrize(("spec", "path", "method"), ROUTE_CASES)
 def test_no_body_is_too_strange(client: httpx.Client, spec: RouteSpec, path: str, method: str) -> None:
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(body=body_of(spec.body), query=st.sampled_from(["", "?include=x", "?format=%00", "?timeout=-1", "?a=%ff&b"]))
     def run(body: Any, query: str) -> None:
         response = send(client, spec, path, method, body, query)
