@@ -15,6 +15,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("bough.cli.chat", "talk to a running server"),
     "run": ("bough.cli.run", "serve a model and talk to it"),
     "doctor": ("bough.cli.doctor", "check this machine, and whether a model fits"),
+    "top": ("bough.cli.top", "watch a running server"),
+    "replay": ("bough.cli.replay", "send recorded requests again"),
+    "profile": ("bough.cli.profile", "record what a running server's steps spend their time on"),
     "bench": ("bough.cli.bench", "measure a server or an engine"),
     "version": ("bough.cli.version", "print the version"),
 }

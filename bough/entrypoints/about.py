@@ -24,6 +24,7 @@ async def loads(service: Service) -> Json:
     running = info["running"] + info["prefilling"]
     waiting = info["queued"] + info["compiling"]
     most = int(service.served.facts["max_running_requests"])
+    counters, told = info["counters"], service.telemetry.readings(service.beat(), up=True)
     load: Json = {
         "dp_rank": 0,
         "num_running_reqs": running,
@@ -37,17 +38,32 @@ async def loads(service: Service) -> Json:
         "utilization": running / most,
         "max_running_requests": most,
         "paused": info["paused"],
+        "num_cached_tokens": pages["evictable"] * pages["page_size"],
+        "gen_throughput": round(told.get("gen_throughput", 0.0), 2),
+        "prompt_throughput": round(told.get("prompt_throughput", 0.0), 2),
+        "decode_step_seconds": info["decode_step_ms"] / 1e3,
+        "totals": {
+            "requests": counters["accepted"],
+            "prompt_tokens": counters["prompt_tokens"] + counters["cached_tokens"],
+            "cached_tokens": counters["cached_tokens"],
+            "generation_tokens": counters["output_tokens"],
+            "aborted": counters["aborted"],
+            "failed": counters["failed"],
+            "retractions": counters["retractions"],
+            "oom": counters["oom_steps"],
+        },
         "memory": {"pages": pages},
         "queues": {
             **{name: info[name] for name in ("queued", "compiling", "prefilling", "running", "leaving")},
             "admitted": admission.requests,
             "admitted_waiting_tokens": admission.waiting_tokens,
-            "refused": admission.refused,
+            "refused": int(told.get("refused_requests_total", 0)),
         },
     }
     return {
         "timestamp": time.time(),
         "version": import_module("bough").__version__,
+        "model": service.served.name,
         "dp_rank_count": 1,
         "loads": [load],
         "aggregate": {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bough.config.concerns import Config
 from bough.core.errors import InvalidRequest
-from bough.core.messages import Delta
+from bough.core.messages import Delta, End
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.admission import Admission
 from bough.entrypoints.fim import FimFormat
@@ -109,9 +109,13 @@ class Service:
             if len(streams) == 1:
                 only = streams[0][1]
                 async for delta in only:
+                    if delta.end is not None and self.config.log.log_requests:
+                        log_end(only, delta.end)
                     yield 0, only, delta
             else:
                 async for news in _side_by_side(streams):
+                    if news[2].end is not None and self.config.log.log_requests:
+                        log_end(news[1], news[2].end)
                     yield news
         finally:
             for _, stream in streams:
@@ -177,6 +181,24 @@ def log_request(request: Request, streams: Sequence[Stream]) -> None:
             "constrained": sampling.grammar.kind if sampling.grammar is not None else "no",
             "tools": request.tool_parser or "no",
             **changed,
+        },
+    )
+
+
+def log_end(stream: Stream, end: End) -> None:
+    """One line about how a request ended and where its time went."""
+    _log.info(
+        "request ended",
+        extra={
+            "rid": stream.rid,
+            "index": stream.index,
+            "finish_reason": end.reason,
+            "completion_tokens": end.completion_tokens,
+            "cached_tokens": end.cached_tokens,
+            "retractions": end.retractions,
+            "queue_s": round(end.queued_s, 4),
+            "prefill_s": round(end.prefill_s, 4),
+            "decode_s": round(end.decode_s, 4),
         },
     )
 

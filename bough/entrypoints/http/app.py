@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from bough.entrypoints.http import admin, batches, info, metrics, native, sessio
 from bough.entrypoints.http.anthropic import routes as anthropic
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
 from bough.entrypoints.http.body import IGNORED_HEADER
+from bough.entrypoints.http.dump import Dump, DumpFiles
 from bough.entrypoints.http.errors import on_error
 from bough.entrypoints.http.ollama import routes as ollama
 from bough.entrypoints.http.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
@@ -240,8 +243,12 @@ def make_app(service: Service) -> App:
             expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
         )  # fmt: skip
     admin_paths = frozenset(path for spec in ROUTES if spec.admin for path in spec.paths)
-    traced = Tracing(app, service.telemetry.exporter)
-    return Guard(traced, service.config.server, admin_paths, service.telemetry.responded)
+    inner: App = Tracing(app, service.telemetry.exporter)
+    if service.config.log.dump_dir:
+        files = DumpFiles(Path(service.config.log.dump_dir).expanduser(), "api")
+        inner = Dump(inner, files)
+        service.at_close(lambda: asyncio.to_thread(files.close))
+    return Guard(inner, service.config.server, admin_paths, service.telemetry.responded)
 
 
 def openapi(specs: list[RouteSpec]) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.core.errors import InvalidRequest
+from bough.core.errors import Forbidden, InvalidRequest
+from bough.core.messages import Look
 from bough.entrypoints import about
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import json_reply
+from bough.entrypoints.http.security import is_admin
 from bough.entrypoints.service import Service
 
-_SECTIONS = frozenset({"all", "core", "memory", "queues"})
+_SECTIONS = frozenset({"all", "core", "memory", "queues", "requests"})
+_MOST_ROWS = 256
 
 
 def live(service: Service) -> Handler:
@@ -53,7 +56,8 @@ def model_info(service: Service) -> Handler:
 
 
 def loads(service: Service) -> Handler:
-    """GET /v1/loads: how busy the engine is. `include` chooses sections, `format=prometheus` another form."""
+    """GET /v1/loads: how busy the engine is. `include` chooses sections (`requests` is not among `all`), and
+    `format=prometheus` another form."""
 
     async def handle(request: Request) -> Response:
         wanted = set(filter(None, request.query_params.get("include", "all").split(",")))
@@ -71,6 +75,8 @@ def loads(service: Service) -> Handler:
             for section in ("memory", "queues"):
                 if not wanted & {section, "all"}:
                     del load[section]
+        if "requests" in wanted:
+            told["requests"] = await _requests(service, request)
         if form == "json":
             return json_reply(told)
         lines = [
@@ -82,6 +88,18 @@ def loads(service: Service) -> Handler:
         return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return handle
+
+
+async def _requests(service: Service, request: Request) -> object:
+    """Requests in the engine, one by one. Only for whoever may act on them: it tells their names."""
+    if not is_admin(request.scope, service.config.server):
+        raise Forbidden(
+            what="the list of requests needs the admin key",
+            why="it names other people's requests",
+            fix="leave it out of include",
+        )
+    seen = await service.intake.call(lambda call: Look(call, max_spans=0, max_rows=_MOST_ROWS))
+    return seen["rows"]
 
 
 def _verdict(good: bool, why: str) -> Response:

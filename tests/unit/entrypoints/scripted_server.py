@@ -48,7 +48,9 @@ EOS = 256
 CONTEXT = 4096
 INFO: dict[str, Any] = {
     "fake": True, "running": 1, "prefilling": 1, "leaving": 0, "queued": 2, "queued_tokens": 30, "compiling": 0,
-    "paused": False, "token_usage": 0.5, "cache_hit_rate": 0.25,
+    "paused": False, "token_usage": 0.5, "cache_hit_rate": 0.25, "decode_step_ms": 2.0, "rows": [],
+    "counters": {"accepted": 9, "finished": 5, "aborted": 1, "failed": 0, "retractions": 0, "steps": 70, "failed_steps": 0,
+                 "oom_steps": 0, "prompt_tokens": 80, "cached_tokens": 20, "output_tokens": 60},
     "pages": {"total": 100, "free": 40, "cached": 20, "evictable": 10, "held": 50, "page_size": 16, "repairs": 0},
 }  # fmt: skip
 """What the engine says about itself."""

@@ -1,0 +1,63 @@
+"""A running server, as commands see it: its address, the key, and errors in three lines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from bough.core.errors import BoughError, Forbidden, InvalidRequest, Unauthorized, Unavailable
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command that talks to a server."""
+    parser.add_argument("--url", default=os.environ.get("BOUGH_URL", DEFAULT_URL), help="the server (%(default)s)")
+    parser.add_argument(
+        "--api-key", default="", help="its key; default: the variable BOUGH_ADMIN_API_KEY or BOUGH_API_KEY"
+    )
+
+
+class Remote:
+    """Talks JSON over HTTP."""
+
+    def __init__(self, url: str, key: str = "", *, timeout_s: float = 30.0) -> None:
+        import httpx
+
+        self.key = key or os.environ.get("BOUGH_ADMIN_API_KEY", "") or os.environ.get("BOUGH_API_KEY", "")
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        self.url = url.rstrip("/")
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
+
+    def get(self, path: str, **query: str) -> dict[str, Any]:
+        return self._ask("GET", path, params=query)
+
+    def post(self, path: str, **fields: Any) -> dict[str, Any]:
+        return self._ask("POST", path, json=fields)
+
+    def _ask(self, method: str, path: str, **how: Any) -> dict[str, Any]:
+        """The answer's JSON. Raises what went wrong as a `BoughError`."""
+        import httpx
+
+        try:
+            answer = self._client.request(method, path, **how)
+        except httpx.HTTPError as error:
+            raise Unavailable(
+                what=f"no server answers at {self.url}",
+                why=str(error) or type(error).__name__,
+                fix="start one with `bough serve`, or name it with --url",
+            ) from error
+        try:
+            told: dict[str, Any] = answer.json()
+        except ValueError as error:
+            raise InvalidRequest(
+                what=f"{path} did not answer in JSON", why="this is no bough server, or an old one", fix="check --url"
+            ) from error
+        if answer.status_code < 400:
+            return told
+        message = told.get("error", {}).get("message", "") if isinstance(told.get("error"), dict) else ""
+        what, _, rest = message.partition("; ")
+        kind = {401: Unauthorized, 403: Forbidden, 503: Unavailable}.get(answer.status_code, BoughError)
+        fix = "send a key with --api-key" if answer.status_code in (401, 403) else ""
+        raise kind(what=what or f"{path} answered {answer.status_code}", why=rest, fix=fix)

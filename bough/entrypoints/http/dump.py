@@ -1,0 +1,137 @@
+"""`--dump-dir`: every request's body in a file, text included, so that the same traffic can be sent again.
+
+Off unless the operator asks for it. One JSON object a line: time, path, status, duration, body. Headers are left out,
+since keys are among them. Files belong to their owner alone, and a thread writes them, so that a slow disk slows nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bough.core.errors import ConfigError
+from bough.entrypoints.http.security import App, Receive, Scope, Send
+
+FILE_BYTES = 64 * 1024 * 1024
+"""A file that has grown this large is followed by another."""
+_MOST_WAITING = 10_000
+"""Requests that wait for the disk; beyond that, lines are dropped and counted."""
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+class Recorded(msgspec.Struct, kw_only=True):
+    """One line."""
+
+    time: float
+    path: str
+    status: int
+    seconds: float
+    body: Any
+    request_id: str = ""
+
+
+class DumpFiles:
+    """The files of one process."""
+
+    def __init__(self, directory: Path, name: str, *, file_bytes: int = FILE_BYTES) -> None:
+        """Raises `ConfigError` where nothing can be written."""
+        self.dropped = 0
+        self._directory = directory
+        self._name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}-{os.getpid()}"
+        self._file_bytes = file_bytes
+        self._number = 0
+        self._waiting: queue.Queue[Recorded | None] = queue.Queue(_MOST_WAITING)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file, self._size = self._open(), 0
+        except OSError as error:
+            raise ConfigError(
+                what=f"can't write to {directory}",
+                why=error.strerror or "it can't be written",
+                fix="give --dump-dir a directory that can be",
+                param="dump_dir",
+            ) from error
+        self._thread = threading.Thread(target=self._write, name="dump", daemon=True)
+        self._thread.start()
+
+    def add(self, line: Recorded) -> None:
+        """Never waits."""
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._waiting.put(None)
+        self._thread.join(10)
+
+    def _open(self) -> int:
+        self._number += 1
+        path = self._directory / f"requests-{self._name}-{self._number:04d}.jsonl"
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
+
+    def _write(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            data = _encode(line) + b"\n"
+            if self._size and self._size + len(data) > self._file_bytes:
+                os.close(self._file)
+                self._file, self._size = self._open(), 0
+            os.write(self._file, data)
+            self._size += len(data)
+        os.close(self._file)
+
+
+class Dump:
+    """ASGI middleware, within the guard: what it sees was allowed. Bodies that are no JSON are not kept."""
+
+    def __init__(self, app: App, files: DumpFiles) -> None:
+        self._app = app
+        self._files = files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+            await self._app(scope, receive, send)
+            return
+        began, began_s = time.time(), time.monotonic()
+        body = bytearray()
+        status = 0
+
+        async def receive_and_keep() -> MutableMapping[str, Any]:
+            message = await receive()
+            if message["type"] == "http.request":
+                body.extend(message.get("body", b""))
+            return message
+
+        async def send_and_note(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive_and_keep, send_and_note)
+        finally:
+            try:
+                parsed = _decode(bytes(body))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                parsed = None
+            if isinstance(parsed, dict):
+                self._files.add(
+                    Recorded(
+                        time=began,
+                        path=scope["path"],
+                        status=status,
+                        seconds=time.monotonic() - began_s,
+                        body=parsed,
+                        request_id=scope.get("bough.request_id", ""),
+                    )
+                )

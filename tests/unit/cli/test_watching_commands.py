@@ -1,0 +1,137 @@
+"""top, replay and profile: what they print, for answers like a server's."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bough.cli import replay
+from bough.cli.main import main
+from bough.cli.top import picture
+from bough.core.errors import ConfigError
+from bough.entrypoints.http.dump import DumpFiles, Recorded
+
+LOADS: dict[str, Any] = {
+    "version": "1.2.3",
+    "model": "tiny",
+    "loads": [
+        {
+            "paused": False, "num_running_reqs": 3, "max_running_requests": 8, "utilization": 0.375, "num_waiting_reqs": 2,
+            "num_waiting_tokens": 1234, "token_usage": 0.5, "num_used_tokens": 5000, "max_total_num_tokens": 10_000,
+            "cache_hit_rate": 0.25, "num_cached_tokens": 777, "gen_throughput": 321.0, "prompt_throughput": 99.0,
+            "decode_step_seconds": 0.0125, "queues": {"prefilling": 1, "refused": 4},
+            "totals": {"requests": 10, "generation_tokens": 4321, "retractions": 5, "oom": 6},
+        }
+    ],
+}  # fmt: skip
+ROW = {
+    "rid": "abc", "phase": "running", "prompt_tokens": 100, "cached_tokens": 64, "shared_tokens": 32, "output_tokens": 20,
+    "output_limit": 50, "seconds": 2.0,
+}  # fmt: skip
+
+
+def drawn(told: dict[str, Any], rows: int = 20) -> str:
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(picture(told, url="http://x", most_rows=rows))
+    return console.export_text()
+
+
+def test_top_draws_the_numbers() -> None:
+    text = drawn(LOADS | {"requests": [ROW] * 25})
+    for piece in ("tiny", "3 of 8", "1 in prefill", "50.0 %", "5,000 of 10,000 tokens", "25.0 %", "321 tok/s", "12.5 ms",
+                  "4,321 tokens, 5 retracted, 6 out of memory", "abc", "10.0", "and 5 more"):  # fmt: skip
+        assert piece in text, piece
+    assert "█" * 12 + "░" * 12 in text, "half of the memory"
+
+
+def test_top_without_the_list_of_requests() -> None:
+    assert "phase" not in drawn(LOADS)
+    assert "phase" in drawn(LOADS | {"requests": []})
+
+
+@pytest.mark.parametrize("command", ["top", "replay", "profile"])
+def test_no_server_is_a_clear_error(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "requests-1.jsonl"
+    file.write_text(json.dumps({"time": 1, "path": "/x", "status": 200, "seconds": 1, "body": {}}) + "\n")
+    arguments = {"top": ["--once"], "replay": [str(file)], "profile": []}[command]
+    assert main([command, *arguments, "--url", "http://127.0.0.1:9"]) == 1
+    said = capsys.readouterr()
+    if command == "replay":
+        assert "no answer now" in said.out
+    else:
+        assert said.err.startswith("error: no server answers at http://127.0.0.1:9")
+
+
+def lines(directory: Path) -> list[replay.Line]:
+    return list(replay.read([str(directory)]))
+
+
+def test_a_dump_is_private_rolls_over_and_reads_back(tmp_path: Path) -> None:
+    files = DumpFiles(tmp_path / "dump", "api", file_bytes=2000)
+    for number in range(50):
+        files.add(
+            Recorded(
+                time=float(number), path="/generate", status=200, seconds=0.5, body={"text": "ü" * 20, "n": number}
+            )
+        )
+    files.close()
+    written = sorted((tmp_path / "dump").iterdir())
+    assert len(written) > 3
+    for file in written:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert file.stat().st_size <= 2000
+    read = lines(tmp_path / "dump")
+    assert [line.body["n"] for line in read] == list(range(50))
+    assert read[0].body["text"] == "ü" * 20
+
+
+def test_a_dump_needs_a_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can't write"):
+        DumpFiles(tmp_path / "file" / "below", "api")
+
+
+@pytest.mark.parametrize("text", ["{", '{"time": 1}', "[]", '{"time":1,"path":"/x","status":200,"seconds":1,"body":3}'])
+def test_files_that_are_no_dump(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").write_text(text)
+    assert main(["replay", str(tmp_path / "x.jsonl")]) == 1
+    assert "is no recorded request" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "missing.jsonl")]) == 1
+
+
+def test_replay_keeps_the_pace_and_tells_what_changed() -> None:
+    import asyncio
+    import threading
+    import time
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    seen: list[tuple[float, Any, str | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            seen.append((time.monotonic(), body, self.headers.get("authorization")))
+            self.send_response(body["answer"])
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    recorded = [replay.Line(100.0 + at, "/generate", 200, 0.1, {"answer": 200 if at else 404}) for at in range(4)]
+    outcome = asyncio.run(replay.replay(recorded, url, "k", speed=10, at_once=8))
+    server.shutdown()
+    assert dict(outcome.statuses) == {404: 1, 200: 3}
+    assert outcome.changed == ["/generate: 200 then, 404 now"]
+    assert [body["answer"] for _, body, _ in seen] == [404, 200, 200, 200]
+    assert 0.25 < seen[-1][0] - seen[0][0] < 2
+    assert {key for _, _, key in seen} == {"Bearer k"}
+    assert "4 requests" in replay.report(recorded, outcome)
