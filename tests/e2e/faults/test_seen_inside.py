@@ -1,0 +1,115 @@
+"""Watching a real server: top, profile, a dump and its replay, log lines that machines read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import ROOT, Server, body, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def bough(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bough", *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
+        env={**os.environ, "COLUMNS": "120", **environ},
+    )  # fmt: skip
+
+
+def test_a_day_in_the_life(tmp_path: Path) -> None:
+    """One server with everything on, since starting one takes its time."""
+    flags = ("--admin-api-key", "b0ss", "--dump-dir", str(tmp_path / "dump"), "--profile-dir", str(tmp_path / "profiles"),
+             "--log-format", "json", "--log-requests", "--max-running-requests", "4")  # fmt: skip
+    with Server(*flags) as server:
+        secret = "nobody should read this in a log"
+        assert server.ask(body(secret, tokens=5, rid="told")).status_code == 200
+        _top(server)
+        _profile(server, tmp_path)
+        bad = server.ask({"text": 5})
+        assert bad.status_code == 400
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        log = server.log()
+    _lines(log, secret)
+    _replay(tmp_path / "dump", secret)
+
+
+def _busy(server: Server, count: int) -> list[threading.Thread]:
+    threads = [
+        threading.Thread(target=server.ask, args=(body(f"story {at}", tokens=1500, rid=f"story-{at}"),), daemon=True)
+        for at in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    assert until(lambda: server.state()["running"] >= min(count, 4), 20)
+    return threads
+
+
+def _top(server: Server) -> None:
+    threads = _busy(server, 6)
+    shown = bough("top", "--once", "--url", server.url, "--api-key", "b0ss")
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"running\s+4 of 4", shown.stdout)
+    assert re.search(r"queued\s+2", shown.stdout)
+    assert len(re.findall(r"story-\d", shown.stdout)) == 6
+    plain = bough("top", "--once", "--url", server.url, BOUGH_ADMIN_API_KEY="", BOUGH_API_KEY="")
+    assert plain.returncode == 0, plain.stderr
+    assert "story-" not in plain.stdout, "names of requests are for the admin"
+    for thread in threads:
+        thread.join(120)
+
+
+def _profile(server: Server, directory: Path) -> None:
+    threads = _busy(server, 1)
+    recorded = bough("profile", "--url", server.url, "--steps", "20", "--name", "one", BOUGH_ADMIN_API_KEY="b0ss")
+    assert recorded.returncode == 0, recorded.stderr
+    assert "microseconds" in recorded.stdout
+    (file,) = (directory / "profiles" / "one").iterdir()
+    assert str(file) in recorded.stdout
+    trace: dict[str, Any] = json.loads(file.read_text())
+    assert len(trace["traceEvents"]) > 100
+    for thread in threads:
+        thread.join(120)
+
+
+def _lines(log: str, secret: str) -> None:
+    parsed = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert {"api0", "engine"} <= {line["process"] for line in parsed}
+    for line in parsed:
+        assert {"time", "level", "process", "logger", "message"} <= set(line)
+    (asked,) = (line for line in parsed if line["message"] == "request" and line["rid"] == "told")
+    assert asked["max_new_tokens"] == 5
+    (ended,) = (line for line in parsed if line["message"] == "request ended" and line["rid"] == "told")
+    assert ended["completion_tokens"] == 5
+    assert ended["finish_reason"] == "length"
+    assert secret not in log
+    assert any("tokens/s out" in line["message"] for line in parsed), "a line about throughput every few seconds"
+
+
+def _replay(dump: Path, secret: str) -> None:
+    (file,) = dump.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert any(line["body"].get("text") == secret for line in lines)
+    assert {line["status"] for line in lines} >= {200, 400}
+    assert "authorization" not in file.read_text()
+    with Server() as again:
+        few = dump.parent / "few.jsonl"
+        kept = [
+            line
+            for line in lines
+            if line["path"] == "/generate" and line["body"].get("rid", "").startswith(("told", ""))
+        ]
+        few.write_text("\n".join(json.dumps(line) for line in kept[:3]))
+        sent = bough("replay", str(few), "--url", again.url, "--speed", "0")
+        assert sent.returncode == 0, sent.stdout + sent.stderr
+        assert "3 requests" in sent.stdout
+        assert again.metrics()["requests_submitted_total"] == 3
