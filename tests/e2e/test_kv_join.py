@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tiny import make_tiny
 
 import bough
 import bough.lang as sgl
@@ -99,6 +101,34 @@ def test_a_program_joins_by_kv(tiny_engine: bough.Engine, server: Server) -> Non
         by_text = notes.run("What is it?", backend=tiny_engine, temperature=0)
     assert by_text.get_meta_info("join")["kind"] == "text"
     assert by_text.text().startswith(PARENT + NOTES[0])
+
+
+def test_two_ranks_join_as_one(tmp_path: Path) -> None:
+    make_tiny("llama-yarn", tmp_path)
+    parent, own = (
+        [5, 17, 99, 3, 64, 2, 120, 33, 7, 8, 9],
+        [[10, 11, 5, 77, 31], [42, 43, 44, 45, 46, 47, 48], [100, 90]],
+    )
+
+    def logprobs(ranks: int) -> list[tuple[float, int]]:
+        settings = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_total_tokens": 2048}
+        with bough.Engine(model_path=str(tmp_path), tp_size=ranks, page_size=4, **settings) as engine:
+            for rid, ids in (("p", parent), *((f"b{at}", parent + each) for at, each in enumerate(own))):
+                engine.generate(input_ids=ids, sampling_params=ONLY_PREFILL, rid=rid)
+            joined = engine.concate_and_append(["b0", "b1", "b2"], "p")
+            answer = engine.generate(
+                input_ids=[61, 62, 63],
+                sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+                session_params={"id": joined["session_id"]},
+                return_logprob=True,
+            )
+        assert isinstance(answer, dict)
+        assert answer["meta_info"]["cached_tokens"] == joined["tokens"] == 25
+        return [(score, token) for score, token, _ in answer["meta_info"]["output_token_logprobs"]]
+
+    one, two = logprobs(1), logprobs(2)
+    assert [token for _, token in one] == [token for _, token in two]
+    assert max(abs(a - b) for (a, _), (b, _) in zip(one, two, strict=True)) < 1e-4
 
 
 def test_without_a_prefix_cache_texts_are_joined(tiny_settings: dict[str, Any]) -> None:

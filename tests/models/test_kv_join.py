@@ -37,11 +37,12 @@ JOINED = joined_namespace("", "session")
 
 
 def engine_on(checkpoint: Checkpoint, setup: Setup) -> InProcess:
-    model = build_model(checkpoint, dtype=torch.float32, device=CPU, context_length=CONTEXT)
+    device = torch.device(setup.device)
+    model = build_model(checkpoint, dtype=torch.float32, device=device, context_length=CONTEXT)
     engine = InProcess(model, VOCAB, setup)
     runner = engine.loop.runner
     assert isinstance(runner, ModelRunner)
-    runner.mover = Mover(runner.forward.pool, checkpoint.facts.ropes, CONTEXT, CPU)
+    runner.mover = Mover(runner.forward.pool, checkpoint.facts.ropes, CONTEXT, device)
     return engine
 
 
@@ -141,6 +142,17 @@ def test_logits_are_those_of_transformers(case: str, attention: str, page_size: 
     assert answer.tokens == expected[len(TEXT) - 1 :].argmax(-1).tolist()
     unturned = reference_scores(reference, TEXT + answer.tokens[:-1], rotate=False)
     assert (unturned - expected).abs().max() > 2e-2, "without rotation the answer would be another"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", ROPES)
+def test_logits_on_cuda(case: str, tmp_path: Path) -> None:
+    reference = make_tiny(case, tmp_path)
+    engine = engine_on(open_checkpoint(str(tmp_path)), Setup(page_size=16, device="cuda"))
+    ids = join(engine)
+    actual = scores(go_on(engine, ids + TEXT, len(ids) + 1, new=1))
+    assert (actual - reference_scores(reference, TEXT)).abs().max() <= 1e-3
 
 
 def test_shifted_branches(tmp_path: Path) -> None:
