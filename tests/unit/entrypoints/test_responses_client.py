@@ -100,7 +100,8 @@ def test_items_become_messages(client: openai.OpenAI, server: FakeServer) -> Non
     ]
     client.responses.create(model="fake", input=items)
     assert prompt_of(server.engine.seen[-1]) == (
-        "system\nRules.\nuser\nOne\nTwo\nassistant\nThree\ntool\nfour\nassistant\n"
+        "system\nRules.\nuser\nOne\nTwo\nassistant\nThree\n"
+        '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\ntool\nfour\nassistant\n'
     )
 
 
@@ -150,7 +151,7 @@ def test_reasoning_and_calls() -> None:
         assert [item.type for item in streamed.output] == ["reasoning", "message", "function_call"]
         back: Any = [*made.output, {"type": "function_call_output", "call_id": call.call_id, "output": "two"}]  # type: ignore
         client.responses.create(model="fake", input=[{"role": "user", "content": "Hi"}, *back], tools=[ADD])
-        assert prompt_of(running.engine.seen[-1]).endswith("Let me see.\ntool\ntwo\nassistant\n")
+        assert prompt_of(running.engine.seen[-1]).endswith(f"Let me see.\n{CALL}\ntool\ntwo\nassistant\n")
 
 
 @pytest.mark.parametrize(
