@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_SHORT_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,22}[A-Za-z0-9])?"
+_NAME = r"[A-Za-z0-9_+-]{1,24}"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,6}}"
 _MONTH_DAY = r"(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])"
 _LEAP = r"\d\d(?:0[48]|[2468][048]|[13579][26])-02-29"
@@ -27,7 +29,7 @@ FORMATS: Final[dict[str, str]] = {
     "time": rf"^{_CLOCK}{_ZONE}$",
     "date-time": rf"^{_DATE}T{_CLOCK}{_ZONE}$",
     "duration": rf"^P(?:\d{{1,4}}W|{_YEARS}|{_MONTHS}|{_DAYS}|{_HOURS})$",
-    "email": rf"^[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+){{0,4}}@{_LABEL}(?:\.{_LABEL}){{1,4}}$",
+    "email": rf"^{_NAME}(?:\.{_NAME}){{0,2}}@{_SHORT_LABEL}(?:\.{_SHORT_LABEL}){{1,4}}$",
     "hostname": rf"^{_HOST}$",
     "ipv4": rf"^{_IPV4}$",
     "ipv6": rf"^(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP})?::{_GROUPS})$",
