@@ -10,6 +10,7 @@ from bough.config.model_facts import ModelFacts
 from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.embedding import Head, VocabEmbedding
+from bough.layers.fused import FusedBlocks
 from bough.layers.norm import RMSNorm
 
 
@@ -29,6 +30,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = VocabEmbedding(facts.vocab, facts.hidden, build, scale=embed_scale)
         self.layers = nn.ModuleList(blocks)
+        self.fused = FusedBlocks(self.layers)
         self.norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=norm_offset)
         self.head = Head(
             facts.vocab,
@@ -40,6 +42,9 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         x_TD, residual_TD = self.embed(batch), None
+        at_once = self.fused.forward(x_TD, batch.positions_T, batch.attention)
+        if at_once is not None:
+            return self.norm.last(*at_once, batch)
         for block in self.layers:
             x_TD, residual_TD = block(x_TD, residual_TD, batch)
         return self.norm.last(x_TD, residual_TD, batch)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
+from bough.kernels.decoder_stack import BlockParts
 from bough.layers.attention import attention_of
 from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.decoder import Decoder
+from bough.layers.fused import parts_of
 from bough.layers.linear import GateUpLinear, QKVLinear, RowLinear
 from bough.layers.norm import RMSNorm
 from bough.layers.rotary import Rope, every_rope
@@ -47,6 +49,22 @@ class Block(nn.Module):
         )
         x_TD, residual_TD = self.ffn_norm.add(x_TD, residual_TD)
         return self.after_ffn_norm(self.down(self.gate_up(x_TD))), residual_TD
+
+    def parts(self) -> BlockParts | None:
+        return parts_of(
+            attn_norm=self.attn_norm,
+            qkv=self.qkv,
+            rope=self.rope,
+            attn=self.attn,
+            out=self.out,
+            ffn_norm=self.ffn_norm,
+            gate_up=self.gate_up,
+            down=self.down,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            after_attn_norm=self.after_attn_norm,
+            after_ffn_norm=self.after_ffn_norm,
+        )
 
 
 def make(facts: ModelFacts, build: Build) -> Decoder:

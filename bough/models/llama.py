@@ -9,10 +9,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
+from bough.kernels.decoder_stack import BlockParts
 from bough.layers.attention import attention_of
 from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.decoder import Decoder
+from bough.layers.fused import parts_of
 from bough.layers.linear import GateUpLinear, QKVLinear, RowLinear
 from bough.layers.norm import RMSNorm
 from bough.layers.rotary import Rope, ropes_of
@@ -43,6 +45,18 @@ class Block(nn.Module):
         x_TD = self.out(self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope))
         x_TD, residual_TD = self.ffn_norm.add(x_TD, residual_TD)
         return self.down(self.gate_up(x_TD)), residual_TD
+
+    def parts(self) -> BlockParts | None:
+        return parts_of(
+            attn_norm=self.attn_norm,
+            qkv=self.qkv,
+            rope=self.rope,
+            attn=self.attn,
+            out=self.out,
+            ffn_norm=self.ffn_norm,
+            gate_up=self.gate_up,
+            down=self.down,
+        )
 
 
 def make(facts: ModelFacts, build: Build) -> Decoder:
