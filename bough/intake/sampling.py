@@ -246,14 +246,14 @@ def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
         source = value
     else:
         raise _wrong(name, value, "a text")
-    _at_most(name, len(source.encode()), _MAX_SOURCE_BYTES, "bytes")
+    _at_most(name, _num_bytes(name, source), _MAX_SOURCE_BYTES, "bytes")
     return GrammarSpec(kind=_GRAMMARS[name], source=source)
 
 
 def _json_source(name: str, value: Any) -> str:
     """The same schema always gives the same text; the order of keys means something and is kept."""
     if isinstance(value, str):
-        _at_most(name, len(value.encode()), _MAX_SOURCE_BYTES, "bytes")
+        _at_most(name, _num_bytes(name, value), _MAX_SOURCE_BYTES, "bytes")
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
@@ -263,6 +263,18 @@ def _json_source(name: str, value: Any) -> str:
     if not isinstance(value, dict | bool) or (name == "structural_tag" and not isinstance(value, dict)):
         raise _wrong(name, value, "a JSON object")
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _num_bytes(name: str, source: str) -> int:
+    try:
+        return len(source.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            what=f"{name} has half a surrogate pair",
+            why="it stands for no character",
+            fix="write the character",
+            param=name,
+        ) from error
 
 
 # -- errors ---------------------------------------------------------------------------------------
