@@ -78,7 +78,7 @@ def native_tag(source: str, max_whitespace: int) -> tuple[str, list[str]]:
             case "json_schema" if format.get("style", "json") == "json":
                 return {"type": "grammar", "grammar": to_ebnf(_schema_of(format, at, max_whitespace))}
             case "json_schema":
-                _schema_of(format, at, max_whitespace)
+                raise BadGrammar("only the style json is supported", at=f"{at}/style")
             case "regex" | "grammar":
                 return {"type": "grammar", "grammar": to_ebnf(_grammar_of(format, at))}
         return format
@@ -114,7 +114,7 @@ def rewrite(format: Any, at: str, leaf: Callable[[Format, str], Format], spell: 
     if not isinstance(format, dict) or format.get("type") not in (*_INSIDE, *_LEAVES):
         kind = format.get("type") if isinstance(format, dict) else format
         raise BadGrammar(f"there is no format {shorten(kind)!r}; known are {', '.join((*_LEAVES, *_INSIDE))}", at=at)
-    for key in ("begin", "end", "value", "separator", "triggers"):
+    for key in ("begin", "end", "value", "separator", "triggers", "token", "exclude_tokens", "trigger_tokens"):
         value = format.get(key)
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):

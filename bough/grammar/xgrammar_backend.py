@@ -1,4 +1,4 @@
-"""xgrammar as a backend. In a worker process its native library is loaded alone, without torch and transformers."""
+"""xgrammar as a backend: its native library alone, without the Python around it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,30 @@ _RAW = 0
 """xgrammar's number for vocabularies given as bytes."""
 
 
-def _load(*, lean: bool) -> Any:
-    """The module of native classes."""
-    if lean and "xgrammar" not in sys.modules:
-        spec = importlib.util.find_spec("xgrammar")
-        if spec is None:
-            raise ImportError("xgrammar is not installed")
-        # The package's own __init__ imports torch and transformers for what a compiler does not use.
+def _load(*, without_torch: bool) -> Any:
+    """The module of native classes. The package's own __init__ imports transformers for what a compiler does not use, so
+    it is passed by; its native library would import torch, which a worker process does not need either."""
+    if "xgrammar" in sys.modules:
+        return _loaded(sys.modules["xgrammar"])
+    spec = importlib.util.find_spec("xgrammar")
+    if spec is None:
+        raise ImportError("xgrammar is not installed")
+    if without_torch:
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-        package = types.ModuleType("xgrammar")
-        package.__path__ = list(spec.submodule_search_locations or ())
-        sys.modules["xgrammar"] = package
+    package = types.ModuleType("xgrammar")
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules["xgrammar"] = package
+    try:
         importlib.import_module("xgrammar.load_binding")
-        return importlib.import_module("xgrammar.tvm_ffi_binding._ffi_api")
-    return importlib.import_module("xgrammar.base")._core
+        return _loaded(package)
+    except (ImportError, AttributeError):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
+            del sys.modules[name]
+        return importlib.import_module("xgrammar.base")._core
+
+
+def _loaded(package: types.ModuleType) -> Any:
+    return importlib.import_module(f"{package.__name__}.tvm_ffi_binding._ffi_api")
 
 
 class XgrammarMatcher:
@@ -84,7 +94,7 @@ class XgrammarBackend:
     """A `Backend`."""
 
     def __init__(self, tokens: Tokens, max_whitespace: int, *, lean: bool = False) -> None:
-        self._core = _load(lean=lean)
+        self._core = _load(without_torch=lean)
         self._tokens = tokens
         self._max_whitespace = max_whitespace
         self._compiler = lru_cache(maxsize=4)(self._make_compiler)

@@ -80,6 +80,8 @@ def spell(token: int) -> list[int]:
 class Queue:
     def __init__(self) -> None:
         self.ready: list[Compiled | CompileFailed] = []
+        self.looks: list[int] = []
+        """How many masks were announced at once."""
 
     def submit(self, request_id: int, spec: GrammarSpec) -> None:
         self.ready.append(Compiled(request_id, Spelled(int(spec.source))))
@@ -92,7 +94,7 @@ class Queue:
         pass
 
     def look(self, matchers: Sequence[Matcher]) -> None:
-        pass
+        self.looks.append(len(matchers))
 
 
 def spelled_alone(client: Client, length: int, limit: int) -> list[int]:
@@ -131,6 +133,8 @@ def test_respelled_answers(depth: int, stream: bool, length: int, limit: int) ->
         assert client.tokens == spelled_alone(client, length, limit)
         assert client.end.completion_tokens == len(client.tokens)
     assert not sim.queues.void
+    assert isinstance(sim.queues.grammars, Queue)
+    assert limit == 1 or max(sim.queues.grammars.looks) >= 2
     assert any(token >= 20 for client in clients for token in client.tokens)
 
 
