@@ -58,6 +58,7 @@ def _ranges(config: Config) -> None:
         ("port", server.port, 0, 65_535),
         ("grpc_port", server.grpc_port, 0, 65_535),
         ("api_workers", server.api_workers, 1, 64),
+        ("json_max_whitespace", server.json_max_whitespace, 0, 1024),
         ("max_body_bytes", server.max_body_bytes, 1024, 2**31),
         ("drain_timeout_s", server.drain_timeout_s, 0.0, None),
         ("watchdog_timeout_s", server.watchdog_timeout_s, 0.1, None),

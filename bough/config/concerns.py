@@ -198,6 +198,8 @@ class ServerConfig:
     """Where unset sampling parameters come from: the model's generation_config.json or OpenAI's defaults."""
     grammar_backend: Literal["xgrammar", "llguidance", "none"] = "xgrammar"
     """Engine for constrained output."""
+    json_max_whitespace: int = 8
+    """White space in a row that constrained JSON may have between its parts; 0: none, and more is certain ahead of time."""
     isolate_cache: bool = False
     """Share cached prefixes within one API key only."""
     rerank_template: str = "auto"

@@ -84,6 +84,7 @@ ALIASES: Mapping[str, Alias] = {
     "priority_scheduling_preemption_threshold": Alias("priority_preemption_threshold"),
     "cuda_graph_max_bs": Alias("cuda_graph_max_tokens"),
     "cuda_graph_max_bs_decode": Alias("cuda_graph_max_tokens"),
+    "constrained_json_max_whitespace_cnt": Alias("json_max_whitespace"),
     "disable_radix_cache": Alias("radix_cache", inverted=True),
     "disable_overlap_schedule": Alias("overlap_schedule", inverted=True),
     "disable_cuda_graph": Alias("cuda_graph", inverted=True),

@@ -22,4 +22,5 @@ def grammars_of(config: Config, checkpoint: Checkpoint, vocab_size: int) -> Gram
         )
         return Vocabulary(tokenizer, vocab_size, checkpoint.eos_ids)
 
-    return Grammars(Settings(backend=config.server.grammar_backend), load)
+    server = config.server
+    return Grammars(Settings(backend=server.grammar_backend, max_whitespace=server.json_max_whitespace), load)
