@@ -7,14 +7,18 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import regex
 
 from bough.core.sampling import GrammarKind
+from bough.entrypoints.http.openai.schema import ChatRequest
+from bough.entrypoints.http.openai.tools import offer
 from bough.grammar import Vocabulary
 from bough.grammar.bits import bits
 from bough.grammar.matcher import TokenMatcher, prepare
+from bough.parsers import TOOL_FORMATS, ToolSpec, call_format
 from bough.tokenizer import Tokenizer
 from tests.unit.grammar.conftest import backend_of, compiled
 
@@ -258,3 +262,31 @@ def test_the_older_form_of_tags(fits: Any) -> None:
 @pytest.fixture
 def make(matcher: Make) -> Make:
     return matcher
+
+
+@pytest.mark.parametrize("name", [name for name, each in TOOL_FORMATS.items() if each.shape is not None])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
+    """A call as its family writes it is taken, forced or in free text; one whose arguments don't fit is not."""
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    body = msgspec.convert(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}],
+            "tool_choice": choice,
+        },
+        ChatRequest,
+    )
+    source = offer(body, name).structural_tag
+    form = call_format(name, [ToolSpec("f", parameters)])
+    assert form is not None
+    (call,) = form.calls
+
+    def written(arguments: str) -> str:
+        return f"{form.section_begin}{call.begin}{arguments}{call.end}{form.section_end}"
+
+    assert fits("structural_tag", source, written('{"n": 7}'))
+    assert not fits("structural_tag", source, written('{"n": "7"}'))
+    assert not fits("structural_tag", source, written("{}"))
+    assert fits("structural_tag", source, "hello") == (choice == "auto")
