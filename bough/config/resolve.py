@@ -250,7 +250,9 @@ def switch_offs(config: Config, machine: MachineFacts) -> dict[str, str]:
         off = dict.fromkeys(("overlap_schedule", "cuda_graph", "custom_kernels"), "--safe-mode")
     if machine.device == "cpu":
         off["cuda_graph"] = "a CPU has no CUDA graphs"
-        off.setdefault("overlap_schedule", "a CPU computes a step while it is launched: there is nothing to overlap with")
+        off.setdefault(
+            "overlap_schedule", "a CPU computes a step while it is launched: there is nothing to overlap with"
+        )
     return off
 
 

@@ -58,7 +58,12 @@ def test_launch_never_waits_for_the_device(family):
     model, _ = family
     engine = InProcess(model, 131, Setup(**BASE, graphs=True))
     rich = SamplingParams(
-        temperature=0.8, top_p=0.9, frequency_penalty=0.5, logit_bias={5: 1.0}, max_new_tokens=8, bad_words=((7, 8), (9,))
+        temperature=0.8,
+        top_p=0.9,
+        frequency_penalty=0.5,
+        logit_bias={5: 1.0},
+        max_new_tokens=8,
+        bad_words=((7, 8), (9,)),
     )
     engine.generate(PROMPTS, GREEDY)
     engine.generate(PROMPTS, rich)

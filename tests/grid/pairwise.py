@@ -11,7 +11,9 @@ def pairwise_cover(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Greedy: each new combination takes the value that covers most open pairs, axis by axis. Deterministic."""
     names = list(axes)
     open_pairs = {
-        ((a, x), (b, y)) for a, b in combinations(names, 2) for x, y in product(range(len(axes[a])), range(len(axes[b])))
+        ((a, x), (b, y))
+        for a, b in combinations(names, 2)
+        for x, y in product(range(len(axes[a])), range(len(axes[b])))
     }
     rows = []
     while open_pairs:
@@ -23,9 +25,7 @@ def pairwise_cover(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             chosen[name] = max(
                 range(len(axes[name])), key=lambda value, name=name: _gain(name, value, chosen, open_pairs, names)
             )
-        open_pairs -= {
-            ((a, chosen[a]), (b, chosen[b])) for a, b in combinations(names, 2)
-        }
+        open_pairs -= {((a, chosen[a]), (b, chosen[b])) for a, b in combinations(names, 2)}
         rows.append({name: axes[name][chosen[name]] for name in names})
     return rows
 

@@ -26,7 +26,9 @@ def cases() -> ModuleType:
     return _cases()
 
 
-@pytest.mark.parametrize("op", ["norm", "activation", "rotary", "linear", "attention", "shared", "sampling", "masks", "moe"])
+@pytest.mark.parametrize(
+    "op", ["norm", "activation", "rotary", "linear", "attention", "shared", "sampling", "masks", "moe"]
+)
 def test_agrees_with_its_reference(op: str, cases: ModuleType) -> None:
     seed = random.SystemRandom().randrange(2**31)
     assert cases.run(op, torch.device("cuda"), seed) > 0

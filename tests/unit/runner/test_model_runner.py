@@ -120,9 +120,7 @@ def test_chunks_mixed_with_decodes(runner, checkpoint):
     rows = Rows()
     a, b = PROMPTS[1], PROMPTS[0]
     first = runner.launch(rows.step([(1, a, True)], [SlotSetup(slot=1, sampling=GREEDY)])).wait()
-    mixed = rows.step(
-        [(1, [FROM_DEVICE], True), (0, b[:7], False)], [SlotSetup(slot=0, sampling=GREEDY)], decodes=1
-    )
+    mixed = rows.step([(1, [FROM_DEVICE], True), (0, b[:7], False)], [SlotSetup(slot=0, sampling=GREEDY)], decodes=1)
     second = runner.launch(mixed).wait()
     assert second.counts.tolist() == [1, 0]
     third = runner.launch(rows.step([(1, [FROM_DEVICE], True), (0, b[7:], True)], decodes=1)).wait()
