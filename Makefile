@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.ready
 
-.PHONY: setup serve test test-long test-clients check fix bench docs clean
+.PHONY: setup serve test test-long test-clients check fix soak bench docs clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ check: setup
 fix: setup
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+MINUTES ?= 10
+soak: setup
+	.venv/bin/bough bench soak --minutes $(MINUTES) --check
 
 bench: setup
 	$(PY) benchmarks/cpu_peers.py

@@ -42,18 +42,27 @@ def event(payload: object) -> bytes:
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Runs `work` to its end and returns its result. If the client goes away first, cancels it (which aborts the
     request it waits for) and raises `ClientGone`. The request's body must have been read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    here = asyncio.current_task()
+    assert here is not None, "a coroutine runs in a task"
+    has_left = False
+
+    def leave(watcher: asyncio.Future[None]) -> None:
+        nonlocal has_left
+        if not watcher.cancelled():
+            has_left = True
+            here.cancel()
+
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    watcher.add_done_callback(leave)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        return await work
+    except asyncio.CancelledError:
+        if has_left and not here.uncancel():
+            raise ClientGone from None
+        raise
     finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        watcher.remove_done_callback(leave)
+        watcher.cancel()
 
 
 async def send_events(

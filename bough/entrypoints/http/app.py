@@ -23,6 +23,7 @@ from bough.entrypoints.http import admin, batches, info, metrics, native, sessio
 from bough.entrypoints.http.anthropic import routes as anthropic
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
 from bough.entrypoints.http.body import IGNORED_HEADER
+from bough.entrypoints.http.direct import Direct
 from bough.entrypoints.http.dump import Dump, DumpFiles
 from bough.entrypoints.http.errors import on_error
 from bough.entrypoints.http.ollama import routes as ollama
@@ -228,8 +229,10 @@ def make_app(service: Service) -> App:
     service.start_counting()
     specs = mounted(service)
     app = FastAPI(title="bough", version=VERSION, docs_url=None, redoc_url=None, debug=False)
+    direct: dict[tuple[str, str], chat.Handler] = {}
     for spec in specs:
         handler = spec.make(service)
+        direct.update({(method, path): handler for path in spec.paths for method in spec.methods if "{" not in path})
         app.router.routes.extend(Route(path, handler, methods=list(spec.methods)) for path in spec.paths)
     document = openapi(specs)
     app.openapi = lambda: document  # type: ignore[method-assign]
@@ -243,7 +246,7 @@ def make_app(service: Service) -> App:
             expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
         )  # fmt: skip
     admin_paths = frozenset(path for spec in ROUTES if spec.admin for path in spec.paths)
-    inner: App = Tracing(app, service.telemetry.exporter)
+    inner: App = Tracing(app if origins else Direct(app, direct), service.telemetry.exporter)
     if service.config.log.dump_dir:
         files = DumpFiles(Path(service.config.log.dump_dir).expanduser(), "api")
         inner = Dump(inner, files)

@@ -45,7 +45,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], **more: Any) -> None:
         super().__init__(config, server_state, app_state, **more)
         self._timer: asyncio.TimerHandle | None = None
-        self._in_head = True
+        self._timed = ""
+        """The part of the request that the timer is for."""
+        self._part = "head"
+        """What is being received: a head, a body, or nothing."""
         self._head_bytes = 0
         self._body_bytes = 0
 
@@ -60,11 +63,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
+        if self._part != "body":
             self._head_bytes += len(data)
         super().data_received(data)
+        if self.transport.is_closing():
+            return
         most = BOUNDS["header_bytes"].most
-        if self._in_head and self._head_bytes > most and not self.transport.is_closing():
+        if self._part == "head" and self._head_bytes > most:
             self._refuse(
                 HeadTooLarge(
                     what="the request's head is too large",
@@ -72,6 +77,10 @@ class BoundedProtocol(HttpToolsProtocol):
                     fix="send fewer or shorter headers",
                 )
             )
+        elif not self._part:
+            self._disarm()
+        elif self._timer is None or self._timed != self._part:
+            self._arm()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(NotHttp(what="the request can't be read", why="it is not HTTP/1.1", fix="check the client"))
@@ -80,15 +89,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if not self._in_head:  # a further request on the same connection
-            self._in_head = True
-            self._head_bytes = 0
-            self._arm()
+        self._part = "head"
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._body_bytes = 0
-        self._arm()
+        self._part = "body"
+        self._head_bytes = self._body_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -96,13 +101,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._disarm()
+        self._part = ""
         super().on_message_complete()
 
     # -- time ------------------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         self._disarm()
+        self._timed = self._part
         self._timer = self.loop.call_later(self.timeout_s, self._look)
 
     def _disarm(self) -> None:
@@ -115,14 +121,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        if not self._in_head and self._body_bytes >= LEAST_BYTES_A_SECOND * self.timeout_s:
+        if self._part == "body" and self._body_bytes >= LEAST_BYTES_A_SECOND * self.timeout_s:
             self._body_bytes = 0
             self._arm()
             return
-        part = "head" if self._in_head else "body"
         self._refuse(
             TooSlow(
-                what=f"the request's {part} did not arrive",
+                what=f"the request's {self._part or 'head'} did not arrive",
                 why=f"clients get {self.timeout_s:g} s to send it (--client-timeout-s)",
                 fix="send it at once",
             )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import uuid
+import os
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -60,7 +61,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = uuid.uuid4().hex
+        request_id = os.urandom(16).hex()
         scope["bough.request_id"] = request_id
         id_header = (b"x-request-id", request_id.encode())
 
@@ -124,10 +125,9 @@ class Guard:
         )
 
     def _check_local(self, host: str, origin: str) -> None:
-        name = _host_name(host)
-        if host and not is_loopback(name):
+        if host and not _is_ours(host):
             raise Forbidden(
-                what=f"this server does not answer to the name {name[:100]!r}",
+                what=f"this server does not answer to the name {_host_name(host)[:100]!r}",
                 why="without a key it serves this machine only, under its loopback names",
                 fix="call http://127.0.0.1, or start the server with --api-key (or --insecure)",
             )
@@ -142,6 +142,12 @@ class Guard:
 def is_page(path: str) -> bool:
     """Whether the path is a static page or a file of one, which a browser must get before it can send a key."""
     return path in (UI_PREFIX, "/docs") or (path.startswith(UI_PREFIX + "/") and path != UI_STATE)
+
+
+@lru_cache(maxsize=256)
+def _is_ours(host: str) -> bool:
+    """Whether a Host header names this machine's loopback."""
+    return is_loopback(_host_name(host))
 
 
 def _host_name(host: str) -> str:

@@ -1,0 +1,45 @@
+"""Traffic of all kinds leaves nothing behind. `make soak` runs it for ten minutes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bough.bench.soak import Series, served, soak, verdict
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def test_a_short_soak() -> None:
+    with served("", ["--device", "cpu", "--no-custom-kernels", "--cpu-threads", "1"]) as (url, process):
+        seen = asyncio.run(soak(url, process, seconds=12, clients=8))
+    assert seen["requests"] > 20
+    assert set(seen["statuses"]) <= {"200", "400", "left"}, seen["statuses"]
+    assert seen["pages"]["held"] == 0
+    assert seen["pages"]["repairs"] == 0
+    assert set(seen["processes"]) == {"api", "engine", "detokenizer"}
+
+
+@pytest.mark.long
+def test_memory_is_flat() -> None:
+    with served("", ["--device", "cpu", "--no-custom-kernels", "--cpu-threads", "1"]) as (url, process):
+        seen = asyncio.run(soak(url, process, seconds=180, clients=16))
+    assert verdict(seen, clients=16) == []
+
+
+def test_a_leak_is_seen() -> None:
+    leaking = Series(requests=list(range(0, 1000, 10)), bytes=[10**8 + 3000 * at for at in range(0, 1000, 10)])
+    assert leaking.slope() == pytest.approx(3000)
+    settling = Series(requests=list(range(100)), bytes=[10**7 * min(at, 20) for at in range(100)])
+    assert settling.slope() == pytest.approx(0, abs=1)
+    healthy = {"bytes_per_request": 12.0, "files": [40, 44], "threads": [9, 9]}
+    whole = {"total": 10, "free": 4, "cached": 6, "held": 0, "repairs": 0}
+    good = {"statuses": {"200": 5, "left": 1}, "pages": whole, "processes": {"api": healthy}}
+    assert verdict(good, clients=4) == []
+    bad = {
+        "statuses": {"200": 5, "500": 2, "broken: ConnectionResetError": 1},
+        "pages": {**whole, "held": 1},
+        "processes": {"api": {"bytes_per_request": 3000.0, "files": [40, 400], "threads": [9, 90]}},
+    }
+    assert len(verdict(bad, clients=4)) == 6
