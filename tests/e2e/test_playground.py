@@ -22,7 +22,7 @@ from browser import Playground, behind_prefix, browser, needs_browser, until
 from default_server import default_server
 from scripted_server import Answer, FakeServer, serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), needs_browser]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]  # a browser watches a live stream: needs a quiet machine
 
 CAPITAL = "What is the capital of France? Answer with one word."
 GARDEN = "You are the careful guide of a large botanical garden, and you know each of its plants by name. " * 4
