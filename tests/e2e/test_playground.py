@@ -22,7 +22,8 @@ from browser import Playground, behind_prefix, browser, needs_browser, until
 from default_server import default_server
 from scripted_server import Answer, FakeServer, serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]  # a browser watches a live stream: needs a quiet machine
+# A browser watches a live stream, which needs a quiet machine: hence with the slow tests.
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300), needs_browser]
 
 CAPITAL = "What is the capital of France? Answer with one word."
 GARDEN = "You are the careful guide of a large botanical garden, and you know each of its plants by name. " * 4
