@@ -44,7 +44,7 @@ class Telemetry:
 
     def admission_changed(self, waiting_tokens: int, refused: int) -> None:
         self._waiting_tokens.set(waiting_tokens)
-        self._refused.set(refused)
+        self._refused.set(refused + self.meter.refused)
 
     def readings(self, beat: Beat, *, up: bool) -> dict[str, float]:
         """Every number there is, by name."""

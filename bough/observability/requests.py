@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from bough.core.errors import Overloaded
 from bough.core.messages import End
 from bough.observability.metrics import ENDINGS, Sheet
 
@@ -25,6 +26,8 @@ class RequestMeter:
     """Hears of every request of one API worker and writes its sheet."""
 
     def __init__(self, sheet: Sheet, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.refused = 0
+        """Requests that the engine refused because too much was queued (others never get that far)."""
         self._clock = clock
         self._live: dict[int, _Live] = {}
         self._num_live = sheet.cell("num_live_reqs")
@@ -81,6 +84,7 @@ class RequestMeter:
         now = self._clock()
         self._num_live.set(len(self._live))
         self._ended[end.reason].add()
+        self.refused += end.status == Overloaded.status
         if end.reason == "abort":
             (self._deadline if end.code == "deadline_exceeded" else self._aborted).add()
         if end.completion_tokens:

@@ -45,7 +45,7 @@ def test_a_day_in_the_life(tmp_path: Path) -> None:
 
 def _busy(server: Server, count: int) -> list[threading.Thread]:
     threads = [
-        threading.Thread(target=server.ask, args=(body(f"story {at}", tokens=1500, rid=f"story-{at}"),), daemon=True)
+        threading.Thread(target=server.ask, args=(body(f"story {at}", tokens=700, rid=f"story-{at}"),), daemon=True)
         for at in range(count)
     ]
     for thread in threads:
