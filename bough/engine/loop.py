@@ -213,7 +213,7 @@ class Loop:
         """What the step cost: it ran from its launch, or from the end of the step before it."""
         spent_ms = 1e3 * (now - max(entry.launched_s, self._settled_s))
         step = entry.flight.step
-        self.queues.cost.observe(spent_ms, step.num_decodes, step.num_tokens - step.num_decodes)
+        self.queues.cost.observe(spent_ms, step.num_tokens - step.num_decodes)
         self._settled_s = now
         if self.queues.prefill_cap is not None and entry.flight.chunks:
             self.queues.prefill_cap += max(1, self.queues.prefill_cap // 16)

@@ -37,15 +37,20 @@ class OutputRatio:
 
 
 class _Median:
-    """Of the last few values: one slow step (a kernel being built) does not move it."""
+    """Of the last few values, each with a weight: one slow step (a kernel being built) does not move it."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self.value = 0.0
 
-    def add(self, value: float) -> None:
-        self._recent.append(value)
-        self.value = sorted(self._recent)[len(self._recent) // 2]
+    def add(self, latest: float, weight: float = 1.0) -> None:
+        self._recent.append((latest, weight))
+        half = sum(each for _, each in self._recent) / 2
+        for value, each in sorted(self._recent):
+            half -= each
+            if half < 0:
+                self.value = value
+                return
 
     def __bool__(self) -> bool:
         return bool(self._recent)
@@ -66,20 +71,21 @@ class StepCost:
     def prefill_token_ms(self) -> float:
         return self._per_token.value
 
-    def observe(self, ms: float, num_decodes: int, prefill_tokens: int) -> None:
+    def observe(self, ms: float, prefill_tokens: int) -> None:
         if prefill_tokens == 0:
             self._decode.add(ms)
         else:
-            base = min(self._decode.value, 0.9 * ms) if num_decodes else 0.0
-            self._per_token.add((ms - base) / prefill_tokens)
+            # Reading the weights costs what a decode step costs, whoever decodes. Steps of few tokens say little about one.
+            base = min(self._decode.value, 0.9 * ms)
+            self._per_token.add((ms - base) / prefill_tokens, prefill_tokens)
 
-    def tokens_within(self, target_ms: float | None) -> int | None:
-        """Prefill tokens that keep a step with decodes within the target; None: no bound is known."""
+    def tokens_within(self, target_ms: float | None, pace: float = 1.0) -> int | None:
+        """Prefill tokens that keep a step with decodes within `pace` times the target; None: no bound is known."""
         if not self._per_token or self._per_token.value <= 0.0 or target_ms == 0.0:
             return None
         if target_ms is None:
             target_ms = max(50.0, 3.0 * self._decode.value)
-        return max(0, int((target_ms - self._decode.value) / self._per_token.value))
+        return max(0, int((pace * target_ms - self._decode.value) / self._per_token.value))
 
 
 class HitRate:

@@ -11,6 +11,7 @@ from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
 from bough.scheduler.prefill import Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
+from bough.scheduler.slots import NEVER
 
 _NO_SLOTS = np.empty(0, np.int32)
 _NO_NEEDS = np.empty(0, np.bool_)
@@ -53,7 +54,8 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         pages -= run.num_new_pages
         tokens -= len(run.tokens)
     if wants_prefill and not plan.retract:
-        budget = prefill_budget(queues, limits, tokens, len(plan.decodes) + len(plan.runs))
+        pace = _pace(queues, [*plan.decodes.tolist(), *(run.slot for run in plan.runs)])
+        budget = prefill_budget(queues, limits, tokens, len(plan.decodes) + len(plan.runs), pace)
         prefill = plan_prefill(queues, cache, limits, tokens=budget, pages=pages, decode_pages=decode_pages)
         plan.shares = prefill.shares
         if prefill.preempt:
@@ -78,8 +80,18 @@ _CROWD_RATIO = 4
 """...and decoding rows to each of them, at most."""
 
 
-def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int) -> int:
-    """Prompt tokens for a step that has `tokens` left, such that the rows that decode in it keep their time per token.
+_UNWATCHED = 5.0
+"""Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens."""
+
+
+def _pace(queues: Queues, slots: list[int]) -> float:
+    """How many times their target rows may wait for a token."""
+    return 1.0 if (queues.slots.hold[slots] < NEVER).any() else _UNWATCHED
+
+
+def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int, pace: float = 1.0) -> int:
+    """Prompt tokens for a step that has `tokens` left, such that the rows that decode in it keep their time per token,
+    `pace` times the target.
 
     While a crowd waits for its first tokens the target rests: larger chunks are more efficient, and all of the crowd gain
     what a few lose.
@@ -89,7 +101,7 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
         budget = min(budget, queues.prefill_cap)
     num_waiting = len(queues.waiting) + len(queues.prefilling)
     if num_decodes and (num_waiting < _CROWD or num_decodes > _CROWD_RATIO * num_waiting):
-        within = queues.cost.tokens_within(limits.tpot_target_ms)
+        within = queues.cost.tokens_within(limits.tpot_target_ms, pace)
         if within is not None:
             budget = min(budget, max(within, limits.min_chunk_tokens))
     return budget

@@ -257,8 +257,8 @@ def test_long_prefill_leaves_room_for_short_requests() -> None:
 def test_chunks_shrink_to_the_time_per_token() -> None:
     sim = Sim(context_length=400, num_pages=400, max_step_tokens=256, tpot_target_ms=20.0, min_chunk_tokens=8)
     for _ in range(20):
-        sim.queues.cost.observe(10.0, 4, 0)
-        sim.queues.cost.observe(10.0 + 64 * 0.5, 4, 64)
+        sim.queues.cost.observe(10.0, 0)
+        sim.queues.cost.observe(10.0 + 64 * 0.5, 64)
     runner = sim.ask(PROMPT, max_new=50)
     for _ in range(4):
         sim.turn()
@@ -268,6 +268,22 @@ def test_chunks_shrink_to_the_time_per_token() -> None:
     assert sim.runner.num_tokens - before <= 1 + 20
     sim.run()
     check_answer(sim, runner)
+
+
+def test_rows_that_nobody_watches_wait_longer() -> None:
+    """Beside an answer that is sent when it is whole, prompts take larger chunks, but not all of the step."""
+    sim = Sim(context_length=400, num_pages=400, max_step_tokens=256, tpot_target_ms=20.0, min_chunk_tokens=8)
+    for _ in range(20):
+        sim.queues.cost.observe(10.0, 0)
+        sim.queues.cost.observe(10.0 + 64 * 0.5, 64)
+    sim.ask(PROMPT, max_new=50, stream=False)
+    for _ in range(4):
+        sim.turn()
+    sim.ask([i % 7 for i in range(300)], max_new=2)
+    before = sim.runner.num_tokens
+    sim.turn()
+    assert 1 + 20 < sim.runner.num_tokens - before <= 1 + 180
+    sim.run()
 
 
 def test_pool_requests_end_with_their_embedding() -> None:

@@ -116,14 +116,24 @@ def test_step_cost_ignores_one_slow_step() -> None:
     cost = StepCost()
     assert cost.tokens_within(50.0) is None
     for _ in range(10):
-        cost.observe(10.0, 4, 0)
-        cost.observe(30.0, 4, 100)
-    cost.observe(9000.0, 4, 100)
+        cost.observe(10.0, 0)
+        cost.observe(30.0, 100)
+    cost.observe(9000.0, 100)
     assert cost.prefill_token_ms == pytest.approx(0.2)
     assert cost.tokens_within(50.0) == pytest.approx(200, abs=1)
     assert cost.tokens_within(5.0) == 0
     assert cost.tokens_within(0.0) is None
     assert cost.tokens_within(None) == pytest.approx(200, abs=1)
+
+
+def test_step_cost_is_that_of_large_steps() -> None:
+    """Small steps cost what launching costs: a dozen of them say little about what a token of a large one takes."""
+    cost = StepCost()
+    cost.observe(5.0, 0)
+    cost.observe(205.0, 8000)
+    for _ in range(12):
+        cost.observe(30.0, 128)
+    assert cost.prefill_token_ms == pytest.approx(0.025)
 
 
 def test_hit_rate() -> None:
