@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -210,7 +211,14 @@ def linear_cases(bed: Bed) -> Cases:
     for dtype in bed.dtypes[:2]:
         for shape in shapes:
             for config in configs:
+                if bed.large and not _fits(shape[0], config):
+                    continue
                 yield f"skinny {shape} {config} {dtype}", partial(_linear, bed, shape, config, dtype)
+
+
+def _fits(tokens: int, config: skinny.Config) -> bool:
+    """Whether the tiles in flight fit into a multiprocessor's shared memory."""
+    return 2 * config.num_stages * config.block_k * (config.block_n + max(16, 1 << (tokens - 1).bit_length())) < 220_000
 
 
 def _linear(bed: Bed, shape: tuple[int, int, int], config: skinny.Config, dtype: torch.dtype) -> None:
@@ -491,13 +499,15 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
 }
 
 
-def run(op: str, device: torch.device, seed: int) -> int:
-    """Runs the cases of an operation and returns how many there were; raises with the case's name at the first failure."""
+def run(op: str, device: torch.device, seed: int, part: int = 0, parts: int = 1) -> int:
+    """Runs the cases of an operation, or one of `parts` of them, and returns how many there were; raises with the case's
+    name at the first failure."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     torch.utils.deterministic.fill_uninitialized_memory = True
     count = 0
-    for name, check in OPS[op](Bed(device, device.type == "cuda", random.Random(seed))):
+    cases = OPS[op](Bed(device, device.type == "cuda", random.Random(seed)))
+    for name, check in islice(cases, part, None, parts):
         try:
             check()
         except Exception as problem:
