@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "top": ("bough.cli.top", "watch a running server"),
     "replay": ("bough.cli.replay", "send recorded requests again"),
     "profile": ("bough.cli.profile", "record what a running server's steps spend their time on"),
+    "debug": ("bough.cli.debug", "compare what two runs made of one request, layer by layer"),
     "bench": ("bough.cli.bench", "measure a server or an engine"),
     "version": ("bough.cli.version", "print the version"),
 }

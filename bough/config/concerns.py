@@ -236,6 +236,8 @@ class LogConfig:
     """Directory for crash bundles: shapes and ids of the last steps, settings, the cause; never text."""
     dump_dir: str = ""
     """Directory for every request's body, text included, for `bough replay`. Off unless it is given."""
+    tensor_dump_dir: str = ""
+    """Directory for what each layer makes of requests whose id (rid) begins with "dump-", for `bough debug compare`."""
     profile_dir: str = ""
     """Directory for profiles. Default: bough-profiles in the system's directory for temporary files."""
 

@@ -85,6 +85,7 @@ ALIASES: Mapping[str, Alias] = {
     "cuda_graph_max_bs": Alias("cuda_graph_max_tokens"),
     "cuda_graph_max_bs_decode": Alias("cuda_graph_max_tokens"),
     "constrained_json_max_whitespace_cnt": Alias("json_max_whitespace"),
+    "debug_tensor_dump_output_folder": Alias("tensor_dump_dir"),
     "disable_radix_cache": Alias("radix_cache", inverted=True),
     "disable_overlap_schedule": Alias("overlap_schedule", inverted=True),
     "disable_cuda_graph": Alias("cuda_graph", inverted=True),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from bough.engine.pooling import (
     whole_step_tokens,
     without_kv,
 )
+from bough.engine.tensors import DumpingRunner
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
@@ -259,6 +261,8 @@ def serve_steps(
         enabled=config.cache.radix_cache,
     )
     queues = Queues(limits, grammars_of(config, checkpoint, limits.vocab_size))
+    if config.log.tensor_dump_dir:
+        runner = _dumping(runner, local, queues, config)
     runner, watch = observe(
         runner, config, endpoints, queues, cache, local.machine, local.idle if broadcast is None else None
     )
@@ -281,6 +285,18 @@ def serve_steps(
     finally:
         if broadcast is not None:
             broadcast.stop()
+
+
+def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues, config: Config) -> Runner:
+    if not isinstance(local, ModelRunner):
+        raise ConfigError(
+            what="tensors can't be dumped",
+            why="the model pools",
+            fix="leave out --tensor-dump-dir",
+            param="tensor_dump_dir",
+        )
+    directory = Path(config.log.tensor_dump_dir).expanduser()
+    return DumpingRunner(runner, local, queues, directory, several_ranks=config.parallel.tp_size > 1)
 
 
 def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class FusedBlocks:
         self._blocks = blocks
         self._stack: DecoderStack | None = None
         self._tried = False
+        self.apart = False
+        """Run the blocks one by one all the same, for whoever wants to see each of them."""
 
     @property
     def is_used(self) -> bool:
@@ -90,7 +92,7 @@ class FusedBlocks:
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attention: object) -> tuple[Tensor, Tensor] | None:
         """(what the last block adds, the stream without it), or None where the blocks must run one by one."""
-        if not isinstance(attention, CpuAttention):
+        if self.apart or not isinstance(attention, CpuAttention):
             return None
         if not self._tried:
             self._tried = True
