@@ -26,9 +26,6 @@ Json = dict[str, Any]
 Answers = Json | list[Json]
 T = TypeVar("T")
 
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's generation_config.json recommends and sampling parameters know."""
-
 
 class Engine:
     """A model, ready to generate. Ends its processes on `shutdown`, at the end of `with`, or with the program."""
@@ -333,8 +330,7 @@ class Engine:
     def _model_defaults(self, checkpoint: Checkpoint) -> Json:
         if self.config.server.sampling_defaults != "model":
             return {}
-        stated = checkpoint.generation_config
-        return {name: stated[name] for name in _SAMPLING_FIELDS if stated.get(name) is not None}
+        return checkpoint.recommended_sampling
 
     async def _open_intake(self) -> Intake:
         intake = Intake.from_facts(self._running.endpoints, self._running.facts, self.tokenizer)

