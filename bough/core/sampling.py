@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
 
 GrammarKind = Literal["json_schema", "json", "regex", "ebnf", "structural_tag", "choice"]
@@ -73,10 +74,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             ("min_p", self.min_p, 0.0, 1.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            ("n", self.n, 1, 64),
-            ("beam_width", self.beam_width, 1, 64),
+            ("n", self.n, 1, None),
+            ("beam_width", self.beam_width, 1, None),
         ):
             _in_range(name, value, low, high)
+        bounds.at_most("n", self.n, "n")
+        bounds.at_most("beam_width", self.beam_width, "beam_width")
         if not 0.0 < self.top_p <= 1.0:
             raise _bad("top_p", f"{self.top_p}", "it must lie in (0, 1]")
         if self.top_k != NO_TOP_K and self.top_k < 1:
@@ -103,8 +106,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def _in_range(name: str, value: float, low: float, high: float | None) -> None:
     if value != value or value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise _bad(name, f"{value}", f"it must be {bounds}")
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise _bad(name, f"{value}", f"it must be {limits}")
 
 
 def _bad(name: str, value: str, why: str) -> InvalidRequest:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bough.config.concerns import Config
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta, End
 from bough.core.sampling import SamplingParams
@@ -149,6 +150,7 @@ class Service:
                 why="it was started with --skip-tokenizer-init",
                 fix="tokenise on your side",
             )
+        bounds.at_most("tokenize_chars", sum(map(len, texts)), "prompt")
         return await self._pool.encode_batch(texts, add_special_tokens)
 
     def start_counting(self) -> None:

@@ -6,10 +6,11 @@ import difflib
 import json
 from typing import Any
 
+from bough.core.bounds import BOUNDS
 from bough.grammar.errors import BadGrammar, shorten, unsupported
 
-MAX_DEPTH = 32
-MAX_BYTES = 64 * 1024
+MAX_DEPTH = BOUNDS["schema_depth"].most
+MAX_BYTES = BOUNDS["grammar_bytes"].most
 MAX_VALUES = 20_000
 
 TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")

@@ -12,14 +12,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from bough.core import bounds
 from bough.core.errors import Conflict, InvalidRequest, NotFound
 from bough.core.messages import Ids, Join, Recall, ToEngine, joined_namespace, unpack_ids
 from bough.tokenizer import Tokenizer
 
 PREFIX: Final = "join-"
 """What ids of joined contexts begin with."""
-MAX_BRANCHES: Final = 1024
-_MAX_NAME_CHARS: Final = 256
 _MAX_REMEMBERED: Final = 256
 _MAX_SHIFT: Final = 2**24
 
@@ -41,8 +40,9 @@ def parse_join(fields: Mapping[str, Any]) -> JoinAsk:
     sources, parent, shifts = (fields.get(name) for name in ("src_rids", "dst_rid", "position_ids_offset"))
     if not _name(parent):
         raise _wrong("dst_rid", "the name of the request that the branches go on from")
-    if not isinstance(sources, list | tuple) or not 0 < len(sources) <= MAX_BRANCHES or not all(map(_name, sources)):
-        raise _wrong("src_rids", f"a list of 1 to {MAX_BRANCHES} names of requests")
+    if not isinstance(sources, list | tuple) or not sources or not all(map(_name, sources)):
+        raise _wrong("src_rids", "a list of names of requests")
+    bounds.count("join_branches", sources, "src_rids")
     if shifts is not None:
         whole = isinstance(shifts, list | tuple) and all(type(each) is int for each in shifts)
         if not whole or len(shifts) != len(sources) or any(abs(each) > _MAX_SHIFT for each in shifts):
@@ -51,7 +51,7 @@ def parse_join(fields: Mapping[str, Any]) -> JoinAsk:
 
 
 def _name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME_CHARS
+    return isinstance(value, str) and 0 < len(value) <= bounds.BOUNDS["rid_chars"].most
 
 
 def _wrong(name: str, wanted: str) -> InvalidRequest:

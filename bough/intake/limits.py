@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest, PromptTooLong
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
@@ -15,7 +16,6 @@ from bough.intake.request import Request
 from bough.tokenizer import Tokenizer
 
 _LONG_TEXT_CHARS = 65_536
-_MAX_NAME_CHARS = 256
 
 
 class Limits:
@@ -99,10 +99,7 @@ class Limits:
     def _check(self, request: Request) -> None:
         sampling = request.sampling
         sampling.check(self._vocab_size)
-        if len(request.rid) > _MAX_NAME_CHARS or len(request.namespace) > 4 * _MAX_NAME_CHARS:
-            raise InvalidRequest(
-                what="the request's id or cache salt is too long", fix="send a shorter one", param="rid"
-            )
+        bounds.count("rid_chars", request.rid, "rid")
         if request.every < 1:
             raise InvalidRequest(what="stream_interval is less than 1", fix="send 1 or more", param="stream_interval")
         if self._tokenizer is None and (sampling.stop or sampling.stop_regex):

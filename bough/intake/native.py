@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
 from bough.intake.request import Request
@@ -17,10 +18,6 @@ from bough.intake.sessions import SessionParams
 from bough.intake.stream import Stream
 
 Json = dict[str, Any]
-
-MAX_TOP_LOGPROBS: Final = 1024
-_MAX_SCORED_IDS: Final = 1024
-_MAX_NAME_CHARS: Final = 256
 
 _PER_REQUEST: Final[tuple[str, ...]] = (
     "sampling_params",
@@ -62,12 +59,12 @@ def native_batch(
     want_text: bool = True,
     every: int = 1,
     pool: str = "",
-    max_prompts: int | None = None,
+    bounded: bool = False,
 ) -> NativeBatch:
     """Reads a native request. Null means: not given. Raises `InvalidRequest` naming the field.
 
     `defaults` are the model's own sampling parameters; `every` the server's tokens between two deltas; `pool` what a
-    pooling model is to return.
+    pooling model is to return; `bounded`: the prompts and their answers are counted, as they are not for `Engine`.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     unknown = sorted(set(given) - NATIVE_FIELDS)
@@ -79,13 +76,8 @@ def native_batch(
             param=unknown[0][:60],
         )
     prompts, single = _prompts(given)
-    if max_prompts is not None and len(prompts) > max_prompts:
-        raise InvalidRequest(
-            what=f"there are {len(prompts)} prompts",
-            why=f"at most {max_prompts} are taken in one request",
-            fix="send several requests",
-            param="text",
-        )
+    if bounded:
+        bounds.count("prompts", prompts, "text")
     stream = _flag("stream", given.get("stream", False))
     columns = {name: _column(name, given[name], len(prompts), single) for name in _PER_REQUEST if name in given}
     rows = [{name: column[at] for name, column in columns.items()} for at in range(len(prompts))]
@@ -99,6 +91,8 @@ def native_batch(
         _request(prompt, {**shared, **row}, sampling[id(row.get("sampling_params"))], stream, want_text, every, pool)
         for prompt, row in zip(prompts, rows, strict=True)
     ]
+    if bounded:
+        bounds.at_most("completions", sum(each.sampling.n for each in requests), "sampling_params.n")
     return NativeBatch(requests, single, stream)
 
 
@@ -165,7 +159,7 @@ def _request(
         sampling=sampling.params,
         room=sampling.room,
         bad_words=sampling.bad_words,
-        rid=_name("rid", given.get("rid", "")),
+        rid=_name("rid", given.get("rid", ""), "rid_chars"),
         stream=stream,
         want_text=want_text,
         logprobs=_logprobs(given),
@@ -194,7 +188,7 @@ def session_params(given: Any, tenant: str = "") -> SessionParams:
     offset, rid = given.get("offset"), given.get("rid")
     return SessionParams(
         id=given["id"],
-        rid=None if rid is None else _name("session_params.rid", rid),
+        rid=None if rid is None else _name("session_params.rid", rid, "rid_chars"),
         offset=None if offset is None else _integer("session_params.offset", offset, -(2**31), 2**31 - 1),
         replace=_flag("session_params.replace", given.get("replace") or False),
         drop_previous_output=_flag("session_params.drop_previous_output", given.get("drop_previous_output") or False),
@@ -206,11 +200,14 @@ def _logprobs(given: Mapping[str, Any]) -> LogprobSpec | None:
     if not _flag("return_logprob", given.get("return_logprob", False)):
         return None
     scored = given.get("token_ids_logprob", ())
-    if not isinstance(scored, list | tuple) or len(scored) > _MAX_SCORED_IDS:
-        raise _wrong("token_ids_logprob", scored, f"a list of at most {_MAX_SCORED_IDS} token ids")
+    if not isinstance(scored, list | tuple):
+        raise _wrong("token_ids_logprob", scored, "a list of token ids")
+    bounds.count("token_ids_logprob", scored, "token_ids_logprob")
+    top = _integer("top_logprobs_num", given.get("top_logprobs_num", 0), 0, 2**31 - 1)
+    bounds.at_most("native_top_logprobs", top, "top_logprobs_num")
     return LogprobSpec(
         start=_integer("logprob_start_len", given.get("logprob_start_len", -1), -1, 2**31 - 1),
-        top=_integer("top_logprobs_num", given.get("top_logprobs_num", 0), 0, MAX_TOP_LOGPROBS),
+        top=top,
         token_ids=tuple(_integer("token_ids_logprob", each, 0, 2**31 - 1) for each in scored),
     )
 
@@ -237,9 +234,10 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
-def _name(name: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_NAME_CHARS:
-        raise _wrong(name, value, f"a text of at most {_MAX_NAME_CHARS} characters")
+def _name(name: str, value: Any, most: str = "salt_chars") -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a text")
+    bounds.count(most, value, name)
     return value
 
 

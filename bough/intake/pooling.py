@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bough.config.pooling_facts import PoolingFacts, RerankTokens, ScoreScale, Task
+from bough.core import bounds
 from bough.core.errors import (
     BoughError,
     DeadlineExceeded,
@@ -41,7 +42,6 @@ WHOLE = -1
 """As `PoolOptions.truncate`: to the context's length."""
 _SHORT_CHARS = 4096
 _NEXT_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-MAX_LABELS = 1024
 _SEAM_TOKENS = 4
 """What a text may grow by when its tokens are joined to others anew."""
 
@@ -80,6 +80,8 @@ class Scored:
 
     scores: list[list[float]]
     prompt_tokens: int
+    cached_tokens: int = 0
+    """Of the prompts' tokens: found computed, by earlier requests or by the first of these."""
 
 
 class Pooler:
@@ -164,12 +166,19 @@ class Pooler:
         label_ids: Sequence[int] | None,
         softmax: bool = False,
         item_first: bool = False,
+        delimiter: int | None = None,
         options: PoolOptions = PLAIN,
     ) -> Scored:
         """For each item, appended to the query: the probabilities that the next token is each of the labels.
 
-        A classifier scores its own labels instead. All items are submitted at once, so the query is computed once.
+        A classifier scores its own labels instead. All items are submitted at once: the first one computes the query,
+        the others wait for it and compute their own tokens only. `delimiter`: a token between query and item, which
+        are tokenised apart then.
         """
+        if delimiter is not None:
+            if item_first:
+                raise _bad("multi_item_scoring_delimiter", "it follows the query", "leave item_first out")
+            query, items = await self._delimited(query, items, delimiter, options)
         texts = [_join(query, item, item_first) for item in items]
         if self.pooling is not None:
             self.needs("classify")
@@ -178,9 +187,19 @@ class Pooler:
             found = await self.pool(texts, options)
             rows = [scaled(each.values, "softmax" if softmax else "identity").tolist() for each in found]
             return Scored(rows, sum(each.prompt_tokens for each in found))
-        if not label_ids or len(label_ids) > MAX_LABELS:
-            raise _bad("label_token_ids", "it says whose probabilities are wanted", f"send 1 to {MAX_LABELS} token ids")
+        if not label_ids:
+            raise _bad("label_token_ids", "it says whose probabilities are wanted", "send at least one token id")
+        bounds.count("label_token_ids", label_ids, "label_token_ids")
         return await self._next_token(texts, tuple(label_ids), softmax, options)
+
+    async def _delimited(
+        self, query: Text, items: Sequence[Text], delimiter: int, options: PoolOptions
+    ) -> tuple[Text, list[Text]]:
+        """Token ids of the query, and of each item with the delimiter before it."""
+        plain = replace(options, add_special_tokens=False)
+        ids, _ = (await self._encode([query], options, ""))[0]
+        inner = await self._encode(items, plain, "")
+        return ids.tolist(), [[delimiter, *item.tolist()] for item, _ in inner]
 
     async def _by_classifier(
         self, pairs: Sequence[tuple[str, str]], options: PoolOptions, instruct: str, pooling: PoolingFacts
@@ -215,7 +234,7 @@ class Pooler:
         texts = self._rendered(pairs, instruct, options, self._renderer)
         plain = replace(options, add_special_tokens=False, truncate=None)
         found = await self._next_token(texts, tuple(labels), len(labels) > 1, plain)
-        return Scored([row[:1] for row in found.scores], found.prompt_tokens)
+        return Scored([row[:1] for row in found.scores], found.prompt_tokens, found.cached_tokens)
 
     def _rendered(
         self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
@@ -255,7 +274,8 @@ class Pooler:
             by_id = dict(delta.logprobs.chosen[0])
             logprobs = np.array([by_id[label] for label in labels], np.float64)
             rows.append((_softmax(logprobs) if softmax else np.exp(logprobs)).tolist())
-        return Scored(rows, sum(len(ids) for ids, _ in encoded))
+        cached = sum(delta.end.cached_tokens for delta in deltas if delta.end is not None)
+        return Scored(rows, sum(len(ids) for ids, _ in encoded), cached)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

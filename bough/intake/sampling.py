@@ -9,25 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.sampling import GrammarKind, GrammarSpec, SamplingParams
 from bough.intake.request import Room
 
 ANY_JSON: Final = "$$ANY$$"
 """As `json_schema`: any JSON object."""
-
-_MAX_STOPS: Final = 32
-_MAX_STOP_CHARS: Final = 1024
-_MAX_ALL_STOPS_CHARS: Final = 8192
-_MAX_PATTERN_CHARS: Final = 256
-_MAX_STOP_IDS: Final = 256
-_MAX_BIASES: Final = 1024
-_MAX_ALLOWED_IDS: Final = 65_536
-_MAX_BAD_WORDS: Final = 256
-_MAX_SOURCE_BYTES: Final = 64 * 1024
-_MAX_CHOICES: Final = 1024
-_MAX_CUSTOM_PARAMS: Final = 64
-_MAX_TEXT_PARAM: Final = 4096
 
 _GRAMMARS: Final[dict[str, GrammarKind]] = {
     "json_schema": "json_schema",
@@ -76,7 +64,9 @@ def parse_sampling(given: Mapping[str, Any] | None, defaults: Mapping[str, Any] 
     return Sampling(
         params=params,
         room="exact" if "max_new_tokens" in own else "at_most",
-        bad_words=_texts("bad_words", merged["bad_words"], _MAX_BAD_WORDS, 256) if "bad_words" in merged else (),
+        bad_words=_texts("bad_words", merged["bad_words"], "bad_words", "bad_word_chars")
+        if "bad_words" in merged
+        else (),
         every=None if every is None else _positive("stream_interval", every),
     )
 
@@ -114,31 +104,32 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT_PARAM:
-        raise _wrong(name, value, "a short text")
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a text")
+    bounds.count("name_chars", value, name)
     return value
 
 
-def _texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
+def _texts(name: str, value: Any, most: str, most_chars: str) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
         raise _wrong(name, value, "a text or a list of texts")
-    _at_most(name, len(listed), most, "entries")
+    bounds.count(most, listed, name)
     for each in listed:
-        _at_most(name, len(each), most_chars, "characters in an entry")
+        bounds.count(most_chars, each, name)
     return tuple(dict.fromkeys(each for each in listed if each))
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = _texts(name, value, _MAX_STOPS, _MAX_STOP_CHARS)
-    _at_most(name, sum(map(len, stops)), _MAX_ALL_STOPS_CHARS, "characters in all")
+    stops = _texts(name, value, "stops", "stop_chars")
+    bounds.at_most("all_stops_chars", sum(map(len, stops)), name)
     return stops
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
     import regex
 
-    patterns = _texts(name, value, _MAX_STOPS, _MAX_PATTERN_CHARS)
+    patterns = _texts(name, value, "stops", "stop_regex_chars")
     for pattern in patterns:
         try:
             regex.compile(pattern)
@@ -152,12 +143,12 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     return patterns
 
 
-def _ids(most: int) -> Callable[[str, Any], tuple[int, ...]]:
+def _ids(most: str) -> Callable[[str, Any], tuple[int, ...]]:
     def read(name: str, value: Any) -> tuple[int, ...]:
         listed = [value] if isinstance(value, int) else value
         if not isinstance(listed, list | tuple | set | frozenset):
             raise _wrong(name, value, "a list of token ids")
-        _at_most(name, len(listed), most, "token ids")
+        bounds.count(most, listed, name)
         return tuple(dict.fromkeys(_integer(name, each) for each in listed))
 
     return read
@@ -166,7 +157,7 @@ def _ids(most: int) -> Callable[[str, Any], tuple[int, ...]]:
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _wrong(name, value, "an object of token ids and numbers")
-    _at_most(name, len(value), _MAX_BIASES, "token ids")
+    bounds.count("logit_bias", value, name)
     biases: dict[int, float] = {}
     for token, bias in value.items():
         try:
@@ -180,12 +171,12 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 def _custom(name: str, value: Any) -> dict[str, bool | int | float | str]:
     if not isinstance(value, Mapping):
         raise _wrong(name, value, "an object")
-    _at_most(name, len(value), _MAX_CUSTOM_PARAMS, "entries")
+    bounds.count("custom_params", value, name)
     for key, each in value.items():
         if not isinstance(key, str) or not isinstance(each, bool | int | float | str):
             raise _wrong(f"{name}.{key}", each, "a number, a text, true or false")
         if isinstance(each, str):
-            _at_most(name, len(each), _MAX_TEXT_PARAM, "characters in an entry")
+            bounds.count("custom_param_chars", each, name)
     return dict(value)
 
 
@@ -202,14 +193,14 @@ _READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
     "sampling_seed": ("seed", _integer),
     "n": ("n", _integer),
     "stop": ("stop", _stops),
-    "stop_token_ids": ("stop_token_ids", _ids(_MAX_STOP_IDS)),
+    "stop_token_ids": ("stop_token_ids", _ids("stop_token_ids")),
     "stop_regex": ("stop_regex", _patterns),
     "ignore_eos": ("ignore_eos", _flag),
     "skip_special_tokens": ("skip_special_tokens", _flag),
     "spaces_between_special_tokens": ("spaces_between_special_tokens", _flag),
     "no_stop_trim": ("no_stop_trim", _flag),
     "logit_bias": ("logit_bias", _biases),
-    "allowed_token_ids": ("allowed_token_ids", _ids(_MAX_ALLOWED_IDS)),
+    "allowed_token_ids": ("allowed_token_ids", _ids("allowed_token_ids")),
     "logit_processor": ("logit_processor", _text),
     "custom_params": ("custom_params", _custom),
     "beam_width": ("beam_width", _integer),
@@ -234,7 +225,7 @@ def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
     name = asked[0]
     value = given[name]
     if name == "choice":
-        choices = _texts(name, value, _MAX_CHOICES, _MAX_TEXT_PARAM)
+        choices = _texts(name, value, "choices", "choice_chars")
         if not choices:
             raise _wrong(name, value, "a list of texts to choose from")
         source = json.dumps(choices, ensure_ascii=False, separators=(",", ":"))
@@ -246,14 +237,14 @@ def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
         source = value
     else:
         raise _wrong(name, value, "a text")
-    _at_most(name, _num_bytes(name, source), _MAX_SOURCE_BYTES, "bytes")
+    bounds.at_most("grammar_bytes", _num_bytes(name, source), name)
     return GrammarSpec(kind=_GRAMMARS[name], source=source)
 
 
 def _json_source(name: str, value: Any) -> str:
     """The same schema always gives the same text; the order of keys means something and is kept."""
     if isinstance(value, str):
-        _at_most(name, _num_bytes(name, value), _MAX_SOURCE_BYTES, "bytes")
+        bounds.at_most("grammar_bytes", _num_bytes(name, value), name)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
@@ -262,6 +253,8 @@ def _json_source(name: str, value: Any) -> str:
             ) from error
     if not isinstance(value, dict | bool) or (name == "structural_tag" and not isinstance(value, dict)):
         raise _wrong(name, value, "a JSON object")
+    if name == "json_schema":
+        bounds.depth(value, "schema_depth", name)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -278,16 +271,6 @@ def _num_bytes(name: str, source: str) -> int:
 
 
 # -- errors ---------------------------------------------------------------------------------------
-
-
-def _at_most(name: str, count: int, most: int, unit: str) -> None:
-    if count > most:
-        raise InvalidRequest(
-            what=f"{name} is too large: {count} {unit}",
-            why=f"at most {most} are taken",
-            fix=f"send a smaller {name}",
-            param=name,
-        )
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:

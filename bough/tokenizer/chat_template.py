@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import jinja2
 import jinja2.meta
 
+from bough.core import bounds
 from bough.core.errors import ConfigError, InvalidRequest
 from bough.tokenizer.template_sandbox import TemplateEnvironment, TemplateRefused, compile_template, render_bounded
 
@@ -22,8 +23,6 @@ _RESERVED: Final = frozenset(
     | {"strftime_now", "loop", "namespace", "dict", "lipsum", "cycler", "joiner", "true", "false", "none"}
 )
 """Names that a request's `chat_template_kwargs` can't set."""
-_MAX_KWARGS: Final = 32
-_MAX_KWARGS_CHARS: Final = 16_384
 _CUT_HERE: Final = "\uf8ffcut-here\uf8ff"
 _PROBE: Final = "\uf8ffprobe\uf8ff"
 
@@ -165,13 +164,8 @@ class ChatTemplate:
                 fix=f"remove it; this template takes {', '.join(sorted(self.accepted_kwargs)) or 'no settings'}",
                 param="chat_template_kwargs",
             )
-        if len(kwargs) > _MAX_KWARGS or len(json.dumps(dict(kwargs), default=str)) > _MAX_KWARGS_CHARS:
-            raise InvalidRequest(
-                what="chat_template_kwargs is too large",
-                why=f"at most {_MAX_KWARGS} settings with {_MAX_KWARGS_CHARS} characters in all are taken",
-                fix="send only settings that the template reads",
-                param="chat_template_kwargs",
-            )
+        bounds.count("template_kwargs", kwargs, "chat_template_kwargs")
+        bounds.at_most("template_kwargs_chars", len(json.dumps(dict(kwargs), default=str)), "chat_template_kwargs")
 
     def _prepare(self, message: Message) -> Message:
         """A copy in the form that templates expect: arguments as objects, text parts joined where lists aren't taken."""

@@ -355,12 +355,17 @@ def test_label_probabilities(talker: tuple[bough.Engine, Any]) -> None:
 
 
 def test_a_query_with_many_items_is_computed_once(talker: tuple[bough.Engine, Any]) -> None:
-    engine, _ = talker
-    engine.flush_cache()
-    before = engine.get_server_info()["internal_states"][0]["counters"]["prompt_tokens"]
-    engine.score(list(range(1000, 1320)), [[2000 + at] for at in range(24)], [500])
-    computed = engine.get_server_info()["internal_states"][0]["counters"]["prompt_tokens"] - before
-    assert computed < 320 + 24 * 20, "each item's own tokens and a part of a page, not the query again"
+    """A request costs the tokens of its query and of its items, once each, wherever the query ends within a page."""
+    engine, model = talker
+    for size in (317, 320, 40):
+        engine.flush_cache()
+        query, items = list(range(1000, 1000 + size)), [[2000 + at, 2100 + at, 7] for at in range(24)]
+        before = engine.get_server_info()["internal_states"][0]["counters"]["prompt_tokens"]
+        scores = engine.score(query, items, [500, 501])
+        computed = engine.get_server_info()["internal_states"][0]["counters"]["prompt_tokens"] - before
+        assert computed == size + 24 * 3
+        for item, row in zip(items, scores, strict=True):
+            assert row == pytest.approx(np.exp(next_token(model, [*query, *item])[[500, 501]]).tolist(), rel=1e-3)
 
 
 def test_a_generative_model_reranks(talker: tuple[bough.Engine, Any]) -> None:

@@ -9,7 +9,6 @@ from google.protobuf import json_format, struct_pb2
 
 from bough.core.errors import BoughError, InvalidRequest
 from bough.core.messages import Delta, End, TokenLogprobs, unpack_ids
-from bough.entrypoints import bounds
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.entrypoints.http.replies import within_tenant
 from bough.intake import Request, Stream, native_batch
@@ -86,9 +85,8 @@ def request_of(
     message: pb.GenerateRequest, *, defaults: Json, want_text: bool, every: int, tenant: str, deadline_s: float
 ) -> Request:
     """A checked request, by the rules of the native API."""
-    batch = native_batch(native_fields(message), defaults=defaults, want_text=want_text, every=every)
+    batch = native_batch(native_fields(message), defaults=defaults, want_text=want_text, every=every, bounded=True)
     request = batch.requests[0]
-    bounds.at_most("completions", request.sampling.n, "sampling_params.n")
     namespace = within_tenant(tenant, request.namespace)
     session = None if request.session is None else replace(request.session, tenant=tenant)
     return replace(request, namespace=namespace, deadline_s=deadline_s, session=session)

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from bough.core.bounds import BOUNDS
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.endings import failure
 from bough.entrypoints.grpc import bough_pb2 as pb
@@ -18,7 +19,7 @@ from bough.entrypoints.grpc.guard import tenant_of
 from bough.entrypoints.service import Service
 from bough.intake import Request
 
-_MOST_AT_ONCE = 1024
+_MOST_AT_ONCE = BOUNDS["grpc_requests"].most
 """Requests under way over one stream, and news that wait for the client to read them."""
 
 

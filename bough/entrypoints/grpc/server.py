@@ -8,8 +8,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from bough.core import bounds
 from bough.core.errors import ConfigError
-from bough.entrypoints import bounds
 from bough.entrypoints.grpc import bough_pb2, bough_pb2_grpc
 from bough.entrypoints.grpc.guard import Guard
 from bough.entrypoints.grpc.health import Health

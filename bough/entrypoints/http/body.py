@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from bough.core import bounds
 from bough.core.errors import BodyTooLarge, InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.errors import BodyCutOff
 from bough.entrypoints.stream import ClientGone
 

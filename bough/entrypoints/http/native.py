@@ -10,8 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bough.core import bounds
 from bough.core.errors import Forbidden, InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.endings import failure
 from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json
 from bough.entrypoints.http.openai.chat import Handler, render
@@ -69,9 +69,8 @@ def generate(service: Service) -> Handler:
             defaults=service.served.sampling_defaults,
             want_text=service.served.tokenizer is not None,
             every=service.config.scheduler.stream_interval,
-            max_prompts=bounds.BOUNDS["prompts"].most,
+            bounded=True,
         )
-        bounds.at_most("completions", sum(each.sampling.n for each in batch.requests), "sampling_params.n")
         tenant, deadline_s = tenant_of(request), deadline_of(request, deadline_ms)
         placed = [
             replace(

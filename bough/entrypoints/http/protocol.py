@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from bough.core.bounds import BOUNDS
 from bough.core.errors import BoughError, InvalidRequest
-from bough.entrypoints.bounds import BOUNDS
 from bough.entrypoints.http.errors import error_response
 
 if TYPE_CHECKING:

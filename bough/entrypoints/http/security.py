@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from bough.config.check import is_loopback
 from bough.config.concerns import ServerConfig
+from bough.core import bounds
 from bough.core.errors import BoughError, Forbidden, InvalidRequest, Unauthorized
-from bough.entrypoints import bounds
 from bough.entrypoints.http.errors import error_response
 
 Scope = MutableMapping[str, Any]

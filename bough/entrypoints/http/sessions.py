@@ -6,8 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import json_reply, tenant_of

@@ -23,6 +23,7 @@ from bough.core.messages import (
     Look,
     Pause,
     Profile,
+    Recall,
     Reply,
     Resume,
     TokenLogprobs,
@@ -114,12 +115,14 @@ class FakeEngine:
             case Abort(id=which):
                 self.aborted.append(which)
                 self._abort(which)
-            case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile():
+            case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile() | Recall():
                 self.calls.append(message)
                 error = self.flush_error if isinstance(message, FlushCache) else ""
                 body = INFO if isinstance(message, GetInfo) else {"fake": True}
                 if isinstance(message, Look):
                     body = self.picture
+                if isinstance(message, Recall):
+                    error = "nothing is kept here"
                 reply = Reply(call=message.call, error=error, body=dict(body))
                 self.intake._calls[message.call].set_result(reply)
 
@@ -190,6 +193,7 @@ class FakeEngine:
             logprobs=logprobs,
             top=top if spec.top else [],
             text=[tokenizer.token_text(each) for each in ids] if text else [],
+            chosen=[[(wanted, -1.0) for wanted in spec.token_ids] for _ in ids] if spec.token_ids else [],
             top_text=[[tokenizer.token_text(each) + "'" * rank for rank, (each, _) in enumerate(row)] for row in top]
             if text and spec.top
             else [],
@@ -225,8 +229,15 @@ class FakeServer:
     """A whole HTTP server in a thread. `url` works while the context lasts."""
 
     def __init__(
-        self, script: Script, *, template: str | None = CHATML, served: dict[str, Any] | None = None, **given: Any
+        self,
+        script: Script,
+        *,
+        template: str | None = CHATML,
+        served: dict[str, Any] | None = None,
+        facts: dict[str, Any] | None = None,
+        **given: Any,
     ):
+        """`facts`: what the engine says about its model, besides its sizes."""
         self.config = load_config(given, environ={}).config
         self.pulse = FakePulse()
         self.url = ""
@@ -235,6 +246,7 @@ class FakeServer:
         self._script = script
         self._template = template
         self._served = served or {}
+        self._facts = facts or {}
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop
 
@@ -253,7 +265,7 @@ class FakeServer:
         self._loop = asyncio.get_running_loop()
         tokenizer = None if self.config.model.skip_tokenizer_init else byte_tokenizer(self._template)
         facts = {"context_length": CONTEXT, "vocab_size": 258, "eos_ids": [EOS], "max_running_requests": 4,
-                 "architecture": "FakeForCausalLM"}  # fmt: skip
+                 "architecture": "FakeForCausalLM", **self._facts}  # fmt: skip
         admission = make_admission(self.config, facts)
         intake = Intake.from_facts(Endpoints("/nonexistent"), facts, tokenizer, gate=admission)
         self.engine = FakeEngine(intake, self._script)

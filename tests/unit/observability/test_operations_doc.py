@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bough.entrypoints.bounds import BOUNDS
+from bough.core.bounds import BOUNDS
 from bough.observability.metrics import METRICS
 
 TEXT = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, Json, MessagesRequest
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, NamedFunction, NamedTool, Tool
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
-from bough.entrypoints import bounds
 from bough.entrypoints.http.ollama.schema import Json, OllamaChatRequest, OllamaCommon, OllamaGenerateRequest
 from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, Tool

@@ -12,9 +12,9 @@ from msgspec import structs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import LogprobSpec
-from bough.entrypoints import bounds
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat_answer import ChatBody, ChatChunks, ChatForm
 from bough.entrypoints.http.openai.fields import (

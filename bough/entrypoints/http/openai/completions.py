@@ -10,9 +10,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import LogprobSpec
-from bough.entrypoints import bounds
 from bough.entrypoints.fim import fill_in
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
-from bough.entrypoints import bounds
 from bough.entrypoints.http.openai.schema import ChatRequest, Common
 from bough.entrypoints.http.replies import within_tenant
 from bough.entrypoints.service import Served

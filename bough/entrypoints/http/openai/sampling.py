@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.openai.schema import Common
 from bough.intake import ANY_JSON
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.openai.schema import ChatRequest, NamedTool, Tool
 from bough.parsers import ToolCallFormat, ToolSpec, call_format
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.pooling.schema import Inputs, PoolingBody
 from bough.entrypoints.http.replies import deadline_of, tenant_of
 from bough.entrypoints.service import Service
@@ -63,5 +65,6 @@ def inputs_of(given: Inputs, param: str = "input") -> list[Input]:
     )
 
 
-def usage(prompt_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens, "completion_tokens": 0}
+def usage(prompt_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    told: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens, "completion_tokens": 0}
+    return {**told, "prompt_tokens_details": {"cached_tokens": cached_tokens}} if cached_tokens else told

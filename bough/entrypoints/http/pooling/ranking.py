@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
@@ -49,7 +49,7 @@ def rerank(service: Service) -> Handler:
                 "object": "rerank",
                 "model": name,
                 "results": [_result(each) for each in order],
-                "usage": usage(found.prompt_tokens),
+                "usage": usage(found.prompt_tokens, found.cached_tokens),
             },
             headers=body.headers(),
         )
@@ -82,9 +82,10 @@ async def _labels(asked: ScoreRequest, pooler: Pooler, name: str, options: PoolO
     bounds.count("documents", items, "items")
     found = await pooler.label_scores(
         asked.query, items, label_ids=asked.label_token_ids, softmax=bool(asked.apply_softmax),
-        item_first=bool(asked.item_first), options=options,
+        item_first=bool(asked.item_first), delimiter=asked.multi_item_scoring_delimiter, options=options,
     )  # fmt: skip
-    return {"object": "scoring", "model": name, "scores": found.scores, "usage": usage(found.prompt_tokens)}
+    told = usage(found.prompt_tokens, found.cached_tokens)
+    return {"object": "scoring", "model": name, "scores": found.scores, "usage": told}
 
 
 async def _compare(asked: ScoreRequest, pooler: Pooler, name: str, options: PoolOptions) -> dict[str, Any]:
@@ -109,7 +110,7 @@ async def _compare(asked: ScoreRequest, pooler: Pooler, name: str, options: Pool
         "created": int(time.time()),
         "model": name,
         "data": [{"index": at, "object": "score", "score": row[0]} for at, row in enumerate(found.scores)],
-        "usage": usage(found.prompt_tokens),
+        "usage": usage(found.prompt_tokens, found.cached_tokens),
     }
 
 

@@ -71,6 +71,8 @@ class ScoreRequest(PoolingBody, kw_only=True):
     label_token_ids: list[int] | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None
+    multi_item_scoring_delimiter: int | None = None
+    """A token id between the query and each item, which are tokenised apart then."""
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     instruct: str | None = None

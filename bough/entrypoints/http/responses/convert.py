@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints import bounds
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, NamedFunction, NamedTool, Tool
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
 

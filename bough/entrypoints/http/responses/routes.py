@@ -10,6 +10,7 @@ from dataclasses import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from bough.core import bounds
 from bough.core.errors import BoughError, InvalidRequest
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.errors import as_bough
@@ -26,7 +27,6 @@ from bough.intake import Request
 
 _log = logging.getLogger(__name__)
 
-_MOST_METADATA = 16
 _MOST_LISTED = 100
 
 
@@ -232,13 +232,14 @@ def _check(asked: ResponsesRequest, store: ResponseStore) -> None:
                 param="store",
             )
     metadata = asked.metadata or {}
-    sizes_fit = len(metadata) <= _MOST_METADATA and all(
+    bounds.count("metadata", metadata, "metadata")
+    sizes_fit = all(
         isinstance(value, str) and len(value) <= 512 and len(name) <= 64 for name, value in metadata.items()
     )
     if not sizes_fit:
         raise InvalidRequest(
             what="metadata is too large or no text",
-            why=f"it has at most {_MOST_METADATA} entries: names of 64 characters, texts of 512",
+            why="names have at most 64 characters, texts 512",
             fix="send less",
             param="metadata",
         )

@@ -1,7 +1,6 @@
 """The one table of what a client may ask for at most. Every entrance checks against it, before any work is done.
 
-Sampling parameters (ranges of numbers, how many stop strings, how large a schema) are bounded where they are read, in
-`intake.sampling`, which every entrance goes through as well.
+Bodies are bounded by `--max-body-bytes`, prompts by the context; everything else that a client can make large is here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ class Bound:
 
 
 BOUNDS: Mapping[str, Bound] = {
+    "n": Bound(64, "answers to one prompt"),
     "best_of": Bound(64, "candidates of one prompt"),
+    "beam_width": Bound(64, "beams of one prompt"),
     "prompts": Bound(256, "prompts in one request"),
     "embeddings": Bound(2048, "inputs in one request"),
     "documents": Bound(1024, "documents or items in one request"),
@@ -29,11 +30,32 @@ BOUNDS: Mapping[str, Bound] = {
     "top_logprobs": Bound(20, "alternatives a token"),
     "native_top_logprobs": Bound(1024, "alternatives a token"),
     "token_ids_logprob": Bound(1024, "scored token ids"),
+    "label_token_ids": Bound(1024, "labels"),
+    "stops": Bound(32, "stop strings or patterns"),
+    "stop_chars": Bound(1024, "characters in a stop string"),
+    "all_stops_chars": Bound(8192, "characters in all stop strings"),
+    "stop_regex_chars": Bound(256, "characters in a stop pattern"),
+    "stop_token_ids": Bound(256, "token ids that stop"),
+    "logit_bias": Bound(1024, "biased token ids"),
+    "allowed_token_ids": Bound(65_536, "allowed token ids"),
+    "bad_words": Bound(256, "bad words"),
+    "bad_word_chars": Bound(256, "characters in a bad word"),
+    "grammar_bytes": Bound(64 * 1024, "bytes of a schema, an expression or a grammar"),
+    "choices": Bound(1024, "choices"),
+    "choice_chars": Bound(4096, "characters in a choice"),
+    "custom_params": Bound(64, "custom parameters"),
+    "custom_param_chars": Bound(4096, "characters in a custom parameter"),
     "tools": Bound(256, "tools"),
     "tools_bytes": Bound(1024 * 1024, "bytes of tool definitions"),
     "schema_depth": Bound(32, "levels in a schema"),
     "rid_chars": Bound(256, "characters in a request id"),
     "salt_chars": Bound(256, "characters in a cache salt"),
+    "name_chars": Bound(256, "characters in the name of a logit processor"),
+    "template_kwargs": Bound(32, "settings for the chat template"),
+    "template_kwargs_chars": Bound(16_384, "characters in the chat template's settings"),
+    "metadata": Bound(16, "entries of metadata"),
+    "join_branches": Bound(1024, "branches to join"),
+    "grpc_requests": Bound(1024, "requests under way over one gRPC stream"),
     "json_depth": Bound(64, "levels of nesting in a body"),
     "header_bytes": Bound(64 * 1024, "bytes of headers"),
     "tokenize_chars": Bound(16 * 1024 * 1024, "characters to tokenise"),
