@@ -215,10 +215,8 @@ class Loop:
         step = entry.flight.step
         self.queues.cost.observe(spent_ms, step.num_tokens - step.num_decodes)
         self._settled_s = now
-        if self.queues.prefill_cap is not None and entry.flight.chunks:
-            self.queues.prefill_cap += max(1, self.queues.prefill_cap // 16)
-            if self.queues.prefill_cap >= self.limits.max_step_tokens:
-                self.queues.prefill_cap = None
+        if entry.flight.chunks:
+            self.queues.grow_prefills()
 
     def _fail(self, entry: _InFlight, error: Exception, now: float) -> None:
         step = entry.flight.step

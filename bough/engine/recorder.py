@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 import numpy as np
+import torch
 
 from bough.core.errors import ConfigError, Quarantined
 from bough.core.messages import Generate
@@ -151,7 +152,7 @@ def _fault(text: str) -> tuple[str, int, int]:
 
 def _strike(kind: str) -> None:
     if kind == "oom":
-        raise MemoryError("no memory, on purpose")
+        raise torch.OutOfMemoryError("no memory, on purpose")
     if kind == "raise":
         raise RuntimeError("failed on purpose")
     os.kill(os.getpid(), _SIGNALS[kind])

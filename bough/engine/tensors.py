@@ -121,10 +121,7 @@ class DumpingRunner:
         watcher = _Watcher(step, chosen)
         graphs, self._local.graphs = self._local.graphs, None
         self._model.fused.apart = True
-        handles = [
-            module.register_forward_hook(watcher.hook(name))
-            for name, module in _watched(self._model)
-        ]
+        handles = [module.register_forward_hook(watcher.hook(name)) for name, module in _watched(self._model)]
         try:
             yield
         finally:

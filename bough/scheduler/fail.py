@@ -13,9 +13,14 @@ _OOM_STEPS = 2
 _LEAST_PREFILL = 32
 
 
+_OOM_WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Device libraries have their own class for it; its name is what they agree on."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    """Device libraries have their own class for it, whose name they agree on, or say it in an error of the runtime."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OOM_WORDS)
 
 
 def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCache, *, now: float) -> None:
@@ -32,7 +37,7 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     queues.counters.oom_steps += out_of_memory
     prefills = {chunk.slot for chunk in flight.chunks}
     if out_of_memory and prefills:
-        queues.prefill_cap = max(flight.prefill_tokens // 2, _LEAST_PREFILL)
+        queues.shrink_prefills(max(flight.prefill_tokens // 2, _LEAST_PREFILL))
     for at, slot in enumerate(step.slots.tolist()):
         row = _row(queues, slot)
         if row is None:

@@ -19,6 +19,8 @@ from bough.scheduler.mail import Mail
 from bough.scheduler.slots import SlotTable
 
 _NO_IDS = np.empty(0, np.int32)
+_CAP_HELD_STEPS = 64
+"""Steps with prefills before a cap on them starts to grow."""
 
 
 class Job(Struct, kw_only=True, eq=False):
@@ -263,6 +265,7 @@ class Queues:
         """Every step up to this one has settled."""
         self.prefill_cap: int | None = None
         """Prefill tokens a step at most, after the device ran out of memory."""
+        self._cap_held = 0
         self.draining = False
         self.screen: Callable[[Generate], None] | None = None
         """Looks at every request that comes, and raises for those that must not be served."""
@@ -274,6 +277,21 @@ class Queues:
     def num_live(self) -> int:
         """Rows that hold a slot."""
         return len(self.prefilling) + len(self.running) + len(self.leaving)
+
+    def shrink_prefills(self, num_tokens: int) -> None:
+        """The device ran out of memory: no step brings in more than so many prompt tokens for a while."""
+        self.prefill_cap, self._cap_held = num_tokens, _CAP_HELD_STEPS
+
+    def grow_prefills(self) -> None:
+        """A step with prefills has gone well. Those that met the small memory are through before it is tried again."""
+        if self.prefill_cap is None:
+            return
+        if self._cap_held:
+            self._cap_held -= 1
+            return
+        self.prefill_cap += max(1, self.prefill_cap // 16)
+        if self.prefill_cap >= self.limits.max_step_tokens:
+            self.prefill_cap = None
 
     @property
     def idle(self) -> bool:

@@ -276,7 +276,11 @@ def test_out_of_memory_retracts_and_shrinks(depth: int) -> None:
     sim.run()
     check_answer(sim, running)
     check_answer(sim, large)
-    assert sim.queues.prefill_cap is None or sim.queues.prefill_cap > 32
+    assert sim.queues.prefill_cap in (31, 32), "not tried again before whoever met it is through"
+    for at in range(100):
+        sim.ask([at % 37, *range(9)], max_new=1)
+        sim.run()
+    assert sim.queues.prefill_cap is None or sim.queues.prefill_cap > 32, "and then it is"
 
 
 def test_a_request_that_runs_out_of_memory_twice_fails() -> None:
