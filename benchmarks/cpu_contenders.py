@@ -62,6 +62,7 @@ def bough(args: argparse.Namespace) -> None:
         assert all(len(answer["output_ids"]) == count for answer in answers)
 
     settings = dict(pair.split("=", 1) for pair in args.setting)
+    tell(version=bough.__version__)
     with bough.Engine(model_path=args.model, **settings) as engine:
         generate([ids(16)], 1)
         tell(event="first token")
@@ -69,17 +70,21 @@ def bough(args: argparse.Namespace) -> None:
 
 
 def llama_server(args: argparse.Namespace) -> None:
-    """llama.cpp's own server, which batches."""
+    """llama.cpp's own server, which batches. Its slots don't share what they have computed: every stream does its own."""
     port = random.randrange(20_000, 40_000)
     command = [
         args.program, "-m", args.model, "--port", str(port), "-t", str(args.threads), "-tb", str(args.threads),
         "-np", str(STREAMS), "-c", str(STREAMS * 1280), "--no-webui", "--log-disable",
     ]  # fmt: skip
+    tell(version=llama_version(args.program))
     begin = time.perf_counter()
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def post(prompt: list[int], count: int) -> dict[str, Any]:
-        body = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
+        body = {
+            "prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": True,
+            "response_fields": ["tokens_predicted"],  # answers to random prompts are no valid UTF-8, which it would refuse
+        }  # fmt: skip
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -106,10 +111,17 @@ def llama_server(args: argparse.Namespace) -> None:
         server.wait()
 
 
+def llama_version(program: str) -> str:
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version")]
+    return lines[0].removeprefix("version:").strip() if lines else ""
+
+
 def llama_cpp_python(args: argparse.Namespace) -> None:
     """The Python binding: one request after the other."""
-    from llama_cpp import Llama
+    from llama_cpp import Llama, __version__
 
+    tell(version=__version__)
     model = Llama(args.model, n_ctx=2048, n_threads=args.threads, n_threads_batch=args.threads, verbose=False)
 
     def generate(prompts: Prompts, count: int) -> None:
@@ -125,8 +137,9 @@ def llama_cpp_python(args: argparse.Namespace) -> None:
 
 def transformers(args: argparse.Namespace) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, __version__
 
+    tell(version=f"{__version__}, torch {torch.__version__}")
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 
@@ -149,8 +162,9 @@ def transformers(args: argparse.Namespace) -> None:
 
 
 def vllm(args: argparse.Namespace) -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, __version__
 
+    tell(version=__version__)
     model = LLM(
         model=args.model, dtype=args.dtype, max_model_len=2048, max_num_seqs=STREAMS, skip_tokenizer_init=True,
         enable_prefix_caching=True,

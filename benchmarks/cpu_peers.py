@@ -4,7 +4,10 @@
 
 Peers that are not installed are left out. Contenders take turns, `--turns` times, each in a fresh process, so that what else
 happens on the machine hits all of them; the best of all turns counts. Weights are the same for all: the default model's
-Q4_1 file, or its dequantised values as a BF16 file (llama.cpp) and as a checkpoint (transformers, vLLM).
+Q4_1 file, or its dequantised values as a BF16 file (bough, llama.cpp) and as a checkpoint (transformers, vLLM).
+
+A machine that can't be had for long enough: `--only` some contenders at a time, with the same `--results` file, which
+gathers what all of them reached.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ ROWS = {
     "memory": "peak memory, GB",
 }
 LESS_IS_BETTER = ("start", "memory")
+HOW = """`python benchmarks/cpu_peers.py --llama-server PATH --vllm-python PATH`, on SmolLM2-135M-Instruct.
+
+Rates are output tokens over the whole time of the requests, prompts included; for prefill, prompt tokens over the time to
+the first token. All prompts are token ids, all answers are greedy. llama.cpp is its server, through HTTP; the others are
+called in Python.
+"""
 TARGETS = [
     # row, bough's contender, the peer's, what bough must reach, stretch
     ("single", "bough Q4_1", "llama.cpp Q4_1", 0.6, 1.0),
@@ -52,6 +61,8 @@ class Contender:
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    turns: int = 0
+    version: str = ""
     failure: str = ""
 
     def note(self, row: str, value: float) -> None:
@@ -107,6 +118,8 @@ def take_turn(contender: Contender, timeout_s: float) -> None:
         elif "row" in told:
             contender.note(told["row"], told["value"])
             print(f"  {contender.name:<18} {told['row']:<8} {told['value']:8.1f}", flush=True)
+        elif "version" in told:
+            contender.version = told["version"]
     code = process.wait()
     killer.cancel()
     watch.done.set()
@@ -118,6 +131,7 @@ def take_turn(contender: Contender, timeout_s: float) -> None:
         last = [line for line in errors.read().splitlines() if line.strip()][-1:]
         contender.failure = f"ended with {code}: {' '.join(last)}"
         print(f"  {contender.name}: {contender.failure}", flush=True)
+    contender.turns += not code
 
 
 def end_tree(pid: int) -> None:
@@ -254,7 +268,7 @@ def contenders(args: argparse.Namespace, folder: Path) -> list[Contender]:
             run = command(args.vllm_python, "vllm", "--model", str(checkpoint), "--dtype", dtype)
             environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
             found.append(Contender(f"vLLM {dtype}", run, environment))
-    return [each for each in found if args.only in each.name]
+    return found
 
 
 def best_vllm(found: list[Contender]) -> Contender | None:
@@ -297,18 +311,48 @@ def verdicts(found: list[Contender]) -> str:
 
 
 def machine() -> str:
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
+    facts: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    model = facts.get("model name", platform.processor())
+    flags = set(facts.get("flags", "").split())
+    sets = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if name in flags]
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{psutil.cpu_count(logical=False)} cores of {model} ({', '.join(sets)}), {memory:.0f} GiB"
+
+
+def commit() -> str:
+    asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def remember(found: list[Contender], path: Path | None) -> None:
+    """Adds what a file holds from before to the contenders."""
+    if path is None or not path.exists():
+        return
+    before = json.loads(path.read_text())
+    for each in found:
+        for row, value in before.get(each.name, {}).get("best", {}).items():
+            each.note(row, value)
+        each.turns += before.get(each.name, {}).get("turns", 0)
+        each.version = before.get(each.name, {}).get("version", "")
+
+
+def keep(found: list[Contender], path: Path | None) -> None:
+    if path is not None:
+        told = {each.name: {"best": each.best, "turns": each.turns, "version": each.version} for each in found}
+        path.write_text(json.dumps(told, indent=1))
+
+
+def report(args: argparse.Namespace, found: list[Contender]) -> str:
+    versions = [f"{each.name} {each.version}".strip() + f" ({each.turns} turns)" for each in found if each.best]
+    text = (
+        f"{machine()}; {args.threads} threads; {time.strftime('%Y-%m-%d')}, commit {commit()}.\n\n"
+        f"Best of all rounds; {args.rounds} rounds a turn: {', '.join(versions)}.\n\n{table(found)}\n\n{verdicts(found)}\n"
     )
-    commit = subprocess.run(
-        ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return f"{model}, {psutil.cpu_count(logical=False)} cores, {time.strftime('%Y-%m-%d')}, commit {commit}"
+    failures = [f"- {each.name}: {each.failure}" for each in found if each.failure]
+    return text + ("\nNot measured:\n\n" + "\n".join(failures) + "\n" if failures else "")
 
 
 def main() -> None:
@@ -320,26 +364,24 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="processes of each contender")
     parser.add_argument("--rounds", type=int, default=3, help="measurements in each process")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one turn")
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+    parser.add_argument("--only", action="append", default=[], help="contenders whose name begins so; may be repeated")
+    parser.add_argument("--results", type=Path, help="gather results of several calls in this file")
     parser.add_argument("--output", type=Path, help="also write the tables here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bough-peers-") as folder:
         found = contenders(args, Path(folder))
+        remember(found, args.results)
         for turn in range(args.turns):
             for contender in found:
-                if not contender.failure:
+                if not contender.failure and (not args.only or contender.name.startswith(tuple(args.only))):
                     print(f"turn {turn + 1}: {contender.name}", flush=True)
                     take_turn(contender, args.timeout_s)
-    load = os.getloadavg()[2]
-    report = f"{machine()}, load {load:.1f} over 15 minutes\n\n{table(found)}\n\n{verdicts(found)}\n"
-    failures = [f"- {each.name}: {each.failure}" for each in found if each.failure]
-    if failures:
-        report += "\nNot measured:\n\n" + "\n".join(failures) + "\n"
-    print("\n" + report)
+                    keep(found, args.results)
+    text = report(args, found)
+    print("\n" + text)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        command = "python benchmarks/cpu_peers.py " + " ".join(f"--{k}" for k in ("turns", "rounds"))
-        args.output.write_text(f"# CPU peers\n\n`{command}`; {report}")
+        args.output.write_text(f"# bough beside its peers on a CPU\n\n{HOW}\n{text}")
 
 
 if __name__ == "__main__":
