@@ -1,4 +1,4 @@
-"""The device runs out of memory in the middle of a real model's forward pass: answers stay transformers', the engine lives."""
+"""The device runs out of memory in the middle of a real model: answers stay what transformers says, the engine lives."""
 
 from __future__ import annotations
 
