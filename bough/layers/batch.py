@@ -52,7 +52,9 @@ class RotatingBackend(AttentionBackend, Protocol):
         k_norm: Tensor | None,
         eps: float,
         offset: float,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Like `forward`. In the model's last layer it may leave out tokens that are not in `Batch.logits_at`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -72,6 +74,12 @@ class Batch:
     """Replaces the embedding of `ids_T` where given (multimodal input)."""
     segments_T: Tensor | None = None
     """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
+
+    def beside(self, x: Tensor, stream_TD: Tensor) -> Tensor:
+        """The rows of the stream that `x`, which attention gave, has: all, or at the model's end those of `logits_at`."""
+        if x.shape[0] == stream_TD.shape[0] or self.logits_at is None:
+            return stream_TD
+        return stream_TD.index_select(0, self.logits_at)
 
 
 class Model(Protocol):

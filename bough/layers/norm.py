@@ -36,8 +36,8 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps, offset=self.offset)
 
     def last(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> Tensor:
-        """The norm at a model's end, for the rows whose logits are wanted only."""
-        if batch.logits_at is not None:
+        """The norm at a model's end, for the rows whose logits are wanted only (the last block may have left out others)."""
+        if batch.logits_at is not None and x_TD.shape[0] == batch.ids_T.shape[0]:
             x_TD = x_TD.index_select(0, batch.logits_at)
             residual_TD = None if residual_TD is None else residual_TD.index_select(0, batch.logits_at)
         return self.add(x_TD, residual_TD)[0]

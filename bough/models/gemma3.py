@@ -47,7 +47,7 @@ class Block(nn.Module):
         x_TD = self.after_attn_norm(
             self.out(self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope, self.q_norm, self.k_norm))
         )
-        x_TD, residual_TD = self.ffn_norm.add(x_TD, residual_TD)
+        x_TD, residual_TD = self.ffn_norm.add(x_TD, batch.beside(x_TD, residual_TD))
         return self.after_ffn_norm(self.down(self.gate_up(x_TD))), residual_TD
 
     def parts(self) -> BlockParts | None:

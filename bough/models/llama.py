@@ -43,7 +43,7 @@ class Block(nn.Module):
         x_TD, residual_TD = self.attn_norm.add(x_TD, residual_TD)
         q_TNH, k_TKH, v_TKH = self.qkv(x_TD)
         x_TD = self.out(self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope))
-        x_TD, residual_TD = self.ffn_norm.add(x_TD, residual_TD)
+        x_TD, residual_TD = self.ffn_norm.add(x_TD, batch.beside(x_TD, residual_TD))
         return self.down(self.gate_up(x_TD)), residual_TD
 
     def parts(self) -> BlockParts | None:

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups, Tail
 from bough.kernels.sampling import sample
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.inputs import StepTensors
 
 AttentionFactory = Callable[[AttentionInputs], AttentionBackend]
+
+TAIL_SHARE = 0.25
+"""The last layer is narrowed to the tokens that are read if these are at most this part of the step."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class Forward:
 
     def hidden(self, tensors: StepTensors, extent: Extent, at: Tensor | None, segments: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm at token indices `at` (all tokens: None)."""
+        if at is not None and not len(at):
+            return self.hidden(tensors, extent, at.new_zeros(1), segments)[:0]
         state = self.state
         ids = torch.where(tensors.ids_T < 0, state.last_token[tensors.token_slots_T], tensors.ids_T)
         shared = None
@@ -75,6 +80,8 @@ class Forward:
             shared=shared,
             host=extent.host,
         )
+        if at is not None and extent.host is not None and len(at) <= len(ids) * TAIL_SHARE:
+            inputs.tail = self._tail(inputs, tensors, at)
         batch = Batch(
             ids_T=ids,
             positions_T=tensors.positions_T,
@@ -84,6 +91,24 @@ class Forward:
             segments_T=segments,
         )
         return self.model.forward(batch)
+
+    def _tail(self, inputs: AttentionInputs, tensors: StepTensors, at: Tensor) -> Tail:
+        """The tokens `at`, each as a row that sees everything up to itself."""
+        rows = AttentionInputs(
+            query_start_R1=torch.arange(len(at) + 1, dtype=torch.int32, device=at.device),
+            kv_len_R=(tensors.positions_T[at] + 1).to(torch.int32),
+            slots_R=tensors.token_slots_T[at].to(torch.int32),
+            page_table=inputs.page_table,
+            loc_T=inputs.loc_T[at],
+            page_size=inputs.page_size,
+            max_query=1,
+            max_kv=inputs.max_kv,
+            k_caches=inputs.k_caches,
+            v_caches=inputs.v_caches,
+            k_scales=inputs.k_scales,
+            v_scales=inputs.v_scales,
+        )
+        return Tail(at, rows)
 
     def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
         """Samples one token a row and keeps it as the slot's last."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bough.kernels.activation import reference as activation_reference, triton as activation
 from bough.kernels.attention import reference as attention_reference, triton_backend as backend
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups, Tail
 from bough.kernels.attention.plan import Shape
 from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
@@ -343,6 +343,45 @@ def _attention(bed: Bed, spec: Layer, page: int, dtype: torch.dtype, cache: torc
         assert not got[sum(row[0] for row in rows) :].any(), "padding must be zero"
 
 
+def tail_cases(bed: Bed) -> Cases:
+    layer = Layer(32, 8, 128) if bed.large else Layer(4, 2, 16)
+    for dtype in bed.dtypes:
+        for spec in (layer, replace(layer, window=37)):
+            yield f"tail {spec} {dtype}", partial(_tail, bed, spec, dtype)
+
+
+def _tail(bed: Bed, spec: Layer, dtype: torch.dtype) -> None:
+    """The last layer narrowed to some tokens gives their rows of the whole result."""
+    with small_shapes(bed):
+        rows = _ragged(bed)
+        inputs = attention_inputs(bed, rows, spec, bed.rng.choice((16, 64)), dtype, pad_rows=0, pad_tokens=0)
+        tokens = inputs.num_tokens
+        q, k, v = bed.strided(tokens, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), spec.head_dim, dtype)
+        at = bed.ints(sorted(bed.rng.sample(range(tokens), max(1, tokens // 4))), torch.int64)
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([row[0] for row in rows])).to(bed.device)
+        behind = inputs.query_start_R1[row_of + 1] - torch.arange(tokens, device=bed.device, dtype=torch.int32)
+        positions = (inputs.kv_len_R[row_of] - behind).to(torch.int64)
+        cos_sin = bed.normal(int(positions.max()) + 1, spec.head_dim)
+        runner = backend.TritonAttention(bed.device)
+
+        def attend() -> Tensor:
+            runner.prepare(inputs)
+            return runner.forward_rope(spec, q, k, v, positions, cos_sin)
+
+        whole = attend()
+        few = replace(
+            inputs,
+            query_start_R1=bed.ints(range(len(at) + 1)),
+            kv_len_R=(positions[at] + 1).to(torch.int32),
+            slots_R=inputs.slots_R[row_of[at]],
+            loc_T=inputs.loc_T[at],
+            max_query=1,
+            host=None,
+        )
+        inputs.tail = Tail(at, few)
+        close(same_twice(attend), whole[at], dtype)
+
+
 @contextmanager
 def small_shapes(bed: Bed) -> Iterator[None]:
     """Small blocks on small inputs, so that rows are cut and merged there too."""
@@ -493,6 +532,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "linear": linear_cases,
     "attention": attention_cases,
     "shared": shared_cases,
+    "tail": tail_cases,
     "sampling": sampling_cases,
     "masks": mask_cases,
     "moe": moe_cases,

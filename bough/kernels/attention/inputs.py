@@ -63,6 +63,16 @@ class HostLengths:
 
 
 @dataclass(slots=True)
+class Tail:
+    """The tokens of a step whose hidden states are read after the last layer: of the others it computes keys and values."""
+
+    at_L: Tensor
+    """int64 [L] indices into T."""
+    inputs: AttentionInputs
+    """The same tokens as rows of one query each."""
+
+
+@dataclass(slots=True)
 class AttentionInputs:
     """One step over R rows and T tokens (both may be padded). Row r's queries are tokens
     `query_start_R1[r] .. query_start_R1[r + 1]` and are the last of its `kv_len_R[r]` KV tokens.
@@ -97,6 +107,8 @@ class AttentionInputs:
     k_scales: Sequence[float] = field(default=())
     """By layer: the cache holds k / k_scale. Empty: 1."""
     v_scales: Sequence[float] = field(default=())
+    tail: Tail | None = None
+    """All that the last layer has to attend for; None: every token. A backend may leave it aside."""
 
     @property
     def num_rows(self) -> int:

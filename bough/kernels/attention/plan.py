@@ -4,8 +4,10 @@
 A *tile* is up to `block_m` rows of (query token, head of one KV head's group) against a stretch of a row's KV. Tiles, their
 KV heads and their KV blocks, in this order, form one *stream* of blocks, which is cut into equal *chunks*, one a program.
 A (tile, KV head) cut over several chunks is put together by whichever program finishes last. Equal chunks keep every
-multiprocessor busy to the end whatever the lengths; many short rows are hardly ever cut, one long row is cut to fill the
-device.
+multiprocessor busy to the end whatever the lengths; one long row is cut to fill the device.
+
+Where there are enough rows to fill the device uncut, cutting costs more than it evens out: every (tile, KV head) then starts
+a chunk of its own (its stretch of the stream is padded to whole chunks), and only rows far longer than the average are cut.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ NUM_FIELDS = 8
 TOTAL = tl.constexpr(0)
 PER_CHUNK = tl.constexpr(1)
 REAL_TOKENS = tl.constexpr(2)
+ALIGNED = tl.constexpr(3)
+"""1: every (tile, KV head) starts a chunk."""
 NUM_HEADER = 4
 
 
@@ -52,6 +56,8 @@ class Shape:
     ctas_per_sm: int
     min_tokens: int = 128
     """A chunk holds at least this many KV tokens: shorter ones cost more in merging than they save."""
+    may_align: bool = False
+    """Leave rows uncut where they fill the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,10 @@ class Plan:
     """A work list on the device and the buffers its launches share."""
 
     shape: Shape
+    target: int
+    """Programs that fill the device."""
     num_chunks: int
+    """Programs of a launch: enough for any cut."""
     tokens_per_tile: int
     tiles: Tensor
     """int32 [NUM_FIELDS, most tiles]."""
@@ -104,6 +113,25 @@ def _search(ends, value, count, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _align(tiles, per_chunk, num_tiles, tile_room, kv_heads, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Moves the tiles' starts so that each (tile, KV head) begins a chunk; returns the stream's new length."""
+    lane = tl.arange(0, BLOCK)
+    total = 0
+    tl.debug_barrier()
+    for base in range(0, num_tiles, BLOCK):
+        tile = base + lane
+        real = tile < num_tiles
+        low = tl.load(tiles + KV_LOW * tile_room + tile, mask=real, other=0)
+        high = tl.load(tiles + KV_HIGH * tile_room + tile, mask=real, other=0)
+        blocks = tl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
+        work = tl.where(real, (blocks + per_chunk - 1) // per_chunk * kv_heads, 0)
+        start = total + tl.cumsum(work, 0) - work
+        tl.store(tiles + START * tile_room + tile, start * per_chunk, mask=real)
+        total += tl.sum(work, 0)
+    return total * per_chunk
+
+
+@triton.jit
 def _cut(
     header,
     chunk_tile,
@@ -111,19 +139,33 @@ def _cut(
     total,
     longest,
     num_tiles,
+    tile_room,
+    kv_heads,
     real_tokens,
     min_blocks,
     max_splits,
+    BLOCK_N: tl.constexpr,
+    TARGET: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cuts the stream into chunks. With more than `max_splits` pieces a tile, merging would cost more than it saves."""
-    per_chunk = tl.maximum((total + NUM_CHUNKS - 1) // NUM_CHUNKS, (longest + max_splits - 1) // max_splits)
+    """Cuts the stream into `TARGET` chunks, or where NUM_CHUNKS leaves room for it, into one or more a (tile, KV head).
+
+    With more than `max_splits` pieces a tile, merging would cost more than it saves.
+    """
+    per_chunk = tl.maximum((total + TARGET - 1) // TARGET, (longest + max_splits - 1) // max_splits)
     per_chunk = tl.maximum(per_chunk, min_blocks)
+    aligned = 0
+    if NUM_CHUNKS > TARGET:  # noqa: SIM102 - the outer one is decided when it is compiled
+        if 2 * num_tiles * kv_heads >= TARGET:
+            aligned = 1
+            per_chunk *= 2
+            total = _align(tiles, per_chunk, num_tiles, tile_room, kv_heads, BLOCK_N, BLOCK)
     tl.store(header + TOTAL, total)
     tl.store(header + PER_CHUNK, per_chunk)
     tl.store(header + REAL_TOKENS, real_tokens)
+    tl.store(header + ALIGNED, aligned)
     tl.debug_barrier()
     for base in range(0, NUM_CHUNKS, BLOCK):
         chunk = base + tl.arange(0, BLOCK)
@@ -160,6 +202,7 @@ def _plan_kernel(
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TARGET: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -219,8 +262,8 @@ def _plan_kernel(
         longest = tl.maximum(longest, tl.max(blocks, 0))
     real_tokens = tl.load(query_start + R)
     _cut(
-        header, chunk_tile, tiles, total, longest, num_tiles, real_tokens, min_blocks, max_splits,
-        NUM_CHUNKS, STEPS, BLOCK,
+        header, chunk_tile, tiles, total, longest, num_tiles, tile_room, kv_heads, real_tokens, min_blocks, max_splits,
+        BLOCK_N, TARGET, NUM_CHUNKS, STEPS, BLOCK,
     )  # fmt: skip
 
 
@@ -247,6 +290,7 @@ def _plan_groups_kernel(
     min_blocks,
     max_splits,
     BLOCK_N: tl.constexpr,
+    TARGET: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -301,14 +345,19 @@ def _plan_groups_kernel(
         total += tl.sum(work, 0)
         longest = tl.maximum(longest, tl.max(blocks, 0))
     _cut(
-        header, chunk_tile, tiles, total, longest, num_tiles, 0, min_blocks, max_splits, NUM_CHUNKS, STEPS, BLOCK
+        header, chunk_tile, tiles, total, longest, num_tiles, tile_room, kv_heads, 0, min_blocks, max_splits,
+        BLOCK_N, TARGET, NUM_CHUNKS, STEPS, BLOCK,
     )  # fmt: skip
 
 
 def _room(kind: Kind, shape: Shape, most_tiles: int, device: torch.device) -> Plan:
-    num_chunks = num_sms(device) * shape.ctas_per_sm
+    target = num_sms(device) * shape.ctas_per_sm
+    num_chunks = target
+    if shape.may_align and 2 * most_tiles * kind.num_kv_heads >= target:
+        num_chunks += most_tiles * kind.num_kv_heads
     return Plan(
         shape=shape,
+        target=target,
         num_chunks=num_chunks,
         tokens_per_tile=shape.block_m // kind.group,
         tiles=torch.empty((NUM_FIELDS, most_tiles), dtype=torch.int32, device=device),
@@ -374,6 +423,7 @@ def plan_rows(
         WINDOWED=kind.window is not None,
         SHARED=prefix_R is not None,
         BLOCK_N=shape.block_n,
+        TARGET=plan.target,
         NUM_CHUNKS=plan.num_chunks,
         **_sizes(max(rows, tile_room)),
         num_warps=8,
@@ -413,6 +463,7 @@ def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan
         min_blocks,
         max_splits,
         BLOCK_N=shape.block_n,
+        TARGET=plan.target,
         NUM_CHUNKS=plan.num_chunks,
         **_sizes(max(rows, groups + 1, tile_room)),
         num_warps=8,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bough.kernels.attention import plan as planning
 from bough.kernels.attention.plan import (
+    ALIGNED,
     KV_HIGH,
     KV_LOW,
     PER_CHUNK,
@@ -229,6 +230,8 @@ def _attention_kernel(
     dim = tl.arange(0, BLOCK_H)
     v_dim = tl.arange(0, BLOCK_V)
     HEADS: tl.constexpr = G * KV_HEADS
+    aligned = tl.load(header + ALIGNED)
+    start, token, tokens, position, kv_low, kv_high, slot = _tile_of(tiles + tile, tile_room)
     wait(PDL)
     if ZERO:
         _zero_padding(
@@ -237,16 +240,12 @@ def _attention_kernel(
     at = chunk * per_chunk
     end = tl.minimum(at + per_chunk, total)
     while at < end:
-        start = tl.load(tiles + START * tile_room + tile)
-        token = tl.load(tiles + TOKEN * tile_room + tile)
-        tokens = tl.load(tiles + TOKENS * tile_room + tile)
-        position = tl.load(tiles + POSITION * tile_room + tile)
-        kv_low = tl.load(tiles + KV_LOW * tile_room + tile)
-        kv_high = tl.load(tiles + KV_HIGH * tile_room + tile)
-        slot = tl.load(tiles + SLOT * tile_room + tile)
         blocks = tl.maximum((kv_high - kv_low + BLOCK_N - 1) // BLOCK_N, 1)
-        kv_head = (at - start) // blocks
-        head_start = start + kv_head * blocks
+        span = blocks
+        if aligned == 1:
+            span = (blocks + per_chunk - 1) // per_chunk * per_chunk
+        kv_head = (at - start) // span
+        head_start = start + kv_head * span
         block = at - head_start
         block_end = tl.minimum(blocks, block + end - at)
 
@@ -343,6 +342,24 @@ def _attention_kernel(
                 tl.store(out + place[:, None] * VH + v_dim[None, :], result, mask=out_mask)
         at += block_end - block
         tile += ((kv_head == KV_HEADS - 1) & (block_end == blocks)).to(tl.int32)
+        if aligned == 1:
+            at = end
+        if at < end:
+            start, token, tokens, position, kv_low, kv_high, slot = _tile_of(tiles + tile, tile_room)
+
+
+@triton.jit
+def _tile_of(tile, tile_room):
+    """The fields of a tile."""
+    return (
+        tl.load(tile + START * tile_room),
+        tl.load(tile + TOKEN * tile_room),
+        tl.load(tile + TOKENS * tile_room),
+        tl.load(tile + POSITION * tile_room),
+        tl.load(tile + KV_LOW * tile_room),
+        tl.load(tile + KV_HIGH * tile_room),
+        tl.load(tile + SLOT * tile_room),
+    )
 
 
 @triton.jit

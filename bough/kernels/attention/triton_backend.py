@@ -13,7 +13,7 @@ from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.launching import power_of_two
 from bough.kernels.rotary.triton import rope_and_write, write_kv
 
-DECODE = Shape(block_m=16, block_n=32, num_warps=4, num_stages=4, ctas_per_sm=3)
+DECODE = Shape(block_m=16, block_n=32, num_warps=4, num_stages=3, ctas_per_sm=4, may_align=True)
 """Rows whose queries (times the heads of a KV head) fit into one tile: the KV is read once, at memory bandwidth."""
 FEW_DECODE = Shape(block_m=16, block_n=128, num_warps=8, num_stages=2, ctas_per_sm=2)
 """The same for a handful of tokens, where the time is that of one program, not of the memory."""
@@ -75,7 +75,10 @@ class TritonAttention:
         offset: float = 0.0,
         interleaved: bool = False,
     ) -> Tensor:
-        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write."""
+        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write.
+
+        In the last layer the result has the rows of the step's tail only, where it has one.
+        """
         inputs = self._step()
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
@@ -95,6 +98,9 @@ class TritonAttention:
             k_scale=k_scale,
             v_scale=v_scale,
         )
+        if inputs.tail is not None and spec.layer == len(inputs.k_caches) - 1:
+            self.prepare(inputs.tail.inputs)
+            q, k, v_TKH = (x.index_select(0, inputs.tail.at_L) for x in (q, k, v_TKH))
         return self.attend(spec, q, k, v_TKH)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -206,5 +212,5 @@ def shape_for(shape: Shape, group: int, bytes_per_token: int) -> Shape:
     block_n = shape.block_n
     if bytes_per_token > 512:
         block_m = max(min(block_m, 64), 1 << (group - 1).bit_length())
-        block_n = max(16, block_n * 512 // bytes_per_token)
+        block_n = max(16, 1 << (block_n * 512 // bytes_per_token).bit_length() - 1)
     return replace(shape, block_m=block_m, block_n=block_n)
