@@ -196,8 +196,8 @@ class ServerConfig:
     """Marks for filling in the middle (`suffix`): deepseek_coder, star_coder, qwen_coder, auto (by tokenizer) or none."""
     sampling_defaults: Literal["model", "openai"] = "model"
     """Where unset sampling parameters come from: what the model's authors recommend, or OpenAI's defaults."""
-    grammar_backend: Literal["xgrammar", "llguidance", "none"] = "xgrammar"
-    """Engine for constrained output."""
+    grammar_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"
+    """Engine for constrained output. auto: xgrammar, and llguidance (if installed) for grammars that count characters."""
     json_max_whitespace: int = 8
     """White space in a row that constrained JSON may have between its parts; 0: none, and more is certain ahead of time."""
     isolate_cache: bool = False

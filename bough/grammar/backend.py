@@ -74,7 +74,8 @@ class Backend(Protocol):
 class Settings(Struct, frozen=True, kw_only=True):
     """How grammars are compiled."""
 
-    backend: str = "xgrammar"
+    backend: str = "auto"
+    """xgrammar, llguidance, or auto: the one that suits the grammar."""
     max_whitespace: int = 8
     """White space in a row between the parts of a JSON answer; 0: none at all."""
     time_limit_s: float = 2.0
@@ -91,6 +92,10 @@ def make_backend(settings: Settings, tokens: Tokens, *, lean: bool = False) -> B
 
         guidance: Backend = LlguidanceBackend(tokens, settings.max_whitespace)
         return guidance
-    from bough.grammar.xgrammar_backend import XgrammarBackend
+    if settings.backend == "xgrammar":
+        from bough.grammar.xgrammar_backend import XgrammarBackend
 
-    return XgrammarBackend(tokens, settings.max_whitespace, lean=lean)
+        return XgrammarBackend(tokens, settings.max_whitespace, lean=lean)
+    from bough.grammar.both_backends import BothBackends
+
+    return BothBackends(tokens, settings.max_whitespace, lean=lean)

@@ -40,11 +40,27 @@ def to_ebnf(grammar: Grammar) -> str:
     return "\n".join(lines + printer.lines) + "\n"
 
 
+def counts_far(grammar: Grammar) -> bool:
+    """Does it count more characters out of many than are written out? There, xgrammar's masks take milliseconds each."""
+    printer = _Ebnf(grammar)
+    return any(
+        isinstance(node, Repeat)
+        and max(node.low, (node.high or 0) - node.low) > _WRITTEN_OUT
+        and bool(printer.broad(node.node))
+        for rule in grammar.rules.values()
+        for node in walk(rule)
+    )
+
+
+_Key = tuple[Node, int, int | None, str]
+"""A repetition: of what, at least and at most how often (below 0: a part of it), and the text behind it."""
+
+
 class _Ebnf:
     def __init__(self, grammar: Grammar) -> None:
         self.lines: list[str] = []
         self._rules = grammar.rules
-        self._names: dict[tuple[Node, int, int | None], str] = {}
+        self._names: dict[_Key, str] = {}
 
     def show(self, node: Node, *, tight: bool = False) -> str:
         """`tight`: something binds to it from the right, or it stands in a sequence."""
@@ -60,23 +76,35 @@ class _Ebnf:
             case Seq():
                 if node == EMPTY:
                     return '""'
-                shown = " ".join(self.show(part, tight=True) for part in node.parts)
+                shown = " ".join(self._parts(node))
             case Alt():
                 if node == NOTHING:
                     raise ValueError("a rule that matches nothing can't be written")
                 shown = " | ".join(self.show(part) for part in node.parts)
         return f"({shown})" if tight else shown
 
+    def _parts(self, node: Seq) -> list[str]:
+        """A sequence's parts. Text behind a repetition of many characters goes into its rules: tokens that close a string
+        and go on are then judged ahead of time, too."""
+        parts, shown = list(node.parts), []
+        while parts:
+            part = parts.pop(0)
+            if isinstance(part, Repeat) and parts and isinstance(parts[0], Text) and self.broad(part.node):
+                shown.append(self._of_branches(part, self.broad(part.node), self.show(parts.pop(0))))
+            else:
+                shown.append(self.show(part, tight=True))
+        return shown
+
     def _repeated(self, node: Repeat) -> str:
-        branches = self._broad(node.node)
+        branches = self.broad(node.node)
         if branches and not (isinstance(node.node, Chars) and (node.low, node.high) == (0, None)):
-            return self._of_branches(node, branches)
+            return self._of_branches(node, branches, '""')
         inner = self.show(node.node, tight=True)
         if isinstance(node.node, Repeat):
             inner = f"({inner})"
         return f"{inner}{{{node.low},{'' if node.high is None else node.high}}}"
 
-    def _broad(self, node: Node) -> tuple[Node, ...]:
+    def broad(self, node: Node) -> tuple[Node, ...]:
         """The alternatives of a node that is, above all, one of very many characters; empty: it is not."""
         if isinstance(node, Ref):
             node = self._rules[node.name]
@@ -87,38 +115,37 @@ class _Ebnf:
         plain = not any(isinstance(inner, Ref) for each in branches for inner in walk(each))
         return branches if wide and plain and all(length_range(each)[0] > 0 for each in branches) else ()
 
-    def _of_branches(self, node: Repeat, branches: tuple[Node, ...]) -> str:
-        """Repetition by recursion from the right: the first `low` by rules of their own, the rest without end or within a
-        budget of characters. An escape counts as many as it is written with, so such texts stay within their bound."""
+    def _of_branches(self, node: Repeat, branches: tuple[Node, ...], then: str) -> str:
+        """Repetition by recursion from the right, and `then` behind it: the first `low` by rules of their own, the rest
+        without end or within a budget of characters. An escape counts as many as it is written with, so such texts stay
+        within their bound."""
         low, high = node.low, node.high
         if high is None:
-            tail = self._named(node.node, 0, None, lambda name: self._then(branches, name, may_end=True))
+            tail = self._free(node.node, branches, then)
         elif high - low > _WRITTEN_OUT:
-            free = self._named(node.node, 0, None, lambda name: self._then(branches, name, may_end=True))
-            key = f"[max_chars={high - low}]"
-            tail = self._named(node.node, -1, high - low, lambda _: free, attributes=key)
+            free = self._free(node.node, branches, '""')
+            budget = self._named((node.node, -1, high - low, ""), lambda _: free, f"[max_chars={high - low}]")
+            tail = f"{budget} {then}"
         else:
-            tail = ""
+            tail = then
             for left in range(1, high - low + 1):
-                tail = self._chained(node.node, -2, left, branches, tail, may_end=True)
+                tail = self._chained((node.node, -2, left, then), branches, tail, may_end=then)
         for left in range(1, low + 1):
-            tail = self._chained(node.node, left, high, branches, tail, may_end=False)
-        return tail or '""'
+            tail = self._chained((node.node, left, high, then), branches, tail)
+        return tail
 
-    def _chained(
-        self, node: Node, low: int, high: int | None, branches: tuple[Node, ...], tail: str, *, may_end: bool
-    ) -> str:
-        return self._named(node, low, high, lambda _: self._then(branches, tail, may_end=may_end))
+    def _free(self, node: Node, branches: tuple[Node, ...], then: str) -> str:
+        return self._named((node, 0, None, then), lambda name: self._then(branches, name, may_end=then))
 
-    def _then(self, branches: tuple[Node, ...], tail: str, *, may_end: bool) -> str:
-        shown = [f"{self.show(each, tight=True)} {tail}".rstrip() for each in branches]
-        return " | ".join(['""', *shown] if may_end else shown)
+    def _chained(self, key: _Key, branches: tuple[Node, ...], tail: str, *, may_end: str = "") -> str:
+        return self._named(key, lambda _: self._then(branches, tail, may_end=may_end))
 
-    def _named(
-        self, node: Node, low: int, high: int | None, body: Callable[[str], str], *, attributes: str = ""
-    ) -> str:
+    def _then(self, branches: tuple[Node, ...], tail: str, *, may_end: str) -> str:
+        shown = [f"{self.show(each, tight=True)} {tail}" for each in branches]
+        return " | ".join([may_end, *shown] if may_end else shown)
+
+    def _named(self, key: _Key, body: Callable[[str], str], attributes: str = "") -> str:
         """A rule made once for the same repetition."""
-        key = (node, low, high)
         if key not in self._names:
             name = self._names[key] = f"many_{len(self._names)}"
             self.lines.append(f"{name}{attributes} ::= {body(name)}")

@@ -12,6 +12,7 @@ from typing import Any
 from bough.grammar.errors import BadGrammar, shorten
 from bough.grammar.keywords import MAX_BYTES, check_limits
 from bough.grammar.notation import to_ebnf
+from bough.grammar.rules import Grammar
 from bough.grammar.sources import of_ebnf, of_pattern, of_schema
 
 Format = dict[str, Any]
@@ -87,7 +88,23 @@ def native_tag(source: str, max_whitespace: int) -> tuple[str, list[str]]:
     return json.dumps({"type": "structural_tag", "format": inner}), spelled
 
 
-def _schema_of(format: Format, at: str, max_whitespace: int) -> Any:
+def grammars_in(source: str, max_whitespace: int) -> list[Grammar]:
+    """The grammars of a tag's schemas, patterns and grammars. Raises `BadGrammar`."""
+    found: list[Grammar] = []
+
+    def leaf(format: Format, at: str) -> Format:
+        match format["type"]:
+            case "json_schema":
+                found.append(_schema_of(format, at, max_whitespace))
+            case "regex" | "grammar":
+                found.append(_grammar_of(format, at))
+        return format
+
+    rewrite(load_tag(source), "/format", leaf, lambda _: None)
+    return found
+
+
+def _schema_of(format: Format, at: str, max_whitespace: int) -> Grammar:
     schema = format.get("json_schema")
     if not isinstance(schema, dict | bool):
         raise BadGrammar("json_schema is a schema", at=f"{at}/json_schema")
@@ -98,7 +115,7 @@ def _schema_of(format: Format, at: str, max_whitespace: int) -> Any:
         raise BadGrammar(str(error).removeprefix("at /: ").removeprefix("at "), at=f"{at}/json_schema") from None
 
 
-def _grammar_of(format: Format, at: str) -> Any:
+def _grammar_of(format: Format, at: str) -> Grammar:
     key = "pattern" if format["type"] == "regex" else "grammar"
     source = format.get(key)
     if not isinstance(source, str):

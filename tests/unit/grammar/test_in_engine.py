@@ -56,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, M
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(Settings(), lambda: load()[1])
+    made = Grammars(Settings(backend="xgrammar"), lambda: load()[1])
     yield made
     made.close()
 
