@@ -29,12 +29,14 @@ class EngineMeter:
         cache: PrefixCache,
         *,
         free_bytes: FreeBytes | None = None,
+        utilization: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`free_bytes`: (free, total) memory of the device, where that is worth asking for."""
+        """`free_bytes`: (free, total) memory of the device; `utilization`: its share in use. None: not worth asking for."""
         self._queues = queues
         self._cache = cache
         self._free_bytes = free_bytes
+        self._utilization = utilization
         self._clock = clock
         self._wrote_s = -1.0
         self._rated_s = clock()
@@ -43,7 +45,8 @@ class EngineMeter:
         names = (
             "num_running_reqs", "num_prefilling_reqs", "num_queue_reqs", "num_queue_tokens", "num_grammar_queue_reqs",
             "num_used_tokens", "num_cached_tokens", "gen_throughput", "prompt_throughput", "decode_step_seconds",
-            "device_memory_used_bytes", "device_memory_total_bytes", "steps_total", "failed_steps_total", "oom_total",
+            "device_utilization", "device_memory_used_bytes", "device_memory_total_bytes", "steps_total",
+            "failed_steps_total", "oom_total",
             "computed_prompt_tokens_total", "retracted_requests_total", "forced_tokens_total", "cut_grammars_total",
             "page_repairs_total",
         )  # fmt: skip
@@ -92,6 +95,8 @@ class EngineMeter:
         self._cells["gen_throughput"].set((numbers[0] - self._rated[0]) / passed)
         self._cells["prompt_throughput"].set((numbers[1] - self._rated[1]) / passed)
         self._rated_s, self._rated = now, numbers
+        if self._utilization is not None:
+            self._cells["device_utilization"].set(self._utilization())
         if self._free_bytes is not None:
             free, total = self._free_bytes()
             self._cells["device_memory_used_bytes"].set(total - free)

@@ -101,7 +101,8 @@ def observe(
     if known_bad:
         queues.screen = Quarantine(known_bad).check
     sheet = Sheet(endpoints.board("engine"), "engine")
-    meter = EngineMeter(sheet, queues, cache, free_bytes=device.free_bytes if device.is_async else None)
+    free_bytes = device.free_bytes if device.is_async else None
+    meter = EngineMeter(sheet, queues, cache, free_bytes=free_bytes, utilization=device.utilization())
     directory = config.log.profile_dir or str(Path(tempfile.gettempdir()) / f"bough-profiles-{os.getuid()}")
     profiler = Profiler(Path(directory).expanduser(), cuda=device.is_async)
     return runner, Watch(Heartbeat(endpoints.heartbeat), queues, meter, profiler, when_quiet)

@@ -72,6 +72,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("gen_throughput", "gauge", "Tokens generated a second, of late.", "engine"),
     Metric("prompt_throughput", "gauge", "Prompt tokens computed a second, of late.", "engine"),
     Metric("decode_step_seconds", "gauge", "Median time of a decode step, of late.", "engine"),
+    Metric("device_utilization", "gauge", "Share of the device's time in use, of late.", "engine"),
     Metric("device_memory_used_bytes", "gauge", "Memory of the device in use.", "engine"),
     Metric("device_memory_total_bytes", "gauge", "Memory of the device.", "engine"),
     Metric("steps_total", "counter", "Steps of the model.", "engine"),

@@ -47,29 +47,39 @@ def query_gpu(index: int = 0) -> Gpu | None:
         name=name.value.decode(errors="replace"),
         capability=(attribute(_MAJOR), attribute(_MINOR)),
         total_bytes=total.value,
-        free_bytes=_free_bytes(cuda, device) or total.value,
+        free_bytes=_free_bytes(index) or total.value,
         num_sms=attribute(_MULTIPROCESSORS),
         num_devices=count.value,
     )
 
 
-def _free_bytes(cuda: ctypes.CDLL, device: ctypes.c_int) -> int | None:
-    """Free memory by the management library, which needs no context; matched by the device's unique id."""
+def open_nvml(index: int = 0) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """The management library, which needs no context, and its handle of the GPU that CUDA numbers `index`."""
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        cuda, nvml = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    uuid = (ctypes.c_ubyte * 16)()
-    if cuda.cuDeviceGetUuid(uuid, device) or nvml.nvmlInit_v2():
+    device, uuid, handle = ctypes.c_int(), (ctypes.c_ubyte * 16)(), ctypes.c_void_p()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetUuid(uuid, device):
         return None
     digits = bytes(uuid).hex()
     text = f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-    handle, info = ctypes.c_void_p(), _MemoryInfo()
+    if nvml.nvmlInit_v2():
+        return None
+    if nvml.nvmlDeviceGetHandleByUUID(text.encode(), ctypes.byref(handle)):
+        nvml.nvmlShutdown()
+        return None
+    return nvml, handle
+
+
+def _free_bytes(index: int) -> int | None:
+    """Free memory by the management library; matched by the device's unique id."""
+    opened = open_nvml(index)
+    if opened is None:
+        return None
+    nvml, handle = opened
+    info = _MemoryInfo()
     try:
-        if nvml.nvmlDeviceGetHandleByUUID(text.encode(), ctypes.byref(handle)):
-            return None
-        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(info)):
-            return None
-        return int(info.free)
+        return None if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(info)) else int(info.free)
     finally:
         nvml.nvmlShutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -84,6 +85,12 @@ class Device:
 
         total, free = memory_bytes()
         return free, total
+
+    def utilization(self) -> Callable[[], float] | None:
+        """Something to call about once a second: the share of the device in use. None where it can't be told."""
+        from bough.platform.utilization import cpu_utilization, gpu_utilization
+
+        return gpu_utilization(self.index) if self.is_async else cpu_utilization()
 
     def synchronize(self) -> None:
         """Blocks the host until everything queued is done."""

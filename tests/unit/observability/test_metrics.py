@@ -31,6 +31,7 @@ NAMES = {
     "gen_throughput": "gauge",
     "prompt_throughput": "gauge",
     "decode_step_seconds": "gauge",
+    "device_utilization": "gauge",
     "device_memory_used_bytes": "gauge",
     "device_memory_total_bytes": "gauge",
     "steps_total": "counter",
