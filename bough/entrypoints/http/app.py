@@ -264,7 +264,7 @@ def openapi(specs: list[RouteSpec]) -> dict[str, Any]:
         for path in spec.paths:
             operations: dict[str, Any] = {}
             for method in spec.methods:
-                operations[method.lower()] = _operation(spec, by_body)
+                operations[method.lower()] = _operation(spec, path, by_body)
             paths.setdefault(path.replace(":path}", "}"), {}).update(operations)
     return {
         "openapi": "3.1.0",
@@ -277,7 +277,7 @@ def openapi(specs: list[RouteSpec]) -> dict[str, Any]:
     }
 
 
-def _operation(spec: RouteSpec, by_body: Mapping[type[msgspec.Struct], Any]) -> dict[str, Any]:
+def _operation(spec: RouteSpec, path: str, by_body: Mapping[type[msgspec.Struct], Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": spec.about,
         "responses": {"200": {"description": "OK"}, "4XX": {"description": "an error: {error: {message, type, ...}}"}},
@@ -289,7 +289,7 @@ def _operation(spec: RouteSpec, by_body: Mapping[type[msgspec.Struct], Any]) -> 
             "required": True,
             "content": {"application/json": {"schema": by_body[spec.body]}},
         }
-    names = re.findall(r"{(\w+)", spec.paths[0])
+    names = re.findall(r"{(\w+)", path)
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
