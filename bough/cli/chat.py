@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from bough.core.errors import BoughError, Unavailable
+from bough.core.errors import BoughError, ConfigError, Unavailable
 
-HELP = """/stats   speed of the last answer, and the server's numbers
-/clear   forget the conversation
-/exit    leave (also Ctrl-D)"""
+HELP = """/stats        speed of the last answer, and the server's numbers
+/image FILE   show this picture with the next question
+/history      print the conversation
+/clear        forget the conversation
+/exit         leave (also Ctrl-D)"""
 
 _PROMPT = "> "
+_MOST_IMAGE_BYTES = 16 * 1024 * 1024
+_IMAGE_MARKS = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+"""How files of each kind begin."""
 
 
 @dataclass
@@ -53,16 +60,24 @@ class Conversation:
         self._system = system
         self._options = options or {}
         self.model = model or self._first_model()
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[str] = []
+        """Pictures (data URLs) that the next question shows."""
         self.stats = Stats()
         self.clear()
 
     def clear(self) -> None:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
+        self.images = []
+
+    def attach(self, name: str) -> None:
+        """Shows a picture with the next question. Raises `ConfigError`."""
+        self.images.append(_data_url(Path(name).expanduser()))
 
     def ask(self, text: str) -> Iterator[tuple[str, str]]:
         """Yields ("reasoning" or "content", text) as it arrives. The answer joins the history when it is complete."""
-        self.messages.append({"role": "user", "content": text})
+        images, self.images = self.images, []
+        self.messages.append({"role": "user", "content": _content(text, images)})
         answer: list[str] = []
         try:
             for kind, piece in self._stream():
@@ -150,6 +165,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, help="longest answer")
     parser.add_argument("--temperature", type=float, help="0: always the likeliest token")
     parser.add_argument("--quick", metavar="TEXT", help="ask one question, print the answer, leave")
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help="show it with the first question")
     parser.add_argument("--stats", action="store_true", help="print speed after each answer")
     arguments = parser.parse_args(list(argv))
     options: dict[str, Any] = {}
@@ -160,6 +176,8 @@ def run(argv: Sequence[str]) -> int:
     conversation = Conversation(
         arguments.url, arguments.api_key, model=arguments.model, system=arguments.system, options=options
     )
+    for name in arguments.image:
+        conversation.attach(name)
     if arguments.quick is not None:
         answer_plain(conversation, arguments.quick)
         if arguments.stats:
@@ -199,9 +217,15 @@ def talk(conversation: Conversation, *, show_stats: bool = False) -> int:
 
 def command(conversation: Conversation, text: str) -> bool:
     """Runs a /command. False: leave."""
-    match text.split()[0]:
+    name, _, rest = text.partition(" ")
+    match name:
         case "/exit" | "/quit":
             return False
+        case "/image":
+            _show_image(conversation, rest.strip())
+        case "/history":
+            for message in conversation.messages:
+                print(f"{message['role']}: {_plain(message['content'])}")
         case "/clear":
             conversation.clear()
             print("(forgotten)")
@@ -216,6 +240,45 @@ def command(conversation: Conversation, text: str) -> bool:
         case other:
             print(f"unknown command {other}\n{HELP}")
     return True
+
+
+def _show_image(conversation: Conversation, name: str) -> None:
+    try:
+        conversation.attach(name)
+    except ConfigError as error:
+        print(error.lines())
+    else:
+        print(f"({len(conversation.images)} with the next question)")
+
+
+def _content(text: str, images: list[str]) -> str | list[dict[str, Any]]:
+    """A message's content, as OpenAI has it."""
+    if not images:
+        return text
+    return [{"type": "image_url", "image_url": {"url": url}} for url in images] + [{"type": "text", "text": text}]
+
+
+def _plain(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] if part["type"] == "text" else "(picture)" for part in content)
+
+
+def _data_url(path: Path) -> str:
+    """The picture's bytes as a URL. The server need not be able to read the file."""
+    fix = "name a PNG, JPEG, GIF or WebP file"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(what=f"can't read {path}", why=error.strerror or "", fix=fix) from error
+    kind = next((kind for mark, kind in _IMAGE_MARKS.items() if data.startswith(mark)), None)
+    if kind is None:
+        raise ConfigError(what=f"{path} is no picture", why="it begins with other bytes", fix=fix)
+    if len(data) > _MOST_IMAGE_BYTES:
+        raise ConfigError(
+            what=f"{path} has {len(data):,} bytes", why=f"at most {_MOST_IMAGE_BYTES:,} are sent", fix="make it smaller"
+        )
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def answer_plain(conversation: Conversation, text: str) -> None:

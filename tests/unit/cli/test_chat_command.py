@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ from scripted_server import Answer, FakeServer, serving
 
 from bough.cli import chat
 from bough.cli.chat import Conversation
-from bough.core.errors import BoughError, Unavailable
+from bough.core.errors import BoughError, ConfigError, Unavailable
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,41 @@ def test_the_key_is_asked_for() -> None:
             Conversation(running.url, "")
         assert "--api-key" in caught.value.fix
         assert Conversation(running.url, "s3cret").model == "fake"
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
+
+
+def test_a_picture_goes_with_the_next_question_only(server: FakeServer, tmp_path: Path) -> None:
+    picture = tmp_path / "a picture.png"
+    picture.write_bytes(PNG)
+    talk = Conversation(server.url, "")
+    sent: list[dict[str, Any]] = []
+    talk._client.event_hooks["request"].append(lambda request: sent.append(json.loads(request.content)))
+    talk.attach(str(picture))
+    with pytest.raises(BoughError, match=r"answered 400.*text"):
+        list(talk.ask("what is this?"))
+    shown, asked = sent[0]["messages"][-1]["content"]
+    assert base64.b64decode(shown["image_url"]["url"].removeprefix("data:image/png;base64,")) == PNG
+    assert asked == {"type": "text", "text": "what is this?"}
+    assert talk.messages == [], "a question that was refused is not in the way of the next"
+    assert "".join(text for _, text in talk.ask("and this?")) == "heard 1."
+    assert sent[1]["messages"][-1]["content"] == "and this?"
+
+
+def test_what_is_no_picture_is_refused(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "good.png").write_bytes(PNG)
+    commands = [f"/image {tmp_path}/none.png", f"/image {tmp_path}/text.png", "/image", f"/image {tmp_path}/good.png"]
+    lines = iter([*commands, "/clear", "hello", "/history", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert chat.run(["--url", server.url]) == 0
+    printed = capsys.readouterr().out
+    assert "can't read" in printed
+    assert "is no picture" in printed
+    assert "(1 with the next question)" in printed
+    assert "user: hello\nassistant: heard 1.\n" in printed
+    with pytest.raises(ConfigError, match="is no picture"):
+        chat.run(["--url", server.url, "--image", f"{tmp_path}/text.png", "--quick", "hi"])
