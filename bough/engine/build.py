@@ -50,6 +50,7 @@ from bough.platform import Device, detect
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
+from bough.runner.rehearsal import rehearsals
 from bough.sampler.processors import load_processors
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
@@ -63,10 +64,12 @@ _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-WARM_STEPS = ((1, 1), (8, 8), (64, 64), (256, 256), (64, 1), (256, 8))
+WARM_STEPS = ((1, 1), (8, 8), (64, 64), (256, 256), (64, 1), (256, 8), (512, 65))
 """Steps (tokens, rows) whose graphs are captured before the engine is ready: decode sizes, and small extends..."""
 LATER_GRAPHS = (2, 4, 16, 32, 128)
-"""...and decode sizes captured in its first idle moments. All others are captured when wanted."""
+"""...and decode sizes captured in its first idle moments..."""
+SHARED_GRAPHS = (64, 256)
+"""...and then those of decode rows that share a prefix. All others are captured when wanted."""
 
 
 @dataclass(slots=True)
@@ -236,6 +239,9 @@ def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
         with torch.inference_mode():
             runner.graphs.warm_up([(tokens, rows) for tokens, rows in WARM_STEPS if rows <= most])
         runner.graphs.want([size for size in LATER_GRAPHS if size <= most])
+        runner.graphs.want([size for size in SHARED_GRAPHS if size <= most], shared=True)
+        for step in rehearsals(runner.limits):
+            runner.launch(step).wait()
 
 
 def serve_steps(

@@ -2,7 +2,8 @@
 
 A graph serves any mixture of rows that fits its sizes, since attention reads its work from device buffers; steps of decode
 rows alone have graphs of their own, without the launches that longer rows need. While a size is not captured, the next
-larger one serves if it is not too wasteful. All graphs share one memory pool.
+larger one serves: for decode rows if it is not too wasteful, for mixtures always, since launching a small step kernel by
+kernel takes the host longer than the largest graph takes the device. All graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Kind = Literal["sampled", "logits"]
 """`sampled` ends in tokens; `logits` ends in logits, for steps whose rows need more than a plain draw."""
 
 WASTE = 1.5
-"""A captured graph serves a smaller step if it has at most this many times the step's tokens..."""
+"""A captured graph serves a smaller decode step if it has at most this many times the step's tokens..."""
 CHEAP_TOKENS = 64
 """...or this many: such steps take the time of reading the weights, however few their tokens."""
 WORTH_IT = 4
-"""Mixed steps of a size are run eagerly this often before a graph is captured for them in passing."""
+"""Mixed steps that no graph can serve are run eagerly this often before one is captured for them in passing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +108,10 @@ class Graphs:
             if key is not None and key not in self._captured:
                 self.capture(key)
 
-    def want(self, token_counts: list[int]) -> None:
-        """Notes decode sizes to be captured in idle moments, the first of them first."""
-        keys = [self._key(size, size, "sampled", False) for size in reversed(token_counts)]
-        self._wanted.extend(key for key in keys if key is not None)
+    def want(self, token_counts: list[int], *, shared: bool = False) -> None:
+        """Notes decode sizes to be captured in idle moments, in their order, after what is noted already."""
+        keys = [self._key(size, size, "sampled", shared) for size in reversed(token_counts)]
+        self._wanted[:0] = [key for key in keys if key is not None]
 
     def _key(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> GraphKey | None:
         tokens = next((size for size in self._sizes if size >= num_tokens), None)
@@ -123,13 +124,14 @@ class Graphs:
         return GraphKey(tokens, rows, kind, shared, decode)
 
     def _larger(self, key: GraphKey) -> Captured | None:
+        most = max(CHEAP_TOKENS, WASTE * key.tokens) if key.decode else self._sizes[-1]
         fits = [
             other
             for other in self._captured
             if other.kind == key.kind
             and other.shared == key.shared
             and other.decode == key.decode
-            and key.tokens <= other.tokens <= max(CHEAP_TOKENS, WASTE * key.tokens)
+            and key.tokens <= other.tokens <= most
             and key.rows <= other.rows
         ]
         return self._captured[min(fits, key=lambda k: (k.tokens, k.rows))] if fits else None

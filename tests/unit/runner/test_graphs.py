@@ -74,6 +74,17 @@ def test_rare_mixtures_run_eagerly_and_frequent_ones_get_a_graph():
     assert key.rows >= 5
 
 
+def test_any_larger_graph_serves_a_mixture():
+    """Launching one kernel by kernel takes the host longer than the largest graph takes the device."""
+    graphs = NotedGraphs()
+    graphs.warm_up([(512, 65), (256, 8)])
+    assert graphs.key_for(10, 3) == GraphKey(256, 8, "sampled", False, False)
+    assert graphs.key_for(30, 20) == GraphKey(512, 512, "sampled", False, False)
+    assert len(graphs.captures) == 2
+    assert graphs.capture_one_wanted()
+    assert graphs.captures[-1].tokens == 32
+
+
 def test_decode_graphs_never_serve_mixtures_nor_shared_steps():
     graphs = NotedGraphs()
     graphs.warm_up([(64, 64)])
@@ -91,6 +102,7 @@ def test_large_steps_have_no_graph(tokens: int, rows: int):
 def test_wanted_sizes_come_in_their_order():
     graphs = NotedGraphs()
     graphs.want([2, 4, 16])
+    graphs.want([64], shared=True)
     while graphs.capture_one_wanted():
         pass
-    assert [key.tokens for key in graphs.captures] == [2, 4, 16]
+    assert [(key.tokens, key.shared) for key in graphs.captures] == [(2, False), (4, False), (16, False), (64, True)]
