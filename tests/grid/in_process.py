@@ -181,11 +181,16 @@ class InProcess:
     def generate_with_a_retraction(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """As `generate`, but everything that runs is thrown out of memory in the middle."""
         ids = [self.submit(p) for p in prompts]
-        send = self.mailbox.incoming.append
+
+        def send(message: ToEngine) -> Callable[[], None]:
+            return lambda: self.mailbox.incoming.append(message)
+
         steps = {
-            9: lambda: send(Pause(call=1, mode="retract")),
-            14: lambda: send(Resume(call=2)),
-            40: lambda: send(Pause(call=3, mode="retract")),
-            43: lambda: send(Resume(call=4)),
+            9: send(Pause(call=1, mode="retract")),
+            14: send(Resume(call=2)),
+            40: send(Pause(call=3, mode="retract")),
+            43: send(Resume(call=4)),
         }
-        return [answer.tokens for answer in self.finish(ids, steps)]
+        answers = self.finish(ids, steps)
+        assert self.queues.counters.retractions >= len(prompts), "nothing was thrown out"
+        return [answer.tokens for answer in answers]

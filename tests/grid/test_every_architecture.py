@@ -1,0 +1,65 @@
+"""Every architecture through the engine: 64 greedy tokens are transformers', however the work is cut and shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import GREEDY, InProcess, Setup
+from tiny import CASES, SIZES, make_tiny
+
+from bough.config.hf import open_checkpoint
+from bough.layers.batch import Model
+from bough.models.load import build_model
+
+COMMON = [(7 * i + 3) % 120 + 3 for i in range(37)]
+PROMPTS = [[*COMMON, 5, 17, 99], [42], [*COMMON, 5, 88, 61, 62, 63], [100, 90, 80, 70, 60, 50, 40]]
+PLAIN = Setup(overlap=False, radix_cache=False, context_length=128)
+IN_SEVENS = Setup(chunk_tokens=7, page_size=4, context_length=128)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, list[list[int]]]:
+    """A tiny model, and transformers' answers."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    reference = make_tiny(request.param, folder)
+    model = build_model(
+        open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"), context_length=128
+    )
+    answers = []
+    for prompt in PROMPTS:
+        out = reference.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=GREEDY.max_new_tokens,
+            min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        answers.append(out[0, len(prompt) :].tolist())
+    return model, answers
+
+
+def engine(model: Model, setup: Setup) -> InProcess:
+    return InProcess(model, SIZES["vocab_size"], setup)
+
+
+def test_alone(family: tuple[Model, list[list[int]]]) -> None:
+    model, expected = family
+    alone = engine(model, PLAIN)
+    assert [alone.generate([prompt])[0] for prompt in PROMPTS] == expected
+
+
+def test_in_a_ragged_batch_and_again_from_the_cache(family: tuple[Model, list[list[int]]]) -> None:
+    model, expected = family
+    shared = engine(model, IN_SEVENS)
+    assert shared.generate(PROMPTS) == expected
+    ids = [shared.submit(prompt) for prompt in PROMPTS[::-1]]
+    again = shared.finish(ids)
+    assert [answer.tokens for answer in again] == expected[::-1]
+    ends = [answer.end for answer in again]
+    assert all(end is not None for end in ends)
+    assert max(end.cached_tokens for end in ends if end is not None) >= len(COMMON), "the second time hits the tree"
+
+
+def test_after_a_retraction(family: tuple[Model, list[list[int]]]) -> None:
+    model, expected = family
+    retracted = engine(model, IN_SEVENS)
+    assert retracted.generate_with_a_retraction(PROMPTS) == expected
