@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,22 @@ def test_host_and_kernels(capfd: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         assert bench.run(["kernels", "norm"]) == 2
         assert "no CUDA device" in capfd.readouterr().out
+
+
+def test_grammar_where_the_model_has_more_tokens_than_its_tokenizer(
+    tiny_settings: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path(tiny_settings["model_path"], "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 128_256}))
+    words = ["--batch-size", "3", "--output-len", "12", "--requests", "2", "--repeat", "1", "--json"]
+    assert bench.run(["grammar", *words, *flags({**tiny_settings, "model_path": str(tmp_path)})]) == 0
+    cost, saved = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
+    assert cost["batch_size"] == 3
+    assert cost["strings_cost"] == pytest.approx(cost["strings_ms"] / cost["free_ms"] - 1.0)
+    # Random weights fill the strings with words of any length: the literal part stays at least this large.
+    assert saved["literal_share"] > 0.4
+    assert saved["steps_per_token_without"] > 0.99
+    assert saved["fewer_steps"] > 0.3
 
 
 def test_language_against_the_plain_client(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
