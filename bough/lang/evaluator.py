@@ -100,7 +100,8 @@ class Evaluator:
                 await self._media(expr)
             case ir.Fork():
                 if self._worth_caching(expr):
-                    await self._run.backend.async_cache_prefix(self._memory.transcript.snapshot())
+                    if not await self._run.backend.async_shares_in_flight():
+                        await self._run.backend.async_cache_prefix(self._memory.transcript.snapshot())
                     self._memory.cached_chars = len(self._memory.transcript.text)
                 self.apply(expr)
             case ir.Join():
@@ -229,7 +230,7 @@ class Evaluator:
     # -- forking and joining -------------------------------------------------------------------------------------
 
     def _worth_caching(self, fork: ir.Fork) -> bool:
-        """Several branches would each compute the same new text: better compute it once, before them."""
+        """Several branches might each compute the same new text: better compute it once, before them."""
         new_chars = len(self._memory.transcript.text) - self._memory.cached_chars
         several = len(fork.branches) > 1
         return several and self._run.backend.has_prefix_cache and new_chars >= global_config.precache_min_chars

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from bough.lang.backends.base import Backend
@@ -21,6 +21,7 @@ from bough.lang.loop import run_sync, shared_loop
 from bough.lang.sampling import SamplingParams, normalise
 from bough.lang.state import ProgramState
 from bough.lang.tracer import Trace, common_prefix, trace_program
+from bough.lang.transcript import text_prompt
 
 SAMPLING_DEFAULTS = frozenset(
     ("max_new_tokens", "min_new_tokens", "n", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k",
@@ -188,7 +189,7 @@ class Function:
         progress: Progress | None,
     ) -> Iterator[ProgramState]:  # fmt: skip
         """The states in order; `lazy` starts only a few members ahead of the one that the caller takes next."""
-        precached = len(self._precache(members, backend))
+        precached = self._precache(members, backend)
         loop = shared_loop()
         window = 4 * width if lazy else len(members)
 
@@ -220,7 +221,7 @@ class Function:
         progress_bar: bool,
     ) -> list[ProgramState]:
         loop = asyncio.get_running_loop()
-        precached = len(await asyncio.to_thread(self._precache, members, backend))
+        precached = await asyncio.to_thread(self._precache, members, backend)
         progress = Progress(len(members)) if progress_bar else None
         slots = asyncio.Semaphore(thread_count(num_threads, len(members), auto=len(members)))
 
@@ -252,15 +253,22 @@ class Function:
             target.cache_prefix(prefix)
         return prefix
 
-    def _precache(self, members: list[dict[str, Any]], backend: Backend) -> str:
-        """Cache the common prefix of a batch if that is worth a request; returns what was cached."""
+    def _precache(self, members: list[dict[str, Any]], backend: Backend) -> int:
+        """Have the common prefix of a batch computed if that is worth a request; returns its length in characters.
+
+        Members needn't wait for it where the server makes them wait itself. A prefix that the server refuses is left to
+        the members: each has its own error then.
+        """
         if len(members) < 2 or not backend.has_prefix_cache or not global_config.enable_precache_with_tracing:
-            return ""
+            return 0
         prefix = common_prefix(self.func, members, backend.get_chat_template)
         if len(prefix) < global_config.precache_min_chars:
-            return ""
-        backend.cache_prefix(prefix)
-        return prefix
+            return 0
+        shares = run_sync(backend.async_shares_in_flight())
+        asked = asyncio.run_coroutine_threadsafe(backend.async_cache_prefix(text_prompt(prefix)), shared_loop())
+        if not shares:
+            wait([asked])
+        return len(prefix)
 
     # -- one execution
 

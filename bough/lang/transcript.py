@@ -51,6 +51,11 @@ class Prompt:
     context: JoinedContext | None
 
 
+def text_prompt(text: str) -> Prompt:
+    """A prompt that is nothing but text, outside every role."""
+    return Prompt(text, (), None, "", bool(text), (), None)
+
+
 def content_of(text: str, media: Sequence[Media], start: int = 0) -> str | list[dict[str, Any]]:
     """`text[start:]` as a message's content: plain, or parts in their order where it has pictures or films."""
     inside = [item for item in media if item.position >= start]

@@ -14,7 +14,7 @@ from bough.lang.errors import Unsupported
 from bough.lang.loop import run_sync
 from bough.lang.reasoning import REASONING_FORMATS
 from bough.lang.sampling import SamplingParams
-from bough.lang.transcript import JoinedContext, Message, Prompt, content_of
+from bough.lang.transcript import JoinedContext, Message, Prompt, content_of, text_prompt
 from bough.lang.typed_output import choices_object_schema, read_answer
 
 
@@ -76,6 +76,10 @@ class Backend(ABC):
         """Compute the prompt's KV ahead of the prompts that begin with it; does nothing without a prefix cache."""
         return
 
+    async def async_shares_in_flight(self) -> bool:
+        """Whether prompts that arrive together and begin alike have their beginning computed once, unasked."""
+        return False
+
     async def async_flush_cache(self) -> None:
         raise self.unsupported("flush_cache", "its cache is not ours to empty")
 
@@ -98,7 +102,7 @@ class Backend(ABC):
     # The same for callers without an event loop.
 
     def cache_prefix(self, prefix: str) -> None:
-        run_sync(self.async_cache_prefix(Prompt(prefix, (), None, "", bool(prefix), (), None)))
+        run_sync(self.async_cache_prefix(text_prompt(prefix)))
 
     def flush_cache(self) -> None:
         run_sync(self.async_flush_cache())

@@ -130,6 +130,10 @@ class NativeBackend(Backend):
     async def async_cache_prefix(self, prompt: Prompt) -> None:
         await self.call(self._prefill_body(prompt))
 
+    async def async_shares_in_flight(self) -> bool:
+        """A bough server with a prefix cache does: a request waits while another one computes its beginning."""
+        return (await self._server_info.get()).get("radix_cache") is True
+
     async def async_chat_template(self) -> ChatTemplate:
         return self._fixed_template or await self._chat_template.get()
 

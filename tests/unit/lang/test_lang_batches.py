@@ -237,6 +237,73 @@ def test_the_common_prefix_of_a_batch_is_computed_once(backend: sgl.RuntimeEndpo
     assert fake.computed_tokens > 5 * with_caching
 
 
+class Sharing(Echo):
+    """Lets prompts wait for one that computes their beginning; answers for the prefix only after a member has come."""
+
+    has_prefix_cache = True
+
+    def __init__(self, *, shares: bool, refuses: bool = False) -> None:
+        super().__init__()
+        self.shares = shares
+        self.refuses = refuses
+        self.cached: list[str] = []
+        self.order: list[str] = []
+        self._came = threading.Event()
+
+    async def async_shares_in_flight(self) -> bool:
+        return self.shares
+
+    async def async_cache_prefix(self, prompt: Prompt) -> None:
+        self.cached.append(prompt.text)
+        if self.refuses:
+            raise sgl.BackendError(what="the prefix is too long", http_status=400)
+        if self.shares:
+            assert await asyncio.to_thread(self._came.wait, 10)
+        self.order.append("prefix")
+
+    async def async_generate(self, prompt: Prompt, params: SamplingParams) -> sgl.Generation:
+        self.order.append("member")
+        self._came.set()
+        return await super().async_generate(prompt, params)
+
+
+MEMBERS = [{"examples": EXAMPLES, "question": f"and {i}?"} for i in range(4)]
+
+
+def test_members_wait_for_their_prefix_unless_the_server_makes_them_wait() -> None:
+    eager, careful = Sharing(shares=True), Sharing(shares=False)
+    for backend in (eager, careful):
+        states = few_shot.run_batch(MEMBERS, backend=backend)
+        assert [state.error() for state in states] == [None] * 4
+        assert len(backend.cached) == 1
+    assert eager.order[0] == "member"
+    assert careful.order[0] == "prefix"
+
+
+def test_branches_of_a_server_that_shares_cost_no_request_of_their_own() -> None:
+    @sgl.function
+    def program(s):
+        s += EXAMPLES
+        forks = s.fork(3)
+        forks += lambda i: f"{i} " + sgl.gen("x")
+        forks.join()
+
+    eager, careful = Sharing(shares=True), Sharing(shares=False)
+    assert program.run(backend=eager)["x"] == program.run(backend=careful)["x"]
+    assert (eager.cached, careful.cached) == ([], [EXAMPLES])
+
+
+async def test_a_refused_prefix_is_no_members_fault() -> None:
+    @sgl.function
+    async def asynchronous(s, examples, question):
+        s += examples
+        s += f"Q: {question} A: " + sgl.gen("answer")
+
+    for program in (few_shot, asynchronous):
+        states = await program.arun_batch(MEMBERS, backend=Sharing(shares=False, refuses=True))
+        assert [state.error() for state in states] == [None] * 4
+
+
 def test_short_prefixes_and_single_members_cost_no_request(backend: sgl.RuntimeEndpoint, fake: FakeServer) -> None:
     few_shot.run_batch([{"examples": EXAMPLES, "question": "x"}], backend=backend)
     few_shot.run_batch([{"examples": str(i), "question": "x"} for i in range(2)], backend=backend)
