@@ -6,7 +6,7 @@ import argparse
 import atexit
 from typing import Any
 
-import bough.lang as sgl
+import bough as sgl
 
 APIS = ("native", "openai-chat", "openai-completion", "engine")
 
@@ -29,9 +29,7 @@ def _backend(options: argparse.Namespace) -> Any:
     if options.api == "native":
         return sgl.RuntimeEndpoint(options.backend_url, api_key=options.api_key)
     if options.api == "engine":
-        import bough
-
-        engine = bough.Engine() if options.model == "default" else bough.Engine(model_path=options.model)
+        engine = sgl.Engine() if options.model == "default" else sgl.Engine(model_path=options.model)
         atexit.register(engine.shutdown)
         return engine
     return sgl.OpenAI(

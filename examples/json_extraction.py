@@ -9,7 +9,7 @@ import dataclasses
 
 from backends import parser, use_backend
 
-import bough.lang as sgl
+import bough as sgl
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from backends import parser, use_backend
 
-import bough.lang as sgl
+import bough as sgl
 
 SIDES = ["clarity", "originality", "evidence"]
 ESSAY = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from backends import parser, use_backend
 
-import bough.lang as sgl
+import bough as sgl
 
 PARTS = [
     "The oak stands at the edge of the field. In spring its boughs carry more leaves than anyone could count, "

@@ -10,7 +10,7 @@ import operator
 
 from backends import parser, use_backend
 
-import bough.lang as sgl
+import bough as sgl
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 EXPRESSION = r"[0-9]{1,4}( [-+*/] [0-9]{1,4}){1,3}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from backends import parser, use_backend
 
-import bough.lang as sgl
+import bough as sgl
 
 RATINGS = ["1", "2", "3", "4", "5"]
 QUESTION = "A farmer has 17 sheep. All but 9 run away. How many are left?"
