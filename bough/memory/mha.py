@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bough.kernels.pages import copy_pages
+
 _TURNED_AT_ONCE = 4096
 """Tokens whose keys exist in float32 at the same time."""
 
@@ -40,9 +42,8 @@ class KVPool:
             self.values.append(_zeros((*page, shape.v_dim), dtype, device))
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages in every layer."""
-        for cache in (*self.keys, *self.values):
-            cache[target] = cache[source]
+        """Copies whole pages in every layer. No page is read and written at once."""
+        copy_pages((*self.keys, *self.values), source, target)
 
     def move_tokens(self, source_M: Tensor, target_M: Tensor, angles: Sequence[Tensor | None]) -> None:
         """Copies single tokens (`page * page_size + offset`) in every layer; all are read before any is written.

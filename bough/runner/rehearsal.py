@@ -35,5 +35,7 @@ def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
             tokens=np.zeros(query.sum(), np.int32),
             table_at=np.empty(0, np.int64),
             table_pages=np.empty(0, np.int32),
+            copy_from=np.zeros(1, np.int32),
+            copy_to=np.zeros(1, np.int32),
             setups=[SlotSetup(slot=slot, sampling=SamplingParams(temperature=0.0)) for slot in range(len(rows))],
         )

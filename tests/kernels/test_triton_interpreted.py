@@ -13,7 +13,9 @@ CASES = Path(__file__).with_name("triton_cases.py")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("ops", ["norm,activation,rotary", "linear,moe", "attention,shared,tail", "sampling,masks"])
+@pytest.mark.parametrize(
+    "ops", ["norm,activation,rotary", "linear,moe", "attention,shared,tail", "sampling,masks,pages"]
+)
 def test_agree_with_their_references(ops: str) -> None:
     seed = random.SystemRandom().randrange(2**31)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

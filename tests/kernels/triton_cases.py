@@ -29,6 +29,7 @@ from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
 from bough.kernels.moe import reference as moe_reference, triton as moe
 from bough.kernels.norm import reference as norm_reference, triton as norm
+from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.rotary import reference as rotary_reference, triton as rotary
 from bough.kernels.sampling import reference as sampling_reference, triton as sampling
 
@@ -491,6 +492,24 @@ def _mask(bed: Bed, vocab: int, dtype: torch.dtype) -> None:
     assert np.array_equal(logits[:, :300].float().cpu().numpy(), by_hand[:, :300])
 
 
+def page_cases(bed: Bed) -> Cases:
+    for dtype in (*bed.dtypes, torch.uint8):
+        yield f"pages {dtype}", partial(_pages, bed, dtype)
+
+
+def _pages(bed: Bed, dtype: torch.dtype) -> None:
+    """Caches of several widths, one of them with pages of an odd number of bytes."""
+    widths = [(9, 16, 2, 24)] * 3 + [(9, 16, 2, 8)] * 2 + [(9, 1, 3, 5)]
+    caches = [torch.randint(0, 100, width, device=bed.device).to(dtype) for width in widths]
+    expected = [cache.clone() for cache in caches]
+    pages = bed.rng.sample(range(9), 8)
+    source, target = bed.ints(pages[:4], torch.int64), bed.ints(pages[4:], torch.int64)
+    pages_reference.copy_pages(expected, source, target)
+    pages_triton.copy_pages(caches, source, target)
+    for got, want in zip(caches, expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def moe_cases(bed: Bed) -> Cases:
     if bed.large:
         shapes = [(1, 128, 8, 2048, 768), (64, 128, 8, 2048, 768), (300, 8, 2, 512, 320), (1000, 64, 6, 1000, 200)]
@@ -535,6 +554,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "tail": tail_cases,
     "sampling": sampling_cases,
     "masks": mask_cases,
+    "pages": page_cases,
     "moe": moe_cases,
 }
 

@@ -6,8 +6,9 @@ KV heads and their KV blocks, in this order, form one *stream* of blocks, which 
 A (tile, KV head) cut over several chunks is put together by whichever program finishes last. Equal chunks keep every
 multiprocessor busy to the end whatever the lengths; one long row is cut to fill the device.
 
-Where there are enough rows to fill the device uncut, cutting costs more than it evens out: every (tile, KV head) then starts
-a chunk of its own (its stretch of the stream is padded to whole chunks), and only rows far longer than the average are cut.
+Where there are enough short rows to fill the device uncut, cutting costs more than it evens out: every (tile, KV head) then
+starts a chunk of its own (its stretch of the stream is padded to whole chunks), and only rows far longer than the average
+are cut.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ REAL_TOKENS = tl.constexpr(2)
 ALIGNED = tl.constexpr(3)
 """1: every (tile, KV head) starts a chunk."""
 NUM_HEADER = 4
+
+SHORT = tl.constexpr(768)
+"""KV tokens of a row, on average, up to which rows stay uncut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +161,9 @@ def _cut(
     per_chunk = tl.maximum((total + TARGET - 1) // TARGET, (longest + max_splits - 1) // max_splits)
     per_chunk = tl.maximum(per_chunk, min_blocks)
     aligned = 0
-    if NUM_CHUNKS > TARGET:  # noqa: SIM102 - the outer one is decided when it is compiled
-        if 2 * num_tiles * kv_heads >= TARGET:
+    if NUM_CHUNKS > TARGET:
+        units = num_tiles * kv_heads
+        if (2 * units >= TARGET) & (total * BLOCK_N <= units * SHORT):
             aligned = 1
             per_chunk *= 2
             total = _align(tiles, per_chunk, num_tiles, tile_room, kv_heads, BLOCK_N, BLOCK)

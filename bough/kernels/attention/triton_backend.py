@@ -13,9 +13,9 @@ from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.launching import power_of_two
 from bough.kernels.rotary.triton import rope_and_write, write_kv
 
-DECODE = Shape(block_m=16, block_n=32, num_warps=4, num_stages=3, ctas_per_sm=4, may_align=True)
+DECODE = Shape(block_m=16, block_n=64, num_warps=2, num_stages=2, ctas_per_sm=4, may_align=True)
 """Rows whose queries (times the heads of a KV head) fit into one tile: the KV is read once, at memory bandwidth."""
-FEW_DECODE = Shape(block_m=16, block_n=128, num_warps=8, num_stages=2, ctas_per_sm=2)
+FEW_DECODE = Shape(block_m=16, block_n=64, num_warps=4, num_stages=2, ctas_per_sm=4, min_tokens=64)
 """The same for a handful of tokens, where the time is that of one program, not of the memory."""
 _FEW = 8
 EXTEND = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=1)
