@@ -52,8 +52,9 @@ class CacheView(Protocol):
     @property
     def enabled(self) -> bool: ...
 
-    def match_prefix(self, namespace: str, key: I64, limit: int) -> Match:
-        """The longest cached prefix of `key[:limit]`, in whole pages. Changes nothing."""
+    def match_prefix(self, namespace: str, key: I64, limit: int, follows: str = "") -> Match:
+        """The longest cached prefix of `key[:limit]`, in whole pages; of the kept request `follows` to its last token.
+        Changes nothing."""
         ...
 
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
@@ -100,15 +101,15 @@ class PrefixCache:
     def version(self) -> int:
         return self.tree.version + self._num_dropped
 
-    def match_prefix(self, namespace: str, key: I64, limit: int) -> Match:
+    def match_prefix(self, namespace: str, key: I64, limit: int, follows: str = "") -> Match:
         if not self.enabled:
             return NO_MATCH
         found = self.tree.match_prefix(namespace, key, limit) if limit >= self.page_size else NO_MATCH
-        tail = self.tails.get((namespace, ""))
-        return found if tail is None else self._with_tail(found, tail, key, limit)
+        tail = self.tails.get((namespace, follows))
+        return found if tail is None or not tail.page else self._with_tail(found, tail, key, limit)
 
     def _with_tail(self, found: Match, tail: Tail, key: I64, limit: int) -> Match:
-        """A match that ends where a joined context's last page begins goes on in that page."""
+        """A match that ends where a kept context's last page begins goes on in that page."""
         first = (len(tail.key) - 1) // self.page_size * self.page_size
         end = min(len(tail.key), limit, first + self.page_size - 1)
         if found.num_tokens != first or end <= first or not np.array_equal(key[first:end], tail.key[first:end]):

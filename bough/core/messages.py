@@ -126,11 +126,21 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """Send the request's timeline with its end."""
     keep: bool = False
     """Its KV stays within reach under `rid` after its end, as long as memory allows, so that a `Join` can use it."""
+    follows: str = ""
+    """The `rid` of a kept request whose prompt this one begins with: found to its last token, not to its last page."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
     id: RequestId
     reason: str = "client disconnected"
+
+
+class AbortByName(Struct, frozen=True, tag="abort_by_name"):
+    """Ends the requests of a name (all, if it is empty), whichever API worker sent them. The reply says how many."""
+
+    call: CallId
+    rid: str
+    reason: str = "aborted by request"
 
 
 class StopAt(Struct, frozen=True, tag="stop_at"):
@@ -208,7 +218,21 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     drain_s: float = 0.0
 
 
-ToEngine = Generate | Abort | StopAt | FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Shutdown
+ToEngine = (
+    Generate
+    | Abort
+    | AbortByName
+    | StopAt
+    | FlushCache
+    | GetInfo
+    | Look
+    | Join
+    | Recall
+    | Pause
+    | Resume
+    | Profile
+    | Shutdown
+)
 
 
 # -- out of the engine ----------------------------------------------------------------------------

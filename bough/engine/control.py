@@ -10,7 +10,19 @@ from msgspec import Struct, structs
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import BoughError
-from bough.core.messages import FlushCache, GetInfo, Join, Look, Pause, Profile, Recall, Reply, Resume, Shutdown
+from bough.core.messages import (
+    AbortByName,
+    FlushCache,
+    GetInfo,
+    Join,
+    Look,
+    Pause,
+    Profile,
+    Recall,
+    Reply,
+    Resume,
+    Shutdown,
+)
 from bough.scheduler.accept import abort_all
 from bough.scheduler.join import join, recall
 from bough.scheduler.leave import retract
@@ -19,7 +31,7 @@ from bough.scheduler.queues import Prefilling, Queues, Running
 from bough.scheduler.snapshot import snapshot
 
 Info = dict[str, Any]
-ControlMessage = FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Shutdown
+ControlMessage = AbortByName | FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Shutdown
 
 
 def _ignore_beat(step: int) -> None:
@@ -62,6 +74,8 @@ class Control:
     def handle(self, message: ControlMessage, *, now: float) -> None:
         """Does what the message says; the reply goes out with the queues' mail."""
         match message:
+            case AbortByName(call, rid, reason):
+                self._reply(call, "", {"aborted": abort_all(self._queues, self._cache, reason, now=now, rid=rid)})
             case FlushCache():
                 self._reply(message.call, *self._flush())
             case GetInfo():

@@ -20,6 +20,7 @@ from bough.core.errors import BoughError, Conflict, DeadlineExceeded, InvalidReq
 from bough.core.messages import (
     WORKER_SHIFT,
     Abort,
+    AbortByName,
     Delta,
     Deltas,
     FlushCache,
@@ -222,6 +223,13 @@ class Intake:
         for stream in found:
             self._outbox.send(Abort(stream.id, reason))
         return len(found) + len(searches)
+
+    async def abort_everywhere(self, rid: str = "", *, reason: str = "aborted by request") -> int:
+        """Like `abort`, for requests of every API worker. Returns how many."""
+        if rid and any(search.rid == rid for search in self._searches):
+            return self.abort(rid, reason=reason)  # between two steps of a search the engine knows nothing of it
+        told = await self.call(lambda call: AbortByName(call, rid, reason))
+        return int(told["aborted"])
 
     @property
     def num_live(self) -> int:
@@ -490,6 +498,7 @@ class Intake:
                 deadline_s=request.deadline_s,
                 arrived_s=now,
                 eos_ids=() if sampling.ignore_eos else self._eos_ids,
+                follows=request.follows,
                 pool=request.pool,
                 second_at=request.second_at,
                 reasoning_end=request.reasoning_end,

@@ -6,6 +6,7 @@ A pooling model answers with one vector a text. A generative one scores by the p
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,9 @@ WHOLE = -1
 """As `PoolOptions.truncate`: to the context's length."""
 _SHORT_CHARS = 4096
 _NEXT_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+_NOTHING = SamplingParams(max_new_tokens=0, temperature=0.0, ignore_eos=True)
+_WORTH_SHARING = 64
+"""Tokens not computed again for which a common beginning is computed ahead of the prompts."""
 _SEAM_TOKENS = 4
 """What a text may grow by when its tokens are joined to others anew."""
 
@@ -93,6 +97,7 @@ class Pooler:
         self.pooling = msgspec.convert(told, PoolingFacts) if told is not None else None
         self._tokens = msgspec.convert(tokens, RerankTokens) if tokens is not None else None
         self._intake = intake
+        self._keeps = bool(facts.get("kv_join"))
         self._prompt = choose_prompt(rerank_template, model)
         if self._prompt is None and self.pooling is None:
             self._prompt = BUILT_IN["qwen3" if self._tokens is not None else "plain"]
@@ -171,8 +176,8 @@ class Pooler:
     ) -> Scored:
         """For each item, appended to the query: the probabilities that the next token is each of the labels.
 
-        A classifier scores its own labels instead. All items are submitted at once: the first one computes the query,
-        the others wait for it and compute their own tokens only. `delimiter`: a token between query and item, which
+        A classifier scores its own labels instead. The query is computed first, then the items' own tokens, side by
+        side. `delimiter`: a token between query and item, which
         are tokenised apart then.
         """
         if delimiter is not None:
@@ -259,9 +264,10 @@ class Pooler:
     ) -> Scored:
         encoded = await self._encode(texts, options, "")
         spec = LogprobSpec(token_ids=labels)
+        shared = await self._compute_shared([ids for ids, _ in encoded], options)
         requests = [
             Request(
-                prompt=ids, sampling=_NEXT_TOKEN, logprobs=spec, want_text=False, priority=options.priority,
+                prompt=ids, follows=shared, sampling=_NEXT_TOKEN, logprobs=spec, want_text=False, priority=options.priority,
                 namespace=options.namespace, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
             )
             for at, (ids, _) in enumerate(encoded)
@@ -276,6 +282,22 @@ class Pooler:
             rows.append((_softmax(logprobs) if softmax else np.exp(logprobs)).tolist())
         cached = sum(delta.end.cached_tokens for delta in deltas if delta.end is not None)
         return Scored(rows, sum(len(ids) for ids, _ in encoded), cached)
+
+    async def _compute_shared(self, prompts: Sequence[npt.NDArray[np.int32]], options: PoolOptions) -> str:
+        """Computes what all prompts begin with, ahead of them, and returns the name to follow; "" if it isn't worth it.
+
+        The scheduler would have them share it as well, but in whole pages only.
+        """
+        size = _common(prompts)
+        if not self._keeps or size * (len(prompts) - 1) < _WORTH_SHARING:
+            return ""
+        rid = f"shared-{secrets.token_hex(12)}"
+        ahead = Request(
+            prompt=prompts[0][:size], sampling=_NOTHING, want_text=False, priority=options.priority,
+            namespace=options.namespace, deadline_s=options.deadline_s, rid=rid,
+        )  # fmt: skip
+        await self._collect([ahead])
+        return rid
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -454,6 +476,15 @@ def _join(query: Text, item: Text, item_first: bool) -> Text:
     if isinstance(first, str) or isinstance(second, str):
         raise _bad("items", "query and items must both be texts, or both be token ids", "send one kind")
     return [*first, *second]
+
+
+def _common(prompts: Sequence[npt.NDArray[np.int32]]) -> int:
+    """How many tokens all prompts begin with, one of each left over."""
+    size = min(map(len, prompts), default=1) - 1
+    for each in prompts[1:]:
+        differ = np.flatnonzero(each[:size] != prompts[0][:size])
+        size = int(differ[0]) if len(differ) else size
+    return max(size, 0)
 
 
 def _rid(rid: str, at: int, count: int) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bough.core.errors import InvalidRequest
 from bough.core.messages import Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.intake.sessions import SessionParams
 
 Room = Literal["exact", "at_most", "fill"]
 """What to do about `max_new_tokens` and the context: refuse what doesn't fit, lower it, or take all that is left."""
+
+_FURTHEST = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,20 @@ class Request:
     thinking_budget: int = -1
     session: SessionParams | None = None
     """Where in a session it stands: the session's tokens come before its own."""
+    follows: str = ""
+    """The `rid` of an ended request without output whose prompt this one begins with: nothing of it is computed again."""
     pool: str = ""
     """Pooling models: "embed", "classify", ...; empty: generate."""
     second_at: int = 0
     """Pooling models: where a pair's second text begins; 0: there is one text."""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest`."""
+        for name, value in (("priority", self.priority), ("thinking_budget", self.thinking_budget)):
+            if not -_FURTHEST <= value < _FURTHEST:
+                raise InvalidRequest(
+                    what=f"{name} is out of range",
+                    why=f"it is at least {-_FURTHEST:,} and at most {_FURTHEST - 1:,}",
+                    fix="send a number nearer to zero",
+                    param=name,
+                )

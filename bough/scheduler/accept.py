@@ -165,9 +165,9 @@ def expire(queues: Queues, cache: PrefixCache, *, now: float, wall: float) -> No
         _end_with(queues, cache, request_id, error, now)
 
 
-def abort_all(queues: Queues, cache: PrefixCache, reason: str, *, now: float) -> int:
-    """Ends every request. Returns how many."""
-    ids = list(queues.where)
+def abort_all(queues: Queues, cache: PrefixCache, reason: str, *, now: float, rid: str = "") -> int:
+    """Ends every request, or those with exactly this name. Returns how many."""
+    ids = [request_id for request_id, phase in queues.where.items() if not rid or phase.job.ask.rid == rid]
     for request_id in ids:
         _end_with(queues, cache, request_id, Aborted(what=reason), now)
     return len(ids)

@@ -30,7 +30,7 @@ def match(waiting: Waiting, cache: CacheView) -> Match:
     limit = job.match_limit(len(key))
     found = memo[1] if memo is not None else None
     if found is None or not cache.still_longest(found, key, limit):
-        found = cache.match_prefix(job.ask.namespace, key, limit)
+        found = cache.match_prefix(job.ask.namespace, key, limit, job.ask.follows)
     waiting.memo = (version, found)
     return found
 
