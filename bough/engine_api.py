@@ -71,6 +71,7 @@ class Engine:
         logprob_start_len: int | Sequence[int] | None = None,
         top_logprobs_num: int | Sequence[int] | None = None,
         token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        processed_logprobs: bool | Sequence[bool] | None = None,
         return_text_in_logprobs: bool | None = None,
         return_hidden_states: bool | str | None = None,
         stream: bool = False,
@@ -89,8 +90,9 @@ class Engine:
         batch = self._batch(
             prompt, input_ids, sampling_params, stream=stream, return_logprob=return_logprob,
             logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num, token_ids_logprob=token_ids_logprob,
-            return_text_in_logprobs=return_text_in_logprobs, return_hidden_states=return_hidden_states, rid=rid,
-            priority=priority, cache_salt=cache_salt, extra_key=extra_key, session_params=session_params,
+            processed_logprobs=processed_logprobs, return_text_in_logprobs=return_text_in_logprobs,
+            return_hidden_states=return_hidden_states, rid=rid, priority=priority, cache_salt=cache_salt,
+            extra_key=extra_key, session_params=session_params,
         )  # fmt: skip
         if stream:
             return self._iterate(batch)

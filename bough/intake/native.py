@@ -26,6 +26,7 @@ _PER_REQUEST: Final[tuple[str, ...]] = (
     "logprob_start_len",
     "top_logprobs_num",
     "token_ids_logprob",
+    "processed_logprobs",
     "return_hidden_states",
     "priority",
     "cache_salt",
@@ -209,6 +210,7 @@ def _logprobs(given: Mapping[str, Any]) -> LogprobSpec | None:
         start=_integer("logprob_start_len", given.get("logprob_start_len", -1), -1, 2**31 - 1),
         top=top,
         token_ids=tuple(_integer("token_ids_logprob", each, 0, 2**31 - 1) for each in scored),
+        processed=_flag("processed_logprobs", given.get("processed_logprobs", False)),
     )
 
 

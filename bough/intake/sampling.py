@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.core.sampling import GrammarKind, GrammarSpec, SamplingParams
+from bough.core.sampling import NO_TOP_K, GrammarKind, GrammarSpec, SamplingParams
 from bough.intake.request import Room
 
 ANY_JSON: Final = "$$ANY$$"
@@ -82,6 +82,11 @@ def _integer(name: str, value: Any) -> int:
     if not -(2**63) <= value < 2**63:
         raise _wrong(name, value, "an integer of 64 bits")
     return value
+
+
+def _top_k(name: str, value: Any) -> int:
+    """0 is how others say "the whole vocabulary"."""
+    return _integer(name, value) or NO_TOP_K
 
 
 def _positive(name: str, value: Any) -> int:
@@ -185,7 +190,7 @@ _READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
     "min_new_tokens": ("min_new_tokens", _integer),
     "temperature": ("temperature", _number),
     "top_p": ("top_p", _number),
-    "top_k": ("top_k", _integer),
+    "top_k": ("top_k", _top_k),
     "min_p": ("min_p", _number),
     "frequency_penalty": ("frequency_penalty", _number),
     "presence_penalty": ("presence_penalty", _number),

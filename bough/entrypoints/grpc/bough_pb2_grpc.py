@@ -44,6 +44,11 @@ class BoughStub(object):
                 request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.GenerateCommand.SerializeToString,
                 response_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Call = channel.unary_stream(
+                '/bough.v1.Bough/Call',
+                request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.CallRequest.SerializeToString,
+                response_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.CallResponse.FromString,
+                _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/bough.v1.Bough/Embed',
                 request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.EmbedRequest.SerializeToString,
@@ -104,6 +109,16 @@ class BoughStub(object):
                 request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ContinueGenerationRequest.SerializeToString,
                 response_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ContinueGenerationResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/bough.v1.Bough/StartProfile',
+                request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/bough.v1.Bough/StopProfile',
+                request_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
 
 
 class BoughServicer(object):
@@ -119,6 +134,14 @@ class BoughServicer(object):
     def GenerateMany(self, request_iterator, context):
         """Many requests over one stream. Answers carry the `rid` of their request, and a request that fails is told in `error`
         without ending the others. The stream ends when the client has closed its side and every answer is complete.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Call(self, request, context):
+        """Any route of the HTTP API that takes a JSON body, by its path (/v1/chat/completions, /v1/rerank, ...): one answer, or
+        with "stream": true one for each event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,6 +222,19 @@ class BoughServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Records the engine's steps with the torch profiler, into a directory of the server's machine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BoughServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,6 +247,11 @@ def add_BoughServicer_to_server(servicer, server):
                     servicer.GenerateMany,
                     request_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.GenerateCommand.FromString,
                     response_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Call': grpc.unary_stream_rpc_method_handler(
+                    servicer.Call,
+                    request_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.CallRequest.FromString,
+                    response_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.CallResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
@@ -272,6 +313,16 @@ def add_BoughServicer_to_server(servicer, server):
                     request_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ContinueGenerationRequest.FromString,
                     response_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ContinueGenerationResponse.SerializeToString,
             ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StartProfileRequest.FromString,
+                    response_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StopProfileRequest.FromString,
+                    response_serializer=bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StopProfileResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'bough.v1.Bough', rpc_method_handlers)
@@ -327,6 +378,33 @@ class Bough(object):
             '/bough.v1.Bough/GenerateMany',
             bough_dot_entrypoints_dot_grpc_dot_bough__pb2.GenerateCommand.SerializeToString,
             bough_dot_entrypoints_dot_grpc_dot_bough__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Call(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/bough.v1.Bough/Call',
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.CallRequest.SerializeToString,
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.CallResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -651,6 +729,60 @@ class Bough(object):
             '/bough.v1.Bough/ContinueGeneration',
             bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ContinueGenerationRequest.SerializeToString,
             bough_dot_entrypoints_dot_grpc_dot_bough__pb2.ContinueGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/bough.v1.Bough/StartProfile',
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StartProfileRequest.SerializeToString,
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/bough.v1.Bough/StopProfile',
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StopProfileRequest.SerializeToString,
+            bough_dot_entrypoints_dot_grpc_dot_bough__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

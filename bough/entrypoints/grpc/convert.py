@@ -44,6 +44,7 @@ def native_fields(message: pb.GenerateRequest) -> Json:
             "logprob_start_len": asked.start if asked.HasField("start") else -1,
             "top_logprobs_num": asked.top,
             "return_text_in_logprobs": asked.text,
+            "processed_logprobs": asked.processed,
         }
         if asked.token_ids:
             fields["token_ids_logprob"] = list(asked.token_ids)

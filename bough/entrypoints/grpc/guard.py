@@ -15,7 +15,9 @@ from bough.entrypoints.grpc.errors import refuse
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 """Probes work without a key."""
-ADMIN_METHODS = frozenset({"/bough.v1.Bough/PauseGeneration", "/bough.v1.Bough/ContinueGeneration"})
+ADMIN_METHODS = frozenset(
+    f"/bough.v1.Bough/{name}" for name in ("PauseGeneration", "ContinueGeneration", "StartProfile", "StopProfile")
+)
 
 Metadata = Sequence[tuple[str, str | bytes]] | None
 

@@ -13,6 +13,7 @@ from bough.entrypoints.grpc.convert import struct_of
 from bough.entrypoints.grpc.errors import refuse
 from bough.entrypoints.grpc.generate import Exchange, answers, deadline_of, make_request
 from bough.entrypoints.grpc.guard import is_admin, tenant_of
+from bough.entrypoints.grpc.passing import Passing
 from bough.entrypoints.http.pooling.common import pooler_of
 from bough.entrypoints.service import Service
 from bough.intake import PoolOptions
@@ -26,6 +27,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
     def __init__(self, service: Service) -> None:
         self._service = service
         self._pooler = pooler_of(service)
+        self._passing = Passing(service)
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -44,6 +46,14 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
         async with contextlib.aclosing(Exchange(self._service, context).run(commands)) as told:
             async for answer in told:
                 yield answer
+
+    async def Call(self, request: pb.CallRequest, context: Any) -> AsyncIterator[pb.CallResponse]:
+        try:
+            async with contextlib.aclosing(self._passing.call(request, context)) as told:
+                async for answer in told:
+                    yield answer
+        except Exception as error:
+            await refuse(context, error)
 
     # -- pooling ----------------------------------------------------------------------------------
 
@@ -159,12 +169,12 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
                         why="it ends other people's requests",
                         fix="send a rid instead",
                     )
-                return pb.AbortResponse(aborted=self._service.intake.abort())
+                return pb.AbortResponse(aborted=await self._service.intake.abort_everywhere())
             if not request.rid:
                 raise InvalidRequest(
                     what="rid is missing", why="it says which request to end", fix="send rid", param="rid"
                 )
-            return pb.AbortResponse(aborted=self._service.intake.abort(request.rid))
+            return pb.AbortResponse(aborted=await self._service.intake.abort_everywhere(request.rid))
         except Exception as error:
             await refuse(context, error)
 
@@ -189,6 +199,28 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
         try:
             await self._service.intake.resume()
             return pb.ContinueGenerationResponse()
+        except Exception as error:
+            await refuse(context, error)
+
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Any) -> pb.StartProfileResponse:
+        try:
+            if request.num_steps < 0:
+                raise InvalidRequest(
+                    what=f"num_steps is {request.num_steps}",
+                    why="it counts steps",
+                    fix="send 0 or more",
+                    param="num_steps",
+                )
+            done = await self._service.intake.profile(
+                start=True, output_dir=request.output_dir, num_steps=request.num_steps
+            )
+            return pb.StartProfileResponse(details=struct_of(done))
+        except Exception as error:
+            await refuse(context, error)
+
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Any) -> pb.StopProfileResponse:
+        try:
+            return pb.StopProfileResponse(details=struct_of(await self._service.intake.profile(start=False)))
         except Exception as error:
             await refuse(context, error)
 

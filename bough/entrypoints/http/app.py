@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bough.core.errors import BoughError
-from bough.entrypoints.http import admin, batches, info, metrics, native, sessions
+from bough.entrypoints.http import admin, batches, info, metrics, native, parsing, sessions
 from bough.entrypoints.http.anthropic import routes as anthropic
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
 from bough.entrypoints.http.body import IGNORED_HEADER
@@ -68,7 +68,7 @@ def _banner(service: Service) -> chat.Handler:
 
 ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
-        paths=("/v1/chat/completions",), methods=("POST",), make=chat.chat_completions, body=ChatRequest,
+        paths=("/v1/chat/completions", "/invocations"), methods=("POST",), make=chat.chat_completions, body=ChatRequest,
         about="Answer a conversation.",
     ),
     RouteSpec(
@@ -140,6 +140,14 @@ ROUTES: tuple[RouteSpec, ...] = (
         about="The text of token ids.",
     ),
     RouteSpec(
+        paths=("/parse_function_call",), methods=("POST",), make=parsing.parse_function_call, body=parsing.ParseCallRequest,
+        about="The calls in a text.",
+    ),
+    RouteSpec(
+        paths=("/separate_reasoning",), methods=("POST",), make=parsing.separate_reasoning,
+        body=parsing.SeparateReasoningRequest, about="A text as its reasoning and its answer.",
+    ),
+    RouteSpec(
         paths=("/abort_request",), methods=("POST",), make=native.abort_request, body=native.AbortRequest,
         about="End a request by its id.",
     ),
@@ -167,7 +175,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(paths=("/v1/loads",), methods=("GET",), make=info.loads, about="How busy the engine is."),
     RouteSpec(paths=("/livez",), methods=("GET",), make=info.live, about="200 while the engine lives."),
     RouteSpec(
-        paths=("/readyz", "/health", "/health_generate"), methods=("GET",), make=info.ready,
+        paths=("/readyz", "/health", "/health_generate", "/ready", "/ping"), methods=("GET",), make=info.ready,
         about="200 while requests are taken.",
     ),
     RouteSpec(paths=("/metrics",), methods=("GET",), make=metrics.metrics, about="Numbers for Prometheus.", metrics=True),

@@ -13,6 +13,7 @@ from bough.core import bounds
 from bough.core.errors import BodyTooLarge, InvalidRequest
 from bough.entrypoints.http.errors import BodyCutOff
 from bough.entrypoints.stream import ClientGone
+from bough.entrypoints.unserved import refuse_unserved
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -92,6 +93,8 @@ def parse_json(raw: bytes, kind: type[S], *, strict: bool) -> Body[S]:
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     ignored = tuple(name for name in data if name not in known_fields(kind))
+    if ignored:
+        refuse_unserved(data, ignored)
     if ignored and strict:
         raise InvalidRequest(
             what=f"unknown field {ignored[0][:60]!r}",

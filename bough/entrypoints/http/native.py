@@ -21,6 +21,7 @@ from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, 
 from bough.entrypoints.http.security import is_admin
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event, while_connected
+from bough.entrypoints.unserved import refuse_unserved
 from bough.intake import NativeAnswer, NativeBatch, native_batch
 from bough.intake.joins import parse_join
 from bough.intake.native import NATIVE_FIELDS, namespace_of
@@ -39,6 +40,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: list[int | list[int]] | None = None
+    processed_logprobs: bool | list[bool] | None = None
+    """Log-probabilities after temperature, penalties and masks, instead of the model's own."""
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | str | list[bool | str] | None = None
     priority: int | list[int] | None = None
@@ -166,10 +169,11 @@ def abort_request(service: Service) -> Handler:
                     why="it ends other people's requests",
                     fix="send a rid instead",
                 )
-            return json_reply({"success": True, "aborted": service.intake.abort()})
+            return json_reply({"success": True, "aborted": await service.intake.abort_everywhere()})
         if not body.value.rid:
             raise InvalidRequest(what="rid is missing", why="it says which request to end", fix="send rid", param="rid")
-        return json_reply({"success": True, "aborted": service.intake.abort(body.value.rid)}, headers=body.headers())
+        aborted = await service.intake.abort_everywhere(body.value.rid)
+        return json_reply({"success": True, "aborted": aborted}, headers=body.headers())
 
     return handle
 
@@ -228,6 +232,7 @@ def _deadline_ms(data: dict[str, Any]) -> float | None:
 
 def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
     ignored = tuple(name for name in data if name not in NATIVE_FIELDS)
+    refuse_unserved(data, ignored)
     if ignored and strict:
         raise InvalidRequest(
             what=f"unknown field {ignored[0][:60]!r}",
@@ -235,14 +240,6 @@ def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
             fix="remove it",
             param=ignored[0][:60],
         )
-    for name in ("custom_logit_processor", "lora_path", "image_data", "input_embeds"):
-        if data.get(name) is not None:
-            raise InvalidRequest(
-                what=f"{name} is not supported",
-                why="this server has nothing to do it with",
-                fix="remove it",
-                param=name,
-            )
     return Body({name: value for name, value in data.items() if name in NATIVE_FIELDS}, ignored)
 
 

@@ -25,7 +25,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/health_generate"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/health_generate", "/ready", "/ping"})
 """Probes: they read the heartbeat, tell nothing else, and must work for whoever has no key."""
 
 UI_PREFIX = "/ui"

@@ -78,7 +78,7 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
         params = structs.replace(params, grammar=structs.replace(params.grammar, after_reasoning=True))
     request = Request(
         prompt=prompt,
-        add_special_tokens=False,
+        add_special_tokens=bool(asked.add_special_tokens),
         sampling=params,
         room="exact" if "max_new_tokens" in given else "fill",
         bad_words=sampling.bad_words,
@@ -93,11 +93,16 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
         reasoning_forced=opened,
         stream_reasoning=asked.stream_reasoning is not False,
         reasoning_end=served.reasoning_end,
-        thinking_budget=-1 if asked.thinking_budget is None else asked.thinking_budget,
+        thinking_budget=_thinking_budget(asked),
         tool_parser=offered.parser,
         tools=offered.source,
     )
     return request, offered
+
+
+def _thinking_budget(asked: ChatRequest) -> int:
+    given = asked.thinking_budget if asked.thinking_budget is not None else asked.thinking_token_budget
+    return -1 if given is None else given
 
 
 def _opens_reasoning(prompt: str | list[int], parser: str) -> bool:
@@ -190,7 +195,7 @@ def _logprobs(asked: ChatRequest) -> LogprobSpec | None:
                 param="top_logprobs",
             )
         return None
-    return LogprobSpec(top=top)
+    return LogprobSpec(top=top, processed=bool(asked.processed_logprobs))
 
 
 def _add_tool_constraint(sampling: dict[str, Any], offered: Offer) -> None:

@@ -101,6 +101,7 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
         "bad_words": sampling.bad_words,
         "room": "at_most" if asked.max_tokens is None else "exact",
         "stream": bool(asked.stream),
+        "add_special_tokens": asked.add_special_tokens is not False,
         "every": service.config.scheduler.stream_interval if sampling.every is None else sampling.every,
         "logprobs": _logprobs(asked, scored=candidates > n),
         "logprob_text": asked.logprobs is not None,
@@ -151,7 +152,8 @@ def _logprobs(asked: CompletionRequest, *, scored: bool) -> LogprobSpec | None:
             what=f"logprobs is {asked.logprobs}", why="it counts alternatives", fix="send 0 to 20", param="logprobs"
         )
     bounds.at_most("top_logprobs", asked.logprobs, "logprobs")
-    return LogprobSpec(start=0 if asked.echo else -1, top=asked.logprobs)
+    processed = bool(asked.processed_logprobs)
+    return LogprobSpec(start=0 if asked.echo else -1, top=asked.logprobs, processed=processed)
 
 
 def make_form(asked: CompletionRequest, requests: list[Request], service: Service, model: str) -> CompletionForm:

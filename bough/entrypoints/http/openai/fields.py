@@ -38,16 +38,6 @@ def check_sizes(asked: Common) -> None:
 
 def refuse_unserved(asked: Common) -> None:
     """Raises `InvalidRequest` for what is asked but does not exist here, instead of ignoring it."""
-    _refuse(
-        asked.custom_logit_processor, "custom_logit_processor", "no code from requests is run", "use logit_processor"
-    )
-    _refuse(asked.lora_path, "lora_path", "this server has no adapters loaded", "leave it out")
-    _refuse(
-        asked.session_params,
-        "session_params",
-        "here a request brings its whole prompt, which the prefix cache makes cheap",
-        "send the whole prompt, or use /generate",
-    )
     if not isinstance(asked, ChatRequest):
         return
     _refuse(asked.audio, "audio", "the served model gives text only", "leave it out")

@@ -8,7 +8,7 @@ import msgspec
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints.http.openai.schema import Common
+from bough.entrypoints.http.openai.schema import Common, StructuredOutputs
 from bough.intake import ANY_JSON
 
 _SAME = (
@@ -34,8 +34,7 @@ def native_sampling(body: Common, max_new_tokens: int | None) -> dict[str, Any]:
         given["no_stop_trim"] = body.include_stop_str_in_output
     if max_new_tokens is not None:
         given["max_new_tokens"] = max_new_tokens
-    if body.guided_choice is not None:
-        given["choice"] = body.guided_choice
+    _add_guides(body, given)
     if body.json_schema is not None:
         given["json_schema"] = _source(body.json_schema)
     if body.structural_tag is not None:
@@ -43,6 +42,28 @@ def native_sampling(body: Common, max_new_tokens: int | None) -> dict[str, Any]:
     if body.response_format is not None:
         given.update(constraint(body.response_format))
     return given
+
+
+def _add_guides(body: Common, given: dict[str, Any]) -> None:
+    """vLLM's names of constraints, the older ones and `structured_outputs`."""
+    asked = body.structured_outputs or StructuredOutputs()
+    for schema in (body.guided_json, asked.json):
+        if schema is not None:
+            given["json_schema"] = _source(schema)
+    if asked.json_object:
+        given["json_schema"] = ANY_JSON
+    if asked.structural_tag is not None:
+        given["structural_tag"] = _source(asked.structural_tag)
+    for name, value in (
+        ("choice", body.guided_choice),
+        ("regex", body.guided_regex),
+        ("ebnf", body.guided_grammar),
+        ("choice", asked.choice),
+        ("regex", asked.regex),
+        ("ebnf", asked.grammar),
+    ):
+        if value is not None:
+            given[name] = value
 
 
 def constraint(response_format: dict[str, Any]) -> dict[str, str]:

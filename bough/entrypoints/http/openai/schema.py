@@ -21,6 +21,17 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's way to say what an answer looks like; one of these."""
+
+    json: str | Json | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Json | None = None
+
+
 class FunctionDefinition(Struct, kw_only=True):
     name: str
     description: str | None = None
@@ -76,10 +87,16 @@ class Common(Struct, kw_only=True):
     ebnf: str | None = None
     structural_tag: str | Json | None = None
     guided_choice: list[str] | None = None
+    guided_json: str | Json | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    add_special_tokens: bool | None = None
     custom_params: dict[str, bool | int | float | str] | None = None
     logit_processor: str | None = None
-    custom_logit_processor: str | None = None
     beam_width: int | None = None
+    processed_logprobs: bool | None = None
+    """Log-probabilities after temperature, penalties and masks, instead of the model's own."""
     return_hidden_states: bool | Literal["last", "all"] | None = None
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
@@ -89,8 +106,6 @@ class Common(Struct, kw_only=True):
     deadline_ms: float | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
-    lora_path: str | None = None
-    session_params: Json | None = None
     response_format: Json | None = None
     # of no effect here
     user: str | None = None
@@ -118,6 +133,8 @@ class ChatRequest(Common, kw_only=True):
     stream_reasoning: bool | None = None
     thinking: bool | None = None
     thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
+    """Another name of `thinking_budget`."""
     # refused: what they ask for does not exist here
     audio: Json | None = None
     modalities: list[str] | None = None

@@ -1,0 +1,56 @@
+"""Fields of other servers' requests that change what is asked for and that nothing here does: refused, not ignored.
+
+A field that is off (null, false, empty) asks for nothing and is let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from bough.core.errors import InvalidRequest
+
+_MEDIA = ("the served model takes text only", "send text, or serve a model that takes media")
+_APART = ("prefill and decode run in one server here", "leave it out")
+_INSIDE = ("what the model does inside is not reported", "leave it out, or use return_hidden_states")
+_ONE = ("this server is one replica", "leave it out")
+_CODE = ("no code from requests is run", "register it with --logit-processors, and send logit_processor")
+
+UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
+    "input_embeds": ("prompts are texts or token ids", "send text or input_ids"),
+    "image_data": _MEDIA,
+    "video_data": _MEDIA,
+    "audio_data": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "images_config": _MEDIA,
+    "video_config": _MEDIA,
+    "lora_path": ("this server has no adapters loaded", "leave it out"),
+    "custom_logit_processor": _CODE,
+    "logits_processors": _CODE,
+    "return_routed_experts": _INSIDE,
+    "return_sampling_mask": _INSIDE,
+    "return_entropy": _INSIDE,
+    "watermark": ("answers are not marked", "leave it out"),
+    "bootstrap_host": _APART,
+    "bootstrap_port": _APART,
+    "bootstrap_room": _APART,
+    "kv_transfer_params": _APART,
+    "data_parallel_rank": _ONE,
+    "routed_dp_rank": _ONE,
+    "prompt_logprobs": (
+        "prompts are scored by other fields",
+        "send echo with logprobs to /v1/completions, or logprob_start_len to /generate",
+    ),
+    "use_beam_search": ("beams are asked for by their number", "send beam_width"),
+    "truncate_prompt_tokens": ("prompts of generating requests are never cut", "shorten the prompt"),
+    "session_params": ("here a request brings its whole prompt", "send the whole prompt, or use /generate"),
+}
+"""Field -> why it is not served, and what to do."""
+
+
+def refuse_unserved(data: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises `InvalidRequest` for the first of `names` that is on in `data` and asks for what nothing here does."""
+    for name in names:
+        if name in UNSERVED and data[name] not in (None, False, "", [], {}, 0):
+            why, fix = UNSERVED[name]
+            raise InvalidRequest(what=f"{name} is not supported", why=why, fix=fix, param=name)
