@@ -25,7 +25,9 @@ GREEDY: dict[str, Any] = {"model": "default", "temperature": 0}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{default_server()}/v1", api_key="none", max_retries=0, timeout=120) as made:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{default_server()}/v1", api_key="none", max_retries=0, timeout=120
+    ) as made:
         yield made
 
 

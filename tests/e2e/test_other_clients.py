@@ -74,7 +74,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_anthropic(served: Served) -> None:
-    with anthropic.Anthropic(base_url=served.url, api_key="s3cret", max_retries=0) as client:
+    with anthropic.Anthropic(
+        _strict_response_validation=True, base_url=served.url, api_key="s3cret", max_retries=0
+    ) as client:
         asked: dict[str, Any] = {"model": "default", "max_tokens": 24, "messages": CAPITAL}
         made = client.messages.create(**asked, extra_body={"temperature": 0})
         assert "Paris" in made.content[0].text  # type: ignore[union-attr]
@@ -93,11 +95,15 @@ def test_anthropic(served: Served) -> None:
         assert forced.stop_reason == "tool_use"
         assert forced.content[-1].input["city"] in ("Oslo", "Rome")  # type: ignore[union-attr]
     with pytest.raises(anthropic.AuthenticationError):
-        anthropic.Anthropic(base_url=served.url, api_key="wrong", max_retries=0).messages.create(**asked)
+        anthropic.Anthropic(
+            _strict_response_validation=True, base_url=served.url, api_key="wrong", max_retries=0
+        ).messages.create(**asked)
 
 
 def test_responses(served: Served) -> None:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="s3cret", max_retries=0) as client:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{served.url}/v1", api_key="s3cret", max_retries=0
+    ) as client:
         first = client.responses.create(model="default", input=CAPITAL, temperature=0, max_output_tokens=24)
         assert "Paris" in first.output_text
         with client.responses.stream(model="default", input=CAPITAL, temperature=0, max_output_tokens=24) as stream:
@@ -158,7 +164,9 @@ def test_grpc(served: Served) -> None:
 
 
 def test_batches(served: Served) -> None:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="s3cret", max_retries=0) as client:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{served.url}/v1", api_key="s3cret", max_retries=0
+    ) as client:
         lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions",
                   "body": {"prompt": f"{n}, {n + 1},", "max_tokens": 4, "temperature": 0}} for n in range(20)]  # fmt: skip
         upload = io.BytesIO("\n".join(map(json.dumps, lines)).encode())

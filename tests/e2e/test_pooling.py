@@ -68,7 +68,9 @@ def embedder() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(embedder: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0) as made:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{embedder.url}/v1", api_key="none", max_retries=0
+    ) as made:
         yield made
 
 
@@ -270,7 +272,9 @@ def test_moderation_with_the_official_client(classifier: tuple[Server, np.ndarra
     server, logits = classifier
     powers = np.exp(logits - logits.max(1, keepdims=True))
     probabilities = powers / powers.sum(1, keepdims=True)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         answer = client.moderations.create(model="judge", input=TEXTS[:4])
         parts = client.moderations.create(model="judge", input=[{"type": "text", "text": TEXTS[0]}])
         with pytest.raises(openai.BadRequestError, match="can't be judged"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -130,11 +131,31 @@ def test_several_api_workers_share_one_engine(tiny_settings: dict[str, Any]) -> 
         first = _once_open(server).json()["output_ids"]
         for _ in range(12):  # new connections land on different workers
             assert _once_open(server).json()["output_ids"] == first
+        _abort_over_other_connections(server)
         os.killpg(server.process.pid, signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert all(gone(pid, 1) for pid in children.values())
     finally:
         server.end()
+
+
+def _abort_over_other_connections(server: Server) -> None:
+    """Whichever worker is told to end a request, and whichever took it."""
+    for at in range(8):
+        body = {
+            "text": "On and on",
+            "rid": f"long-{at}",
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
+        }
+        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            answer = httpx.post(f"{server.url}/abort_request", json={"rid": f"long-{at}"}, timeout=30).json()
+            assert answer == {"success": True, "aborted": 1}
+            last = [line for line in lines if line.startswith("data: {")][-1]
+            assert json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
+    assert httpx.post(f"{server.url}/abort_request", json={"rid": "long-0"}).json()["aborted"] == 0
 
 
 def _once_open(server: Server) -> httpx.Response:

@@ -50,7 +50,7 @@ def test_thirty_two_prompts_through_the_official_client(make_server: Callable[..
     expected = reference_answers()
     tokenizer = load_tokenizer(open_checkpoint(""))
     server = make_server({"dtype": "float32", "quantization": "none", "device": "cpu"})
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    client = openai.OpenAI(_strict_response_validation=True, base_url=f"{server.url}/v1", api_key="none")
     model = client.models.list().data[0].id
     reply = client.completions.create(model=model, prompt=PROMPTS, max_tokens=NEW_TOKENS, temperature=0)
     texts = [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]

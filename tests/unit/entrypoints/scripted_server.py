@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from bough.config.server_args import load_config
 from bough.core.messages import (
     Abort,
+    AbortByName,
     Delta,
     End,
     FlushCache,
@@ -115,6 +117,13 @@ class FakeEngine:
             case Abort(id=which):
                 self.aborted.append(which)
                 self._abort(which)
+            case AbortByName(call=call, rid=rid):
+                named = [each.id for each in self.seen if each.id in self._tasks and (not rid or each.rid == rid)]
+                live = [each for each in named if not self._tasks[each].done()]
+                for each in live:
+                    self.aborted.append(each)
+                    self._abort(each)
+                self.intake._calls[call].set_result(Reply(call=call, body={"aborted": len(live)}))
             case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile() | Recall():
                 self.calls.append(message)
                 error = self.flush_error if isinstance(message, FlushCache) else ""
@@ -144,6 +153,11 @@ class FakeEngine:
             )
 
     async def _answer(self, message: Generate) -> None:
+        if message.pool:
+            values = np.linspace(1.0, 0.5, 4, dtype="<f4").tobytes()
+            end = End(reason="stop", prompt_tokens=len(message.prompt) // 4)
+            self._deliver(Delta(id=message.id, embedding=values, end=end))
+            return
         tokenizer = self.intake.tokenizer
         prompt = tokenizer.decode(unpack_ids(message.prompt).tolist(), False) if tokenizer else ""
         answer = self.script(message, prompt)

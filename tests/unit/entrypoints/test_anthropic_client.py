@@ -26,12 +26,16 @@ THINKS = {"reasoning_parser": "deepseek-r1", "tool_parser": "hermes"}
 
 @pytest.fixture(scope="module")
 def client(server: FakeServer) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as made:
+    with anthropic.Anthropic(
+        _strict_response_validation=True, base_url=server.url, api_key="any", max_retries=0
+    ) as made:
         yield made
 
 
 def connected(running: FakeServer, **given: Any) -> Any:
-    return anthropic.Anthropic(base_url=running.url, **{"api_key": "any", "max_retries": 0, **given})
+    return anthropic.Anthropic(
+        _strict_response_validation=True, base_url=running.url, **{"api_key": "any", "max_retries": 0, **given}
+    )
 
 
 def prompt_of(message: Generate) -> str:

@@ -45,7 +45,9 @@ def batching(directory: Path, script: Any = None, **given: Any) -> Iterator[tupl
 
         asyncio.run_coroutine_threadsafe(begin(), running._loop).result(10)
         try:
-            with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
+            with openai.OpenAI(
+                _strict_response_validation=True, base_url=f"{running.url}/v1", api_key="any", max_retries=0
+            ) as client:
                 yield running, client
         finally:
             asyncio.run_coroutine_threadsafe(end(), running._loop).result(10)

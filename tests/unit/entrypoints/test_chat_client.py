@@ -29,7 +29,9 @@ USER = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def client(server: FakeServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as made:
         yield made
 
 
@@ -220,7 +222,9 @@ def thinker() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="module")
 def thinking(thinker: FakeServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as made:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{thinker.url}/v1", api_key="none", max_retries=0
+    ) as made:
         yield made
 
 

@@ -13,6 +13,16 @@ from bough.core.messages import unpack_ids
 
 @pytest.fixture(scope="module")
 def client(server: FakeServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        _strict_response_validation=True, base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lenient(server: FakeServer) -> Iterator[openai.OpenAI]:
+    """For what OpenAI itself sends against its client's types: null for a finish reason that is not there yet, and for
+    the score of a prompt's first token."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
@@ -27,9 +37,9 @@ def test_plain(client: openai.OpenAI, server: FakeServer) -> None:
     assert server.engine.seen[-1].sampling.max_new_tokens == 16
 
 
-def test_stream(client: openai.OpenAI) -> None:
+def test_stream(lenient: openai.OpenAI) -> None:
     options = {"include_usage": True}
-    chunks = list(client.completions.create(model="fake", prompt="Once", stream=True, stream_options=options))  # type: ignore[call-overload]
+    chunks = list(lenient.completions.create(model="fake", prompt="Once", stream=True, stream_options=options))  # type: ignore[call-overload]
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "Hello there."
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
     assert chunks[-1].choices == []
@@ -50,15 +60,15 @@ def test_forms_of_prompts(client: openai.OpenAI, server: FakeServer, prompt: obj
     assert answer.usage.completion_tokens == 12 * len(answer.choices)
 
 
-def test_batches_stream_side_by_side(client: openai.OpenAI) -> None:
+def test_batches_stream_side_by_side(lenient: openai.OpenAI) -> None:
     texts = dict.fromkeys(range(4), "")
-    for chunk in client.completions.create(model="fake", prompt=["a", "b"], n=2, stream=True):
+    for chunk in lenient.completions.create(model="fake", prompt=["a", "b"], n=2, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert set(texts.values()) == {"Hello there."}
 
 
-def test_echo_with_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="fake", prompt="Hi", echo=True, logprobs=2, max_tokens=5)
+def test_echo_with_logprobs(lenient: openai.OpenAI) -> None:
+    answer = lenient.completions.create(model="fake", prompt="Hi", echo=True, logprobs=2, max_tokens=5)
     choice = answer.choices[0]
     assert choice.text == "HiHello there."
     scores = choice.logprobs
@@ -73,16 +83,16 @@ def test_echo_with_logprobs(client: openai.OpenAI) -> None:
     assert set(scores.top_logprobs[2]) == {"H", "H'"}
 
 
-def test_streamed_echo_equals_whole(client: openai.OpenAI) -> None:
+def test_streamed_echo_equals_whole(lenient: openai.OpenAI) -> None:
     tokens: list[str] = []
     offsets: list[int] = []
     text = ""
-    for chunk in client.completions.create(model="fake", prompt="Hi", echo=True, logprobs=1, stream=True):
+    for chunk in lenient.completions.create(model="fake", prompt="Hi", echo=True, logprobs=1, stream=True):
         text += chunk.choices[0].text
         if chunk.choices[0].logprobs:
             tokens += chunk.choices[0].logprobs.tokens or []
             offsets += chunk.choices[0].logprobs.text_offset or []
-    whole = client.completions.create(model="fake", prompt="Hi", echo=True, logprobs=1).choices[0]
+    whole = lenient.completions.create(model="fake", prompt="Hi", echo=True, logprobs=1).choices[0]
     assert text == whole.text
     assert whole.logprobs is not None
     assert tokens == whole.logprobs.tokens
@@ -112,7 +122,9 @@ def test_best_of_returns_the_likeliest() -> None:
             return original(message, ids, [-1.0 / len(ids)] * len(ids))
 
         running.engine._scores = score  # type: ignore[method-assign]
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
+        with openai.OpenAI(
+            _strict_response_validation=True, base_url=f"{running.url}/v1", api_key="x", max_retries=0
+        ) as client:
             answer = client.completions.create(model="fake", prompt="Hi", best_of=4, n=2)
     assert [choice.text for choice in answer.choices] == ["xxxx", "xxx"]
     assert [choice.index for choice in answer.choices] == [0, 1]

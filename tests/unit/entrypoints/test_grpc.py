@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -113,7 +116,7 @@ def test_every_parameter_arrives(opened: tuple[FakeServer, Any], stub: Any) -> N
         (pb.GenerateRequest(text=""), "empty"),
         (pb.GenerateRequest(input_ids=pb.TokenIds(ids=[999])), "999"),
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(temperature=-1)), "temperature"),
-        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(n=1000)), "n is 1000"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(n=1000)), "n is too large: 1000"),
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(stop=["x"] * 40)), "stop"),
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(regex="a", ebnf="b")), "regex"),
         (pb.GenerateRequest(text="a", logprobs=pb.LogprobOptions(top=5000)), "top_logprobs_num"),
@@ -280,6 +283,13 @@ def test_control() -> None:
         stub.PauseGeneration(pb.PauseGenerationRequest(mode="retract"), metadata=admin)
         assert running.engine.calls[-1].mode == "retract"
         stub.ContinueGeneration(pb.ContinueGenerationRequest(), metadata=admin)
+        told = stub.StartProfile(pb.StartProfileRequest(num_steps=3), metadata=admin)
+        assert told.details["fake"] is True
+        assert (running.engine.calls[-1].start, running.engine.calls[-1].num_steps) == (True, 3)
+        stub.StopProfile(pb.StopProfileRequest(), metadata=admin)
+        assert running.engine.calls[-1].start is False
+        with pytest.raises(grpc.RpcError):
+            stub.StartProfile(pb.StartProfileRequest(num_steps=-1), metadata=admin)
         with pytest.raises(grpc.RpcError) as wrong:
             stub.PauseGeneration(pb.PauseGenerationRequest(mode="sideways"), metadata=admin)
         assert wrong.value.code() is Code.INVALID_ARGUMENT
@@ -287,6 +297,68 @@ def test_control() -> None:
             stub.Abort(pb.AbortRequest(abort_all=True), metadata=key)
         assert forbidden.value.code() is Code.PERMISSION_DENIED
         assert stub.Abort(pb.AbortRequest(abort_all=True), metadata=admin).aborted == 0
+
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def call(stub: Any, path: str, body: Any, **more: Any) -> list[Any]:
+    request = pb.CallRequest(path=path, json=body if isinstance(body, str) else json.dumps(body))
+    return [json.loads(each.json) for each in stub.Call(request, **more)]
+
+
+def test_json_routes_are_those_of_http(opened: tuple[FakeServer, Any], stub: Any) -> None:
+    running = opened[0]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": USER, "rid": "mine"}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 9}),
+        ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [1]}),
+        ("/generate", {"text": "Hi"}),
+        ("/tokenize", {"prompt": "Hi"}),
+    ):
+        (over_grpc,) = call(stub, path, body, timeout=20)
+        over_http = httpx.post(running.url + path, json=body).json()
+        assert over_grpc.keys() == over_http.keys()
+        for name in ("choices", "content", "text", "tokens", "scores"):
+            assert over_grpc.get(name) == over_http.get(name)
+    chunks = call(stub, "/v1/chat/completions", {"messages": USER, "stream": True})
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in chunks) == "Hello there."
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    kinds = [each["type"] for each in call(stub, "/v1/messages", {"messages": USER, "max_tokens": 9, "stream": True})]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/nowhere", {}, Code.NOT_FOUND),
+        ("/pause_generation", {}, Code.NOT_FOUND),
+        ("/v1/chat/completions", "{", Code.INVALID_ARGUMENT),
+        ("/v1/chat/completions", {"messages": []}, Code.INVALID_ARGUMENT),
+        ("/v1/chat/completions", {"messages": USER, "model": "other"}, Code.NOT_FOUND),
+        ("/v1/embeddings", {"input": "Hi"}, Code.INVALID_ARGUMENT),
+        ("/api/chat", {"model": "fake", "messages": USER}, Code.INVALID_ARGUMENT),
+    ],
+)
+def test_json_routes_refuse_as_over_http(stub: Any, path: str, body: Any, code: Any) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        call(stub, path, body, timeout=20)
+    assert refused.value.code() is code
+    assert refused.value.details()
+
+
+def test_leaving_a_json_route_ends_its_request() -> None:
+    with listening(Answer(pieces=["a"] * 1000, delay_s=0.01)) as (running, channel):
+        body = json.dumps({"messages": USER, "stream": True})
+        answers = BoughStub(channel).Call(pb.CallRequest(path="/v1/chat/completions", json=body))
+        next(answers)
+        answers.cancel()
+        give_up = time.monotonic() + 10
+        while not running.engine.aborted and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert running.engine.aborted == [running.engine.seen[-1].id]
 
 
 def every_method() -> list[tuple[str, Any]]:
@@ -314,7 +386,8 @@ def test_without_the_key_nothing_opens(sent: Any) -> None:
 
 
 def test_admin_methods_need_an_admin_key(stub: Any) -> None:
-    assert {"PauseGeneration", "ContinueGeneration"} == {name.rpartition("/")[2] for name in ADMIN_METHODS}
+    protected = {name.rpartition("/")[2] for name in ADMIN_METHODS}
+    assert protected == {"PauseGeneration", "ContinueGeneration", "StartProfile", "StopProfile"}
     with pytest.raises(grpc.RpcError) as refused:
         stub.PauseGeneration(pb.PauseGenerationRequest())
     assert refused.value.code() is Code.UNAUTHENTICATED

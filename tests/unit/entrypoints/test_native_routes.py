@@ -11,6 +11,7 @@ import httpx
 import pytest
 from scripted_server import EOS, Answer, FakeServer, serving
 
+from bough.entrypoints.unserved import UNSERVED
 from bough.observability.health import Beat, State
 
 
@@ -305,3 +306,89 @@ def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture
     assert records[0].prompt_tokens == len("private words")
     assert records[0].temperature == 0.5
     assert "private" not in str(vars(records[0]))
+
+
+def test_parsers_for_texts_of_clients(server: FakeServer) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    body = {"text": f"Let me see. {call}", "tools": tools, "tool_call_parser": "hermes"}
+    found = httpx.post(f"{server.url}/parse_function_call", json=body).json()
+    assert found["normal_text"].strip() == "Let me see."
+    assert [(each["tool_index"], each["name"]) for each in found["calls"]] == [(0, "get_weather")]
+    assert json.loads(found["calls"][0]["parameters"]) == {"city": "Oslo"}
+    text = {"text": "<think>A city.</think>Oslo", "reasoning_parser": "qwen3"}
+    assert httpx.post(f"{server.url}/separate_reasoning", json=text).json() == {
+        "reasoning_text": "A city.",
+        "text": "Oslo",
+    }
+    for path, wrong in (
+        ("/parse_function_call", {**body, "tool_call_parser": "nonsense"}),
+        ("/parse_function_call", {"text": "a", "tools": tools}),
+        ("/separate_reasoning", {"text": "a", "reasoning_parser": "nonsense"}),
+        ("/separate_reasoning", {"text": "a"}),
+    ):
+        answer = httpx.post(server.url + path, json=wrong)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("field", sorted(UNSERVED))
+def test_what_nothing_here_does_is_refused_not_ignored(server: FakeServer, field: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/generate", {"text": "Hi"}),
+        ("/v1/completions", {"prompt": "a"}),
+    ):
+        if field == "session_params" and path == "/generate":
+            continue
+        on = httpx.post(server.url + path, json={**body, field: {"a": 1}})
+        assert (on.status_code, on.json()["error"]["param"]) == (400, field)
+        off = httpx.post(server.url + path, json={**body, field: None})
+        assert off.status_code == 200
+
+
+def test_what_no_route_knows_is_named_in_a_header(server: FakeServer) -> None:
+    answer = httpx.post(f"{server.url}/generate", json={"text": "Hi", "colour": "red", "log_metrics": True})
+    assert answer.status_code == 200
+    assert set(answer.headers["x-bough-ignored-fields"].split(",")) == {"colour", "log_metrics"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source"),
+    [
+        ({"guided_json": {"type": "object"}}, "json_schema", '{"type":"object"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        ({"guided_choice": ["a", "b"]}, "choice", '["a","b"]'),
+        ({"structured_outputs": {"json": {"type": "object"}}}, "json_schema", '{"type":"object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a","b"]'),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
+        ({"structured_outputs": {"json_object": True}}, "json", ""),
+    ],
+)
+def test_constraints_in_the_words_of_vllm(server: FakeServer, fields: dict[str, Any], kind: str, source: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi", **fields})
+    assert answer.status_code == 200, answer.text
+    grammar = server.engine.seen[-1].sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.source) == (kind, source)
+
+
+def test_top_k_of_0_is_the_whole_vocabulary(server: FakeServer) -> None:
+    httpx.post(f"{server.url}/generate", json={"text": "Hi", "sampling_params": {"top_k": 0}})
+    assert server.engine.seen[-1].sampling.top_k == -1
+
+
+def test_processed_logprobs_are_asked_for(server: FakeServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+    for path, body in (
+        ("/generate", {"text": "Hi", "return_logprob": True}),
+        ("/v1/completions", {"prompt": "Hi", "logprobs": 1}),
+        ("/v1/chat/completions", chat),
+    ):
+        for asked in (None, False, True):
+            assert httpx.post(server.url + path, json={**body, "processed_logprobs": asked}).status_code == 200
+            spec = server.engine.seen[-1].logprobs
+            assert spec is not None
+            assert spec.processed == bool(asked)

@@ -36,7 +36,7 @@ def client(server: FakeServer) -> Iterator[openai.OpenAI]:
 
 
 def connected(running: FakeServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0)
+    return openai.OpenAI(_strict_response_validation=True, base_url=f"{running.url}/v1", api_key="any", max_retries=0)
 
 
 def prompt_of(message: Generate) -> str:

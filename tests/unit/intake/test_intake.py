@@ -115,7 +115,7 @@ async def test_lengths_are_made_to_fit(intake: Intake, length: int, room: Any, w
         (request([2**70]), InvalidRequest, "token ids"),
         (request(stop_token_ids=(60_000,)), InvalidRequest, "stop_token_ids"),
         (request(temperature=-1.0), InvalidRequest, "temperature"),
-        (request(rid="x" * 1000), InvalidRequest, "too long"),
+        (request(rid="x" * 1000), InvalidRequest, "rid is too large"),
         (request(every=0), InvalidRequest, "stream_interval"),
     ],
 )

@@ -88,8 +88,8 @@ def test_wrong_requests_name_their_field(fields: dict[str, Any], param: str) -> 
 
 
 def test_too_many_prompts() -> None:
-    with pytest.raises(InvalidRequest, match="3 prompts"):
-        native_batch({"text": ["a"] * 3}, max_prompts=2)
+    with pytest.raises(InvalidRequest, match="text is too large: 257"):
+        native_batch({"text": ["a"] * 257}, bounded=True)
 
 
 def answer(incremental: bool = False, **request: Any) -> NativeAnswer:

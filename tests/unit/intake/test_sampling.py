@@ -49,7 +49,7 @@ def test_the_models_defaults_stand_in() -> None:
 WRONG: list[tuple[str, Any]] = [
     ("temperature", "hot"), ("temperature", True), ("temperature", float("nan")), ("temperature", -0.1),
     ("temperature", [1]), ("max_new_tokens", 1.5), ("max_new_tokens", -1), ("max_new_tokens", "5"), ("top_p", 0),
-    ("top_p", 1.1), ("top_k", 0), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 65), ("n", True), ("stop", 5),
+    ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 65), ("n", True), ("stop", 5),
     ("stop", ["a", 5]), ("stop", ["x"] * 33), ("stop", "y" * 2000), ("stop", [str(i) + "z" * 1000 for i in range(9)]),
     ("stop_regex", "("), ("stop_regex", "a" * 300), ("stop_token_ids", ["a"]), ("stop_token_ids", {"a": 1}),
     ("logit_bias", [1]), ("logit_bias", {"x": 1}), ("logit_bias", {"1": "a"}), ("ignore_eos", 1),
