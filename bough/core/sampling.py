@@ -82,8 +82,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         bounds.at_most("beam_width", self.beam_width, "beam_width")
         if not 0.0 < self.top_p <= 1.0:
             raise _bad("top_p", f"{self.top_p}", "it must lie in (0, 1]")
-        if self.top_k != NO_TOP_K and self.top_k < 1:
-            raise _bad("top_k", f"{self.top_k}", "it must be -1 (whole vocabulary) or at least 1")
+        if self.top_k != NO_TOP_K and not 1 <= self.top_k < 2**31:
+            raise _bad("top_k", "out of range", "it must be -1 (whole vocabulary), or from 1 to 2,147,483,647")
         if not 0.0 < self.repetition_penalty <= 2.0:
             raise _bad("repetition_penalty", f"{self.repetition_penalty}", "it must lie in (0, 2]")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:

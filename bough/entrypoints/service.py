@@ -110,12 +110,12 @@ class Service:
             if len(streams) == 1:
                 only = streams[0][1]
                 async for delta in only:
-                    if delta.end is not None and self.config.log.log_requests:
+                    if delta.end is not None and self.log_requests:
                         log_end(only, delta.end)
                     yield 0, only, delta
             else:
                 async for news in _side_by_side(streams):
-                    if news[2].end is not None and self.config.log.log_requests:
+                    if news[2].end is not None and self.log_requests:
                         log_end(news[1], news[2].end)
                     yield news
         finally:

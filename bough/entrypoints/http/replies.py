@@ -71,7 +71,7 @@ def deadline_of(request: Request, field_ms: float | None = None) -> float:
 def _seconds(name: str, value: str | float, unit: float) -> float:
     try:
         seconds = float(value) * unit
-    except ValueError:
+    except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds < _LONGEST_S:
         raise InvalidRequest(

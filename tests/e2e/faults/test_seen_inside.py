@@ -12,8 +12,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from serving import ROOT, Server, body, until
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "entrypoints"))
+
+from collector import Collector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -27,18 +32,26 @@ def bough(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_day_in_the_life(tmp_path: Path) -> None:
     """One server with everything on, since starting one takes its time."""
-    flags = ("--admin-api-key", "b0ss", "--dump-dir", str(tmp_path / "dump"), "--profile-dir", str(tmp_path / "profiles"),
-             "--log-format", "json", "--log-requests", "--max-running-requests", "4")  # fmt: skip
+    collector = Collector()
+    flags = (
+        "--otlp-endpoint", collector.url, "--admin-api-key", "b0ss", "--dump-dir", str(tmp_path / "dump"),
+        "--profile-dir", str(tmp_path / "profiles"), "--log-format", "json", "--log-requests",
+        "--max-running-requests", "4",
+    )  # fmt: skip
     with Server(*flags) as server:
         secret = "nobody should read this in a log"
         assert server.ask(body(secret, tokens=5, rid="told")).status_code == 200
         _top(server)
         _profile(server, tmp_path)
+        _configure_logging(server)
+        _traced(server)
         bad = server.ask({"text": 5})
         assert bad.status_code == 400
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(30) == 0
         log = server.log()
+    collector.server.shutdown()
+    _spans(collector)
     _lines(log, secret)
     _replay(tmp_path / "dump", secret)
 
@@ -79,6 +92,64 @@ def _profile(server: Server, directory: Path) -> None:
     assert len(trace["traceEvents"]) > 100
     for thread in threads:
         thread.join(120)
+
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def _configure_logging(server: Server) -> None:
+    """What is logged can be changed while the server runs, by the admin."""
+
+    def post(key: str, **fields: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=10)
+
+    assert post("wrong", log_requests=False).status_code == 401
+    assert post("b0ss", log_requests=False).json() == {"success": True, "log_level": "info", "log_requests": False}
+    assert server.ask(body(tokens=2, rid="unseen")).status_code == 200
+    assert post("b0ss", log_requests=True, log_level="debug").json()["log_level"] == "debug"
+    assert server.ask(body(tokens=2, rid="seen again")).status_code == 200
+    assert until(lambda: "seen again" in server.log(), 5)
+    assert "unseen" not in server.log()
+    assert post("b0ss", log_level="info").json()["log_requests"] is True
+
+
+def _traced(server: Server) -> None:
+    """One whole answer and one stream, both parts of a client's own trace."""
+    for number, stream in enumerate((False, True)):
+        parent = {"traceparent": f"00-{TRACE}-b7ad6b716920333{number}-01"}
+        request = body(list(range(100 + number, 2900)), tokens=6, stream=stream, rid=f"traced-{number}")
+        assert server.ask(request, headers=parent).status_code == 200
+
+
+def _spans(collector: Collector) -> None:
+    """The collector got both requests' whole way: API process, engine, and back."""
+    for number in range(2):
+        (root,) = (
+            span
+            for span in collector.spans
+            if span.trace_id.hex() == TRACE and span.parent_span_id.hex() == f"b7ad6b716920333{number}"
+        )
+        assert root.name == "POST /generate"
+        told = {item.key: item.value for item in root.attributes}
+        assert told["gen_ai.usage.input_tokens"].int_value == 2800 - number
+        assert told["gen_ai.usage.output_tokens"].int_value == 6
+        inner = sorted(
+            (span for span in collector.spans if span.parent_span_id == root.span_id),
+            key=lambda span: span.start_time_unix_nano,
+        )
+        names = [span.name for span in inner]
+        assert names[:2] == ["prepare", "queue"], "the API process, then the engine"
+        assert names[2:-2] == ["prefill"] * (len(names) - 4)
+        assert len(names) >= 6, "a long prompt is computed in several steps"
+        assert names[-2:] == ["decode", "deliver"], "and back"
+        end = root.start_time_unix_nano
+        for span in inner:
+            assert span.trace_id == root.trace_id
+            assert end - 1_000_000 <= span.start_time_unix_nano <= span.end_time_unix_nano
+            end = span.end_time_unix_nano
+        assert end <= root.end_time_unix_nano + 1_000_000
+    assert not [span for span in collector.spans if "health" in span.name], "probes are not traced"
 
 
 def _lines(log: str, secret: str) -> None:
