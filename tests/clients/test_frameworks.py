@@ -44,10 +44,10 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = os.environ.get("BOUGH_PYTHON", sys.executable)
     process = subprocess.Popen(
-        [python, "-m", "bough", "serve", "--port", "0"],
+        [python, "-m", "bough", "serve", "--port", "0", "--batch-dir", str(tmp_path_factory.mktemp("batches"))],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
     )  # fmt: skip
     assert process.stdout is not None
@@ -129,16 +129,48 @@ def test_pydantic_ai(url: str) -> None:
 
 
 NODE = """
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 const client = new OpenAI({baseURL: process.env.URL + "/v1", apiKey: "none"});
 const messages = [{role: "user", content: process.env.ASK}];
 const asked = {model: "default", messages, max_tokens: 16, temperature: 0};
+const told = {};
 const whole = await client.chat.completions.create(asked);
-let streamed = "";
+told.chat = whole.choices[0].message.content;
+told.streamed = "";
 for await (const chunk of await client.chat.completions.create({...asked, stream: true}))
-  streamed += chunk.choices[0]?.delta?.content ?? "";
-const response = await client.responses.create({model: "default", input: messages, max_output_tokens: 16, temperature: 0});
-console.log(JSON.stringify([whole.choices[0].message.content, streamed, response.output_text]));
+  told.streamed += chunk.choices[0]?.delta?.content ?? "";
+told.helped = await client.chat.completions.stream(asked).finalContent();
+const tools = JSON.parse(process.env.TOOLS);
+const called = await client.chat.completions.create({...asked, max_tokens: 128, tools, tool_choice: "required"});
+told.call = called.choices[0].message.tool_calls[0].function;
+const text = {model: "default", prompt: "The capital of France is", max_tokens: 8, temperature: 0};
+told.completion = (await client.completions.create(text)).choices[0].text;
+told.completed = "";
+for await (const chunk of await client.completions.create({...text, stream: true}))
+  told.completed += chunk.choices[0]?.text ?? "";
+const models = (await client.models.list()).data;
+told.model = (await client.models.retrieve(models[0].id)).id;
+const input = {model: "default", input: messages, max_output_tokens: 16, temperature: 0};
+const response = await client.responses.create(input);
+told.response = response.output_text;
+told.answered = (await client.responses.stream(input).finalResponse()).output_text;
+told.again = (await client.responses.retrieve(response.id)).output_text;
+told.items = (await client.responses.inputItems.list(response.id)).data.length;
+await client.responses.delete(response.id);
+const line = JSON.stringify({custom_id: "a", method: "POST", url: "/v1/chat/completions", body: asked});
+const file = await client.files.create({file: await toFile(Buffer.from(line), "a.jsonl"), purpose: "batch"});
+let batch = await client.batches.create(
+  {input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h"});
+while (!["completed", "failed", "expired", "cancelled"].includes(batch.status)) {
+  await new Promise((done) => setTimeout(done, 200));
+  batch = await client.batches.retrieve(batch.id);
+}
+const answer = JSON.parse(await (await client.files.content(batch.output_file_id)).text());
+told.batch = answer.response.body.choices[0].message.content;
+await client.files.delete(file.id);
+try { await client.chat.completions.create({...asked, temperature: -1}); }
+catch (error) { told.refused = [error.status, error.param, error instanceof OpenAI.BadRequestError]; }
+console.log(JSON.stringify(told));
 """
 
 
@@ -151,12 +183,19 @@ def test_node(url: str, tmp_path: Path) -> None:
     script.write_text(NODE)
     done = subprocess.run(
         ["node", str(script)],
-        env={**os.environ, "URL": url, "ASK": CAPITAL},
+        env={**os.environ, "URL": url, "ASK": CAPITAL, "TOOLS": json.dumps([WEATHER])},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    whole, streamed, response = json.loads(done.stdout)
-    assert "Paris" in whole
-    assert whole == streamed == response
+    told = json.loads(done.stdout)
+    assert "Paris" in told["chat"]
+    same = ("chat", "streamed", "helped", "response", "answered", "again", "batch")
+    assert {told[name] for name in same} == {told["chat"]}
+    assert told["call"]["name"] == "get_weather"
+    assert json.loads(told["call"]["arguments"])["city"] in ("Oslo", "Rome")
+    assert "Paris" in told["completion"]
+    assert told["completed"] == told["completion"]
+    assert (told["model"], told["items"]) == (MODEL, 1)
+    assert told["refused"] == [400, "temperature", True]
