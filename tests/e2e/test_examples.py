@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import bough.lang as sgl
+import bough as sgl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -20,12 +21,11 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path
 # All examples in one process, on one engine: their own `use_backend` is told to use it.
 ON_ENGINE = """
 import runpy, sys
-import bough
-import bough.lang as sgl
+import bough as sgl
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
-    engine = bough.Engine(log_level="warning")
+    engine = sgl.Engine(log_level="warning")
     try:
         import backends
         backends.use_backend = lambda options: sgl.set_default_backend(engine)
@@ -39,10 +39,15 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def server_url() -> Iterator[str]:
+def runtime() -> Iterator[sgl.Runtime]:
     """A server with the default model on a free port."""
-    with sgl.Runtime(log_level="warning") as runtime:
-        yield runtime.url
+    with sgl.Runtime(log_level="warning") as started:
+        yield started
+
+
+@pytest.fixture
+def server_url(runtime: sgl.Runtime) -> str:
+    return runtime.url
 
 
 def run_script(*arguments: str) -> str:
@@ -59,6 +64,19 @@ def run_script(*arguments: str) -> str:
 def test_example_on_a_server(name: str, api: str, server_url: str) -> None:
     out = run_script(str(ROOT / "examples" / f"{name}.py"), "--backend-url", server_url, "--api", api)
     assert len(out.splitlines()) >= 2
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_on_a_runtime(
+    name: str, runtime: sgl.Runtime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The `Runtime` itself is the backend, in the process that started it."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sgl.global_config, "default_backend", None)
+    monkeypatch.setattr("backends.use_backend", lambda options: sgl.set_default_backend(runtime))
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
 def test_examples_on_an_engine(tmp_path: Path) -> None:

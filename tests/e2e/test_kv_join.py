@@ -103,6 +103,32 @@ def test_a_program_joins_by_kv(tiny_engine: bough.Engine, server: Server) -> Non
     assert by_text.text().startswith(PARENT + NOTES[0])
 
 
+def test_a_join_that_cannot_be_says_why(tiny_engine: bough.Engine) -> None:
+    """Less than a page, and a branch whose first token begins in its parent's last one: the texts are joined."""
+
+    @sgl.function
+    def short(s, parent, parts):  # type: ignore[no-untyped-def]
+        s += parent
+        branches = s.fork(len(parts))
+        branches += list(parts)
+        branches.join("concate_and_append")
+        s += sgl.gen("answer", max_tokens=2, ignore_eos=True)
+
+    tiny = short.run("One.\n", ["Two.\n", "Three.\n"], backend=tiny_engine, temperature=0)
+    assert tiny.get_meta_info("join")["kind"] == "text"
+    assert "a page has 16" in tiny.get_meta_info("join")["why"]
+    assert tiny.text().startswith("One.\nTwo.\nThree.\n")
+    assert tiny.get_meta_info("answer")["join"] == tiny.get_meta_info("join")
+    merged = short.run(PARENT + "inter", ["national", "net"], backend=tiny_engine, temperature=0)
+    assert merged.get_meta_info("join")["kind"] == "text"
+    assert "merges with the parent's" in merged.get_meta_info("join")["why"]
+    whole = tiny_engine.generate(
+        PARENT + "internationalnet", {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    )
+    assert isinstance(whole, dict)
+    assert merged["answer"] == whole["text"]
+
+
 def test_two_ranks_join_as_one(tmp_path: Path) -> None:
     make_tiny("llama-yarn", tmp_path)
     parent, own = (
