@@ -51,6 +51,8 @@ class Setup:
     context_length: int = 256
     policy: str = "fcfs"
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    """None: `dtype`."""
     device: str = "cpu"
     graphs: bool = False
 
@@ -110,7 +112,9 @@ class InProcess:
             vocab_size=vocab_size,
         )
         shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in attention_specs(model)]
-        pool = KVPool(shapes, self.limits.num_pages, setup.page_size, setup.dtype, device.torch_device)
+        pool = KVPool(
+            shapes, self.limits.num_pages, setup.page_size, setup.kv_dtype or setup.dtype, device.torch_device
+        )
         factory = attention_factory(setup.attention, device.torch_device)
         runner = ModelRunner(
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0
