@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.core import bounds
-from bough.core.errors import Forbidden, InvalidRequest
+from bough.core.errors import Conflict, Forbidden, InvalidRequest
 from bough.entrypoints.endings import failure
 from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json
 from bough.entrypoints.http.openai.chat import Handler, render
@@ -19,6 +21,7 @@ from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest,
 from bough.entrypoints.http.openai.tools import offer
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of, within_tenant
 from bough.entrypoints.http.security import is_admin
+from bough.entrypoints.reasoning import with_reasoning
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event, while_connected
 from bough.entrypoints.unserved import refuse_unserved
@@ -26,6 +29,9 @@ from bough.intake import NativeAnswer, NativeBatch, native_batch
 from bough.intake.joins import parse_join
 from bough.intake.native import NATIVE_FIELDS, namespace_of
 from bough.tokenizer import Tokenizer
+
+_ASK_AGAIN_S = 0.05
+_MOST_PATIENCE_S = 600.0
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -84,7 +90,7 @@ def generate(service: Service) -> Handler:
             )
             for each in batch.requests
         ]
-        batch = replace(batch, requests=placed)
+        batch = replace(batch, requests=[with_reasoning(each, service.served) for each in placed])
         if batch.stream:
             return EventReply(_events(service, batch), body.headers())
         answers = await while_connected(_answers(service, batch), request.receive)
@@ -209,12 +215,37 @@ def concate_and_append(service: Service) -> Handler:
 
 
 def flush_cache(service: Service) -> Handler:
-    """POST /flush_cache: empties the prefix cache; 409 while requests are running."""
+    """POST /flush_cache: empties the prefix cache; 409 while requests are running, with `?timeout=` only after so many
+    seconds."""
 
     async def handle(request: Request) -> Response:
-        return json_reply({"success": True, **await service.intake.flush_cache()})
+        give_up = time.monotonic() + _patience(request.query_params.get("timeout", "0"))
+        while True:
+            try:
+                return json_reply({"success": True, **await service.intake.flush_cache()})
+            except Conflict:
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    raise
+                await while_connected(asyncio.sleep(min(left, _ASK_AGAIN_S)), request.receive)
 
     return handle
+
+
+def _patience(given: str) -> float:
+    """Seconds, as a query has them."""
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _MOST_PATIENCE_S:
+        raise InvalidRequest(
+            what=f"timeout is {given[:40]!r}",
+            why=f"it must be 0 to {_MOST_PATIENCE_S:g} seconds",
+            fix="send a valid timeout, or leave it out",
+            param="timeout",
+        )
+    return seconds
 
 
 def _deadline_ms(data: dict[str, Any]) -> float | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from msgspec import structs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -29,10 +28,10 @@ from bough.entrypoints.http.openai.sampling import native_sampling
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.openai.tools import Offer, describe, offer
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.reasoning import after_reasoning, budget_of, opens_reasoning
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events, while_connected
 from bough.intake import Request, parse_sampling
-from bough.parsers import prompt_opens_reasoning
 from bough.tokenizer import ChatTemplate
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
@@ -72,14 +71,13 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
         _add_tool_constraint(given, offered)
     sampling = parse_sampling(given, served.sampling_defaults)
     reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
-    opened = served.reasoning_parser is not None and _opens_reasoning(prompt, served.reasoning_parser)
-    params = sampling.params
-    if params.grammar is not None and (opened or _will_reason(asked, served)):
-        params = structs.replace(params, grammar=structs.replace(params.grammar, after_reasoning=True))
+    budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
+    opened = opens_reasoning(prompt, served, continued=_continued(asked))
+    reasons = opened or _will_reason(asked, served)
     request = Request(
         prompt=prompt,
         add_special_tokens=bool(asked.add_special_tokens),
-        sampling=params,
+        sampling=after_reasoning(sampling.params) if reasons else sampling.params,
         room="exact" if "max_new_tokens" in given else "fill",
         bad_words=sampling.bad_words,
         rid=asked.rid or "",
@@ -93,20 +91,17 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
         reasoning_forced=opened,
         stream_reasoning=asked.stream_reasoning is not False,
         reasoning_end=served.reasoning_end,
-        thinking_budget=_thinking_budget(asked),
+        thinking_budget=budget if reasons else -1,
         tool_parser=offered.parser,
         tools=offered.source,
     )
     return request, offered
 
 
-def _thinking_budget(asked: ChatRequest) -> int:
-    given = asked.thinking_budget if asked.thinking_budget is not None else asked.thinking_token_budget
-    return -1 if given is None else given
-
-
-def _opens_reasoning(prompt: str | list[int], parser: str) -> bool:
-    return isinstance(prompt, str) and prompt_opens_reasoning(prompt, parser)
+def _continued(asked: ChatRequest) -> str:
+    """The beginning of the answer, where the client wrote one."""
+    last = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
+    return last if isinstance(last, str) else ""
 
 
 def _will_reason(asked: ChatRequest, served: Served) -> bool:

@@ -27,6 +27,7 @@ from bough.entrypoints.http.openai.fields import (
 from bough.entrypoints.http.openai.sampling import native_sampling
 from bough.entrypoints.http.openai.schema import CompletionRequest
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.reasoning import budget_of, with_reasoning
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events, while_connected
 from bough.intake import Request, parse_sampling
@@ -79,6 +80,7 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
     """The body as requests, one a prompt. Raises `InvalidRequest`."""
     refuse_unserved(asked)
     check_sizes(asked)
+    _refuse_tools(asked)
     n = asked.n or 1
     candidates = _candidates(asked, n)
     prompts = prompts_of(asked.prompt)
@@ -109,7 +111,18 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
         "rid": asked.rid or "",
         "priority": asked.priority or 0,
     }
-    return [Request(prompt=prompt, **common) for prompt in prompts]
+    budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
+    return [with_reasoning(Request(prompt=prompt, **common), service.served, budget) for prompt in prompts]
+
+
+def _refuse_tools(asked: CompletionRequest) -> None:
+    if asked.tools or asked.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest(
+            what="completions take no tools",
+            why="no template shows them to the model: the prompt is taken as it is",
+            fix="use /v1/chat/completions, or describe a call by a response_format of type structural_tag",
+            param="tools",
+        )
 
 
 def _filled(prompt: str | list[int], asked: CompletionRequest, service: Service) -> str:

@@ -161,6 +161,13 @@ class CompletionRequest(Common, kw_only=True):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    # extensions
+    thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
+    """Another name of `thinking_budget`."""
+    # refused: a raw prompt has no place for them
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

@@ -1,0 +1,68 @@
+"""Prompts that end inside a reasoning section: a constraint holds from the end of it on, a budget ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec import structs
+
+from bough.core.errors import InvalidRequest
+from bough.core.messages import Ids
+from bough.core.sampling import SamplingParams
+from bough.entrypoints.service import Served
+from bough.intake import Request
+from bough.parsers import prompt_opens_reasoning
+
+_TAIL_IDS = 32
+"""Tokens of a prompt that can hold the start of a section."""
+
+
+def opens_reasoning(prompt: str | Sequence[int] | Ids, served: Served, *, continued: str = "") -> bool:
+    """Whether the answer begins inside a reasoning section. `continued`: what the client wrote of the answer already."""
+    if served.reasoning_parser is None:
+        return False
+    if not isinstance(prompt, str):
+        if served.tokenizer is None:
+            return False
+        tail = [int(token) for token in prompt[-_TAIL_IDS:]]
+        prompt = served.tokenizer.decode(tail, skip_special_tokens=False)
+    return prompt_opens_reasoning(prompt, served.reasoning_parser, continued=continued)
+
+
+def after_reasoning(sampling: SamplingParams) -> SamplingParams:
+    """The same parameters, with a constraint (if there is one) that waits for the end of the reasoning."""
+    if sampling.grammar is None:
+        return sampling
+    return structs.replace(sampling, grammar=structs.replace(sampling.grammar, after_reasoning=True))
+
+
+def with_reasoning(request: Request, served: Served, budget: int = -1) -> Request:
+    """A raw prompt's request: if the prompt ends inside a section, its constraint waits and its budget counts.
+
+    The section stays part of the text; nothing else would know where it belongs.
+    """
+    if request.session is not None or not opens_reasoning(request.prompt, served):
+        return request
+    return replace(
+        request,
+        sampling=after_reasoning(request.sampling),
+        reasoning_forced=True,
+        reasoning_end=served.reasoning_end,
+        thinking_budget=budget,
+    )
+
+
+def budget_of(*given: int | None) -> int:
+    """A thinking budget by any of its names; -1: none. Raises `InvalidRequest`."""
+    budget = next((each for each in given if each is not None), None)
+    if budget is None:
+        return -1
+    if budget < 0:
+        raise InvalidRequest(
+            what=f"thinking_budget is {budget}",
+            why="it counts tokens",
+            fix="send 0 or more, or leave it out",
+            param="thinking_budget",
+        )
+    return budget
