@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -373,6 +374,20 @@ def test_constraints_in_the_words_of_vllm(server: FakeServer, fields: dict[str, 
     grammar = server.engine.seen[-1].sampling.grammar
     assert grammar is not None
     assert (grammar.kind, grammar.source) == (kind, source)
+
+
+def test_flushing_waits_as_long_as_it_is_told(server: FakeServer) -> None:
+    server.engine.flush_error = "requests are running"
+    timer = threading.Timer(0.3, lambda: setattr(server.engine, "flush_error", ""))
+    try:
+        assert httpx.post(f"{server.url}/flush_cache").status_code == 409
+        assert httpx.post(f"{server.url}/flush_cache?timeout=0.1").status_code == 409
+        timer.start()
+        assert httpx.post(f"{server.url}/flush_cache?timeout=10").json()["success"] is True
+        for wrong in ("x", "-1", "nan", "1e9"):
+            assert httpx.post(f"{server.url}/flush_cache?timeout={wrong}").status_code == 400
+    finally:
+        server.engine.flush_error = ""
 
 
 def test_top_k_of_0_is_the_whole_vocabulary(server: FakeServer) -> None:
