@@ -242,11 +242,15 @@ def contenders(args: argparse.Namespace, folder: Path) -> list[Contender]:
 
     bf16 = folder / "bf16.gguf"
     write_bf16_gguf(gguf, bf16)
+    sixteen_bits = (
+        "--setting",
+        "quantization=gguf",
+        "--setting",
+        "kv_cache_dtype=bfloat16",
+    )  # llama.cpp's KV has 16, too
     found = [
         Contender("bough Q4_1", command(sys.executable, "bough")),
-        Contender(
-            "bough BF16", command(sys.executable, "bough", "--model", str(bf16), "--setting", "quantization=gguf")
-        ),
+        Contender("bough BF16", command(sys.executable, "bough", "--model", str(bf16), *sixteen_bits)),
     ]
     server = args.llama_server or shutil.which("llama-server")
     binding = importlib.util.find_spec("llama_cpp") is not None

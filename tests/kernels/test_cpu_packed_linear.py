@@ -113,15 +113,15 @@ def test_bias_bfloat16_and_slices(implementation: object, tokens: int) -> None:
     torch.testing.assert_close(nested[0], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 30])
-def test_threads_change_nothing(tokens: int) -> None:
-    raw, _ = random_weight("Q4_K", 400, 1024)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 400), (30, 400), (1, 40_007)])
+def test_threads_change_nothing(tokens: int, rows: int) -> None:
+    raw, _ = random_weight("Q4_K", rows, 1024)
     weight = packed.pack("Q4_K", raw, 1024)
     x = torch.randn(tokens, 1024)
     before = torch.get_num_threads()
     try:
         results = []
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 17):
             torch.set_num_threads(threads)
             results.append((packed.packed_linear(x, weight), packed.packed_linear(x, weight, exact=True)))
     finally:

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "exports.h"
+#include "linear.h"
 #include "parallel.h"
 
 namespace bough {
@@ -65,6 +66,12 @@ void multiply(const Matrix& m, const float* x, int64_t tokens, float* out) {
   }
 }
 
+// Tells idle threads which matrix is next: between two of them, memory has nothing else to do.
+void foresee(const Matrix& m) {
+  const Weight& w = *m.pieces[0];
+  expect_spans(usable_threads(), w.quants, num_groups(w) * group_quants(w));
+}
+
 void norm(const Block& b, const float* x, const float* weight, float* out, int64_t tokens, int64_t width) {
   bough_rms_norm(x, width, nullptr, 0, weight, out, nullptr, tokens, width, b.eps, b.offset, kF32, kF32);
 }
@@ -90,8 +97,9 @@ void attend(const Block& b, const Step& step, const int64_t* positions, int64_t 
   bough_attention_rope(&step, &l, &r);
 }
 
-void run_block(const Block& b, const Step& step, const int64_t* positions, int64_t tokens, int64_t width, bool first,
-               const Buffers& buffers) {
+void run_block(const Block& b, const Block* next, const Step& step, const int64_t* positions, int64_t tokens, int64_t width,
+               bool first, const Buffers& buffers) {
+  const bool streams = tokens <= kFewTokens;  // weights pass by once; more tokens have more to compute than to read
   auto add_and_norm = [&](const float* weight) {
     bough_rms_norm(buffers.added, width, buffers.stream, width, weight, buffers.normed, buffers.stream, tokens, width, b.eps,
                    b.offset, kF32, kF32);
@@ -99,14 +107,18 @@ void run_block(const Block& b, const Step& step, const int64_t* positions, int64
   if (first) norm(b, buffers.stream, b.attn_norm, buffers.normed, tokens, width);
   else add_and_norm(b.attn_norm);
   multiply(b.qkv, buffers.normed, tokens, buffers.qkv);
+  if (streams) foresee(b.out);
   attend(b, step, positions, tokens, buffers);
   multiply(b.out, buffers.attended, tokens, buffers.added);
+  if (streams) foresee(b.gate_up);
   if (b.after_attn_norm) norm(b, buffers.added, b.after_attn_norm, buffers.added, tokens, width);
   add_and_norm(b.ffn_norm);
   multiply(b.gate_up, buffers.normed, tokens, buffers.wide);
+  if (streams) foresee(b.down);
   const int64_t inner = rows_of(b.gate_up) / 2;
   bough_gated(buffers.wide, 2 * inner, buffers.gated, tokens, inner, kF32, b.silu);
   multiply(b.down, buffers.gated, tokens, buffers.added);
+  if (streams && next) foresee(next->qkv);
   if (b.after_ffn_norm) norm(b, buffers.added, b.after_ffn_norm, buffers.added, tokens, width);
 }
 
@@ -122,5 +134,6 @@ BOUGH_EXPORT void bough_decoder_stack(const Block* blocks, int64_t count, const 
   buffers.stream = stream;
   buffers.added = added;
   std::memcpy(stream, x, sizeof(float) * tokens * width);
-  for (int64_t i = 0; i < count; i++) run_block(blocks[i], *step, positions, tokens, width, i == 0, buffers);
+  for (int64_t i = 0; i < count; i++)
+    run_block(blocks[i], i + 1 < count ? &blocks[i + 1] : nullptr, *step, positions, tokens, width, i == 0, buffers);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "packed.h"
+#include "parallel.h"
 #include "simd.h"
 
 namespace bough {
@@ -25,10 +26,16 @@ inline int tile_tokens(int64_t left) {
   return kMaxTokens;
 }
 
-// Groups of rows that a thread takes at once: few enough to share the work evenly, enough to stream from memory.
-inline int64_t items_at_once(int64_t groups, int threads) {
-  const int64_t even = groups / (8 * threads);
-  return even < 1 ? 1 : even > 64 ? 64 : even;
+constexpr int64_t kSmallMatrix = 16 << 20;  // bytes
+
+// body(group) for all groups of rows, whose weights pass by once. They are taken so many at a time that the work is shared
+// evenly, and enough to stream from memory. Of a small matrix, every thread reads a span of its own; of a large one, all
+// threads stay close together, since what is left of it in the shared cache lies in one piece.
+template <typename Body>
+inline void share_groups(const Weight& w, int threads, const Body& body) {
+  const int64_t groups = num_groups(w), even = groups / (8 * threads), step = even < 1 ? 1 : even > 64 ? 64 : even;
+  if (groups * group_quants(w) <= kSmallMatrix) for_spans(threads, groups, step, body);
+  else for_each(threads, groups, step, body);
 }
 
 // fn.template operator()<MT>() for a tile size at run time.

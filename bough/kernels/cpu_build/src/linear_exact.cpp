@@ -113,10 +113,10 @@ void for_any_kind(int kind, const Fn& fn) {
 template <int K, int MT>
 void few_tokens(const LinearCall& call, int threads) {
   const Weight& w = *call.weight;
-  const int64_t groups = num_groups(w), tiles = (call.tokens + MT - 1) / MT;
+  const int64_t tiles = (call.tokens + MT - 1) / MT;
   float* x = x_scratch.get<float>(tiles * MT * w.cols);
   for (int64_t i = 0; i < tiles; i++) interleave(call, i * MT, MT, x + i * MT * w.cols);
-  for_each(threads, groups, items_at_once(groups, threads), [&](int64_t g) {
+  share_groups(w, threads, [&](int64_t g) {
     for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, x + i * MT * w.cols, i * MT, g);
   });
 }

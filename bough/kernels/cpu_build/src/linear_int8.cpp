@@ -133,10 +133,10 @@ thread_local Scratch act_scratch, panel_scratch;
 template <int K, int MT>
 void few_tokens(const LinearCall& call, int threads) {
   const Weight& w = *call.weight;
-  const int64_t groups = num_groups(w), blocks = num_blocks(w), tiles = (call.tokens + MT - 1) / MT;
+  const int64_t blocks = num_blocks(w), tiles = (call.tokens + MT - 1) / MT;
   ActBlock<MT>* act = act_scratch.get<ActBlock<MT>>(tiles * blocks);
   for (int64_t i = 0; i < tiles; i++) quantise_tile<MT>(call, i * MT, act + i * blocks);
-  for_each(threads, groups, items_at_once(groups, threads), [&](int64_t g) {
+  share_groups(w, threads, [&](int64_t g) {
     for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, act + i * blocks, i * MT, g);
   });
 }

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
@@ -18,13 +19,35 @@ constexpr auto kSpin = std::chrono::microseconds(200);  // before an idle helper
 
 struct alignas(64) Pool {
   std::atomic<uint64_t> gate{0};
-  alignas(64) void (*body)(const void*) = nullptr;
+  alignas(64) void (*body)(const void*, int) = nullptr;
   const void* context = nullptr;
   std::atomic<int> places{0};  // helpers that may still enter
   alignas(64) std::atomic<uint32_t> asleep{0};
   std::atomic<uint32_t> bell{0};
+  alignas(64) std::atomic<const char*> soon{nullptr};  // memory that will be read, its size, and in how many spans
+  std::atomic<int64_t> soon_bytes{0};
+  std::atomic<int> soon_spans{1};
   std::mutex owner;
   int helpers = 0;
+};
+
+constexpr int64_t kAhead = 256 << 10;  // bytes that an idle helper asks for: what fits a second-level cache, with room to spare
+
+// An idle helper's view of what comes: asks for a little at a time, so that a job is noticed at once.
+struct Foresight {
+  const char *seen = nullptr, *at = nullptr, *end = nullptr;
+
+  void look(Pool& p, int who) {
+    const char* soon = p.soon.load(std::memory_order_relaxed);
+    if (soon != seen) {
+      seen = soon;
+      const int64_t bytes = p.soon_bytes.load(std::memory_order_relaxed);
+      const int spans = p.soon_spans.load(std::memory_order_relaxed), span = who % spans;
+      at = soon ? soon + bytes * span / spans : nullptr;
+      end = soon ? std::min(at + kAhead, soon + bytes * (span + 1) / spans) : nullptr;
+    }
+    for (int line = 0; line < 8 && at < end; line++, at += 64) __builtin_prefetch(at);
+  }
 };
 
 Pool& pool() {
@@ -47,7 +70,7 @@ bool enter(Pool& p, uint64_t number) {
   return false;
 }
 
-uint64_t wait_for_job(Pool& p, uint64_t last) {
+uint64_t wait_for_job(Pool& p, uint64_t last, int who, Foresight& foresight) {
   auto changed = [&](uint64_t& now) {
     now = p.gate.load(std::memory_order_acquire);
     return (now & kNumber) != last && (now & kOpen);
@@ -58,6 +81,7 @@ uint64_t wait_for_job(Pool& p, uint64_t last) {
     do {
       for (int i = 0; i < 64; i++) {
         if (changed(now)) return now & kNumber;
+        foresight.look(p, who);
         relax();
       }
     } while (std::chrono::steady_clock::now() < until);
@@ -68,11 +92,12 @@ uint64_t wait_for_job(Pool& p, uint64_t last) {
   }
 }
 
-void help(Pool& p) {
+void help(Pool& p, int who) {
+  Foresight foresight;
   for (uint64_t number = 0;;) {
-    number = wait_for_job(p, number);
+    number = wait_for_job(p, number, who, foresight);
     if (!enter(p, number)) continue;
-    if (p.places.fetch_sub(1, std::memory_order_relaxed) > 0) p.body(p.context);
+    if (p.places.fetch_sub(1, std::memory_order_relaxed) > 0) p.body(p.context, who);
     p.gate.fetch_sub(1, std::memory_order_release);
   }
 }
@@ -81,18 +106,25 @@ void start_helper(Pool& p) {
   sigset_t all, before;  // signals are for the threads that know of them
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread([&p] { help(p); }).detach();
+  const int who = ++p.helpers;
+  std::thread([&p, who] { help(p, who); }).detach();
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  p.helpers++;
 }
 
 }  // namespace
 
-void with_helpers(int helpers, void (*body)(const void*), const void* context) {
+void expect_spans(int threads, const void* memory, int64_t bytes) {
+  Pool& p = pool();
+  p.soon_bytes.store(bytes, std::memory_order_relaxed);
+  p.soon_spans.store(threads, std::memory_order_relaxed);
+  p.soon.store(static_cast<const char*>(memory), std::memory_order_relaxed);
+}
+
+void with_helpers(int helpers, void (*body)(const void*, int), const void* context) {
   Pool& p = pool();
   std::unique_lock<std::mutex> owner(p.owner, std::try_to_lock);
   if (!owner.owns_lock()) {  // another thread's job is running
-    body(context);
+    body(context, 0);
     return;
   }
   while (p.helpers < helpers) start_helper(p);
@@ -105,7 +137,7 @@ void with_helpers(int helpers, void (*body)(const void*), const void* context) {
     p.bell.fetch_add(1);
     p.bell.notify_all();
   }
-  body(context);
+  body(context, 0);
   p.gate.fetch_and(~kOpen, std::memory_order_acq_rel);
   for (int spins = 0; p.gate.load(std::memory_order_acquire) & kInside; spins++) {
     if (spins < 2000) relax();

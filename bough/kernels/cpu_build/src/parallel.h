@@ -20,9 +20,13 @@ struct alignas(64) Counter {
 // Threads that torch was told to use; the runtime is torch's own.
 inline int usable_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
-// Calls body(context) on this thread and, at the same time, on up to helpers others. Returns when every call has ended.
-// The calls must divide the work among themselves, whatever their number.
-void with_helpers(int helpers, void (*body)(const void*), const void* context);
+// Calls body(context, who) on this thread (who = 0) and, at the same time, on up to helpers others, which are always the same
+// threads in a row of calls. Returns when every call has ended. The calls must divide the work among themselves, whatever
+// their number.
+void with_helpers(int helpers, void (*body)(const void*, int who), const void* context);
+
+// What for_spans will read soon: helpers with nothing else to do bring the beginning of their share into their caches.
+void expect_spans(int threads, const void* memory, int64_t bytes);
 
 // body(item) for every item below `count`, handed out in order, `step` at a time, to whichever thread is free.
 template <typename Body>
@@ -38,10 +42,40 @@ inline void for_each(int threads, int64_t count, int64_t step, const Body& body)
   } work{&body, count, step, {}};
   with_helpers(
       threads - 1,
-      [](const void* context) {
+      [](const void* context, int) {
         const Work& w = *static_cast<const Work*>(context);
         for (int64_t first; (first = w.counter.take(w.step)) < w.count;)
           for (int64_t i = first; i < first + w.step && i < w.count; i++) (*w.body)(i);
+      },
+      &work);
+}
+
+constexpr int kMostSpans = 16;
+
+// The same for items that lie in a row in memory: every thread has a span of its own, which it reads from its beginning, and
+// helps with the others' when that is done.
+template <typename Body>
+inline void for_spans(int threads, int64_t count, int64_t step, const Body& body) {
+  if (threads <= 1 || count <= step || threads > kMostSpans) {
+    for_each(threads, count, step, body);
+    return;
+  }
+  struct Work {
+    const Body* body;
+    int64_t count, step;
+    int threads;
+    mutable Counter taken[kMostSpans];
+  } work{&body, count, step, threads, {}};
+  with_helpers(
+      threads - 1,
+      [](const void* context, int who) {
+        const Work& w = *static_cast<const Work*>(context);
+        for (int turn = 0; turn < w.threads; turn++) {
+          const int span = (who + turn) % w.threads;
+          const int64_t begin = w.count * span / w.threads, end = w.count * (span + 1) / w.threads;
+          for (int64_t first; (first = begin + w.taken[span].take(w.step)) < end;)
+            for (int64_t i = first; i < first + w.step && i < end; i++) (*w.body)(i);
+        }
       },
       &work);
 }
