@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +17,7 @@ from bough.intake.request import Room
 ANY_JSON: Final = "$$ANY$$"
 """As `json_schema`: any JSON object."""
 
+_LARGEST: Final = sys.float_info.max
 _GRAMMARS: Final[dict[str, GrammarKind]] = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -97,7 +98,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         raise _wrong(name, value, "a number")
     return float(value)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 from msgspec import Struct
 
@@ -80,6 +82,11 @@ _CROWD_RATIO = 4
 """...and decoding rows to each of them, at most."""
 
 
+_LONG_MS = 1000.0
+"""A prompt that would take longer than this by itself is a long one..."""
+_BESIDE_LONG = 1.8
+"""...and steps beside long ones alone take at most so many times a decode step: that other users wait, shortens no wait."""
+
 _UNWATCHED = 5.0
 """Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens."""
 
@@ -94,7 +101,7 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
     `pace` times the target.
 
     While a crowd waits for its first tokens the target rests: larger chunks are more efficient, and all of the crowd gain
-    what a few lose.
+    what a few lose. While only long prompts are computed, rows that decode hardly notice.
     """
     budget = tokens if limits.whole_prompts else min(tokens, limits.chunk_tokens)
     if queues.prefill_cap is not None:
@@ -104,7 +111,21 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
         within = queues.cost.tokens_within(limits.tpot_target_ms, pace)
         if within is not None:
             budget = min(budget, max(within, limits.min_chunk_tokens))
+        if limits.tpot_target_ms != 0.0 and _only_long_prompts(queues):
+            beside = int(pace * (_BESIDE_LONG - 1.0) * queues.cost.decode_ms / queues.cost.prefill_token_ms)
+            if beside >= limits.min_chunk_tokens // 2:  # slow devices read a long prompt's KV again for too few tokens
+                budget = min(budget, beside)
     return budget
+
+
+def _only_long_prompts(queues: Queues) -> bool:
+    """Nobody's first token is near: whoever waits for one brings a prompt that takes a while by itself."""
+    token_ms = queues.cost.prefill_token_ms
+    if token_ms <= 0.0 or queues.cost.decode_ms <= 0.0:
+        return False
+    jobs = [row.job for row in queues.prefilling.values()]
+    jobs += [waiting.job for waiting in islice(queues.waiting, _CROWD)]
+    return bool(jobs) and all((len(job.prompt) - job.cached_tokens) * token_ms > _LONG_MS for job in jobs)
 
 
 def _stuck(queues: Queues) -> bool:
