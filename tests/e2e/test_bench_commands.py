@@ -77,13 +77,20 @@ def test_grammar_where_the_model_has_more_tokens_than_its_tokenizer(
 
 def test_language_against_the_plain_client(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--programs", "2", "--branches", "8", "--questions", "6", "--context-len", "64", "--examples-len", "128",
-             "--own-len", "16", "--output-len", "48", "--answer-len", "8", "--repeat", "1", "--json"]  # fmt: skip
+             "--own-len", "16", "--output-len", "48", "--answer-len", "8", "--repeat", "1", "--json",
+             "--choice-questions", "3", "--thought-len", "8", "--depth", "1"]  # fmt: skip
     assert bench.run(["lang", *words, *flags(tiny_settings)]) == 0
     report = json.loads(capfd.readouterr().out)
     # The branches' KV is joined; the plain client's last prompt has all of them but one to compute.
     # (Random weights write what is spelled otherwise when it is read again, so some of it is computed anyway.)
     assert report["fork-join"]["joins"] == {"kv": 4}
     assert report["fork-join"]["prefill_ratio"] > 1.1
+    # To learn how likely a choice is, the plain client has the whole prompt computed with it.
+    for name in ("tree-of-thought", "judge", "few-shot-choices"):
+        assert report[name]["prefill_ratio"] > 2, name
+    choices = report["few-shot-choices"]
+    assert choices["equal_answers"] == choices["answers"] == 3
+    assert choices["plain"]["hit_rate"] == 0
     few_shot = report["few-shot"]
     assert few_shot["equal_answers"] == few_shot["answers"] == 6
     # 128 shared tokens and 6 questions of some 20: whoever asks, the shared part is computed once
