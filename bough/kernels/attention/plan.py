@@ -148,40 +148,39 @@ def _cut(
     real_tokens,
     min_blocks,
     max_splits,
+    num_chunks,
     BLOCK_N: tl.constexpr,
     TARGET: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cuts the stream into `TARGET` chunks, or where NUM_CHUNKS leaves room for it, into one or more a (tile, KV head).
+    """Cuts the stream into `TARGET` chunks, or where `num_chunks` leaves room for it, into one or more a (tile, KV head).
 
     With more than `max_splits` pieces a tile, merging would cost more than it saves.
     """
     per_chunk = tl.maximum((total + TARGET - 1) // TARGET, (longest + max_splits - 1) // max_splits)
     per_chunk = tl.maximum(per_chunk, min_blocks)
     aligned = 0
-    if NUM_CHUNKS > TARGET:
-        units = num_tiles * kv_heads
-        if (2 * units >= TARGET) & (total * BLOCK_N <= units * SHORT):
-            aligned = 1
-            per_chunk *= 2
-            total = _align(tiles, per_chunk, num_tiles, tile_room, kv_heads, BLOCK_N, BLOCK)
+    units = num_tiles * kv_heads
+    if (num_chunks > TARGET) & (2 * units >= TARGET) & (total * BLOCK_N <= units * SHORT):
+        aligned = 1
+        per_chunk *= 2
+        total = _align(tiles, per_chunk, num_tiles, tile_room, kv_heads, BLOCK_N, BLOCK)
     tl.store(header + TOTAL, total)
     tl.store(header + PER_CHUNK, per_chunk)
     tl.store(header + REAL_TOKENS, real_tokens)
     tl.store(header + ALIGNED, aligned)
     tl.debug_barrier()
-    for base in range(0, NUM_CHUNKS, BLOCK):
+    for base in range(0, num_chunks, BLOCK):
         chunk = base + tl.arange(0, BLOCK)
         tile = _search(tiles, chunk * per_chunk, num_tiles, STEPS) - 1
-        tl.store(chunk_tile + chunk, tl.maximum(tile, 0), mask=chunk < NUM_CHUNKS)
+        tl.store(chunk_tile + chunk, tl.maximum(tile, 0), mask=chunk < num_chunks)
 
 
 @triton.jit(
     do_not_specialize=[
         "R", "tile_room", "kv_heads", "tokens_per_tile", "least_query", "most_query", "window", "fresh_from",
-        "min_blocks", "max_splits",
+        "min_blocks", "max_splits", "num_chunks",
     ]
 )  # fmt: skip
 def _plan_kernel(
@@ -203,12 +202,12 @@ def _plan_kernel(
     fresh_from,
     min_blocks,
     max_splits,
+    num_chunks,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TARGET: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -268,12 +267,12 @@ def _plan_kernel(
     real_tokens = tl.load(query_start + R)
     _cut(
         header, chunk_tile, tiles, total, longest, num_tiles, tile_room, kv_heads, real_tokens, min_blocks, max_splits,
-        BLOCK_N, TARGET, NUM_CHUNKS, STEPS, BLOCK,
+        num_chunks, BLOCK_N, TARGET, STEPS, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["R", "G", "tile_room", "kv_heads", "tokens_per_tile", "min_blocks", "max_splits"]
+    do_not_specialize=["R", "G", "tile_room", "kv_heads", "tokens_per_tile", "min_blocks", "max_splits", "num_chunks"]
 )  # fmt: skip
 def _plan_groups_kernel(
     query_start,
@@ -294,9 +293,9 @@ def _plan_groups_kernel(
     tokens_per_tile,
     min_blocks,
     max_splits,
+    num_chunks,
     BLOCK_N: tl.constexpr,
     TARGET: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -351,7 +350,7 @@ def _plan_groups_kernel(
         longest = tl.maximum(longest, tl.max(blocks, 0))
     _cut(
         header, chunk_tile, tiles, total, longest, num_tiles, tile_room, kv_heads, 0, min_blocks, max_splits,
-        BLOCK_N, TARGET, NUM_CHUNKS, STEPS, BLOCK,
+        num_chunks, BLOCK_N, TARGET, STEPS, BLOCK,
     )  # fmt: skip
 
 
@@ -424,12 +423,12 @@ def plan_rows(
         fresh_from,
         min_blocks,
         max_splits,
+        plan.num_chunks,
         CAUSAL=kind.causal,
         WINDOWED=kind.window is not None,
         SHARED=prefix_R is not None,
         BLOCK_N=shape.block_n,
         TARGET=plan.target,
-        NUM_CHUNKS=plan.num_chunks,
         **_sizes(max(rows, tile_room)),
         num_warps=8,
     )
@@ -467,9 +466,9 @@ def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan
         per_tile,
         min_blocks,
         max_splits,
+        plan.num_chunks,
         BLOCK_N=shape.block_n,
         TARGET=plan.target,
-        NUM_CHUNKS=plan.num_chunks,
         **_sizes(max(rows, groups + 1, tile_room)),
         num_warps=8,
     )

@@ -158,7 +158,7 @@ class TritonAttention:
         prepared.just_planned = False
 
     def _workspace(self, each: Plan, v_width: int) -> triton.Workspace:
-        key = (each.num_chunks, each.shape.block_m, v_width)
+        key = (power_of_two(each.num_chunks), each.shape.block_m, v_width)
         found = self._workspaces.get(key)
         if found is None:
             found = self._workspaces[key] = triton.Workspace.make(*key, self._device)

@@ -1,0 +1,53 @@
+"""Keys and values in 8 bits on the default model: what the next tokens' distributions lose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from in_process import InProcess, Setup
+
+from bough.config.hf import open_checkpoint
+from bough.core.messages import LogprobSpec
+from bough.core.sampling import SamplingParams
+from bough.models.load import build_model
+from bough.tokenizer.load import load_tokenizer
+
+TEXTS = (
+    "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the ships that passed. " * 3,
+    "To make bread you need flour, water, salt and yeast. First mix the flour with the water and let it rest for half "
+    "an hour. Then add the salt and the yeast, knead until the dough is smooth, and leave it in a warm place.",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\nprint([",
+)
+
+
+def test_eight_bits_lose_little() -> None:
+    checkpoint = open_checkpoint("")
+    tokenizer = load_tokenizer(checkpoint)
+    prompts = [tokenizer.encode(text)[:128] for text in TEXTS]
+    model: Any = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), quantization="none")
+    exact = distributions(model, prompts, checkpoint.facts.vocab, torch.float32)
+    rounded = distributions(model, prompts, checkpoint.facts.vocab, torch.float8_e4m3fn)
+    divergence = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, rounded, strict=True)])
+    assert 1e-5 < divergence.mean() <= 0.01, "little, but something: 8 bits were really used"
+
+
+def distributions(model: Any, prompts: list[list[int]], vocab: int, kv_dtype: torch.dtype) -> list[torch.Tensor]:
+    """Log-probabilities after every position of each prompt, in chunks, so that most of the keys come from the cache."""
+    engine = InProcess(model, vocab, Setup(page_size=16, chunk_tokens=16, kv_dtype=kv_dtype, radix_cache=False))
+    kept: list[torch.Tensor] = []
+    plain = model.logits
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = plain(hidden)
+        kept.append(out.float().log_softmax(-1))
+        return out
+
+    model.logits = logits
+    try:
+        for prompt in prompts:
+            once = SamplingParams(temperature=0.0, max_new_tokens=1)
+            engine.finish([engine.submit(prompt, once, LogprobSpec(start=0))])
+    finally:
+        del model.logits
+    return kept
