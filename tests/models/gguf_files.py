@@ -49,7 +49,7 @@ def write_gguf(
         assert name, hf_name
         wanted = next((k for part, k in (kinds or {}).items() if part in hf_name), kind) if stored.ndim > 1 else "F32"
         qtype = GGMLQuantizationType[wanted]
-        data = stored.astype(np.float32) if wanted == "F32" else quantize(stored.astype(np.float32), qtype)
+        data = _encode(stored.astype(np.float32), wanted)
         writer.add_tensor(name, data, raw_dtype=qtype)
         back = stored if wanted == "F32" else dequantize(data, qtype).reshape(stored.shape)
         expected |= _unstack(hf_name, _convert_back(hf_name, back, arch, config, value.shape))
@@ -63,6 +63,30 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return expected
+
+
+# K-quants: bytes of a block of 256, where its two scales lie, and values of them that make weights of a tenth or so
+K_BLOCKS: dict[str, tuple[int, dict[int, float]]] = {
+    "Q2_K": (84, {80: 4e-3, 82: 6e-3}),
+    "Q3_K": (110, {108: 1e-3}),
+    "Q4_K": (144, {0: 2e-4, 2: 15e-4}),
+    "Q5_K": (176, {0: 1e-4, 2: 15e-4}),
+    "Q6_K": (210, {208: 3e-5}),
+}
+
+
+def _encode(values: Array, kind: str) -> Array:
+    """The blocks of a matrix; of K-quants, which the gguf package can't make, random ones of the same shape."""
+    if kind == "F32":
+        return values
+    if kind not in K_BLOCKS:
+        return np.asarray(quantize(values, GGMLQuantizationType[kind]))
+    block_bytes, scales = K_BLOCKS[kind]
+    rows, cols = values.shape
+    blocks = np.random.default_rng(rows).integers(0, 256, (rows, cols // 256, block_bytes), np.uint8)
+    for at, scale in scales.items():
+        blocks[..., at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def _write_metadata(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:

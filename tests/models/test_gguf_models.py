@@ -84,6 +84,9 @@ def test_gguf_keeps_llama3_frequencies(tmp_path: Path) -> None:
         ("Q4_1", {"embed": "Q8_0"}),
         ("Q5_0", {"v_proj": "Q8_0", "up_proj": "F16", "embed": "BF16"}),
         ("Q5_1", {"q_proj": "Q4_1", "embed": "Q4_0"}),
+        ("Q4_K", {"v_proj": "Q6_K", "embed": "Q6_K"}),
+        ("Q5_K", {"down_proj": "Q6_K", "embed": "Q8_0"}),
+        ("Q3_K", {"k_proj": "Q2_K", "embed": "Q4_K"}),
     ],
 )
 @pytest.mark.parametrize("quantization", ["none", "gguf", "gguf-exact"])
@@ -92,7 +95,8 @@ def test_block_formats(kind: str, kinds: dict[str, str], quantization: str, tmp_
 
     Fused layers mix formats here, and the embedding is looked up in its blocks.
     """
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
+    hidden, inner = (256, 512) if kind.endswith("_K") else (64, 96)  # multiples of a block
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "tie_word_embeddings": True}
     reference = make_tiny("llama", tmp_path, **sizes)
     config = json.loads((tmp_path / "config.json").read_text())
     weights = write_gguf(tmp_path, config, tmp_path / "tiny.gguf", kind, kinds)
