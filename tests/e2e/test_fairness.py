@@ -36,6 +36,7 @@ class User(threading.Thread):
     def __init__(self, url: str, number: int, tokens: int) -> None:
         super().__init__(daemon=True)
         self.times: list[float] = []
+        self.enough = threading.Event()
         self._url = url
         self._body = {
             "input_ids": [50 + number, *range(100, 160)], "stream": True,
@@ -46,6 +47,8 @@ class User(threading.Thread):
     def run(self) -> None:
         with httpx.stream("POST", f"{self._url}/generate", json=self._body, timeout=120) as answer:
             for line in answer.iter_lines():
+                if self.enough.is_set():
+                    return
                 if line.startswith("data: {"):
                     tokens = json.loads(line.removeprefix("data: "))["meta_info"]["completion_tokens"]
                     self.times += [time.monotonic()] * (tokens - len(self.times))
@@ -58,10 +61,10 @@ class User(threading.Thread):
 
 def measure(url: str) -> tuple[float, float, float]:
     """(time per token of the slowest user alone, beside the long prompt; seconds that the long prompt took)"""
-    idle = [User(url, number, 150) for number in range(USERS)]
+    idle = [User(url, number, 100) for number in range(USERS)]
     for user in idle:
         user.join(120)
-    busy = [User(url, 10 + number, 900) for number in range(USERS)]
+    busy = [User(url, 10 + number, 1000) for number in range(USERS)]
     while not all(len(user.times) > 10 for user in busy):
         time.sleep(0.01)
     prompt: dict[str, Any] = {
@@ -73,6 +76,7 @@ def measure(url: str) -> tuple[float, float, float]:
     ended = time.monotonic()
     assert told["meta_info"]["cached_tokens"] == 0
     for user in busy:
+        user.enough.set()
         user.join(120)
     beside = [user.tpot_s(began, ended) for user in busy]
     return max(user.tpot_s() for user in idle), max(beside), ended - began
