@@ -31,6 +31,14 @@ def client() -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def lenient() -> Iterator[openai.OpenAI]:
+    """For what OpenAI itself sends against its client's types: null for a finish reason that is not there yet, and for
+    the score of a prompt's first token."""
+    with openai.OpenAI(base_url=f"{default_server()}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
 def test_models(client: openai.OpenAI) -> None:
     listed = client.models.list().data
     assert [model.id for model in listed] == ["SmolLM2-135M-Instruct"]
@@ -55,18 +63,18 @@ def test_streaming_equals_not_streaming(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-def test_length_and_stop(client: openai.OpenAI) -> None:
-    cut = client.chat.completions.create(
+def test_length_and_stop(lenient: openai.OpenAI) -> None:
+    cut = lenient.chat.completions.create(
         **GREEDY, messages=[{"role": "user", "content": "Tell a story."}], max_tokens=5
     )
     assert cut.choices[0].finish_reason == "length"
     assert cut.usage is not None
     assert cut.usage.completion_tokens == 5
-    counted = client.completions.create(**GREEDY, prompt="1, 2, 3, 4, 5, 6, 7,", max_tokens=40, stop=[" 10"])
+    counted = lenient.completions.create(**GREEDY, prompt="1, 2, 3, 4, 5, 6, 7,", max_tokens=40, stop=[" 10"])
     assert counted.choices[0].finish_reason == "stop"
     assert counted.choices[0].text == " 8, 9,"
     assert counted.choices[0].model_extra["matched_stop"] == " 10"
-    streamed = client.completions.create(
+    streamed = lenient.completions.create(
         **GREEDY, prompt="1, 2, 3, 4, 5, 6, 7,", max_tokens=40, stop=[" 10"], stream=True
     )
     assert "".join(chunk.choices[0].text for chunk in streamed) == " 8, 9,"
@@ -111,9 +119,9 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert sum(math.exp(top.logprob) for top in item.top_logprobs) <= 1 + 1e-4
 
 
-def test_echoed_scores(client: openai.OpenAI) -> None:
+def test_echoed_scores(lenient: openai.OpenAI) -> None:
     prompt = "The quick brown fox jumps over the lazy"
-    answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=1, echo=True, logprobs=1)
+    answer = lenient.completions.create(**GREEDY, prompt=prompt, max_tokens=1, echo=True, logprobs=1)
     choice = answer.choices[0]
     assert choice.text.startswith(prompt)
     scores = choice.logprobs
