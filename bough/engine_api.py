@@ -197,10 +197,14 @@ class Engine:
         label_token_ids: Sequence[int] | None = None,
         apply_softmax: bool = False,
         item_first: bool = False,
+        multi_item_scoring_delimiter: int | None = None,
     ) -> list[list[float]]:
         """For each item, appended to the query: the probabilities of the label tokens coming next (normalised over the
-        labels with `apply_softmax`). A classification model scores its own labels."""
-        return self._call(self._score(query, items, label_token_ids, apply_softmax, item_first))
+        labels with `apply_softmax`). A classification model scores its own labels.
+        `multi_item_scoring_delimiter`: a token between the query and each item."""
+        return self._call(
+            self._score(query, items, label_token_ids, apply_softmax, item_first, multi_item_scoring_delimiter)
+        )
 
     async def async_score(
         self,
@@ -209,8 +213,9 @@ class Engine:
         label_token_ids: Sequence[int] | None = None,
         apply_softmax: bool = False,
         item_first: bool = False,
+        multi_item_scoring_delimiter: int | None = None,
     ) -> list[list[float]]:
-        work = self._score(query, items, label_token_ids, apply_softmax, item_first)
+        work = self._score(query, items, label_token_ids, apply_softmax, item_first, multi_item_scoring_delimiter)
         return await asyncio.wrap_future(self._submit(work))
 
     # -- control ---------------------------------------------------------------------------------------------------
@@ -418,10 +423,18 @@ class Engine:
         return ranked([row[0] for row in found.scores], documents, top_n)
 
     async def _score(
-        self, query: Any, items: Any, labels: Sequence[int] | None, softmax: bool, item_first: bool
+        self,
+        query: Any,
+        items: Any,
+        labels: Sequence[int] | None,
+        softmax: bool,
+        item_first: bool,
+        delimiter: int | None,
     ) -> list[list[float]]:
         listed = [items] if isinstance(items, str) else list(items)
-        found = await self._pooler.label_scores(query, listed, label_ids=labels, softmax=softmax, item_first=item_first)
+        found = await self._pooler.label_scores(
+            query, listed, label_ids=labels, softmax=softmax, item_first=item_first, delimiter=delimiter
+        )
         return found.scores
 
     async def _join(self, src_rids: Sequence[str], dst_rid: str, offsets: Sequence[int] | None) -> Json:

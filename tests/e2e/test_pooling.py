@@ -68,9 +68,7 @@ def embedder() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(embedder: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        _strict_response_validation=True, base_url=f"{embedder.url}/v1", api_key="none", max_retries=0
-    ) as made:
+    with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -105,6 +103,13 @@ def test_embeddings_equal_sentence_transformers(client: openai.OpenAI, expected:
     ]
     assert cosines(vectors, expected).min() >= 0.9999
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 256
+
+
+def test_floats_have_the_clients_types(embedder: Server) -> None:
+    """Of base64, which it asks for by itself, the client's types know nothing."""
+    with openai.OpenAI(_strict_response_validation=True, base_url=f"{embedder.url}/v1", api_key="none") as strict:
+        answer = strict.embeddings.create(model="default", input=["a", "b"], encoding_format="float")
+    assert [len(item.embedding) for item in answer.data] == [384, 384]
 
 
 def test_token_inputs_equal_text(client: openai.OpenAI, embedder: Server) -> None:
@@ -352,7 +357,15 @@ def test_label_probabilities(talker: tuple[bough.Engine, Any]) -> None:
     for item, row in zip(items, first, strict=True):
         expected = np.exp(next_token(model, [*item, *query])[labels])
         assert row == pytest.approx((expected / expected.sum()).tolist(), rel=1e-3)
+    apart = engine.score(query, items, labels, multi_item_scoring_delimiter=3)
+    for item, row in zip(items, apart, strict=True):
+        assert row == pytest.approx(np.exp(next_token(model, [*query, 3, *item])[labels]).tolist(), rel=1e-3)
     assert engine.tokenizer is not None
+    spoken = engine.score("The sea is", [" blue", " red"], labels, multi_item_scoring_delimiter=3)
+    ids = [*engine.tokenizer.encode("The sea is"), 3, *engine.tokenizer.encode(" red", add_special_tokens=False)]
+    assert spoken[1] == pytest.approx(np.exp(next_token(model, ids)[labels]).tolist(), rel=1e-3)
+    with pytest.raises(InvalidRequest, match="delimiter"):
+        engine.score(query, items, labels, item_first=True, multi_item_scoring_delimiter=3)
     text = engine.score("The sea is", [" blue", " red"], labels)
     expected = np.exp(next_token(model, engine.tokenizer.encode("The sea is red"))[labels])
     assert text[1] == pytest.approx(expected.tolist(), rel=1e-3)

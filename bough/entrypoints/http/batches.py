@@ -13,6 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
+from bough.core import bounds
 from bough.core.errors import BoughError, ConfigError, InvalidRequest
 from bough.entrypoints.batches import BatchRunner, BatchStore, FileStore
 from bough.entrypoints.batches.files import MAX_FILE_BYTES
@@ -235,10 +236,11 @@ def create_batch(service: Service) -> Handler:
                 param="completion_window",
             )
         metadata = asked.metadata or {}
-        if len(metadata) > 16 or any(len(name) > 64 or len(value) > 512 for name, value in metadata.items()):
+        bounds.count("metadata", metadata, "metadata")
+        if any(len(name) > 64 or len(value) > 512 for name, value in metadata.items()):
             raise InvalidRequest(
                 what="metadata is too large",
-                why="it has at most 16 entries: names of 64 characters, texts of 512",
+                why="names have at most 64 characters, texts 512",
                 fix="send less",
                 param="metadata",
             )
