@@ -6,7 +6,6 @@ import json
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def dumps(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
+def dumps(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A directory with the dumps of one prompt: once whole, once in small chunks beside others. And the answer."""
     directory = tmp_path_factory.mktemp("tensors")
     settings: dict[str, Any] = {
@@ -58,7 +57,7 @@ def dumps(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> 
             input_ids=[*others, PROMPT], sampling_params=GREEDY, rid=["a", "b", "c", "dump-chunks/../x"]
         )
         assert both[3]["output_ids"] == answer["output_ids"]
-    yield directory, answer["output_ids"]
+    return directory, answer["output_ids"]
 
 
 def file(directory: Path, name: str) -> Path:
@@ -124,7 +123,7 @@ def test_what_is_no_dump_is_refused(dumps: tuple[Path, list[int]], tmp_path: Pat
     (tmp_path / "text").write_text("no tensors")
     save_file({"x": np.zeros(3)}, tmp_path / "other.safetensors")
     for bad in ("text", "other.safetensors", "missing"):
-        with pytest.raises(ConfigError, match="dump|can't read"):
+        with pytest.raises(ConfigError, match=r"dump|can't read"):
             debug.run(["compare", first, str(tmp_path / bad)])
     told = load_file(first)
     told["ids"] = told["ids"] + 1
