@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from bough.core.sampling import GrammarKind
 from bough.grammar.backend import Program, Settings
@@ -17,6 +20,9 @@ from bough.grammar.vocabulary import Tokens
 from bough.grammar.worker import out_of_memory
 
 _START_LIMIT_S = 60.0
+_PATIENCE = 4
+"""On a busy machine a worker has so many times its limit, as long as it has not computed for longer than that."""
+_LOOK_EVERY_S = 0.1
 
 
 class Broken(Exception):
@@ -75,6 +81,7 @@ class Sandbox:
         limit_s = self._settings.time_limit_s
         try:
             write_frame(self._stdin, Job(kind, source))
+            self._await_answer(limit_s)
             done = read_frame(self._stdout, Done, time.monotonic() + limit_s)
         except TimeoutError:
             self.stop()
@@ -85,6 +92,24 @@ class Sandbox:
         if done.program is None:
             raise BadGrammar(done.error)
         return done.program
+
+    def _await_answer(self, limit_s: float) -> None:
+        """Returns when the worker says something, or is gone. Raises `TimeoutError` when its time is up."""
+        began, computed_s = time.monotonic(), self._computed_s()
+        while not select.select([self._stdout], [], [], min(limit_s, _LOOK_EVERY_S))[0]:
+            waited_s = time.monotonic() - began
+            if waited_s > limit_s and (
+                waited_s > _PATIENCE * limit_s or self._computed_s() - computed_s > 0.8 * limit_s
+            ):
+                raise TimeoutError
+
+    def _computed_s(self) -> float:
+        """Seconds of a processor that the worker has had."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
 
     def stop(self) -> None:
         """Ends the process at once, if there is one."""

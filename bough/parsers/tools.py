@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
+from bough.parsers.call_shapes import CallShape, CallTag, MarkupShape, ToolCallFormat
 from bough.parsers.events import ToolSpec
 from bough.parsers.harmony import HarmonyToolParser
 from bough.parsers.header_calls import DeepseekV3Parser, DeepseekV31Parser, KimiK2Parser
@@ -23,7 +24,6 @@ from bough.parsers.tools_json import (
     MistralParser,
     Phi4Parser,
 )
-from bough.parsers.typing_by_schema import encode_text
 from bough.parsers.xml_calls import (
     DeepseekV32Parser,
     Glm45Parser,
@@ -34,54 +34,7 @@ from bough.parsers.xml_calls import (
     Step3Parser,
 )
 
-ArgumentKind = Literal["json"]
-
-
-class CallTag(msgspec.Struct, frozen=True):
-    """How a call of one tool is written: `begin`, arguments that fit `schema`, `end`."""
-
-    name: str
-    begin: str
-    end: str
-    schema: dict[str, Any]
-
-
-class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a grammar needs to force calls, or to constrain those the model starts.
-
-    Forced: `section_begin call (separator call)* section_end`, each call one of `calls`.
-    Constrained: free text until one of `triggers` (all calls and the section begin with one), then as above.
-    """
-
-    calls: list[CallTag]
-    triggers: list[str]
-    arguments: ArgumentKind = "json"
-    section_begin: str = ""
-    separator: str = ""
-    section_end: str = ""
-
-
-class CallShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A ToolCallFormat with `NAME` where the tool's name goes."""
-
-    begin: str
-    end: str
-    triggers: tuple[str, ...]
-    section_begin: str = ""
-    separator: str = ""
-    section_end: str = ""
-
-    def of(self, tools: Sequence[ToolSpec]) -> ToolCallFormat:
-        return ToolCallFormat(
-            calls=[
-                CallTag(tool.name, self.begin.replace("NAME", encode_text(tool.name)), self.end, tool.parameters)
-                for tool in tools
-            ],
-            triggers=list(self.triggers),
-            section_begin=self.section_begin,
-            separator=self.separator,
-            section_end=self.section_end,
-        )
+__all__ = ["ALIASES", "FORMATS", "CallTag", "ToolCallFormat", "ToolFormat", "call_format", "tool_format", "tool_parser"]
 
 
 class MakeParser(Protocol):
@@ -89,7 +42,7 @@ class MakeParser(Protocol):
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """A family's way of calling tools. `shape` is None where arguments are not written as JSON."""
+    """A family's way of calling tools. `shape` is None where a grammar can't write them: as Python."""
 
     name: str
     make: MakeParser
@@ -115,7 +68,18 @@ FORMATS: dict[str, ToolFormat] = {
             CallShape(begin='{"name": "NAME", "parameters": ', end="}", separator="; ", triggers=('{"name": "',)),
         ),
         ToolFormat("pythonic", PythonicParser),
-        ToolFormat("qwen3_coder", Qwen3CoderParser),
+        ToolFormat(
+            "qwen3_coder",
+            Qwen3CoderParser,
+            MarkupShape(
+                begin="<tool_call>\n<function=NAME>\n",
+                end="</function>\n</tool_call>",
+                argument_begin="<parameter=KEY>\n",
+                argument_end="\n</parameter>\n",
+                separator="\n",
+                triggers=("<tool_call>",),
+            ),
+        ),
         ToolFormat("mistral", MistralParser, _listed("[TOOL_CALLS] [", "]")),
         ToolFormat("mistral-compact", MistralParser, _COMPACT),
         ToolFormat(
@@ -141,7 +105,19 @@ FORMATS: dict[str, ToolFormat] = {
                 triggers=("<｜tool▁calls▁begin｜>",),
             ),
         ),
-        ToolFormat("deepseekv32", DeepseekV32Parser),
+        ToolFormat(
+            "deepseekv32",
+            DeepseekV32Parser,
+            MarkupShape(
+                begin='<｜DSML｜invoke name="NAME">\n',
+                end="</｜DSML｜invoke>\n",
+                argument_begin='<｜DSML｜parameter name="KEY" string="IS_TEXT">',
+                argument_end="</｜DSML｜parameter>\n",
+                section_begin="<｜DSML｜function_calls>\n",
+                section_end="</｜DSML｜function_calls>",
+                triggers=("<｜DSML｜function_calls>",),
+            ),
+        ),
         ToolFormat(
             "kimi_k2",
             KimiK2Parser,
@@ -153,7 +129,18 @@ FORMATS: dict[str, ToolFormat] = {
                 triggers=("<|tool_calls_section_begin|>",),
             ),
         ),
-        ToolFormat("glm45", Glm45Parser),
+        ToolFormat(
+            "glm45",
+            Glm45Parser,
+            MarkupShape(
+                begin="<tool_call>NAME\n",
+                end="</tool_call>",
+                argument_begin="<arg_key>KEY</arg_key>\n<arg_value>",
+                argument_end="</arg_value>\n",
+                separator="\n",
+                triggers=("<tool_call>",),
+            ),
+        ),
         ToolFormat(
             "gpt-oss",
             HarmonyToolParser,
@@ -164,8 +151,32 @@ FORMATS: dict[str, ToolFormat] = {
                 triggers=("<|channel|>commentary to=functions.",),
             ),
         ),
-        ToolFormat("minimax-m2", MinimaxM2Parser),
-        ToolFormat("step3", Step3Parser),
+        ToolFormat(
+            "minimax-m2",
+            MinimaxM2Parser,
+            MarkupShape(
+                begin='<invoke name="NAME">\n',
+                end="</invoke>\n",
+                argument_begin='<parameter name="KEY">',
+                argument_end="</parameter>\n",
+                section_begin="<minimax:tool_call>\n",
+                section_end="</minimax:tool_call>",
+                triggers=("<minimax:tool_call>",),
+            ),
+        ),
+        ToolFormat(
+            "step3",
+            Step3Parser,
+            MarkupShape(
+                begin='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">',
+                end="</steptml:invoke><｜tool_call_end｜>",
+                argument_begin='<steptml:parameter name="KEY">',
+                argument_end="</steptml:parameter>",
+                section_begin="<｜tool_calls_begin｜>",
+                section_end="<｜tool_calls_end｜>",
+                triggers=("<｜tool_calls_begin｜>",),
+            ),
+        ),
         ToolFormat("granite", GraniteParser, _listed("<|tool_call|>[", "]")),
         ToolFormat(
             "command-r",
@@ -185,7 +196,19 @@ FORMATS: dict[str, ToolFormat] = {
         ),
         ToolFormat("lfm2", Lfm2Parser),
         ToolFormat("hunyuan", HunyuanParser, _listed("<tool_calls>[", "]</tool_calls>")),
-        ToolFormat("hunyuan-opensource", HunyuanOpensourceParser),
+        ToolFormat(
+            "hunyuan-opensource",
+            HunyuanOpensourceParser,
+            MarkupShape(
+                begin="<tool_call:opensource>NAME<tool_sep:opensource>\n",
+                end="</tool_call:opensource>\n",
+                argument_begin="<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>",
+                argument_end="</arg_value:opensource>\n",
+                section_begin="<tool_calls:opensource>\n",
+                section_end="</tool_calls:opensource>",
+                triggers=("<tool_calls:opensource>",),
+            ),
+        ),
         ToolFormat("ernie", ErnieParser, _HERMES),
     )
 }
@@ -228,6 +251,6 @@ def tool_parser(name: str, tools: Sequence[ToolSpec] = (), *, new_id: IdFactory 
 
 
 def call_format(name: str, tools: Sequence[ToolSpec]) -> ToolCallFormat | None:
-    """How this family writes calls of these tools; None where arguments are not JSON and a grammar cannot take a schema."""
+    """How this family writes calls of these tools; None where a grammar can't hold them to their schemas."""
     shape = tool_format(name).shape
     return shape.of(tools) if shape is not None else None

@@ -263,5 +263,5 @@ def test_other_requests_keep_streaming_under_hostile_ones(client: openai.OpenAI)
     attacker.join()
     gaps.sort()
     assert {status for status, _ in refused} == {400}
-    assert max(seconds for _, seconds in refused) < 3.5
+    assert max(seconds for _, seconds in refused) < 9.5
     assert gaps[int(0.99 * len(gaps))] < max(10 * quiet[len(quiet) // 2], 0.5)

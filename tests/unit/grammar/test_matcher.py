@@ -18,7 +18,8 @@ from bough.entrypoints.http.openai.tools import offer
 from bough.grammar import Vocabulary
 from bough.grammar.bits import bits
 from bough.grammar.matcher import TokenMatcher, prepare
-from bough.parsers import TOOL_FORMATS, ToolSpec, call_format
+from bough.parsers import TOOL_FORMATS, ToolSpec, call_format, parse_tool_calls
+from bough.parsers.call_shapes import MarkupShape
 from bough.tokenizer import Tokenizer
 from tests.unit.grammar.conftest import backend_of, compiled
 
@@ -268,7 +269,8 @@ def make(matcher: Make) -> Make:
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
     """A call as its family writes it is taken, forced or in free text; one whose arguments don't fit is not."""
-    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    properties = {"n": {"type": "integer"}, "unit": {"enum": ["C", "F"]}, "note": {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, "required": ["n", "unit"]}
     body = msgspec.convert(
         {
             "model": "m",
@@ -279,14 +281,34 @@ def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
         ChatRequest,
     )
     source = offer(body, name).structural_tag
-    form = call_format(name, [ToolSpec("f", parameters)])
+    shape, form = TOOL_FORMATS[name].shape, call_format(name, [ToolSpec("f", parameters)])
     assert form is not None
     (call,) = form.calls
 
-    def written(arguments: str) -> str:
-        return f"{form.section_begin}{call.begin}{arguments}{call.end}{form.section_end}"
+    def written(**arguments: Any) -> str:
+        inner = json.dumps(arguments)
+        if isinstance(shape, MarkupShape):
+            inner = "".join(
+                shape.argument_begin.replace("KEY", key).replace("IS_TEXT", str(isinstance(value, str)).lower())
+                + (value if isinstance(value, str) else json.dumps(value))
+                + shape.argument_end
+                for key, value in arguments.items()
+            )
+        return f"{form.section_begin}{call.begin}{inner}{call.end}{form.section_end}"
 
-    assert fits("structural_tag", source, written('{"n": 7}'))
-    assert not fits("structural_tag", source, written('{"n": "7"}'))
-    assert not fits("structural_tag", source, written("{}"))
+    for good in ({"n": 7, "unit": "C"}, {"n": -12, "unit": "F", "note": "a < b"}):
+        text = written(**good)
+        assert fits("structural_tag", source, text), text
+        parsed = parse_tool_calls(text, [{"name": "f", "parameters": parameters}], name)
+        assert [json.loads(each.arguments) for each in parsed.tool_calls] == [good]
+    for bad in ({"n": "x", "unit": "C"}, {"n": 7}, {"n": 7, "unit": "K"}, {"n": 7, "unit": "C", "other": 1}, {}):
+        assert not fits("structural_tag", source, written(**bad)), bad
     assert fits("structural_tag", source, "hello") == (choice == "auto")
+
+
+def test_arguments_that_markup_cannot_be_held_to() -> None:
+    """Forced calls of such tools are asked for in another format; those the model starts are not constrained."""
+    for value in ({"type": "string", "pattern": "^a+$"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, {}):
+        spec = ToolSpec("f", {"type": "object", "properties": {"x": value}})
+        assert call_format("qwen3_coder", [spec]) is None
+        assert call_format("hermes", [spec]) is not None

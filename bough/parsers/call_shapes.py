@@ -1,0 +1,110 @@
+"""How a family writes calls, for grammars: with JSON arguments, or with markup around each argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bough.parsers.events import ToolSpec
+from bough.parsers.typing_by_schema import encode_text
+
+Json = dict[str, Any]
+_SHARED = ("$defs", "definitions")
+_LIMITS = ("pattern", "format", "minLength", "maxLength")
+_JSON_TYPES = ("integer", "number", "boolean", "array", "object", "null")
+
+
+class CallTag(msgspec.Struct, frozen=True):
+    """How a call of one tool is written: `begin`, arguments that fit `schema`, `end`."""
+
+    name: str
+    begin: str
+    end: str
+    schema: Json
+    content: Json
+    """The arguments, as a format of a structural tag."""
+
+
+class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a grammar needs to force calls, or to constrain those the model starts.
+
+    Forced: `section_begin call (separator call)* section_end`, each call one of `calls`.
+    Constrained: free text until one of `triggers` (all calls and the section begin with one), then as above.
+    """
+
+    calls: list[CallTag]
+    triggers: list[str]
+    section_begin: str = ""
+    separator: str = ""
+    section_end: str = ""
+
+
+class CallShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A ToolCallFormat with `NAME` where the tool's name goes. The arguments are a JSON object."""
+
+    begin: str
+    end: str
+    triggers: tuple[str, ...]
+    section_begin: str = ""
+    separator: str = ""
+    section_end: str = ""
+
+    def of(self, tools: Sequence[ToolSpec]) -> ToolCallFormat | None:
+        """None: an argument of one of the tools can't be written."""
+        calls = []
+        for tool in tools:
+            content = self._arguments(tool.parameters)
+            if content is None:
+                return None
+            begin = self.begin.replace("NAME", encode_text(tool.name))
+            calls.append(CallTag(tool.name, begin, self.end, tool.parameters, content))
+        return ToolCallFormat(
+            calls=calls,
+            triggers=list(self.triggers),
+            section_begin=self.section_begin,
+            separator=self.separator,
+            section_end=self.section_end,
+        )
+
+    def _arguments(self, schema: Json) -> Json | None:
+        return {"type": "json_schema", "json_schema": schema or {"type": "object"}}
+
+
+class MarkupShape(CallShape, frozen=True, kw_only=True):
+    """Arguments one after another, in the schema's order: texts as they are, everything else as JSON.
+
+    `argument_begin` has `KEY` for the argument's name and `IS_TEXT` for whether it is a text.
+    """
+
+    argument_begin: str
+    argument_end: str
+
+    def _arguments(self, schema: Json) -> Json | None:
+        shared = {name: schema[name] for name in _SHARED if name in schema}
+        required = schema.get("required") or []
+        elements: list[Json] = []
+        for name, value in (schema.get("properties") or {}).items():
+            content = _value(value, shared)
+            if content is None:
+                return None
+            is_text = "false" if content["type"] == "json_schema" else "true"
+            begin = self.argument_begin.replace("KEY", name).replace("IS_TEXT", is_text)
+            written: Json = {"type": "tag", "begin": begin, "content": content, "end": self.argument_end}
+            elements.append(written if name in required else {"type": "optional", "content": written})
+        return {"type": "sequence", "elements": elements} if elements else {"type": "const_string", "value": ""}
+
+
+def _value(schema: Any, shared: Json) -> Json | None:
+    """One argument's value between its tags; None: it has no way of being written that a grammar could hold it to."""
+    if not isinstance(schema, dict):
+        return None
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in choices]}
+    if schema.get("type") == "string" and choices is None and not any(name in schema for name in _LIMITS):
+        return {"type": "any_text"}
+    if schema.get("type") in _JSON_TYPES:
+        return {"type": "json_schema", "json_schema": {**shared, **schema}}
+    return None
