@@ -57,6 +57,10 @@ class CacheView(Protocol):
         Changes nothing."""
         ...
 
+    def lengthen(self, found: Match, namespace: str, key: I64, limit: int) -> Match:
+        """The match, with the first tokens of a page that can be copied. Changes nothing."""
+        ...
+
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
         """Would matching again give the same? Cheap; may say no where it would."""
         ...
@@ -115,6 +119,11 @@ class PrefixCache:
         if found.num_tokens != first or end <= first or not np.array_equal(key[first:end], tail.key[first:end]):
             return found
         return structs.replace(found, num_tokens=end, tail_page=tail.page)
+
+    def lengthen(self, found: Match, namespace: str, key: I64, limit: int) -> Match:
+        if not self.enabled or found.tail_page:
+            return found
+        return self.tree.lengthen(found, namespace, key, limit)
 
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
         return not found.tail_page and self.tree.still_longest(found, key, limit)

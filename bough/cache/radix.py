@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bough.cache.evict import Key
 from bough.cache.pages import PagePool
@@ -80,6 +81,10 @@ class Extended(Struct, frozen=True):
 
 
 NO_MATCH = Match(0)
+_WORTH_A_COPY = 4
+"""A page is copied for at least this part of its tokens, one in..."""
+_LOOKED_AT = 16
+"""Branches among which such a page is looked for."""
 _NO_KEY = np.empty(0, np.int64)
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -128,6 +133,36 @@ class RadixTree:
                 break
             node = child
         return Match(at, tuple(path), path[-1][0].depth if path else 0, self.splits)
+
+    def lengthen(self, found: Match, namespace: str, key: I64, limit: int) -> Match:
+        """The match, going on in a page of the tree that begins with the tokens that follow it: it can be copied.
+
+        Only pages that are computed for certain count, and only where they spare a fair part of a page.
+        """
+        size, at = self.page_size, found.num_tokens
+        best, page = max(size // _WORTH_A_COPY, 1) - 1, 0
+        wanted = key[at : min(limit, at + size)]
+        for node, used in self._next_pages(found, namespace):
+            if node.step in self._by_step or len(wanted) <= best:
+                continue
+            stored = node.key[used * size : used * size + len(wanted)]
+            differs = np.flatnonzero(stored != wanted)
+            count = int(differs[0]) if len(differs) else len(wanted)
+            if count > best:
+                best, page = count, int(node.pages[used])
+        return structs.replace(found, num_tokens=at + best, tail_page=page) if page else found
+
+    def _next_pages(self, found: Match, namespace: str) -> Iterator[tuple[Node, int]]:
+        """Where the tree goes on behind a match: nodes and which of their pages, the latest few."""
+        node = self._roots.get(namespace)
+        if found.path:
+            node, used = found.path[-1]
+            if used < len(node.pages):
+                yield node, used
+                return
+        if node is not None:
+            for child in islice(reversed(node.children.values()), _LOOKED_AT):
+                yield child, 0
 
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
         """Would matching again give the same? May say no where it would, never the other way round."""

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bough.kernels.pages import copy_pages
+from bough.memory.transfer import upload
 
 _TURNED_AT_ONCE = 4096
 """Tokens whose keys exist in float32 at the same time."""
@@ -41,9 +43,16 @@ class KVPool:
             self.keys.append(_zeros((*page, shape.k_dim), dtype, device))
             self.values.append(_zeros((*page, shape.v_dim), dtype, device))
 
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages in every layer. No page is read and written at once."""
-        copy_pages((*self.keys, *self.values), source, target)
+    def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
+        """Copies whole pages in every layer; all are read before any is written."""
+        pages = upload(np.stack([source_M, target_M]).astype(np.int64), self.keys[0].device)
+        caches = (*self.keys, *self.values)
+        if not np.isin(source_M, target_M).any():
+            copy_pages(caches, pages[0], pages[1])
+            return
+        for cache in caches:  # a page that was evicted for one row is copied from for another
+            flat = _indexable(cache)
+            flat[pages[1]] = flat[pages[0]]
 
     def move_tokens(self, source_M: Tensor, target_M: Tensor, angles: Sequence[Tensor | None]) -> None:
         """Copies single tokens (`page * page_size + offset`) in every layer; all are read before any is written.

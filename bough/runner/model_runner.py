@@ -77,8 +77,7 @@ class ModelRunner:
             assert self.mover is not None, "nobody joins on a runner that can't move KV"
             self.mover.move(moves)
         if len(step.copy_from):
-            pages = upload(np.stack([step.copy_from, step.copy_to]).astype(np.int64), self.device)
-            self.forward.pool.copy_pages(pages[0], pages[1])
+            self.forward.pool.copy_pages(step.copy_from, step.copy_to)
         plain = self.params.gather(step)
         states = self.hidden.of(step)
         if self.graphs is not None and not len(step.prompt_logprobs) and states is None:

@@ -19,7 +19,8 @@ _MIXTURES = (
 
 
 def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
-    """Steps as large as the limits allow. Their rows have no pages: what they write goes to page 0, which nobody reads."""
+    """Steps as large as the limits allow, for a runner not in use yet. Their rows have no pages: what they write goes to
+    page 0, which nobody reads."""
     for mixture in _MIXTURES:
         rows = [row for row in mixture if sum(row) <= limits.context_length][: limits.num_slots]
         query = np.array([row[0] for row in rows], np.int32)
@@ -36,6 +37,6 @@ def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
             table_at=np.empty(0, np.int64),
             table_pages=np.empty(0, np.int32),
             copy_from=np.zeros(1, np.int32),
-            copy_to=np.zeros(1, np.int32),
+            copy_to=np.ones(1, np.int32) * (limits.num_pages - 1),
             setups=[SlotSetup(slot=slot, sampling=SamplingParams(temperature=0.0)) for slot in range(len(rows))],
         )

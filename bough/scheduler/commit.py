@@ -165,9 +165,8 @@ def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arr
     _fill_slot(queues, row, limits)
     slots.table[slot, : len(pages)] = pages
     slots.num_pages[slot] = slots.tree_pages[slot] = len(pages)
-    if share.start % limits.page_size:
-        assert waiting.memo is not None, "only a match that was remembered ends within a page"
-        arrays.tails.append((slot, waiting.memo[1].tail_page))
+    if share.tail_page:
+        arrays.tails.append((slot, share.tail_page))
     if len(pages):
         arrays.table_at.append(slot * slots.pages_per_slot + np.arange(len(pages), dtype=np.int64))
         arrays.table_pages.append(pages)

@@ -32,6 +32,8 @@ class Share(Struct):
     """Pages that cover it up to `start` already."""
     num_tokens: int
     is_long: bool
+    tail_page: int = 0
+    """Holds what lies between the last page border and `start`, to be copied; 0: nothing does."""
 
     @property
     def left(self) -> int:
@@ -178,8 +180,11 @@ class _Sharing:
                 if limits.priority:
                     self.plan.preempt = give_way(queues, limits, waiting, short_pages, 1 - slots_left)
                 return
+            found = cache.lengthen(
+                found, waiting.job.ask.namespace, waiting.key, waiting.job.match_limit(len(waiting.key))
+            )
             is_long = len(waiting.key) - found.num_tokens > self.short_cut and not is_starved(waiting)
-            share = Share(waiting, found.num_tokens, cached, 0, is_long)
+            share = Share(waiting, found.num_tokens, cached, 0, is_long, found.tail_page)
             self.pages -= locked
             if not self._give(share, first=not self.plan.shares):
                 self.pages += locked

@@ -27,7 +27,7 @@ def test_second_request_reuses_pages() -> None:
     second = sim.ask(PROMPT, max_new=6)
     sim.run()
     assert first.end.cached_tokens == 0
-    assert second.end.cached_tokens == 28
+    assert second.end.cached_tokens == 29, "all but the token that is computed, to the middle of a page"
     assert second.tokens == first.tokens
 
 
@@ -37,7 +37,23 @@ def test_a_match_leaves_one_token_to_compute() -> None:
     sim.run()
     again = sim.ask(PROMPT[:28], max_new=6)
     sim.run()
-    assert again.end.cached_tokens == 24
+    assert again.end.cached_tokens == 27
+
+
+def test_a_prompt_that_parts_within_a_page_copies_the_rest_of_it() -> None:
+    sim = Sim()
+    sim.ask(PROMPT, max_new=1)
+    sim.run()
+    before = sim.runner.num_tokens
+    other = sim.ask([*PROMPT[:27], 1, 2, 3, 4], max_new=6)
+    sim.run()
+    assert PROMPT[27] != 1
+    assert other.end.cached_tokens == 27
+    assert sim.runner.num_tokens - before == 4 + 5
+    check_answer(sim, other)
+    little = sim.ask([*PROMPT[:24], 1, 2, 3, 4], max_new=6)
+    sim.run()
+    assert little.end.cached_tokens == 24, "nothing of the next page is the same"
 
 
 def test_copies_share_the_prompt_within_a_batch() -> None:
@@ -67,7 +83,7 @@ def test_namespaces_do_not_share() -> None:
     same = sim.ask(PROMPT, namespace="a")
     sim.run()
     assert other.end.cached_tokens == 0
-    assert same.end.cached_tokens == 28
+    assert same.end.cached_tokens == 29
 
 
 def test_no_output_wanted() -> None:

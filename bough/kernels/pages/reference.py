@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
 def copy_pages(caches: Sequence[Tensor], source_M: Tensor, target_M: Tensor) -> None:
     for cache in caches:
-        cache[target_M] = cache[source_M]
+        flat = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # 8-bit floats can't be indexed
+        flat[target_M] = flat[source_M]

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.pages import reference
+
 _WORDS = 4096
 """4-byte words that one program copies."""
 
@@ -35,7 +37,7 @@ def copy_pages(caches: Sequence[Tensor], source_M: Tensor, target_M: Tensor) -> 
     for each in caches:
         num_bytes = each[0].numel() * each.element_size()
         if num_bytes % 4 or not each.is_contiguous():
-            each[target_M] = each[source_M]
+            reference.copy_pages([each], source_M, target_M)
         else:
             by_words.setdefault(num_bytes // 4, []).append(each.data_ptr())
     for words, addresses in by_words.items():
