@@ -77,8 +77,8 @@ def test_grammar_where_the_model_has_more_tokens_than_its_tokenizer(
 
 def test_language_against_the_plain_client(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--programs", "2", "--branches", "8", "--questions", "6", "--context-len", "64", "--examples-len", "128",
-             "--own-len", "16", "--output-len", "48", "--answer-len", "8", "--repeat", "1", "--json",
-             "--choice-questions", "3", "--thought-len", "8", "--depth", "1"]  # fmt: skip
+             "--own-len", "16", "--output-len", "16", "--answer-len", "4", "--repeat", "1", "--json",
+             "--choice-questions", "3", "--thought-len", "4", "--depth", "1"]  # fmt: skip
     assert bench.run(["lang", *words, *flags(tiny_settings)]) == 0
     report = json.loads(capfd.readouterr().out)
     # The branches' KV is joined; the plain client's last prompt has all of them but one to compute.
