@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Mixture of experts on the GPU: tokens are sorted by expert on the device, then two grouped matrix products run over
 blocks of one expert's tokens. Grids are upper bounds; programs without a block end at once, so nothing waits for counts.
+A lone token needs no sorting: its experts are different ones, and each is a block.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ def _experts_kernel(
     x_stride,
     weight_stride,
     num_blocks,
+    E,
+    SORTED: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
@@ -171,15 +174,18 @@ def _experts_kernel(
 ):
     """out[pair] = x[pair // PER_TOKEN] @ weight[expert].T, with the activation over its halves if GATED.
 
-    `weight` is seen as [experts * (2 *) rows, D].
+    `weight` is seen as [experts * (2 *) rows, D]. Not SORTED: block b is pair b.
     """
     block = tl.program_id(0) % num_blocks
     tile = tl.program_id(0) // num_blocks
     trigger(PDL)
     wait(PDL)
     expert = tl.load(block_expert + block)
-    if expert >= 0:
-        pair = tl.load(pairs + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    if (expert >= 0) & (expert < E):
+        if SORTED:
+            pair = tl.load(pairs + block * BLOCK_T + tl.arange(0, BLOCK_T))
+        else:
+            pair = tl.where(tl.arange(0, BLOCK_T) == 0, block, P)
         real = pair < P
         source = (pair // PER_TOKEN).to(tl.int64)
         first = tile * BLOCK_N
@@ -265,6 +271,8 @@ class Shape:
 def shape_for(num_pairs: int, num_experts: int) -> Shape:
     """Few pairs: narrow tiles, so that enough programs read weights. Many: tiles that feed the tensor cores."""
     per_expert = num_pairs / num_experts
+    if num_pairs <= 16:
+        return Shape(16, 16, 256, 4, 4)
     if num_pairs <= 32:
         return Shape(16, 32, 256, 4, 3)
     if per_expert <= 12:
@@ -281,6 +289,8 @@ class _Sorted:
     pairs: Tensor
     block_expert: Tensor
     num_blocks: int
+    num_experts: int
+    is_sorted: bool = True
 
 
 def _sort(ids: Tensor, num_experts: int, block_t: int) -> _Sorted:
@@ -306,7 +316,7 @@ def _sort(ids: Tensor, num_experts: int, block_t: int) -> _Sorted:
             num_warps=8,
             **pdl_options(device),
         )
-        return _Sorted(pairs, block_expert, num_blocks)
+        return _Sorted(pairs, block_expert, num_blocks, num_experts)
     pairs = torch.full((num_blocks * block_t,), num_pairs, dtype=torch.int32, device=device)
     counts, cursors = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
     grid = (triton.cdiv(num_pairs, 1024),)
@@ -315,7 +325,7 @@ def _sort(ids: Tensor, num_experts: int, block_t: int) -> _Sorted:
         counts, cursors, block_expert, num_experts, num_blocks, BLOCK_T=block_t, BLOCK_E=block_e
     )
     _place_kernel[grid](ids, cursors, pairs, num_pairs, num_experts, BLOCK=1024)
-    return _Sorted(pairs, block_expert, num_blocks)
+    return _Sorted(pairs, block_expert, num_blocks, num_experts)
 
 
 def _product(
@@ -338,6 +348,8 @@ def _product(
         x.stride(0),
         flat.stride(0),
         order.num_blocks,
+        order.num_experts,
+        SORTED=order.is_sorted,
         PER_TOKEN=per_token,
         GATED=act is not None,
         GELU=act == "gelu_tanh",
@@ -378,7 +390,7 @@ def fused_experts(
     ids, weights = topk_ids_Tk.contiguous(), topk_weights_Tk.contiguous()
     pairs = tokens * per_token
     shape = shape_for(pairs, experts)
-    order = _sort(ids, experts, shape.block_t)
+    order = _sort(ids, experts, shape.block_t) if tokens > 1 else _Sorted(ids, ids, pairs, experts, is_sorted=False)
     hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     _product(x, gate_up_E2FD, hidden, order, shape, per_token=per_token, act=activation)
     parts = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
