@@ -150,8 +150,13 @@ def test_norm_adds_and_selects() -> None:
     torch.testing.assert_close(normed, expected(x + residual))
     assert norm.add(x, None)[1] is x
     at = torch.tensor([3, 1])
-    batch = Batch(ids_T=at, positions_T=at, attention=None, logits_at=at)  # type: ignore[arg-type]
+    all_four = torch.arange(4)
+    batch = Batch(ids_T=all_four, positions_T=all_four, attention=None, logits_at=at)  # type: ignore[arg-type]
     torch.testing.assert_close(norm.last(x, residual, batch), expected((x + residual)[at]))
+    narrow = batch.beside(x[at], residual)
+    torch.testing.assert_close(narrow, residual[at])
+    assert batch.beside(x, residual) is residual
+    torch.testing.assert_close(norm.last(x[at], narrow, batch), expected((x + residual)[at]))
 
 
 def rope(**changes: object) -> RopeFacts:
