@@ -71,7 +71,7 @@ class Contender:
 
 
 class MemoryWatch(threading.Thread):
-    """Samples the memory of a process and all its descendants, shared pages counted once. Seldom: looking takes time, too."""
+    """Samples the memory of a process and all its descendants, shared pages counted once. Seldom: looking takes time."""
 
     def __init__(self, process: psutil.Process) -> None:
         super().__init__(daemon=True)
