@@ -29,7 +29,7 @@ _OPEN_END = 3
 class TokenMatcher:
     """A `core.grammar.Matcher`."""
 
-    __slots__ = ("_chosen", "_ended", "_forced", "_mask", "_vocabulary", "native", "tokens")
+    __slots__ = ("_chosen", "_ended", "_forced", "_mask", "_num_allowed", "_vocabulary", "native", "tokens")
 
     def __init__(self, native: NativeMatcher, vocabulary: Vocabulary) -> None:
         self.native = native
@@ -38,7 +38,9 @@ class TokenMatcher:
         self._vocabulary = vocabulary
         self._ended = False
         self._mask: I32 | None = None
-        """Tokens allowed next, once somebody has asked."""
+        """Tokens allowed next, once somebody has asked..."""
+        self._num_allowed = 0
+        """...and how many the grammar allows."""
         self._forced: list[int] | None = None
         self._chosen = False
         """The last token was the model's choice."""
@@ -114,14 +116,16 @@ class TokenMatcher:
         """Width of a mask."""
         return -(-self._vocabulary.size // 32)
 
-    def give_mask(self, mask: I32) -> None:
+    def give_mask(self, mask: I32, num_allowed: int) -> None:
         """The mask of this very state, worked out together with others'. It is kept, not copied."""
-        self._mask = mask
+        self._mask, self._num_allowed = mask, num_allowed
 
     def _allowed(self) -> I32:
         if self._mask is None:
-            self._mask = np.empty(self.num_words, np.int32)
-            self.native.fill(self._mask)
+            mask = np.empty(self.num_words, np.int32)
+            self.native.fill(mask)
+            self.give_mask(mask, count_bits(mask))
+            return mask
         return self._mask
 
     def _certain(self) -> list[int]:
@@ -133,7 +137,7 @@ class TokenMatcher:
         if self._ended:
             return []
         mask, complete = self._allowed(), self.native.is_complete()
-        num_allowed = count_bits(mask)
+        num_allowed = self._num_allowed
         text = "" if complete or num_allowed > _FEW else self.native.certain_text()
         forced: list[int] = []
         if text:
@@ -209,5 +213,6 @@ def prepare(matchers: Sequence[TokenMatcher], backend: Backend) -> None:
         return
     masks = np.empty((len(wanted), wanted[0].num_words), np.int32)
     backend.fill_all([each.native for each in wanted], masks)
-    for each, mask in zip(wanted, masks, strict=True):
-        each.give_mask(mask)
+    counts = np.bitwise_count(masks.view(np.uint32)).sum(1).tolist()
+    for each, mask, num_allowed in zip(wanted, masks, counts, strict=True):
+        each.give_mask(mask, num_allowed)

@@ -264,20 +264,19 @@ class LaunchedStep:
 
     def _draw(self, raw: Tensor, masks: Mask | None) -> None:
         runner, plain = self._runner, self._plain
-        if not len(plain.rich):
-            self.finish(runner.forward.draw(raw, self._tensors))
-            return
         setups = runner.rich_setups(plain)
-        produced = plain.counter[plain.rich].tolist()
-        logits = runner.shaper.shape(raw, plain.rich, setups, produced)
-        self._failed = {int(plain.rows[at]): why for at, why in runner.shaper.take_failed().items()}
+        logits = raw
+        if setups:
+            logits = runner.shaper.shape(raw, plain.rich, setups, plain.counter[plain.rich].tolist())
+            self._failed = {int(plain.rows[at]): why for at, why in runner.shaper.take_failed().items()}
         if masks is not None and len(masks):
             sampled = np.searchsorted(plain.rows, self._step.constrained).astype(np.int64)
             spare = logits is not raw or all(setup.logprobs is None for setup in setups)
             logits = apply_masks(logits, upload(sampled, runner.device), upload(masks, runner.device), in_place=spare)
         tokens = runner.forward.draw(logits, self._tensors)
-        runner.shaper.advance(plain.rich, setups, tokens)
-        self._score(raw, logits, tokens, setups)
+        if setups:
+            runner.shaper.advance(plain.rich, setups, tokens)
+            self._score(raw, logits, tokens, setups)
         self.finish(tokens)
 
     def _score(self, raw: Tensor, shaped: Tensor, tokens: Tensor, setups: list[SlotSetup]) -> None:

@@ -96,7 +96,6 @@ def is_rich(params: SamplingParams, logprobs: LogprobSpec | None, hidden_states:
         or bool(params.bad_words)
         or params.min_new_tokens > 0
         or params.logit_processor is not None
-        or params.grammar is not None
         or logprobs is not None
         or bool(hidden_states)
     )
