@@ -274,7 +274,13 @@ def contenders(args: argparse.Namespace, folder: Path) -> list[Contender]:
             found.append(Contender("transformers fp32", run))
         for dtype in ("float32", "bfloat16") if args.vllm_python else ():
             run = command(args.vllm_python, "vllm", "--model", str(checkpoint), "--dtype", dtype)
-            environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+            environment = {
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}",  # by default it leaves one core out...
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # ...to a process that waits for the others by spinning
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                "HF_HUB_OFFLINE": "1",
+            }
             found.append(Contender(f"vLLM {dtype}", run, environment))
     return found
 
