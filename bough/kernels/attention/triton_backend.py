@@ -98,7 +98,7 @@ class TritonAttention:
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        if inputs.tail is not None and spec.layer == len(inputs.k_caches) - 1:
+        if inputs.tail is not None and spec.causal and spec.layer == len(inputs.k_caches) - 1:
             self.prepare(inputs.tail.inputs)
             q, k, v_TKH = (x.index_select(0, inputs.tail.at_L) for x in (q, k, v_TKH))
         return self.attend(spec, q, k, v_TKH)
