@@ -18,6 +18,8 @@ from bough.core.step import FROM_DEVICE, I32, LogprobArrays, Mask, Outcome, Runn
 U64 = npt.NDArray[np.uint64]
 _NOTHING = -1
 _GARBAGE = -7
+_ANYWHERE = -3
+"""The position of tokens that were moved: joins may shift them."""
 _POWERS: dict[int, U64] = {}
 
 
@@ -117,6 +119,8 @@ class OracleRunner:
         self._fail_launch = fail_launch
         self._fail_wait = fail_wait
         self._kv = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
+        self._position = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
+        """Where in its request each token in memory is."""
         self._table = np.zeros((limits.num_slots, limits.pages_per_slot), np.int64)
         self._last = np.full(limits.num_slots, _NOTHING, np.int64)
         self._length = np.zeros(limits.num_slots, np.int64)
@@ -134,10 +138,12 @@ class OracleRunner:
         for moves in step.moves:
             flat = self._kv.reshape(-1)
             flat[moves.target] = flat[moves.source]
+            self._position.reshape(-1)[moves.target] = _ANYWHERE
             if (flat[moves.target] == _NOTHING).any():
                 self._note(step, "moves memory that was never written")
         if len(step.copy_from):
             self._kv[step.copy_to] = self._kv[step.copy_from]
+            self._position[step.copy_to] = self._position[step.copy_from]
         fresh = set()
         for setup in step.setups:
             if setup.slot not in self._setups or self._setups[setup.slot].rng_seed != setup.rng_seed:
@@ -177,6 +183,7 @@ class OracleRunner:
             pages = self._table[slot, at // size]
             self._check_writes(step, slot, set(pages.tolist()))
             self._kv[pages, at % size] = tokens
+            self._position[pages, at % size] = at
             launched.writes.append((pages, at % size))
             self._length[slot] = context + count
             places.append((slot, context + count))
@@ -191,6 +198,9 @@ class OracleRunner:
             prefix = self._kv[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
             if (prefix == _NOTHING).any():
                 self._note(step, f"slot {slot} reads memory that was never written")
+            positions = self._position[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
+            if ((positions != np.arange(length)) & (positions != _ANYWHERE)).any():
+                self._note(step, f"slot {slot} reads memory of other positions")
             hashes.append(prefix_hash(prefix))
             if row in wanted:
                 scored += self._score_prompt(step, row, slot, prefix, wanted[row])

@@ -82,7 +82,7 @@ class Extended(Struct, frozen=True):
 
 NO_MATCH = Match(0)
 _WORTH_A_COPY = 4
-"""A page is copied for at least this part of its tokens, one in..."""
+"""A page is copied for a quarter of its tokens, at least."""
 _LOOKED_AT = 16
 """Branches among which such a page is looked for."""
 _NO_KEY = np.empty(0, np.int64)
@@ -141,7 +141,7 @@ class RadixTree:
         """
         size, at = self.page_size, found.num_tokens
         best, page = max(size // _WORTH_A_COPY, 1) - 1, 0
-        wanted = key[at : min(limit, at + size)]
+        wanted = key[at : min(limit, at + size - 1)]  # a whole page would have been matched
         for node, used in self._next_pages(found, namespace):
             if node.step in self._by_step or len(wanted) <= best:
                 continue
@@ -266,6 +266,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None, "roots have no key to split"
         self.splits += 1
+        self.version += 1  # a match names the lower half and counts its pages from the upper one's
         size = self.page_size
         upper = Node(node.namespace, node.key[:at], node.pages[: at // size], parent, node.born)
         upper.locks = node.locks

@@ -120,14 +120,14 @@ class DumpingRunner:
     def _watching(self, step: Step, chosen: dict[int, _Recording]) -> Iterator[None]:
         watcher = _Watcher(step, chosen)
         graphs, self._local.graphs = self._local.graphs, None
-        self._model.fused.apart = True
+        self._model.fused.apart, self._local.forward.narrows = True, False
         handles = [module.register_forward_hook(watcher.hook(name)) for name, module in _watched(self._model)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._model.fused.apart = False
+            self._model.fused.apart, self._local.forward.narrows = False, True
             self._local.graphs = graphs
 
     def _write_ended(self) -> None:

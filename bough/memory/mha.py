@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.pages import copy_pages
+from bough.kernels.pages.reference import copy_pages as gather_pages
 from bough.memory.transfer import upload
 
 _TURNED_AT_ONCE = 4096
@@ -46,13 +47,9 @@ class KVPool:
     def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
         """Copies whole pages in every layer; all are read before any is written."""
         pages = upload(np.stack([source_M, target_M]).astype(np.int64), self.keys[0].device)
-        caches = (*self.keys, *self.values)
-        if not np.isin(source_M, target_M).any():
-            copy_pages(caches, pages[0], pages[1])
-            return
-        for cache in caches:  # a page that was evicted for one row is copied from for another
-            flat = _indexable(cache)
-            flat[pages[1]] = flat[pages[0]]
+        # A page that was evicted for one row may be copied from for another.
+        copy = gather_pages if np.isin(source_M, target_M).any() else copy_pages
+        copy((*self.keys, *self.values), pages[0], pages[1])
 
     def move_tokens(self, source_M: Tensor, target_M: Tensor, angles: Sequence[Tensor | None]) -> None:
         """Copies single tokens (`page * page_size + offset`) in every layer; all are read before any is written.

@@ -50,6 +50,8 @@ class Forward:
         self.model = model
         self.pool = pool
         self.state = state
+        self.narrows = True
+        """The last layer computes no more than what is read (off where somebody watches the layers)."""
         self._attention = attention
 
     def write_table(self, tensors: StepTensors) -> None:
@@ -80,7 +82,7 @@ class Forward:
             shared=shared,
             host=extent.host,
         )
-        if at is not None and extent.host is not None and len(at) <= len(ids) * TAIL_SHARE:
+        if self.narrows and at is not None and extent.host is not None and len(at) <= len(ids) * TAIL_SHARE:
             inputs.tail = self._tail(inputs, tensors, at)
         batch = Batch(
             ids_T=ids,

@@ -19,8 +19,8 @@ _MIXTURES = (
 
 
 def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
-    """Steps as large as the limits allow, for a runner not in use yet. Their rows have no pages: what they write goes to
-    page 0, which nobody reads."""
+    """Steps within the limits, for a runner not in use yet. Their rows have no pages: what they write goes to page 0, which
+    nobody reads."""
     for mixture in _MIXTURES:
         rows = [row for row in mixture if sum(row) <= limits.context_length][: limits.num_slots]
         query = np.array([row[0] for row in rows], np.int32)

@@ -56,6 +56,21 @@ def test_a_prompt_that_parts_within_a_page_copies_the_rest_of_it() -> None:
     assert little.end.cached_tokens == 24, "nothing of the next page is the same"
 
 
+@pytest.mark.parametrize("rest", [[20, 21, 22, 23, 5, 5, 5], [20, 21, 22, 19, 5, 5, 5]])
+def test_a_match_that_another_request_split_is_found_anew(rest: list[int]) -> None:
+    """Of two that were matched together the first splits the node, and behind the split lies what the second looks for."""
+    sim = Sim(max_running=1, num_pages=100)
+    head = [1, 2, 3, 4, 5, 6, 7, 8]
+    sim.ask([*head, 9, 9, 1, 1, 7, 7, 7, 7, 20, 21, 22, 23, 30, 30, 30, 30], max_new=1)
+    sim.run()
+    first = sim.ask([*head, 15, 16], max_new=1)
+    second = sim.ask([*head, *rest], max_new=4)
+    sim.run()
+    check_answer(sim, first)
+    check_answer(sim, second)
+    assert second.end.cached_tokens == 8
+
+
 def test_copies_share_the_prompt_within_a_batch() -> None:
     sim = Sim(num_pages=200)
     clients = [sim.ask(PROMPT, max_new=4) for _ in range(6)]

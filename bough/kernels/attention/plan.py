@@ -354,11 +354,16 @@ def _plan_groups_kernel(
     )  # fmt: skip
 
 
+_MOST_UNITS = 4096
+"""(Tile, KV head) pairs that may stay uncut: each program has room for a partial result, needed or not."""
+
+
 def _room(kind: Kind, shape: Shape, most_tiles: int, device: torch.device) -> Plan:
     target = num_sms(device) * shape.ctas_per_sm
     num_chunks = target
-    if shape.may_align and 2 * most_tiles * kind.num_kv_heads >= target:
-        num_chunks += most_tiles * kind.num_kv_heads
+    units = most_tiles * kind.num_kv_heads
+    if shape.may_align and target <= 2 * units <= 2 * _MOST_UNITS:
+        num_chunks += units
     return Plan(
         shape=shape,
         target=target,
@@ -399,7 +404,8 @@ def plan_rows(
     `fresh_from` of them. `prefix_R`: KV tokens a shared pass covers."""
     device, rows = inputs.kv_len_R.device, inputs.num_rows
     per_tile = shape.block_m // kind.group
-    plan = _room(kind, shape, max(1, min(inputs.num_tokens, inputs.num_tokens // per_tile + rows)), device)
+    most_tiles = rows if most_query <= per_tile else inputs.num_tokens // per_tile + rows
+    plan = _room(kind, shape, max(1, min(inputs.num_tokens, most_tiles)), device)
     plan.prefixed = prefix_R is not None
     min_blocks, max_splits = _limits(kind, shape, device)
     scratch = torch.empty(rows, dtype=torch.int32, device=device)

@@ -380,6 +380,10 @@ class Workspace:
     partial: Tensor
     stats: Tensor
 
+    @property
+    def num_chunks(self) -> int:
+        return self.partial.shape[0] // 2
+
     @staticmethod
     def make(num_chunks: int, block_m: int, v_width: int, device: torch.device) -> Workspace:
         def room(*shape: int) -> Tensor:

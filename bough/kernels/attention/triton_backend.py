@@ -45,7 +45,7 @@ class TritonAttention:
         self._device = device
         self._inputs: AttentionInputs | None = None
         self._prepared: dict[tuple[Kind, bool, int], _Prepared] = {}
-        self._workspaces: dict[tuple[int, int, int], triton.Workspace] = {}
+        self._workspaces: dict[tuple[int, int], list[triton.Workspace]] = {}
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Starts a step (or the capture of a graph). Plans are queued by the first layer that needs them."""
@@ -100,7 +100,7 @@ class TritonAttention:
         )
         if inputs.tail is not None and spec.causal and spec.layer == len(inputs.k_caches) - 1:
             self.prepare(inputs.tail.inputs)
-            q, k, v_TKH = (x.index_select(0, inputs.tail.at_L) for x in (q, k, v_TKH))
+            q = q.index_select(0, inputs.tail.at_L)  # its keys and values are in the pages, with all others
         return self.attend(spec, q, k, v_TKH)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -158,11 +158,12 @@ class TritonAttention:
         prepared.just_planned = False
 
     def _workspace(self, each: Plan, v_width: int) -> triton.Workspace:
-        key = (power_of_two(each.num_chunks), each.shape.block_m, v_width)
-        found = self._workspaces.get(key)
-        if found is None:
-            found = self._workspaces[key] = triton.Workspace.make(*key, self._device)
-        return found
+        """The largest so far, or a larger one; those before it stay, since graphs may hold them."""
+        made = self._workspaces.setdefault((each.shape.block_m, v_width), [])
+        if not made or made[-1].num_chunks < each.num_chunks:
+            num_chunks = power_of_two(each.num_chunks)
+            made.append(triton.Workspace.make(num_chunks, each.shape.block_m, v_width, self._device))
+        return made[-1]
 
     def _prepare_kind(self, spec: Spec, q: Tensor, v: Tensor, v_width: int) -> _Prepared:
         inputs = self._step()
