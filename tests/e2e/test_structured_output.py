@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tests.e2e.default_server import default_server
-from tests.unit.grammar.hostile import HOSTILE
+from tests.unit.grammar.hostile import HOSTILE, LAZY_ONLY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -241,7 +241,7 @@ def test_other_requests_keep_streaming_under_hostile_ones(client: openai.OpenAI)
         return sorted(later - earlier for earlier, later in itertools.pairwise(times))
 
     quiet = pace(150)
-    refused: list[tuple[int, float]] = []
+    answered: list[tuple[int, bool, float]] = []
 
     def attack() -> None:
         names = {"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural_tag"}
@@ -251,9 +251,8 @@ def test_other_requests_keep_streaming_under_hostile_ones(client: openai.OpenAI)
                     continue
                 body = {"text": "x", "sampling_params": {"max_new_tokens": 4, names[kind]: source}}
                 began = time.monotonic()
-                refused.append(
-                    (http.post(f"{default_server()}/generate", json=body).status_code, time.monotonic() - began)
-                )
+                status = http.post(f"{default_server()}/generate", json=body).status_code
+                answered.append((status, source in LAZY_ONLY, time.monotonic() - began))
 
     attacker = threading.Thread(target=attack)
     attacker.start()
@@ -262,6 +261,7 @@ def test_other_requests_keep_streaming_under_hostile_ones(client: openai.OpenAI)
         gaps += pace(150)
     attacker.join()
     gaps.sort()
-    assert {status for status, _ in refused} == {400}
-    assert max(seconds for _, seconds in refused) < 9.5
+    assert {status for status, lazy, _ in answered if not lazy} == {400}
+    assert {status for status, lazy, _ in answered if lazy} <= {200, 400}, "what is counted, not laid out, can be served"
+    assert max(seconds for *_, seconds in answered) < 9.5
     assert gaps[int(0.99 * len(gaps))] < max(10 * quiet[len(quiet) // 2], 0.5)
