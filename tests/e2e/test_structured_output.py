@@ -262,6 +262,8 @@ def test_other_requests_keep_streaming_under_hostile_ones(client: openai.OpenAI)
     attacker.join()
     gaps.sort()
     assert {status for status, lazy, _ in answered if not lazy} == {400}
-    assert {status for status, lazy, _ in answered if lazy} <= {200, 400}, "what is counted, not laid out, can be served"
+    assert {status for status, lazy, _ in answered if lazy} <= {200, 400}, (
+        "what is counted, not laid out, can be served"
+    )
     assert max(seconds for *_, seconds in answered) < 9.5
     assert gaps[int(0.99 * len(gaps))] < max(10 * quiet[len(quiet) // 2], 0.5)
