@@ -256,18 +256,16 @@ class Function:
     def _precache(self, members: list[dict[str, Any]], backend: Backend) -> int:
         """Have the common prefix of a batch computed if that is worth a request; returns its length in characters.
 
-        Members needn't wait for it where the server makes them wait itself. A prefix that the server refuses is left to
-        the members: each has its own error then.
+        Where the server shares what is being computed, the first member brings it. A prefix that the server refuses is left
+        to the members: each has its own error then.
         """
         if len(members) < 2 or not backend.has_prefix_cache or not global_config.enable_precache_with_tracing:
             return 0
         prefix = common_prefix(self.func, members, backend.get_chat_template)
         if len(prefix) < global_config.precache_min_chars:
             return 0
-        shares = run_sync(backend.async_shares_in_flight())
-        asked = asyncio.run_coroutine_threadsafe(backend.async_cache_prefix(text_prompt(prefix)), shared_loop())
-        if not shares:
-            wait([asked])
+        if not run_sync(backend.async_shares_in_flight()):
+            wait([asyncio.run_coroutine_threadsafe(backend.async_cache_prefix(text_prompt(prefix)), shared_loop())])
         return len(prefix)
 
     # -- one execution
