@@ -87,7 +87,7 @@ def test_examples_on_an_engine(tmp_path: Path) -> None:
 
 
 def test_a_batch_shares_its_prefix_on_the_server(server_url: str) -> None:
-    """The second half of the few-shot prompt is all that a member computes, and the fork's branches likewise."""
+    """The second half of the few-shot prompt is all that a member computes, but for the first, which brings the examples."""
     examples = "".join(f"Question: what is {i} plus {i}? Answer: {i + i}.\n" for i in range(40))
 
     @sgl.function
@@ -103,7 +103,7 @@ def test_a_batch_shares_its_prefix_on_the_server(server_url: str) -> None:
     metas = [state.get_meta_info("answer") for state in states]
     prompt, cached = (sum(meta[key] for meta in metas) for key in ("prompt_tokens", "cached_tokens"))
     shared_tokens = min(meta["prompt_tokens"] for meta in metas) - 32
-    assert cached >= 8 * shared_tokens, f"{cached} of {prompt} prompt tokens came from the cache"
+    assert cached >= 7 * shared_tokens, f"{cached} of {prompt} prompt tokens came from the cache"
 
 
 def test_select_prefers_the_obvious(server_url: str) -> None:
