@@ -146,8 +146,7 @@ class RadixTree:
             if node.step in self._by_step or len(wanted) <= best:
                 continue
             stored = node.key[used * size : used * size + len(wanted)]
-            differs = np.flatnonzero(stored != wanted)
-            count = int(differs[0]) if len(differs) else len(wanted)
+            count = _num_equal(stored, wanted)
             if count > best:
                 best, page = count, int(node.pages[used])
         return structs.replace(found, num_tokens=at + best, tail_page=page) if page else found
@@ -190,11 +189,7 @@ class RadixTree:
 
     def _common(self, ours: I64, theirs: I64) -> int:
         """Length of the common prefix, in whole pages."""
-        n = min(len(ours), len(theirs))
-        differs = ours[:n] != theirs[:n]
-        first = int(differs.argmax()) if n else 0
-        if n and differs[first]:
-            n = first
+        n = _num_equal(ours, theirs)
         return n - n % self.page_size
 
     # -- growing ----------------------------------------------------------------------------------
@@ -424,3 +419,11 @@ class RadixTree:
             else:
                 self._offer(parent)
         self.version += 1
+
+
+def _num_equal(ours: I64, theirs: I64) -> int:
+    """Length of the common prefix, in tokens."""
+    n = min(len(ours), len(theirs))
+    differs = ours[:n] != theirs[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

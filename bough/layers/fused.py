@@ -26,40 +26,54 @@ class Fusable(Protocol):
         ...
 
 
+class PreNormBlock(Protocol):
+    """What every pre-norm block is made of; some have more norms."""
+
+    @property
+    def attn_norm(self) -> RMSNorm: ...
+    @property
+    def qkv(self) -> QKVLinear: ...
+    @property
+    def rope(self) -> Rope | None: ...
+    @property
+    def attn(self) -> Attention: ...
+    @property
+    def out(self) -> RowLinear: ...
+    @property
+    def ffn_norm(self) -> RMSNorm: ...
+    @property
+    def gate_up(self) -> GateUpLinear: ...
+    @property
+    def down(self) -> RowLinear: ...
+
+
 def parts_of(
+    block: PreNormBlock,
     *,
-    attn_norm: RMSNorm,
-    qkv: QKVLinear,
-    rope: Rope | None,
-    attn: Attention,
-    out: RowLinear,
-    ffn_norm: RMSNorm,
-    gate_up: GateUpLinear,
-    down: RowLinear,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
     after_attn_norm: RMSNorm | None = None,
     after_ffn_norm: RMSNorm | None = None,
 ) -> BlockParts | None:
     """The parts of a pre-norm block."""
-    matrices = [_packed(linear) for linear in (qkv, out, gate_up, down)]
-    if out.mesh.size > 1 or any(matrix is None for matrix in matrices):
+    matrices = [_packed(linear) for linear in (block.qkv, block.out, block.gate_up, block.down)]
+    if block.out.mesh.size > 1 or any(matrix is None for matrix in matrices):
         return None
     packed = [matrix for matrix in matrices if matrix is not None]
     return BlockParts(
-        attn_norm=attn_norm.weight,
-        ffn_norm=ffn_norm.weight,
-        eps=attn_norm.eps,
-        offset=attn_norm.offset,
+        attn_norm=block.attn_norm.weight,
+        ffn_norm=block.ffn_norm.weight,
+        eps=block.attn_norm.eps,
+        offset=block.attn_norm.offset,
         after_attn_norm=None if after_attn_norm is None else after_attn_norm.weight,
         after_ffn_norm=None if after_ffn_norm is None else after_ffn_norm.weight,
         qkv=packed[0],
         out=packed[1],
         gate_up=packed[2],
         down=packed[3],
-        activation=gate_up.activation,
-        spec=attn.spec,
-        cos_sin_PR=None if rope is None else rope.cos_sin_PR,
+        activation=block.gate_up.activation,
+        spec=block.attn.spec,
+        cos_sin_PR=None if block.rope is None else block.rope.cos_sin_PR,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         head_eps=1e-6 if q_norm is None else q_norm.eps,

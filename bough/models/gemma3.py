@@ -52,14 +52,7 @@ class Block(nn.Module):
 
     def parts(self) -> BlockParts | None:
         return parts_of(
-            attn_norm=self.attn_norm,
-            qkv=self.qkv,
-            rope=self.rope,
-            attn=self.attn,
-            out=self.out,
-            ffn_norm=self.ffn_norm,
-            gate_up=self.gate_up,
-            down=self.down,
+            self,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             after_attn_norm=self.after_attn_norm,

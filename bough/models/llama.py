@@ -47,16 +47,7 @@ class Block(nn.Module):
         return self.down(self.gate_up(x_TD)), residual_TD
 
     def parts(self) -> BlockParts | None:
-        return parts_of(
-            attn_norm=self.attn_norm,
-            qkv=self.qkv,
-            rope=self.rope,
-            attn=self.attn,
-            out=self.out,
-            ffn_norm=self.ffn_norm,
-            gate_up=self.gate_up,
-            down=self.down,
-        )
+        return parts_of(self)
 
 
 def make(facts: ModelFacts, build: Build) -> Decoder:

@@ -56,8 +56,7 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         pages -= run.num_new_pages
         tokens -= len(run.tokens)
     if wants_prefill and not plan.retract:
-        pace = _pace(queues, [*plan.decodes.tolist(), *(run.slot for run in plan.runs)])
-        budget = prefill_budget(queues, limits, tokens, len(plan.decodes) + len(plan.runs), pace)
+        budget = prefill_budget(queues, limits, tokens, len(plan.decodes) + len(plan.runs), _pace(queues, plan))
         prefill = plan_prefill(queues, cache, limits, tokens=budget, pages=pages, decode_pages=decode_pages)
         plan.shares = prefill.shares
         if prefill.preempt:
@@ -91,9 +90,11 @@ _UNWATCHED = 5.0
 """Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens."""
 
 
-def _pace(queues: Queues, slots: list[int]) -> float:
-    """How many times their target rows may wait for a token."""
-    return 1.0 if (queues.slots.hold[slots] < NEVER).any() else _UNWATCHED
+def _pace(queues: Queues, plan: StepPlan) -> float:
+    """How many times their target the step's rows may wait for a token."""
+    hold = queues.slots.hold
+    is_watched = (hold[plan.decodes] < NEVER).any() or any(hold[run.slot] < NEVER for run in plan.runs)
+    return 1.0 if is_watched else _UNWATCHED
 
 
 def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int, pace: float = 1.0) -> int:

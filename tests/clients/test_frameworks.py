@@ -9,11 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +38,6 @@ WEATHER = {
         },
     },
 }
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    python = os.environ.get("BOUGH_PYTHON", sys.executable)
-    process = subprocess.Popen(
-        [python, "-m", "bough", "serve", "--port", "0", "--batch-dir", str(tmp_path_factory.mktemp("batches"))],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    said: list[str] = []
-    for line in process.stdout:
-        said.append(line)
-        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1", line)
-        if found:
-            os.set_blocking(process.stdout.fileno(), False)
-            yield found[1]
-            process.terminate()
-            process.wait(30)
-            return
-    raise AssertionError("the server did not start:\n" + "".join(said))
 
 
 def test_litellm(url: str) -> None:

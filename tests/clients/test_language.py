@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,27 +16,6 @@ import bough as sgl  # noqa: E402
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 MODEL = "SmolLM2-135M-Instruct"
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    python = os.environ.get("BOUGH_PYTHON", sys.executable)
-    process = subprocess.Popen(
-        [python, "-m", "bough", "serve", "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    said: list[str] = []
-    for line in process.stdout:
-        said.append(line)
-        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1", line)
-        if found:
-            os.set_blocking(process.stdout.fileno(), False)
-            yield found[1]
-            process.terminate()
-            process.wait(30)
-            return
-    raise AssertionError("the server did not start:\n" + "".join(said))
 
 
 @sgl.function
