@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import json
 import os
@@ -13,18 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bough.config.concerns import MediaConfig
 from bough.core.errors import BoughError, ConfigError, Unavailable
 
 HELP = """/stats        speed of the last answer, and the server's numbers
-/image FILE   show this picture with the next question
+/image FILE   show this picture (a file, or a URL) with the next question
 /history      print the conversation
 /clear        forget the conversation
 /exit         leave (also Ctrl-D)"""
 
 _PROMPT = "> "
-_MOST_IMAGE_BYTES = 16 * 1024 * 1024
-_IMAGE_MARKS = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-"""How files of each kind begin."""
+_MEDIA = MediaConfig(allowed_media_domains=("*",), max_media_bytes=12 * 1024 * 1024)
+"""Whoever types a URL means it: any public host may be asked. In base64 it still fits a request of 16 MiB."""
 
 
 @dataclass
@@ -71,8 +72,8 @@ class Conversation:
         self.images = []
 
     def attach(self, name: str) -> None:
-        """Shows a picture with the next question. Raises `ConfigError`."""
-        self.images.append(_data_url(Path(name).expanduser()))
+        """Shows a picture (a file, or a URL) with the next question. Raises `BoughError`."""
+        self.images.append(_data_url(name))
 
     def ask(self, text: str) -> Iterator[tuple[str, str]]:
         """Yields ("reasoning" or "content", text) as it arrives. The answer joins the history when it is complete."""
@@ -165,7 +166,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, help="longest answer")
     parser.add_argument("--temperature", type=float, help="0: always the likeliest token")
     parser.add_argument("--quick", metavar="TEXT", help="ask one question, print the answer, leave")
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help="show it with the first question")
+    parser.add_argument("--image", metavar="FILE", action="append", default=[],
+                        help="a file or a URL to show with the first question")  # fmt: skip
     parser.add_argument("--stats", action="store_true", help="print speed after each answer")
     arguments = parser.parse_args(list(argv))
     options: dict[str, Any] = {}
@@ -245,7 +247,7 @@ def command(conversation: Conversation, text: str) -> bool:
 def _show_image(conversation: Conversation, name: str) -> None:
     try:
         conversation.attach(name)
-    except ConfigError as error:
+    except BoughError as error:
         print(error.lines())
     else:
         print(f"({len(conversation.images)} with the next question)")
@@ -264,21 +266,22 @@ def _plain(content: str | list[dict[str, Any]]) -> str:
     return " ".join(part["text"] if part["type"] == "text" else "(picture)" for part in content)
 
 
-def _data_url(path: Path) -> str:
-    """The picture's bytes as a URL. The server need not be able to read the file."""
-    fix = "name a PNG, JPEG, GIF or WebP file"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(what=f"can't read {path}", why=error.strerror or "", fix=fix) from error
-    kind = next((kind for mark, kind in _IMAGE_MARKS.items() if data.startswith(mark)), None)
-    if kind is None:
-        raise ConfigError(what=f"{path} is no picture", why="it begins with other bytes", fix=fix)
-    if len(data) > _MOST_IMAGE_BYTES:
-        raise ConfigError(
-            what=f"{path} has {len(data):,} bytes", why=f"at most {_MOST_IMAGE_BYTES:,} are sent", fix="make it smaller"
-        )
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+def _data_url(name: str) -> str:
+    """A picture's bytes as a URL: the server need neither read the file nor reach the web. Raises `BoughError`."""
+    from bough.multimodal import Door
+    from bough.multimodal.local import read_file
+
+    door = Door(_MEDIA)
+    if name.lower().startswith(("http://", "https://", "data:")):
+        picture = asyncio.run(door.fetch(name))
+    else:
+        path = Path(name).expanduser()
+        try:
+            picture = door.check(read_file(path, _MEDIA.max_media_bytes))
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError(what=f"can't read {path}", why=why, fix="name a PNG, JPEG, GIF or WebP file") from error
+    return f"data:{picture.mime};base64,{base64.b64encode(picture.data).decode()}"
 
 
 def answer_plain(conversation: Conversation, text: str) -> None:

@@ -18,7 +18,7 @@ from bough.cli.config_flags import parse
 from bough.cli.version import installed
 from bough.config.concerns import Config
 from bough.config.memory_plan import GIB, show_bytes
-from bough.core.errors import ConfigError
+from bough.core.errors import BoughError, ConfigError
 from bough.platform.cuda_driver import query_gpu
 from bough.platform.facts import DeviceFacts, detect, torch_cuda_version
 
@@ -50,10 +50,15 @@ def run(argv: Sequence[str]) -> int:
         epilog="Every flag of `bough serve` may follow, to ask about that very command.",
     )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument(
+        "--media", metavar="URL", action="append", default=[],
+        help="would a picture (an http, https, file or data URL) pass, under the media flags that follow?",
+    )  # fmt: skip
     arguments, rest = parser.parse_known_args(list(argv))
     config = parse(rest).loaded.config
     asked = any(not argument.startswith("-") for argument in rest) or bool(config.model.model)
     findings = [*machine(config), *(fits(config) if asked or _has_default_model() else [])]
+    findings += [passes(url, config) for url in arguments.media]
     worst = max((finding.verdict for finding in findings), key=lambda verdict: EXIT[verdict])
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -109,6 +114,22 @@ def fits(config: Config) -> Iterator[Finding]:
     yield Finding("OK", f"{name} fits ({supported}): {concurrency}")
     for what, size, remark in plan.rows():
         yield Finding("OK", f"  {what:<12} {show_bytes(size):>10}  {remark}".rstrip())
+
+
+def passes(url: str, config: Config) -> Finding:
+    """Whether the one door for media lets this picture in. It is fetched and measured, and not decoded."""
+    import asyncio
+
+    from bough.multimodal import Door
+
+    shown = url if len(url) <= 80 else url[:77] + "..."
+    try:
+        picture = asyncio.run(Door(config.media).fetch(url))
+    except BoughError as error:
+        return Finding("FAIL", f"{shown}: {error.what}" + (f" ({error.why})" if error.why else ""), error.fix)
+    frames = f", {picture.frames} frames" if picture.frames > 1 else ""
+    size = f"{picture.width:,} x {picture.height:,} pixels{frames}, {show_bytes(len(picture.data))}"
+    return Finding("OK", f"{shown}: {picture.kind.upper()}, {size}")
 
 
 def _packages() -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import bough
 from bough.config.check import check_exposure, is_loopback
-from bough.config.concerns import Config
+from bough.config.concerns import Config, MediaConfig
 from bough.core.errors import BoughError
 from bough.entrypoints.http.sockets import bind, bind_all
 from bough.launch import Running, start
@@ -46,6 +46,7 @@ class LocalServer:
         """`sockets`: already bound, one for each API worker, to be closed by this server. Raises `ConfigError` before any
         process is started if the address can't be had or must not be."""
         check_exposure(config)
+        check_media(config)
         self.config = config
         if config.server.grpc_port:
             bind(config.server.host, config.server.grpc_port).close()  # a taken port is found out now
@@ -134,6 +135,14 @@ class LocalServer:
         self._running.stop()
         if self._stopper is not None:
             self._stopper.join()
+
+
+def check_media(config: Config) -> None:
+    """Raises `ConfigError` if the media settings can't be meant."""
+    if config.media != MediaConfig():
+        from bough.multimodal import Door
+
+        Door(config.media)
 
 
 class Progress:

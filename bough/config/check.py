@@ -64,6 +64,10 @@ def _ranges(config: Config) -> None:
         ("watchdog_timeout_s", server.watchdog_timeout_s, 0.1, None),
         ("client_timeout_s", server.client_timeout_s, 0.1, None),
         ("response_store_size", server.response_store_size, 0, None),
+        ("max_media_bytes", config.media.max_media_bytes, 1024, 2**31),
+        ("max_media_pixels", config.media.max_media_pixels, 1, 2**31),
+        ("max_media_frames", config.media.max_media_frames, 1, 65_535),
+        ("media_timeout_s", config.media.media_timeout_s, 0.1, 3600.0),
         ("decode_log_interval_s", log.decode_log_interval_s, 0.0, None),
     ):
         _in_range(name, value, low, high)

@@ -217,6 +217,24 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Which pictures are fetched, and how large they may be."""
+
+    allowed_media_domains: tuple[str, ...] = ()
+    """Where pictures may be fetched from: example.com, *.example.com, addresses, networks, or * for every public host."""
+    allowed_local_media_path: str = ""
+    """Directory from which file: URLs may be read. Without one, none are."""
+    max_media_bytes: int = 64 * 1024 * 1024
+    """Largest picture, as it comes."""
+    max_media_pixels: int = 50_000_000
+    """Most pixels of a picture, all frames together; checked before it is decoded."""
+    max_media_frames: int = 128
+    """Most frames of an animation."""
+    media_timeout_s: float = 10.0
+    """Seconds that fetching a picture may take, redirects included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is said, and how."""
 
@@ -252,4 +270,5 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -78,6 +78,11 @@ def load_config(
     apply(given, lambda name: "--" + name.replace("_", "-") if as_flags else name)
     config = assemble(values)
     check(config)
+    media = [origin for name, origin in origins.items() if settings()[name].group == "media"]
+    if media:
+        notes.append(
+            f"{', '.join(media)}: every model served so far takes text only; `bough doctor --media URL` tries it"
+        )
     return Loaded(config=config, origins=origins, notes=tuple(notes))
 
 

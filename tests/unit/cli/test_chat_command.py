@@ -17,7 +17,7 @@ from scripted_server import Answer, FakeServer, serving
 
 from bough.cli import chat
 from bough.cli.chat import Conversation
-from bough.core.errors import BoughError, ConfigError, Unavailable
+from bough.core.errors import BoughError, Unavailable
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,10 @@ def test_the_key_is_asked_for() -> None:
         assert Conversation(running.url, "s3cret").model == "fake"
 
 
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+"""One pixel."""
 
 
 def test_a_picture_goes_with_the_next_question_only(server: FakeServer, tmp_path: Path) -> None:
@@ -115,8 +118,19 @@ def test_what_is_no_picture_is_refused(
     assert chat.run(["--url", server.url]) == 0
     printed = capsys.readouterr().out
     assert "can't read" in printed
-    assert "is no picture" in printed
+    assert "no picture of a kind that is taken" in printed
     assert "(1 with the next question)" in printed
     assert "user: hello\nassistant: heard 1.\n" in printed
-    with pytest.raises(ConfigError, match="is no picture"):
+    with pytest.raises(BoughError, match="no picture"):
         chat.run(["--url", server.url, "--image", f"{tmp_path}/text.png", "--quick", "hi"])
+
+
+def test_a_picture_by_its_url_passes_the_door(server: FakeServer) -> None:
+    """The picture is fetched here, under guard, and sent as bytes: the server need not reach the web."""
+    talk = Conversation(server.url, "")
+    talk.attach(f"data:image/gif;base64,{base64.b64encode(PNG).decode()}")
+    assert talk.images == [f"data:image/png;base64,{base64.b64encode(PNG).decode()}"], "its bytes say what it is"
+    before = len(server.engine.seen)
+    with pytest.raises(BoughError, match="nothing is fetched from 127"):
+        talk.attach(server.url + "/ui/app.js")
+    assert len(server.engine.seen) == before

@@ -226,6 +226,36 @@ def test_doctor_sees_a_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor._port("127.0.0.1", port).verdict == "OK"
 
 
+def test_doctor_tries_the_door_for_media(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pixel = (
+        "data:image/png;base64,"
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    )
+    assert doctor.run(["--port", "0", "--media", pixel]) in (0, 1)
+    assert "PNG, 1 x 1 pixels" in capsys.readouterr().out
+    assert doctor.run(["--port", "0", "--media", "http://example.com/cat.png"]) == 2
+    assert "--allowed-media-domains" in capsys.readouterr().out
+    listed = ["--allowed-media-domains", "*", "--media", "http://127.0.0.1/cat.png"]
+    assert doctor.run(["--port", "0", *listed]) == 2
+    assert "no public address" in capsys.readouterr().out
+    below = ["--allowed-local-media-path", str(tmp_path), "--media", f"file://{tmp_path}/../x.png"]
+    assert doctor.run(["--port", "0", *below]) == 2
+
+
+@pytest.mark.parametrize(
+    "flags", [["--allowed-media-domains", "http://x"], ["--allowed-local-media-path", "/nowhere/at/all"]]
+)
+def test_media_flags_that_can_not_be_meant_stop_a_server(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["serve", "--port", "0", *flags]) == 1
+    assert "media" in capsys.readouterr().err
+
+
+def test_media_flags_say_what_they_can_do_today(capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = parse(["--allowed-media-domains", "example.com"], {}).loaded
+    assert any("text only" in note and "--allowed-media-domains" in note for note in loaded.notes)
+    assert not parse([], {}).loaded.notes
+
+
 def test_doctor_is_quick_and_needs_no_torch() -> None:
     code = (
         "import sys, time; from bough.cli.main import main; main(['doctor', '--json']);"

@@ -1,0 +1,110 @@
+"""`Door`: from what a client named to a `Picture` within the limits. Every entrance and every command uses this one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from pathlib import Path
+
+from bough.config.concerns import MediaConfig
+from bough.core.errors import ConfigError
+from bough.multimodal.address import parse_file
+from bough.multimodal.allowed import AllowList
+from bough.multimodal.errors import MediaError, MediaNotAllowed, MediaTooLarge
+from bough.multimodal.local import read_below, too_many_bytes
+from bough.multimodal.picture import Picture, read_picture
+from bough.multimodal.remote import Resolve, fetch, look_up
+
+
+class Door:
+    """Takes `data:` URLs always, `http(s):` from listed domains, `file:` from below one directory if there is one."""
+
+    def __init__(self, config: MediaConfig, *, resolve: Resolve = look_up) -> None:
+        """Raises `ConfigError` if the settings can't be meant."""
+        self._config = config
+        self._allowed = AllowList.of(config.allowed_media_domains)
+        self._root = _root(config.allowed_local_media_path)
+        self._resolve = resolve
+
+    async def fetch(self, url: str) -> Picture:
+        """Raises `MediaError`. Nothing of the picture has been decoded."""
+        data = await self._bytes(url)
+        return await asyncio.to_thread(self.check, data)
+
+    def check(self, data: bytes) -> Picture:
+        """The picture that these bytes are, if it is within the limits. Raises `MediaError`."""
+        config = self._config
+        if len(data) > config.max_media_bytes:
+            raise too_many_bytes(config.max_media_bytes)
+        picture = read_picture(data)
+        if picture.frames > config.max_media_frames:
+            raise MediaTooLarge(
+                what=f"this picture has {picture.frames:,} frames",
+                why=f"at most {config.max_media_frames:,} are taken",
+                fix="send fewer",
+            )
+        if picture.pixels > config.max_media_pixels:
+            times = f" x {picture.frames} frames" if picture.frames > 1 else ""
+            raise MediaTooLarge(
+                what=f"this picture has {picture.width:,} x {picture.height:,} pixels{times}",
+                why=f"at most {config.max_media_pixels:,} pixels are taken",
+                fix="send a smaller one",
+            )
+        return picture
+
+    async def _bytes(self, url: str) -> bytes:
+        scheme = url[:8].partition(":")[0].lower()
+        match scheme:
+            case "data":
+                return await asyncio.to_thread(_from_data_url, url, self._config.max_media_bytes)
+            case "http" | "https":
+                return await fetch(
+                    url, self._allowed, most_bytes=self._config.max_media_bytes, timeout_s=self._config.media_timeout_s,
+                    resolve=self._resolve,
+                )  # fmt: skip
+            case "file":
+                if self._root is None:
+                    raise MediaNotAllowed(
+                        what="this server reads no media from its disk",
+                        why="it was started without --allowed-local-media-path",
+                        fix="send the bytes as a data: URL",
+                    )
+                parts = parse_file(url)
+                return await asyncio.to_thread(read_below, self._root, parts, self._config.max_media_bytes)
+        raise MediaError(
+            what="this names no picture",
+            why="it must be a data:, http(s): or file: URL",
+            fix="send the bytes as a data: URL",
+        )
+
+
+def _from_data_url(url: str, most_bytes: int) -> bytes:
+    head, comma, text = url.partition(",")
+    if not comma or len(head) > 256 or not head.lower().endswith(";base64"):
+        raise MediaError(
+            what="this is no data: URL that can be read", why="its bytes must be in base64",
+            fix="for example data:image/png;base64,iVBORw0...",
+        )  # fmt: skip
+    if len(text) * 3 // 4 > most_bytes + 2:
+        raise too_many_bytes(most_bytes)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(
+            what="this data: URL is broken", why="what follows the comma is not base64", fix="check it"
+        ) from error
+
+
+def _root(given: str) -> Path | None:
+    if not given:
+        return None
+    root = Path(given).expanduser()
+    if not root.is_dir() or root.resolve() == Path("/"):
+        raise ConfigError(
+            what=f"media can't be read from {given}",
+            why="it is the whole disk" if root.is_dir() else "there is no such directory",
+            fix="name a directory that holds nothing else, with --allowed-local-media-path",
+            param="allowed_local_media_path",
+        )
+    return root.resolve()
