@@ -19,6 +19,8 @@ from bough.entrypoints.fim import FimFormat
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request, Stream
 from bough.observability.health import Beat, Pulse, State
+from bough.observability.log import set_log_level
+from bough.observability.switches import LogListener, LogSwitch, tell_all
 from bough.tokenizer import Tokenizer, TokenizerPool
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Service:
         """Made by the route that fills it."""
         self._drainers: list[Callable[[bool], None]] = []
         self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._log_directory: Path | None = None
         self._pulse = pulse
         self._pool = TokenizerPool(served.tokenizer) if served.tokenizer is not None else None
 
@@ -152,6 +155,32 @@ class Service:
             )
         bounds.at_most("tokenize_chars", sum(map(len, texts)), "prompt")
         return await self._pool.encode_batch(texts, add_special_tokens)
+
+    def follow_log_switches(self, directory: Path, process: str) -> None:
+        """From now on, until the service closes, this process logs as `/configure_logging` says, whoever answers it."""
+        listener = LogListener(directory, process, self._switched)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener.fileno(), listener.answer)
+        self._log_directory = directory
+
+        async def stop() -> None:
+            loop.remove_reader(listener.fileno())
+            listener.close()
+
+        self.at_close(stop)
+
+    async def switch_logging(self, switch: LogSwitch) -> list[str]:
+        """Changes what all processes of the server log, and returns the names of those that have confirmed it."""
+        if self._log_directory is not None:
+            return await asyncio.to_thread(tell_all, self._log_directory, switch)
+        if switch.log_level is not None:
+            set_log_level(switch.log_level)
+        self._switched(switch)
+        return []
+
+    def _switched(self, switch: LogSwitch) -> None:
+        if switch.log_requests is not None:
+            self.log_requests = switch.log_requests
 
     def start_counting(self) -> None:
         """From now on requests are clients' requests, and counted."""

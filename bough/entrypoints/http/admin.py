@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +11,8 @@ from bough.entrypoints.http.body import S, parse_json, read_bytes
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.service import Service
-from bough.observability.log import log_level, set_log_level
+from bough.observability.log import log_level
+from bough.observability.switches import LogSwitch
 
 
 class PauseRequest(msgspec.Struct, kw_only=True):
@@ -30,23 +29,18 @@ class ProfileRequest(msgspec.Struct, kw_only=True):
     num_steps: int | None = None
 
 
-class LoggingRequest(msgspec.Struct, kw_only=True):
+class LoggingRequest(LogSwitch):
     """POST /configure_logging: what is not given stays as it is."""
-
-    log_level: Literal["debug", "info", "warning", "error"] | None = None
-    log_requests: bool | None = None
 
 
 def configure_logging(service: Service) -> Handler:
-    """Changes what this API worker logs, and tells how it is now."""
+    """Changes what every process of the server logs; tells how it is now, and which processes have said that they do."""
 
     async def handle(request: Request) -> Response:
         asked = await _optional(request, LoggingRequest, service)
-        if asked.log_level is not None:
-            set_log_level(asked.log_level)
-        if asked.log_requests is not None:
-            service.log_requests = asked.log_requests
-        return json_reply({"success": True, "log_level": log_level(), "log_requests": service.log_requests})
+        processes = await service.switch_logging(asked)
+        told = {"log_level": log_level(), "log_requests": service.log_requests, "processes": processes}
+        return json_reply({"success": True, **told})
 
     return handle
 

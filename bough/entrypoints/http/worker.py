@@ -124,6 +124,7 @@ class Worker:
         telemetry.exporter = self._exporter
         pulse = Pulse(self._endpoints.heartbeat)
         self._service = Service(self._config, served, intake, pulse, admission, telemetry)
+        self._service.follow_log_switches(self._endpoints.path(""), f"api{self._index}")
         if warm_up:
             await _warm_up(intake)
         if self._index == 0:

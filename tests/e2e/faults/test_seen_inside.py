@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,10 @@ def _configure_logging(server: Server) -> None:
         return httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=10)
 
     assert post("wrong", log_requests=False).status_code == 401
-    assert post("b0ss", log_requests=False).json() == {"success": True, "log_level": "info", "log_requests": False}
+    everybody = ["api0", "detokenizer", "engine"]
+    assert post("b0ss", log_requests=False).json() == {
+        "success": True, "log_level": "info", "log_requests": False, "processes": everybody,
+    }  # fmt: skip
     assert server.ask(body(tokens=2, rid="unseen")).status_code == 200
     assert post("b0ss", log_requests=True, log_level="debug").json()["log_level"] == "debug"
     assert server.ask(body(tokens=2, rid="seen again")).status_code == 200
@@ -193,3 +197,41 @@ def _replay(dump: Path, secret: str) -> None:
         assert sent.returncode == 0, sent.stdout + sent.stderr
         assert "3 requests" in sent.stdout
         assert again.metrics()["requests_submitted_total"] == 3
+
+
+def test_log_switches_reach_every_process() -> None:
+    """Whichever of three API workers is told, all of them and the engine do as it says."""
+    flags = (
+        "--api-workers",
+        "3",
+        "--admin-api-key",
+        "b0ss",
+        "--log-level",
+        "warning",
+        "--decode-log-interval-s",
+        "0.2",
+    )
+    everybody = ["api0", "api1", "api2", "detokenizer", "engine"]
+    with Server(*flags) as server:
+
+        def switch(**fields: Any) -> dict[str, Any]:
+            headers = {"authorization": "Bearer b0ss"}
+            reply = httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=10)
+            told: dict[str, Any] = reply.json()
+            return told
+
+        assert until(lambda: switch()["processes"] == everybody, 60), "further workers come a little later"
+        assert server.ask(body(tokens=40, rid="quiet")).status_code == 200
+        assert not re.search(r" info ", server.log())
+        switch(log_level="info", log_requests=True)
+        for at in range(24):  # each a connection of its own, which any worker may take
+            assert server.ask(body(tokens=20, rid=f"loud-{at}")).status_code == 200
+        told = server.log()
+        assert all(f"rid=loud-{at}" in told for at in range(24))
+        assert until(lambda: re.search(r" info +engine ", server.log()), 10), "the engine's line about throughput"
+        switch(log_level="error", log_requests=False)
+        before = len(server.log())
+        for at in range(12):
+            assert server.ask(body(tokens=20, rid=f"hush-{at}")).status_code == 200
+        time.sleep(0.5)
+        assert " info " not in server.log()[before:]

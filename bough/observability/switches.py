@@ -1,0 +1,144 @@
+"""Log switches that reach every process of a server: whoever is told to change them tells all others.
+
+Each process listens on a datagram socket in the server's private directory, so nobody polls; the last change is kept there
+too, for processes that start later. What can't be read is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from bough.observability.log import log_level, set_log_level
+
+_MOST_BYTES = 4096
+_WAIT_S = 1.0
+_KEPT = "logging.json"
+_telling = threading.Lock()
+
+
+class LogSwitch(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What to change; what is not given stays as it is."""
+
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    log_requests: bool | None = None
+
+
+class Heard(msgspec.Struct, kw_only=True):
+    """A process has changed."""
+
+    process: str
+    log_level: str
+
+
+Changed = Callable[[LogSwitch], None]
+
+
+class LogListener:
+    """One process's ear. `answer` handles what has come and never waits; `follow` does so in a thread, until the end."""
+
+    def __init__(self, directory: Path, process: str, changed: Changed | None = None) -> None:
+        """`changed` hears of a switch once this process's log level has changed; at once, if one was made before."""
+        self._process = process
+        self._changed = changed
+        self._path = directory / f"l{os.getpid()}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self._socket.bind(str(self._path))
+        with contextlib.suppress(OSError):
+            self._apply((directory / _KEPT).read_bytes())
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def answer(self) -> None:
+        """For event loops: call it when the socket can be read."""
+        with contextlib.suppress(OSError):
+            self._hear(*self._socket.recvfrom(_MOST_BYTES, socket.MSG_DONTWAIT))
+
+    def follow(self) -> None:
+        """For processes without an event loop: listens in the background."""
+        threading.Thread(target=self._listen, name="log-switches", daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                self._hear(*self._socket.recvfrom(_MOST_BYTES))
+            except OSError:
+                return
+
+    def _hear(self, data: bytes, sender: str | None) -> None:
+        if self._apply(data) and sender:
+            heard = msgspec.json.encode(Heard(process=self._process, log_level=log_level()))
+            with contextlib.suppress(OSError):
+                self._socket.sendto(heard, socket.MSG_DONTWAIT, sender)
+
+    def _apply(self, data: bytes) -> bool:
+        try:
+            switch = msgspec.json.decode(data, type=LogSwitch)
+        except msgspec.MsgspecError:
+            return False
+        if switch.log_level is not None:
+            set_log_level(switch.log_level)
+        if self._changed is not None:
+            self._changed(switch)
+        return True
+
+
+def tell_all(directory: Path, switch: LogSwitch) -> list[str]:
+    """Every process that listens in `directory` makes the change. Returns the names of those that did within a second."""
+    with _telling, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
+        _keep(directory, switch)
+        own = directory / f"t{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            own.unlink()
+        mouth.bind(str(own))
+        try:
+            waiting = 0
+            for path in directory.glob("l[0-9]*"):
+                with contextlib.suppress(OSError):  # it has ended
+                    mouth.sendto(msgspec.json.encode(switch), socket.MSG_DONTWAIT, str(path))
+                    waiting += 1
+            return sorted(_heard(mouth, waiting))
+        finally:
+            own.unlink()
+
+
+def _heard(mouth: socket.socket, waiting: int) -> set[str]:
+    names: set[str] = set()
+    give_up_s = time.monotonic() + _WAIT_S
+    while len(names) < waiting and (left_s := give_up_s - time.monotonic()) > 0:
+        mouth.settimeout(left_s)
+        try:
+            names.add(msgspec.json.decode(mouth.recv(_MOST_BYTES), type=Heard).process)
+        except TimeoutError:
+            break
+        except msgspec.MsgspecError:
+            continue
+    return names
+
+
+def _keep(directory: Path, switch: LogSwitch) -> None:
+    """Adds the change to those made before."""
+    kept = directory / _KEPT
+    merged = LogSwitch()
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        merged = msgspec.json.decode(kept.read_bytes(), type=LogSwitch)
+    changes = {name: value for name, value in msgspec.structs.asdict(switch).items() if value is not None}
+    fresh = directory / f"{_KEPT}.{os.getpid()}"
+    fresh.write_bytes(msgspec.json.encode(msgspec.structs.replace(merged, **changes)))
+    os.replace(fresh, kept)
