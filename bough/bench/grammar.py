@@ -18,26 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bough.bench.engine_settings import NOTE, parse_with_settings
+from bough.bench.schemas import RECORD, SCHEMAS, Json
 from bough.core.errors import ConfigError
 from bough.engine_api import Engine
-
-Json = dict[str, Any]
-
-STRINGS: Json = {"type": "array", "items": {"type": "string"}, "minItems": 10_000}
-"""Never ends by itself, and its text is nowhere certain."""
-
-_RECORD: Json = {
-    "type": "object",
-    "properties": {
-        "customer_identification_number": {"type": "integer", "minimum": 100_000, "maximum": 999_999},
-        "preferred_shipping_address": {"type": "string", "minLength": 24, "maxLength": 48},
-        "is_newsletter_subscriber": {"type": "boolean"},
-        "last_known_account_balance": {"type": "integer", "minimum": 1_000_000, "maximum": 9_999_999},
-        "reason_for_the_last_contact": {"type": "string", "minLength": 24, "maxLength": 48},
-    },
-}
-RECORD: Json = {**_RECORD, "required": list(_RECORD["properties"])}
-RECORDS: Json = {"type": "array", "items": RECORD, "minItems": 10_000}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,8 +72,8 @@ def cost(engine: Engine, batch: int, output_len: int, repeat: int) -> Json:
     taken off; a cost is the median of what each turn says."""
     ways: dict[str, Json] = {
         "free": {},
-        "strings": {"json_schema": json.dumps(STRINGS)},
-        "records": {"json_schema": json.dumps(RECORDS)},
+        "strings": {"json_schema": SCHEMAS["strings"]},
+        "records": {"json_schema": SCHEMAS["records"]},
     }
     for constraint in ways.values():
         _timed(engine, batch, output_len, constraint)

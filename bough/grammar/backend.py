@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from bough.core.sampling import GrammarKind
 from bough.core.step import I32, Mask
+from bough.grammar.rules import Grammar
 from bough.grammar.vocabulary import Tokens
 
 
@@ -64,6 +65,10 @@ class Backend(Protocol):
 
     def compile(self, program: Program) -> Automaton:
         """May take long, and as much memory as the limits of the process allow. Raises `BadGrammar`."""
+        ...
+
+    def tree(self, kind: GrammarKind, source: str, program: Program) -> Grammar | None:
+        """The grammar that the program stands for, if matchers follow it to the letter."""
         ...
 
     def fill_all(self, matchers: Sequence[Any], masks: Mask) -> None:

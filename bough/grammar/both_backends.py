@@ -16,6 +16,7 @@ from bough.core.step import Mask
 from bough.grammar.backend import Automaton, Backend, Program
 from bough.grammar.errors import BadGrammar
 from bough.grammar.notation import counts_far
+from bough.grammar.rules import Grammar
 from bough.grammar.sources import grammar_of
 from bough.grammar.tags import grammars_in
 from bough.grammar.vocabulary import Tokens
@@ -52,6 +53,11 @@ class BothBackends:
         if program.form == "lark" and self._second is not None:
             return self._second.compile(program)
         return self._first.compile(program)
+
+    def tree(self, kind: GrammarKind, source: str, program: Program) -> Grammar | None:
+        if program.form == "lark" and self._second is not None:
+            return self._second.tree(kind, source, program)
+        return self._first.tree(kind, source, program)
 
     def fill_all(self, matchers: Sequence[Any], masks: Mask) -> None:
         firsts = np.array([isinstance(each, XgrammarMatcher) for each in matchers])

@@ -15,6 +15,7 @@ from bough.grammar.backend import Program
 from bough.grammar.errors import BadGrammar, shorten
 from bough.grammar.lark_tags import lark_tag
 from bough.grammar.notation import to_lark
+from bough.grammar.rules import Grammar
 from bough.grammar.sources import grammar_of
 from bough.grammar.vocabulary import Tokens
 
@@ -127,6 +128,9 @@ class LlguidanceBackend:
         if native.is_error():
             raise BadGrammar(f"the grammar can't be compiled: {shorten(native.get_error().splitlines()[0], 300)}")
         return LlguidanceAutomaton(native, program, self._tokens.stop_ids)
+
+    def tree(self, kind: GrammarKind, source: str, program: Program) -> Grammar | None:
+        return grammar_of(kind, source, self._max_whitespace) if kind != "structural_tag" else None
 
     def fill_all(self, matchers: Sequence[LlguidanceMatcher], masks: Mask) -> None:
         pairs = [(each.native, row) for row, each in enumerate(matchers)]

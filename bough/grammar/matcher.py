@@ -14,6 +14,8 @@ import numpy as np
 from bough.core.step import I32
 from bough.grammar.backend import Backend, NativeMatcher
 from bough.grammar.bits import clear_bit, count_bits, first_bit, has_bit, set_bit
+from bough.grammar.sights import Sight, Sights, make_sights
+from bough.grammar.states import LOST, States
 from bough.grammar.vocabulary import Vocabulary
 
 _FEW = 2048
@@ -27,20 +29,31 @@ _OPEN_END = 3
 
 
 class TokenMatcher:
-    """A `core.grammar.Matcher`."""
+    """A `core.grammar.Matcher`. With names for the places of its grammar, it shares what is seen from them with others."""
 
-    __slots__ = ("_chosen", "_ended", "_forced", "_mask", "_num_allowed", "_vocabulary", "native", "tokens")
+    __slots__ = ("_chosen", "_ended", "_forced", "_mask", "_places", "_sight", "_sights", "_states", "_vocabulary",
+                 "native", "tokens")  # fmt: skip
 
-    def __init__(self, native: NativeMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        native: NativeMatcher,
+        vocabulary: Vocabulary,
+        states: States | None = None,
+        sights: Sights | None = None,
+    ) -> None:
         self.native = native
         self.tokens: list[int] = []
         """What was accepted."""
         self._vocabulary = vocabulary
+        self._states = states if sights is not None else None
+        self._sights = sights
+        self._places = [states.start] if states is not None and sights is not None else [LOST]
+        """Where it has been, in front of each token and after the last."""
         self._ended = False
+        self._sight: Sight | None = self.find_sight()
+        """What the grammar allows next, once somebody has asked."""
         self._mask: I32 | None = None
-        """Tokens allowed next, once somebody has asked..."""
-        self._num_allowed = 0
-        """...and how many the grammar allows."""
+        """What is left of it, where tokens that say nothing new were taken out."""
         self._forced: list[int] | None = None
         self._chosen = False
         """The last token was the model's choice."""
@@ -48,24 +61,33 @@ class TokenMatcher:
     def accept(self, token: int) -> bool:
         if self._ended:
             return False
+        places = self._places
         if token in self._vocabulary.tokens.stop_ids:
-            if not self.native.is_complete():
+            if not self._is_complete():
                 return False
             self._ended = True
+            places.append(places[-1])
         elif not self.native.accept(token):
             return False
+        elif self._states is not None:
+            places.append(self._states.after(places[-1], self._vocabulary.bytes_of(token)))
+        else:
+            places.append(LOST)
         self.tokens.append(token)
         self._chosen = self._forced == []
         self._mask = self._forced = None
+        self._sight = None if self._ended else self.find_sight()
         return True
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens <= 0:
             return
         del self.tokens[-num_tokens:]
+        del self._places[-num_tokens:]
         self.native.rollback(num_tokens - self._ended)
         self._ended = self._chosen = False
         self._mask = self._forced = None
+        self._sight = self.find_sight()
 
     def fill_mask(self, out: I32) -> None:
         forced = self._certain()
@@ -78,12 +100,7 @@ class TokenMatcher:
     def is_terminated(self) -> bool:
         if self._ended:
             return True
-        if not self.native.is_complete():
-            return False
-        rest = self._allowed().copy()
-        for token in self._vocabulary.tokens.stop_ids:
-            clear_bit(rest, token)
-        return not rest.any()
+        return self._is_complete() and self.look().is_end
 
     def forced(self) -> list[int]:
         return list(self._certain())
@@ -108,25 +125,50 @@ class TokenMatcher:
     # -- looking ----------------------------------------------------------------------------------
 
     @property
-    def needs_mask(self) -> bool:
-        return self._mask is None and not self._ended
+    def needs_sight(self) -> bool:
+        return self._sight is None and not self._ended
 
     @property
     def num_words(self) -> int:
         """Width of a mask."""
         return -(-self._vocabulary.size // 32)
 
-    def give_mask(self, mask: I32, num_allowed: int) -> None:
-        """The mask of this very state, worked out together with others'. It is kept, not copied."""
-        self._mask, self._num_allowed = mask, num_allowed
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._vocabulary.tokens.stop_ids
+
+    @property
+    def view(self) -> tuple[int, int] | None:
+        """The same for all matchers from which the same can be seen. None: nobody knows."""
+        states, place = self._states, self._places[-1]
+        return (states.number, states.view(place)) if states is not None and place != LOST else None
+
+    def find_sight(self) -> Sight | None:
+        """What somebody has seen from here."""
+        view = self.view if self._sights is not None else None
+        return self._sights.find(view) if self._sights is not None and view is not None else None
+
+    def give_sight(self, sight: Sight) -> None:
+        """What is seen from here, worked out together with others'. It is kept, for all who come here."""
+        self._sight = sight
+        view = self.view
+        if self._sights is not None and view is not None:
+            self._sights.keep(view, sight)
+
+    def look(self) -> Sight:
+        """What the grammar allows next."""
+        if self._sight is None:
+            masks = np.empty((1, self.num_words), np.int32)
+            self.native.fill(masks[0])
+            self.give_sight(*make_sights(masks, [self.native], self._vocabulary.tokens.stop_ids))
+            assert self._sight is not None, "it has just been given"
+        return self._sight
 
     def _allowed(self) -> I32:
-        if self._mask is None:
-            mask = np.empty(self.num_words, np.int32)
-            self.native.fill(mask)
-            self.give_mask(mask, count_bits(mask))
-            return mask
-        return self._mask
+        return self.look().mask if self._mask is None else self._mask
+
+    def _is_complete(self) -> bool:
+        return self._sight.is_complete if self._sight is not None else self.native.is_complete()
 
     def _certain(self) -> list[int]:
         if self._forced is None:
@@ -136,21 +178,24 @@ class TokenMatcher:
     def _look_ahead(self) -> list[int]:
         if self._ended:
             return []
-        mask, complete = self._allowed(), self.native.is_complete()
-        num_allowed = self._num_allowed
-        text = "" if complete or num_allowed > _FEW else self.native.certain_text()
+        sight = self.look()
+        if sight.num_allowed > _FEW:
+            return []
+        text = "" if sight.is_complete else self.native.certain_text()
         forced: list[int] = []
         if text:
-            forced = self._settled(self._cut(self.tokens[-_CONTEXT:], text.encode()) or self._alone(text), mask)
-        if not forced and not complete and num_allowed == 1:
-            return [first_bit(mask)]
-        if not forced and num_allowed <= _LISTED:
-            self._close_detours(mask)
+            forced = self._settled(self._cut(self.tokens[-_CONTEXT:], text.encode()) or self._alone(text), sight.mask)
+        if not forced and not sight.is_complete and sight.num_allowed == 1:
+            return [first_bit(sight.mask)]
+        if not forced and sight.num_allowed <= _LISTED:
+            self._close_detours(sight.mask)
         return forced
 
     def _certain_text(self) -> str:
         """What must follow, where that is a matter of spelling: not where a single token is left, nor where many are."""
-        text = "" if self._ended or self.native.is_complete() else self.native.certain_text()
+        if self._ended or (self._sight is not None and self._sight.num_allowed > _FEW) or self._is_complete():
+            return ""
+        text = self.native.certain_text()
         return text if text and 1 < count_bits(self._allowed()) <= _FEW else ""
 
     def _cut(self, before: Sequence[int], following: bytes) -> tuple[int, ...]:
@@ -186,6 +231,8 @@ class TokenMatcher:
             native.rollback(1)
             ids = self._cut(self.tokens[-_CONTEXT:], name + text.encode()) if text else ()
             if ids and self._longer(ids[0], token) and has_bit(mask, ids[0]):
+                if self._mask is None:
+                    mask = self._mask = mask.copy()
                 clear_bit(mask, token)
 
     def _settled(self, ids: tuple[int, ...], mask: I32) -> list[int]:
@@ -207,12 +254,16 @@ class TokenMatcher:
 
 
 def prepare(matchers: Sequence[TokenMatcher], backend: Backend) -> None:
-    """Works out the masks that are missing, several at once."""
-    wanted = [each for each in matchers if each.needs_mask]
+    """Works out what is seen from where the matchers are and nobody has been yet, several places at once."""
+    wanted = [each for each in matchers if each.needs_sight]
     if len(wanted) < 2:
         return
-    masks = np.empty((len(wanted), wanted[0].num_words), np.int32)
-    backend.fill_all([each.native for each in wanted], masks)
-    counts = np.bitwise_count(masks.view(np.uint32)).sum(1).tolist()
-    for each, mask, num_allowed in zip(wanted, masks, counts, strict=True):
-        each.give_mask(mask, num_allowed)
+    alike: dict[object, list[TokenMatcher]] = {}
+    for each in wanted:
+        alike.setdefault(each.view or id(each), []).append(each)
+    natives = [some[0].native for some in alike.values()]
+    masks = np.empty((len(natives), wanted[0].num_words), np.int32)
+    backend.fill_all(natives, masks)
+    for some, sight in zip(alike.values(), make_sights(masks, natives, wanted[0].stop_ids), strict=True):
+        for each in some:
+            each.give_sight(sight)

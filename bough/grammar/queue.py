@@ -17,6 +17,8 @@ from bough.grammar.cache import ByteCache
 from bough.grammar.errors import BadGrammar
 from bough.grammar.matcher import TokenMatcher, prepare
 from bough.grammar.sandbox import Broken, Overrun, Sandbox
+from bough.grammar.sights import Sights
+from bough.grammar.states import States, states_of
 from bough.grammar.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
@@ -38,11 +40,19 @@ class _Failure(Struct, frozen=True):
     """0: for good."""
 
 
+class _Ready(Struct, frozen=True):
+    """A compiled grammar, and names for the places in it, if there are any."""
+
+    automaton: Automaton
+    states: States | None
+
+
 class _Tools(Struct, frozen=True):
     """What the first grammar asked for brings about: the vocabulary and a backend in this process."""
 
     vocabulary: Vocabulary
     backend: Backend
+    sights: Sights
 
 
 class Grammars:
@@ -53,12 +63,12 @@ class Grammars:
         self._load_vocabulary = load_vocabulary
         self._tools: _Tools | None = None
         self._tools_lock = threading.Lock()
-        self._compiled: ByteCache[Key, Automaton] = ByteCache(settings.cache_bytes)
+        self._compiled: ByteCache[Key, _Ready] = ByteCache(settings.cache_bytes)
         self._failures: ByteCache[Key, _Failure] = ByteCache(_FAILURE_BYTES)
         self._waiting: dict[Key, list[int]] = {}
         self._answers: list[Compiled | CompileFailed] = []
         self._work: queue.SimpleQueue[Key | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[Key, Automaton | _Failure]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Key, _Ready | _Failure]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     # -- the loop's side --------------------------------------------------------------------------
@@ -86,7 +96,7 @@ class Grammars:
             if isinstance(result, _Failure):
                 self._failures.put(key, result, len(key[1]) + len(result.message) + 256)
             else:
-                self._compiled.put(key, result, result.num_bytes + len(key[1]))
+                self._compiled.put(key, result, result.automaton.num_bytes + len(key[1]))
             self._answers += [self._answer(request_id, result) for request_id in self._waiting.pop(key, ())]
         answers, self._answers = self._answers, []
         return answers
@@ -109,18 +119,20 @@ class Grammars:
             thread.join(timeout=self.settings.time_limit_s + 1.0)
         self._threads.clear()
 
-    def _known(self, key: Key) -> Automaton | _Failure | None:
+    def _known(self, key: Key) -> _Ready | _Failure | None:
         failure = self._failures.get(key)
         if failure is not None and failure.until_s and failure.until_s < time.monotonic():
             self._failures.drop(key)
             failure = None
         return failure or self._compiled.get(key)
 
-    def _answer(self, request_id: int, result: Automaton | _Failure) -> Compiled | CompileFailed:
+    def _answer(self, request_id: int, result: _Ready | _Failure) -> Compiled | CompileFailed:
         if isinstance(result, _Failure):
             return CompileFailed(request_id, result.message, result.status)
         assert self._tools is not None, "something was compiled"
-        return Compiled(request_id, TokenMatcher(result.matcher(), self._tools.vocabulary))
+        tools = self._tools
+        matcher = TokenMatcher(result.automaton.matcher(), tools.vocabulary, result.states, tools.sights)
+        return Compiled(request_id, matcher)
 
     def _start_thread(self) -> None:
         """One more thread while sources wait, up to the number of workers."""
@@ -161,7 +173,7 @@ class Grammars:
         with self._tools_lock:
             if self._tools is None:
                 vocabulary = self._load_vocabulary()
-                self._tools = _Tools(vocabulary, make_backend(self.settings, vocabulary.tokens))
+                self._tools = _Tools(vocabulary, make_backend(self.settings, vocabulary.tokens), Sights())
             return Sandbox(self.settings, self._tools.vocabulary.tokens)
 
     def _start_quietly(self, sandbox: Sandbox) -> None:
@@ -171,13 +183,16 @@ class Grammars:
         except Broken as error:
             _log.warning("%s", error)
 
-    def _compile(self, sandbox: Sandbox, key: Key) -> Automaton | _Failure:
+    def _compile(self, sandbox: Sandbox, key: Key) -> _Ready | _Failure:
         """Tries a source in the sandbox; what passes is compiled again here, where it is used."""
         assert self._tools is not None, "the sandbox was made with them"
         kind, source = key
         try:
             program = sandbox.compile(kind, source)
-            return self._tools.backend.compile(program)
+            automaton = self._tools.backend.compile(program)
+            tree = self._tools.backend.tree(kind, source, program)
+            longest = self._tools.vocabulary.longest
+            return _Ready(automaton, states_of(tree, longest) if tree is not None else None)
         except Overrun as error:
             return _Failure(_sentence(kind, error), until_s=time.monotonic() + _OVERRUN_TTL_S)
         except BadGrammar as error:

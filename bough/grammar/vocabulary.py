@@ -64,6 +64,11 @@ class Vocabulary:
     def size(self) -> int:
         return self.tokens.size
 
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.tokens.names), default=1)
+
     def bytes_of(self, token: int) -> bytes:
         return self.tokens.names[token] if token < len(self.tokens.names) else b""
 

@@ -14,7 +14,8 @@ from bough.core.sampling import GrammarKind
 from bough.core.step import I32, Mask
 from bough.grammar.backend import Program
 from bough.grammar.errors import BadGrammar, shorten
-from bough.grammar.notation import to_ebnf
+from bough.grammar.notation import counts_far, to_ebnf
+from bough.grammar.rules import Grammar
 from bough.grammar.sources import grammar_of
 from bough.grammar.tags import native_tag
 from bough.grammar.vocabulary import Tokens
@@ -123,6 +124,11 @@ class XgrammarBackend:
         except Exception as error:
             raise BadGrammar(f"the grammar can't be compiled: {_reason(error)}") from None
         return XgrammarAutomaton(self._core, native)
+
+    def tree(self, kind: GrammarKind, source: str, program: Program) -> Grammar | None:
+        """None where characters are counted by a budget, to which an escape is as long as it is written."""
+        grammar = grammar_of(kind, source, self._max_whitespace) if program.form == "ebnf" else None
+        return None if grammar is None or counts_far(grammar) else grammar
 
     def fill_all(self, matchers: Sequence[XgrammarMatcher], masks: Mask) -> None:
         masks[:] = -1

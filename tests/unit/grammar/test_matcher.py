@@ -209,7 +209,7 @@ def test_many_at_once(backend: str, vocabulary: Vocabulary, tokenizer: Tokenizer
     apart = [TokenMatcher(compiled(backend, kind, source).matcher(), vocabulary) for kind, source in sources]  # type: ignore[arg-type]
     together = [TokenMatcher(compiled(backend, kind, source).matcher(), vocabulary) for kind, source in sources]  # type: ignore[arg-type]
     prepare(together, backend_of(backend))
-    assert not any(each.needs_mask for each in together)
+    assert not any(each.needs_sight for each in together)
     assert [shown(each) for each in together] == [shown(each) for each in apart]
 
 

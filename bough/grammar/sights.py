@@ -1,0 +1,52 @@
+"""What can be seen from a place in a grammar: worked out once, and kept for all who come there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from bough.core.step import I32, Mask
+from bough.grammar.backend import NativeMatcher
+from bough.grammar.bits import has_bit
+from bough.grammar.cache import ByteCache
+
+_CACHE_BYTES = 64 * 2**20
+
+
+class Sight(Struct, frozen=True, eq=False):
+    """What may come next. Shared: nobody changes it."""
+
+    mask: I32
+    num_allowed: int
+    """Tokens in the mask, end tokens among them."""
+    is_complete: bool
+    """What was said so far would do as a whole answer..."""
+    is_end: bool
+    """...and nothing can follow."""
+
+
+def make_sights(masks: Mask, natives: Sequence[NativeMatcher], stop_ids: Sequence[int]) -> list[Sight]:
+    """The sights of matchers whose masks these are."""
+    counts = np.bitwise_count(masks.view(np.uint32)).sum(1).tolist()
+    sights = []
+    for mask, native, num_allowed in zip(masks, natives, counts, strict=True):
+        is_complete = native.is_complete()
+        is_end = is_complete and num_allowed == sum(has_bit(mask, token) for token in stop_ids)
+        sights.append(Sight(mask.copy(), num_allowed, is_complete, is_end))
+    return sights
+
+
+class Sights:
+    """The sights that were seen last, by the number of a grammar and of what is seen in it."""
+
+    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
+        self._kept: ByteCache[tuple[int, int], Sight] = ByteCache(max_bytes)
+
+    def find(self, view: tuple[int, int]) -> Sight | None:
+        return self._kept.get(view)
+
+    def keep(self, view: tuple[int, int], sight: Sight) -> None:
+        if self._kept.get(view) is not sight:
+            self._kept.put(view, sight, sight.mask.nbytes)

@@ -1,0 +1,240 @@
+"""Names for the places in a grammar: texts after which the same may follow lead to the same place.
+
+Masks cost milliseconds where a backend has to try tokens one by one, and requests come to the same places again and again,
+their own and each other's. A place is the grammar that is left over once a text has been read (its derivative, character
+by character), made when somebody first gets there and found by a number from then on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import count
+
+from bough.grammar.rules import (
+    EMPTY,
+    NOTHING,
+    Alt,
+    Chars,
+    Grammar,
+    Node,
+    Ref,
+    Repeat,
+    Seq,
+    Text,
+    alt,
+    repeat,
+    seq,
+    text,
+    walk,
+)
+
+LOST = -1
+"""A place without a name: the text has left the grammar, or the table is full."""
+_MAX_PLACES = 16_384
+_MAX_NODES = 512
+"""What is left of a grammar may be an alternative of so many parts that naming it costs more than it saves."""
+
+_numbers = count()
+
+
+class States:
+    """The places of one grammar. `longest` is the length of the longest token, in bytes: a mask looks no further."""
+
+    def __init__(self, grammar: Grammar, longest: int) -> None:
+        self.number = next(_numbers)
+        """Its own, in this process."""
+
+        self._rules = grammar.rules
+        self._longest = longest
+        self._nullable = _nullable_rules(grammar)
+        self._bounds = _bounds(grammar)
+        self._class_of: dict[str, int] = {}
+        self._left: list[Node] = []
+        """By place (these have even numbers): what may still come."""
+        self._place_of: dict[Node, int] = {}
+        self._next: list[dict[int, int]] = []
+        """By place and class of characters: the place after one more character."""
+        self._parts: dict[tuple[int, bytes], int] = {}
+        """Places within a character (odd numbers): the place before it and its first bytes..."""
+        self._part_of: dict[int, tuple[int, bytes]] = {}
+        """...and back."""
+        self._rule_after: dict[tuple[str, int], Node] = {}
+        self._view_of: dict[int, int] = {}
+        self._views: dict[tuple[Node, bytes], int] = {}
+        self.start = self._name(grammar.rules[grammar.root])
+
+    def after(self, place: int, said: bytes) -> int:
+        """The place that a token leads to."""
+        if place < 0:
+            return LOST
+        if place & 1:
+            place, part = self._part_of[place]
+            said = part + said
+        try:
+            letters, rest = said.decode(), b""
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":
+                return LOST
+            letters, rest = said[: error.start].decode(), said[error.start :]
+        classes, following = self._class_of, self._next
+        for letter in letters:
+            kind = classes.get(letter)
+            if kind is None:
+                kind = classes[letter] = bisect_right(self._bounds, ord(letter)) - 1
+            found = following[place >> 1].get(kind)
+            if found is None:
+                found = following[place >> 1][kind] = self._step(place, kind)
+            if found < 0:
+                return LOST
+            place = found
+        return self._within(place, rest) if rest else place
+
+    def view(self, place: int) -> int:
+        """A number that places share where the same tokens are allowed next: counts beyond any token are alike."""
+        found = self._view_of.get(place)
+        if found is None:
+            before, part = self._part_of.get(place, (place, b""))
+            key = (self._near(self._left[before >> 1]), part)
+            found = self._view_of[place] = self._views.setdefault(key, len(self._views))
+        return found
+
+    # -- places -----------------------------------------------------------------------------------
+
+    def _name(self, node: Node) -> int:
+        place = self._place_of.get(node)
+        if place is None:
+            if len(self._left) + len(self._parts) >= _MAX_PLACES or _is_large(node):
+                return LOST
+            place = self._place_of[node] = 2 * len(self._left)
+            self._left.append(node)
+            self._next.append({})
+        return place
+
+    def _within(self, place: int, part: bytes) -> int:
+        found = self._parts.get((place, part))
+        if found is None:
+            if len(self._left) + len(self._parts) >= _MAX_PLACES:
+                return LOST
+            found = self._parts[place, part] = 2 * len(self._parts) + 1
+            self._part_of[found] = (place, part)
+        return found
+
+    def _step(self, place: int, kind: int) -> int:
+        left = self._after(self._left[place >> 1], self._bounds[kind])
+        return LOST if left == NOTHING else self._name(left)
+
+    def _after(self, node: Node, point: int) -> Node:
+        """What may follow a character of the node's texts."""
+        match node:
+            case Text():
+                return text(node.value[1:]) if ord(node.value[0]) == point else NOTHING
+            case Chars():
+                return EMPTY if any(low <= point <= high for low, high in node.ranges) else NOTHING
+            case Ref():
+                found_after = self._rule_after.get((node.name, point))
+                if found_after is None:
+                    found_after = self._rule_after[node.name, point] = self._after(self._rules[node.name], point)
+                return found_after
+            case Repeat():
+                fewer = repeat(node.node, max(node.low - 1, 0), None if node.high is None else node.high - 1)
+                return seq(self._after(node.node, point), fewer)
+            case Alt():
+                return alt(*(self._after(part, point) for part in node.parts))
+        found = []
+        for at, part in enumerate(node.parts):
+            after = self._after(part, point)
+            if after != NOTHING:
+                found.append(seq(after, *node.parts[at + 1 :]))
+            if not self._may_be_empty(part):
+                break
+        return alt(*found)
+
+    def _may_be_empty(self, node: Node) -> bool:
+        return _may_be_empty(node, self._nullable)
+
+    def _near(self, node: Node) -> Node:
+        """The node, where counts that no token reaches are as good as endless."""
+        match node:
+            case Repeat():
+                high = None if node.high is None or node.high > self._longest else node.high
+                return Repeat(self._near(node.node), min(node.low, self._longest + 1), high)
+            case Seq():
+                return Seq(tuple(self._near(part) for part in node.parts))
+            case Alt():
+                return Alt(tuple(self._near(part) for part in node.parts))
+            case _:
+                return node
+
+
+def states_of(grammar: Grammar, longest: int) -> States | None:
+    """None: rules that begin with themselves have places without end before anything is read."""
+    return None if _begins_with_itself(grammar) else States(grammar, longest)
+
+
+def _is_large(node: Node) -> bool:
+    return any(at >= _MAX_NODES for at, _ in enumerate(walk(node)))
+
+
+def _bounds(grammar: Grammar) -> list[int]:
+    """Where classes of characters begin that no part of the grammar tells apart."""
+    bounds = {0}
+    for rule in grammar.rules.values():
+        for node in walk(rule):
+            if isinstance(node, Chars):
+                bounds.update(point for low, high in node.ranges for point in (low, high + 1))
+            elif isinstance(node, Text):
+                bounds.update(point for letter in node.value for point in (ord(letter), ord(letter) + 1))
+    return sorted(bounds)
+
+
+def _may_be_empty(node: Node, nullable: set[str]) -> bool:
+    match node:
+        case Ref():
+            return node.name in nullable
+        case Repeat():
+            return node.low == 0 or _may_be_empty(node.node, nullable)
+        case Seq():
+            return all(_may_be_empty(part, nullable) for part in node.parts)
+        case Alt():
+            return any(_may_be_empty(part, nullable) for part in node.parts)
+        case _:
+            return False
+
+
+def _nullable_rules(grammar: Grammar) -> set[str]:
+    found: set[str] = set()
+    while True:
+        more = {name for name, rule in grammar.rules.items() if name not in found and _may_be_empty(rule, found)}
+        if not more:
+            return found
+        found |= more
+
+
+def _begins_with_itself(grammar: Grammar) -> bool:
+    nullable = _nullable_rules(grammar)
+    first = {name: _first_rules(rule, nullable) for name, rule in grammar.rules.items()}
+    while True:  # rules that begin with nothing unsolved are solved; what is left goes round in circles
+        solved = {name for name, names in first.items() if not names & first.keys()}
+        if not solved:
+            return bool(first)
+        for name in solved:
+            del first[name]
+
+
+def _first_rules(node: Node, nullable: set[str]) -> set[str]:
+    match node:
+        case Ref():
+            return {node.name}
+        case Repeat():
+            return _first_rules(node.node, nullable)
+        case Alt():
+            return set().union(*(_first_rules(part, nullable) for part in node.parts))
+        case Seq():
+            found: set[str] = set()
+            for part in node.parts:
+                found |= _first_rules(part, nullable)
+                if not _may_be_empty(part, nullable):
+                    break
+            return found
+        case _:
+            return set()
