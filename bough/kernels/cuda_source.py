@@ -1,0 +1,223 @@
+"""CUDA sources that come with the package: compiled by NVRTC at first use, kept on disk, launched through the driver.
+
+NVRTC comes with torch's CUDA wheels; nothing is linked or built at installation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bough.platform.disk_cache import cache_directory
+
+log = logging.getLogger("bough.kernels")
+
+SWIZZLED_BYTES = 128
+"""The width of a tile that the copy engine lays out for the tensor cores."""
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+
+
+class CudaSourceError(Exception):
+    """NVRTC is missing or refused, or the driver did; the message says which."""
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = (torch.version.cuda or "").partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    site = Path(torch.__file__).parents[1]
+    near = [site / "nvidia" / folder / "lib" / name for folder in (f"cu{major}", "cuda_nvrtc")]
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    for candidate in (*near, Path(torch.__file__).parent / "lib" / name, Path(home) / "lib64" / name, Path(name)):
+        if candidate.exists() or str(candidate) == name:
+            try:
+                for part in candidate.parent.glob(f"libnvrtc-builtins.so.{major}*"):
+                    ctypes.CDLL(str(part))  # NVRTC asks for it by name only
+                return ctypes.CDLL(str(candidate))
+            except OSError:
+                continue
+    raise CudaSourceError(f"{name} was not found; it comes with torch's CUDA wheels and with the CUDA toolkit")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaSourceError(str(error)) from error
+
+
+def _check(result: int, doing: str) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise CudaSourceError(f"{doing}: {(text.value or b'unknown error').decode()} ({result})")
+
+
+def compile_cubin(source: str, architecture: str, defines: Mapping[str, int]) -> bytes:
+    """Machine code of `source` for, say, "sm_90a". Needs NVRTC, but no device."""
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"bough.cu", 0, None, None):
+        raise CudaSourceError("NVRTC could not be started")
+    try:
+        options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines.items())]
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            message = _nvrtc_text(nvrtc, program, "ProgramLog").decode(errors="replace")
+            raise CudaSourceError("NVRTC refused: " + " ".join(message.split())[:500])
+        return _nvrtc_text(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc_text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, text)
+    return text.raw
+
+
+def cached_cubin(path: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
+    """As `compile_cubin`, from the cache where it has it. Safe against several processes at once."""
+    source = path.read_text()
+    parts = (source, architecture, repr(sorted(defines.items())), str(torch.version.cuda))
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    folder = cache_directory() / "kernels"
+    target = folder / f"{path.stem}_{key}.cubin"
+    if target.exists():
+        return target.read_bytes()
+    made = compile_cubin(source, architecture, defines)
+    try:
+        folder.mkdir(exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=folder, prefix=".cubin-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(made)
+        os.replace(draft, target)
+    except OSError as error:
+        log.info("compiled CUDA code is not kept: %s", error)
+    return made
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """How the copy engine walks a matrix in tiles; 128 bytes that a kernel takes by value."""
+
+    memory: ctypes.Array[ctypes.c_char]
+    address: int
+
+
+@lru_cache(maxsize=4096)
+def _encoded(
+    pointer: int, rows: int, columns: int, stride_bytes: int, box_rows: int, box_columns: int, data_type: int
+) -> TensorMap:
+    memory = ctypes.create_string_buffer(128 + 63)
+    address = (ctypes.addressof(memory) + 63) & ~63
+    result = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address), data_type, 2, ctypes.c_void_p(pointer), (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(stride_bytes), (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1),
+        0, 3, 3, 0,  # not interleaved, swizzled by 128 bytes, promoted to 256 bytes in L2, zeros outside
+    )  # fmt: skip
+    _check(result, "describing a matrix to the copy engine")
+    return TensorMap(memory, address)
+
+
+def can_map(matrix: Tensor) -> bool:
+    """Whether the copy engine can read and write it."""
+    item = matrix.element_size()
+    aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * item % 16 == 0
+    return matrix.dim() == 2 and matrix.dtype in _TENSOR_MAP_TYPES and matrix.stride(1) == 1 and aligned
+
+
+def tensor_map(matrix: Tensor, box_rows: int) -> TensorMap:
+    """Tiles of box_rows x 128 bytes of a matrix for which `can_map`; outside it they read as zero and aren't written."""
+    rows, columns = matrix.shape
+    item = matrix.element_size()
+    stride = matrix.stride(0) if rows > 1 else columns
+    return _encoded(
+        matrix.data_ptr(), rows, columns, stride * item, box_rows, SWIZZLED_BYTES // item,
+        _TENSOR_MAP_TYPES[matrix.dtype],
+    )  # fmt: skip
+
+
+class CudaKernel:
+    """One kernel of a source, loaded on one device."""
+
+    def __init__(self, cubin: bytes, name: str, device: torch.device, threads: int, shared_bytes: int) -> None:
+        self._threads = threads
+        self._shared_bytes = shared_bytes
+        self._context = ctypes.c_void_p()
+        self._function = ctypes.c_void_p()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), index), "the device's context")
+        with self._on_device() as driver:
+            module = ctypes.c_void_p()
+            _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
+            _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
+            raised = driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
+            _check(raised, f"{shared_bytes} bytes of shared memory for {name}")
+
+    def most_clusters(self, cluster: int) -> int:
+        """How many clusters run at once; `cluster` is the size that the kernel was compiled for."""
+        config = self._config(cluster, 0, _CLUSTER_DIMENSION, (cluster, 1, 1))
+        found = ctypes.c_int()
+        with self._on_device() as driver:
+            result = driver.cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(config))
+        _check(result, "counting clusters")
+        return found.value
+
+    def launch(self, blocks: int, arguments: Sequence[TensorMap | int], stream: int) -> None:
+        """May start before the kernel that comes before it has ended: the kernel must itself wait for it."""
+        config = self._config(blocks, stream, _PROGRAMMATIC_SERIALIZATION, (1,))
+        held = [each if isinstance(each, TensorMap) else ctypes.c_int(each) for each in arguments]
+        pointers = (ctypes.c_void_p * len(held))(
+            *(each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in held)
+        )
+        with self._on_device() as driver:
+            result = driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        _check(result, "launching")
+
+    @contextmanager
+    def _on_device(self) -> Iterator[ctypes.CDLL]:
+        driver = _driver()
+        _check(driver.cuCtxPushCurrent_v2(self._context), "the device's context")
+        try:
+            yield driver
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def _config(self, blocks: int, stream: int, attribute: int, value: tuple[int, ...]) -> _LaunchConfig:
+        attributes = (_Attribute * 1)(_Attribute(attribute, b"", value))
+        return _LaunchConfig((blocks, 1, 1), (self._threads, 1, 1), self._shared_bytes, stream, attributes, 1)

@@ -1,0 +1,284 @@
+// out[T, F] = silu(x @ gate.T) * (x @ up.T) for many rows, on Hopper (sm_90a).
+//
+// A pair of blocks (a cluster) computes two neighbouring tiles of BLOCK_T tokens x FEATURES features. In each block one
+// thread fetches tiles along D through the copy engine into a ring of STAGES; CONSUMERS warpgroups multiply, 64 tokens each,
+// against FEATURES gate rows and the FEATURES up rows that belong to them, side by side in shared memory: one product of 256
+// columns, after which a thread holds a gate and its up in its own registers. What the pair has in common (the weight where
+// PAIR_ALONG_T, else x) is fetched once, half by each block, for both. Blocks stay and take tile after tile; while the last
+// tile is activated and stored the ring fills with the next one's. The warpgroups of a block run LAG steps apart, so that
+// one multiplies while the other activates.
+//
+// Set by the door: STAGES, PAIR_ALONG_T, GROUP (pairs' tiles along T before the next features), LAG.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int CONSUMERS = 2;
+constexpr int FEATURES = 128;
+constexpr int BLOCK_T = 64 * CONSUMERS;
+constexpr int BLOCK_K = 64;  // 128 bytes: one row of the copy engine's swizzle
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr u32 ROW = BLOCK_K * 2;
+constexpr u32 X_BYTES = BLOCK_T * ROW;
+constexpr u32 HALF_BYTES = FEATURES * ROW;
+constexpr u32 STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
+constexpr u32 OUT_BYTES = 64 * 64 * 2;  // 64 tokens x 64 features, as they are stored
+constexpr u32 EMPTY_ARRIVALS = 2 * CONSUMERS * 4;  // each consuming warp of both blocks
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ u32 rank_in_pair() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void pair_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier that stands at the same place in block `rank` of the pair.
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "AGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void fetch(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+// Into both blocks of the pair, at the same place, counted by the barrier of each.
+__device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
+__device__ __forceinline__ void store_tile(const TensorMap& map, u32 from, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
+                 "r"(row), "r"(from)
+                 : "memory");
+}
+
+// Rows of 128 bytes, swizzled in groups of 8 (1024 bytes); both operands have D innermost.
+__device__ __forceinline__ u64 operand(u32 address) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+#define EIGHT(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define ACCUMULATORS                                                                                                     \
+    EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), \
+        EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
+
+// d = (add ? d : 0) + 64 tokens x 256 weight rows over 16 of D.
+__device__ __forceinline__ void multiply(float (&d)[128], u64 x, u64 weight, u32 add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, "
+        "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
+        "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, "
+        "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+        "%128, %129, add, 1, 1, 0, 0;\n}"
+        : ACCUMULATORS
+        : "l"(x), "l"(weight), "r"(add));
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void all_but_the_last_products() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+__device__ __forceinline__ void all_products(float (&d)[128]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : ACCUMULATORS::"memory");
+}
+
+// Hardware barriers of one block: 1 .. CONSUMERS within a warpgroup, the next ones between a warpgroup and the one behind it.
+__device__ __forceinline__ void named_sync(int name, int threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int name, int threads) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ u32 rounded_pair(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// 1 + exp(-gate), at most 2^62, so that the product of two of them has a reciprocal.
+__device__ __forceinline__ float one_plus_exp(float gate) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fminf(gate * -1.4426950408889634f, 62.0f)));
+    return 1.0f + power;
+}
+
+// silu(gate) * up of two neighbours, the halves rounded to bf16 as if they had been stored. One reciprocal serves both.
+__device__ __forceinline__ u32 gated_pair(float gate0, float gate1, float up0, float up1) {
+    const u32 gates = rounded_pair(gate0, gate1), ups = rounded_pair(up0, up1);
+    const float g0 = __uint_as_float(gates << 16), g1 = __uint_as_float(gates & 0xFFFF0000u);
+    const float u0 = __uint_as_float(ups << 16), u1 = __uint_as_float(ups & 0xFFFF0000u);
+    const float a0 = one_plus_exp(g0), a1 = one_plus_exp(g1);
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a0 * a1));
+    return rounded_pair(g0 * (inverse * a1) * u0, g1 * (inverse * a0) * u1);
+}
+
+// Which tile a pair takes: GROUP tiles along T for each step along F, back and forth, so that what is read again is in L2.
+struct Place {
+    int row, column;
+};
+
+__device__ __forceinline__ Place place_of(int tile, int t_tiles, int f_tiles, u32 rank) {
+    const int group = tile / (GROUP * f_tiles), first = group * GROUP, height = min(GROUP, t_tiles - first);
+    const int within = tile - first * f_tiles;
+    const int f_forth = within / height, t = first + within - f_forth * height;
+    const int f = group & 1 ? f_tiles - 1 - f_forth : f_forth;
+    if (PAIR_ALONG_T) return {(2 * t + static_cast<int>(rank)) * BLOCK_T, f * FEATURES};
+    return {t * BLOCK_T, (2 * f + static_cast<int>(rank)) * FEATURES};
+}
+
+// The turn of a ring: which stage is next, and which of its phases.
+struct Turn {
+    u32 stage = 0, phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+    gated_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
+                 const __grid_constant__ TensorMap out_map, int t_tiles, int f_tiles, int steps, int features) {
+    extern __shared__ char memory[];
+    const u32 ring = (shared_address(memory) + 1023) & ~1023u;
+    const u32 staging = ring + STAGES * STAGE_BYTES;
+    const u32 full = staging + CONSUMERS * 2 * OUT_BYTES, empty = full + STAGES * 8;
+    const u32 rank = rank_in_pair();
+    const int pairs = gridDim.x / 2, pair = blockIdx.x / 2, tiles = t_tiles * f_tiles;
+
+    if (threadIdx.x == 0) {
+        for (u32 stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full + stage * 8, 1);
+            barrier_init(empty + stage * 8, EMPTY_ARRIVALS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    pair_sync();
+
+    const int group = threadIdx.x / 128;
+    if (group == CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == CONSUMERS * 128) {
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            Turn turn;
+            for (int tile = pair; tile < tiles; tile += pairs) {
+                const Place place = place_of(tile, t_tiles, f_tiles, rank);
+#pragma unroll 1
+                for (int step = 0; step < steps; ++step, turn.next()) {
+                    const u32 x = ring + turn.stage * STAGE_BYTES, gate = x + X_BYTES, up = gate + HALF_BYTES;
+                    const u32 arrived = full + turn.stage * 8;
+                    const int k = step * BLOCK_K;
+                    barrier_wait(empty + turn.stage * 8, turn.phase ^ 1);
+                    barrier_expect(arrived, STAGE_BYTES);
+                    if (PAIR_ALONG_T) {
+                        fetch(x, x_map, k, place.row, arrived);
+                        fetch_for_both(rank ? up : gate, weight_map, k, place.column + (rank ? features : 0), arrived);
+                    } else {
+                        const u32 half = rank * (BLOCK_T / 2);
+                        fetch_for_both(x + half * ROW, x_map, k, place.row + half, arrived);
+                        fetch(gate, weight_map, k, place.column, arrived);
+                        fetch(up, weight_map, k, place.column + features, arrived);
+                    }
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+        const bool storing = threadIdx.x % 128 == 0;
+        const u32 mine = staging + group * 2 * OUT_BYTES;
+        const u32 written = mine + (warp * 16 + lane % 16) * ROW;  // stmatrix: the row this lane gives the address of
+        Turn turn;
+        float d[128];
+        for (int tile = pair; tile < tiles; tile += pairs) {
+            if (LAG && group > 0) named_sync(CONSUMERS + group, 256);
+            u32 before = 0;
+#pragma unroll 1
+            for (int step = 0; step < steps; ++step, turn.next()) {
+                const u32 base = ring + turn.stage * STAGE_BYTES;
+                const u64 x = operand(base + group * 64 * ROW), weight = operand(base + X_BYTES);
+                barrier_wait(full + turn.stage * 8, turn.phase);
+                products_begin();
+#pragma unroll
+                for (int k = 0; k < BLOCK_K / 16; ++k) multiply(d, x + 2 * k, weight + 2 * k, step | k);
+                products_commit();
+                all_but_the_last_products();
+                if (step > 0 && lane < 2) barrier_arrive(empty + before * 8, lane);
+                before = turn.stage;
+                if (LAG && group + 1 < CONSUMERS && step == LAG) named_arrive(CONSUMERS + group + 1, 256);
+            }
+            all_products(d);
+            if (lane < 2) barrier_arrive(empty + before * 8, lane);
+
+            if (storing) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            named_sync(1 + group, 128);
+#pragma unroll
+            for (int j = 0; j < FEATURES / 8; j += 2) {
+                u32 four[4];  // 8 x 8 each: two of tokens, then two of features
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    const int i = (j + q / 2) * 4 + q % 2 * 2;
+                    four[q] = gated_pair(d[i], d[i + 1], d[64 + i], d[64 + i + 1]);
+                }
+                const u32 to = written + j / 8 * OUT_BYTES + (((j % 8 + lane / 16) ^ (lane % 8)) << 4);
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four[0]),
+                             "r"(four[1]), "r"(four[2]), "r"(four[3])
+                             : "memory");
+            }
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            named_sync(1 + group, 128);
+            if (storing) {
+                const Place place = place_of(tile, t_tiles, f_tiles, rank);
+                store_tile(out_map, mine, place.column, place.row + group * 64);
+                store_tile(out_map, mine + OUT_BYTES, place.column + 64, place.row + group * 64);
+                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            }
+        }
+        if (storing) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+    pair_sync();  // neither block may end while the other still fetches for it or arrives at its barriers
+}
