@@ -248,27 +248,28 @@ class Running:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def _save_launch(self) -> None:
+    def _save_launch(self) -> Launch:
         """For the children that the calling thread is about to start."""
-        save_launch(
-            Launch(
-                config=self.config,
-                directory=self.endpoints.directory,
-                parent_pid=os.getpid(),
-                lifeline_fd=self._lifeline,
-                die_with_parent_thread=threading.current_thread() is threading.main_thread(),
-                listen_fds=self._listen_fds,
-                num_api_workers=self._num_api_workers,
-            )
+        launch = Launch(
+            config=self.config,
+            directory=self.endpoints.directory,
+            parent_pid=os.getpid(),
+            lifeline_fd=self._lifeline,
+            die_with_parent_thread=threading.current_thread() is threading.main_thread(),
+            listen_fds=self._listen_fds,
+            num_api_workers=self._num_api_workers,
         )
+        save_launch(launch)
+        return launch
 
     def _start_children(self) -> None:
-        self._save_launch()
+        launch = self._save_launch()
         directory = self.endpoints.directory
         self._spawn("engine", (*self._programs.engine, directory))
         for rank in range(1, self.config.parallel.tp_size):
             self._spawn(f"rank{rank}", (*self._programs.engine, directory, str(rank)))
-        self._spawn("detokenizer", (*self._programs.detokenizer, directory))
+        if launch.detokenizes:
+            self._spawn("detokenizer", (*self._programs.detokenizer, directory))
 
     def _start_api_workers(self) -> None:
         with self._lock:

@@ -32,7 +32,9 @@ from bough.core.messages import (
     Tokens,
     pack_ids,
 )
-from bough.ipc import Inbox, Launch, Outbox, Status, run_child, write_status
+from bough.engine.inbox import Outbox
+from bough.engine.outbox import open_outbox
+from bough.ipc import Inbox, Launch, Status, run_child, write_status
 from bough.observability.health import Heartbeat, State
 from bough.platform.environment import prepare_environment
 
@@ -150,7 +152,7 @@ def serve(launch: Launch, tick_s: float) -> None:
     )
     engine = FakeEngine(
         Inbox(launch.endpoints.engine, ToEngine),
-        Outbox(launch.endpoints.detokenizer),
+        open_outbox(launch),
         Heartbeat(launch.endpoints.heartbeat),
         tick_s,
     )

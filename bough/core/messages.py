@@ -3,6 +3,8 @@
     API process --ToEngine--> engine --ToDetokenizer--> detokenizer --ToApi--> API process
                                  ^----- StopAt ------------'
 
+Where there is no tokenizer there is no detokenizer either: the engine's tokens go straight home.
+
 Messages are encoded as msgpack by `bough.ipc`; token ids travel as little-endian int32 bytes (`pack_ids`, `unpack_ids`).
 A request's id is an int made by the API process that took it: `(worker << WORKER_SHIFT) | counter`, so that answers find
 their way home without a table. `rid` is the name the client knows.
@@ -10,7 +12,7 @@ their way home without a table. `rid` is the name the client knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -377,4 +379,29 @@ class Deltas(Struct, tag="deltas"):
     deltas: list[Delta]
 
 
-ToApi = Deltas | Reply
+def plain_delta(request_id: RequestId, packed: bytes, row: RowOutput | None) -> Delta:
+    """A request's news as token ids only."""
+    if row is None:
+        return Delta(id=request_id, tokens=packed)
+    return Delta(
+        id=request_id,
+        tokens=packed,
+        end=row.end,
+        logprobs=row.logprobs,
+        prompt_logprobs=row.prompt_logprobs,
+        hidden_states=row.hidden_states,
+        embedding=row.embedding,
+    )
+
+
+def plain_deltas(message: Tokens) -> Iterator[Delta]:
+    """The news of every row, in order."""
+    packed, rows, begin = message.tokens, message.rows, 0
+    for place, (request_id, count) in enumerate(zip(message.ids, message.counts, strict=True)):
+        end = begin + 4 * count
+        yield plain_delta(request_id, packed[begin:end], rows.get(place))
+        begin = end
+
+
+ToApi = Deltas | Tokens | Reply
+"""Deltas come from the detokenizer; tokens from an engine that has none beside it."""

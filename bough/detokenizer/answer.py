@@ -17,6 +17,7 @@ from bough.core.messages import (
     RowOutput,
     TextSpec,
     TokenLogprobs,
+    plain_delta,
     unpack_ids,
 )
 from bough.detokenizer.decode import DecoderFactory, TokenDecoder
@@ -42,17 +43,7 @@ class PlainAnswer:
         self.id = request_id
 
     def advance(self, ids: Sequence[int], packed: bytes, row: RowOutput | None) -> Delta | None:
-        if row is None:
-            return Delta(id=self.id, tokens=packed)
-        return Delta(
-            id=self.id,
-            tokens=packed,
-            end=row.end,
-            logprobs=row.logprobs,
-            prompt_logprobs=row.prompt_logprobs,
-            hidden_states=row.hidden_states,
-            embedding=row.embedding,
-        )
+        return plain_delta(self.id, packed, row)
 
 
 class TextAnswer:

@@ -29,6 +29,7 @@ from bough.engine.attention import attention_factory
 from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.grammars import grammars_of
 from bough.engine.loop import Loop
+from bough.engine.outbox import open_outbox
 from bough.engine.pooling import (
     pooling_limits,
     pooling_of,
@@ -281,7 +282,7 @@ def serve_steps(
         cache=cache,
         limits=limits,
         inbox=inbox,
-        outbox=Outbox(endpoints.detokenizer),
+        outbox=open_outbox(launch),
         depth=1 if config.scheduler.overlap_schedule else 0,
         hooks=watch.hooks(),
         report_every_s=config.log.decode_log_interval_s,

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard
 
@@ -35,8 +35,10 @@ from bough.core.messages import (
     TextSpec,
     ToApi,
     ToEngine,
+    Tokens,
     joined_namespace,
     pack_ids,
+    plain_deltas,
 )
 from bough.core.sampling import SamplingParams
 from bough.intake import beams
@@ -567,14 +569,19 @@ class Intake:
             for message in await self._inbox.drain():
                 match message:
                     case Deltas(deltas):
-                        for delta in deltas:
-                            stream = self._streams.get(delta.id)
-                            if stream is not None:
-                                self._deliver(stream, delta)
+                        self._hear(deltas)
+                    case Tokens():
+                        self._hear(plain_deltas(message))
                     case Reply(call=call):
                         answer = self._calls.get(call)
                         if answer is not None and not answer.done():
                             answer.set_result(message)
+
+    def _hear(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            stream = self._streams.get(delta.id)
+            if stream is not None:
+                self._deliver(stream, delta)
 
     def _deliver(self, stream: Stream, delta: Delta) -> None:
         end = delta.end

@@ -1,4 +1,7 @@
-"""Channels over ZMQ: many writers push to one reader.
+"""Channels over Unix sockets: many writers push to one reader.
+
+A writer's bytes go to the kernel in the thread that sends, and the reader takes them from there: no thread stands between
+the two. What the kernel has no room for waits in the writer's memory, for a thread that lives as long as there is such.
 
 A frame that can't be decoded is dropped and counted, never raised: one broken writer must not stop the reader.
 """
@@ -6,13 +9,18 @@ A frame that can't be decoded is dropped and counted, never raised: one broken w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
 import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
-
-import zmq
 
 from bough.core.errors import BoughError
 from bough.ipc.codec import Codec, encoder
@@ -23,9 +31,17 @@ _log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 _MOST_PER_DRAIN = 4096
-"""Messages taken at once, so that a flood can't keep the reader from its own work."""
-_LINGER_MS = 2000
+"""Messages after which no more are taken at once, so that a flood can't keep the reader from its own work."""
+_LINGER_S = 2.0
 """How long a closing writer waits for its last messages to leave."""
+_RETRY_S = (0.01, 0.2)
+"""Between two tries to reach the reader: at first, and at most."""
+_READ_BYTES = 1 << 18
+_SOCKET_BYTES = 1 << 22
+"""Asked of the kernel for each connection; it may give less."""
+_FRAMES_PER_CALL = 256
+_HEAD = struct.Struct("<Q")
+"""Before each frame: its length."""
 
 
 class MessageTooLarge(BoughError):
@@ -36,63 +52,192 @@ class MessageTooLarge(BoughError):
     code = "message_too_large"
 
 
+def _path(address: str) -> str:
+    return address.removeprefix("ipc://")
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class _Connection:
+    """One writer's end here, and the bytes of a frame that has not arrived whole."""
+
+    __slots__ = ("have", "partial", "socket")
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.partial = bytearray()
+        self.have = 0
+        """Bytes of `partial` that have arrived, once it is as long as its frame."""
+
+
 class _Reader(Generic[T]):
-    """A bound socket and its decoder."""
+    """A bound socket, its connections and their decoder."""
 
     def __init__(self, address: str, message_type: Any, max_bytes: int) -> None:
         self.num_malformed = 0
         self._codec: Codec[T] = Codec(message_type)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        self._socket.bind(address)
+        self._max_bytes = max_bytes
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._connections: dict[int, _Connection] = {}
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._door.setblocking(False)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_path(address))
+        self._door.bind(_path(address))
+        self._door.listen(128)
+        self._epoll = select.epoll()
+        self._epoll.register(self._door.fileno(), select.EPOLLIN)
 
     def take(self) -> list[T]:
         """Everything that has arrived, without waiting."""
+        return self._read(self._epoll.poll(0))
+
+    def _read(self, ready: list[tuple[int, int]]) -> list[T]:
         messages: list[T] = []
-        for _ in range(_MOST_PER_DRAIN):
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+        while ready:
+            more = False
+            for descriptor, _ in ready:
+                connection = self._connections.get(descriptor)
+                if connection is not None:
+                    more |= self._read_one(connection, messages)
+                elif descriptor == self._door.fileno():
+                    more |= self._accept()
+            if not more or len(messages) >= _MOST_PER_DRAIN:
                 break
-            if self._socket.getsockopt(zmq.RCVMORE):
-                self._skip_rest()
-                self._drop("more than one frame")
-                continue
-            try:
-                messages.append(self._codec.decode(frame))
-            except ValueError as error:
-                self._drop(str(error))
+            ready = self._epoll.poll(0)
         return messages
 
-    def _skip_rest(self) -> None:
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv()
+    def _accept(self) -> bool:
+        """Lets a writer in, if one is at the door."""
+        try:
+            connected, _ = self._door.accept()
+        except (BlockingIOError, ConnectionError):
+            return False
+        connected.setblocking(False)
+        self._connections[connected.fileno()] = _Connection(connected)
+        self._epoll.register(connected.fileno(), select.EPOLLIN)
+        return True
+
+    def _read_one(self, connection: _Connection, messages: list[T]) -> bool:
+        """One reading of what a connection has; with a large frame under way, straight into its place.
+
+        Returns whether there may be more.
+        """
+        large = connection.have > 0
+        target = memoryview(connection.partial)[connection.have :] if large else self._buffer
+        try:
+            count = connection.socket.recv_into(target)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            count = 0
+        if not count:
+            self._part(connection, "a writer ended within a message" if connection.partial else "")
+            return False
+        if large:
+            connection.have += count
+            if connection.have == len(connection.partial):
+                frame, connection.partial, connection.have = connection.partial, bytearray(), 0
+                self._decode(memoryview(frame)[_HEAD.size :], messages)
+            return True
+        data = target[:count]
+        if connection.partial:
+            connection.partial += data
+            data = memoryview(bytes(connection.partial))
+            connection.partial = bytearray()
+        self._split(connection, data, messages)
+        return count == len(target)
+
+    def _split(self, connection: _Connection, data: memoryview, messages: list[T]) -> None:
+        begin, size = 0, len(data)
+        while size - begin >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(data, begin)
+            if length > self._max_bytes:
+                self._part(connection, f"{length} bytes, at most {self._max_bytes} are taken")
+                return
+            end = begin + _HEAD.size + length
+            if end > size:
+                break
+            self._decode(data[begin + _HEAD.size : end], messages)
+            begin = end
+        if begin < size:
+            rest = data[begin:]
+            if size - begin >= _HEAD.size and end - begin > _READ_BYTES:
+                connection.partial = bytearray(end - begin)
+                connection.partial[: len(rest)] = rest
+                connection.have = len(rest)
+            else:
+                connection.partial = bytearray(rest)
+
+    def _decode(self, frame: memoryview, messages: list[T]) -> None:
+        try:
+            messages.append(self._codec.decode(frame))
+        except ValueError as error:
+            self._drop(str(error))
+
+    def _part(self, connection: _Connection, why: str) -> None:
+        """Ends a connection; with a reason, a message was lost."""
+        descriptor = connection.socket.fileno()
+        self._epoll.unregister(descriptor)
+        del self._connections[descriptor]
+        connection.socket.close()
+        if why:
+            self._drop(why)
 
     def _drop(self, why: str) -> None:
         self.num_malformed += 1
         if self.num_malformed <= 10:
             _log.warning("dropped a message: %s", why)
 
+    def _free(self) -> None:
+        for connection in self._connections.values():
+            connection.socket.close()
+        self._connections.clear()
+        self._epoll.close()
+        self._door.close()
+
 
 class Inbox(_Reader[T]):
     """The reading end, for a process with a loop of its own. Only `close` may be called from other threads."""
 
-    def __init__(self, address: str, message_type: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, address: str, message_type: Any, *, max_bytes: int = MAX_MESSAGE_BYTES, spin_s: float = 0.0
+    ) -> None:
+        """`spin_s`: after each message, a wait begins busily for at most this long: whoever writes again soon finds the
+        reader awake, and its code and data in the processor's caches."""
         super().__init__(address, message_type, max_bytes)
         self.closed = False
+        self._spin_s = spin_s
+        self._heard_s = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
 
     def drain(self, block_s: float = 0.0) -> list[T]:
         """What has arrived. Waits at most `block_s` for a first message; `close` ends the wait."""
-        messages = self.take()
-        if messages or block_s <= 0 or self.closed:
-            return messages
-        self._poller.poll(math.ceil(block_s * 1000))
-        return self.take()
+        messages = self._read(self._epoll.poll(0))
+        if not messages and block_s > 0 and not self.closed:
+            messages = self._wait(block_s)
+        if messages and self._spin_s:
+            self._heard_s = time.monotonic()
+        return messages
+
+    def _wait(self, block_s: float) -> list[T]:
+        now = time.monotonic()
+        give_up_s = now + block_s
+        spin_until_s = min(self._heard_s + self._spin_s, give_up_s)
+        while now < give_up_s and not self.closed:
+            ready = self._epoll.poll(0 if now < spin_until_s else give_up_s - now)
+            if ready:
+                messages = self._read(ready)
+                if messages:
+                    return messages
+            now = time.monotonic()
+        return []
+
+    def stay_awake(self) -> None:
+        """Something else than a message has happened after which one may follow soon."""
+        self._heard_s = time.monotonic()
 
     def close(self) -> None:
         """Marks the inbox closed and wakes `drain`. Safe in signal handlers and from any thread."""
@@ -102,7 +247,7 @@ class Inbox(_Reader[T]):
     def release(self) -> None:
         """Frees the socket. The reader's own thread only, after its loop."""
         self.closed = True
-        self._socket.close(0)
+        self._free()
 
 
 class AsyncInbox(_Reader[T]):
@@ -111,63 +256,192 @@ class AsyncInbox(_Reader[T]):
     def __init__(self, address: str, message_type: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         super().__init__(address, message_type, max_bytes)
         self.closed = False
-        self._arrived = asyncio.Event()
+        self._messages: list[T] = []
+        self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._arrived.set)
+        self._loop.add_reader(self._epoll.fileno(), self._arrived)
 
     async def drain(self) -> list[T]:
         """Waits for messages and returns all that have arrived; an empty list once closed."""
-        while not self.closed:
-            # The socket's descriptor is edge-triggered: look at the socket itself before each wait.
-            self._arrived.clear()
-            messages = self.take()
-            if messages:
-                return messages
-            await self._arrived.wait()
-        return []
+        while not self._messages and not self.closed:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        messages, self._messages = self._messages, []
+        return messages if not self.closed else []
+
+    def _arrived(self) -> None:
+        self._messages += self.take()
+        if self._messages:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """Ends `drain` and frees the socket. Call in the loop's thread."""
         if not self.closed:
             self.closed = True
-            self._loop.remove_reader(self._socket.FD)
-            self._arrived.set()
-            self._socket.close(0)
+            self._loop.remove_reader(self._epoll.fileno())
+            self._wake()
+            self._free()
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+_open: weakref.WeakSet[Outbox] = weakref.WeakSet()
+"""Writers that may still hold something, for `flush`."""
 
 
 class Outbox:
     """The writing end. Never blocks: what the reader has not taken yet waits in memory. One thread at a time."""
 
     def __init__(self, address: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._address = _path(address)
         self._encode = encoder().encode
         self._max_bytes = max_bytes
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self._socket.connect(address)
+        self._lock = threading.Lock()
+        """Of everything below, between the sender and the pump."""
+        self._socket: socket.socket | None = None
+        self._held: deque[bytes] = deque()
+        """Frames that have not left, heads included..."""
+        self._begun = 0
+        """...and how many bytes of the first have."""
+        self._pump: threading.Thread | None = None
+        self._give_up_s = float("inf")
+        self._closed = False
+        _open.add(self)
 
     def send(self, message: Any) -> None:
         """Sends one struct. Raises `MessageTooLarge` instead of breaking the reader's connection."""
-        frame = self._encode(message)
+        self._put([self._frame(message)])
+
+    def send_all(self, messages: Iterable[Any]) -> None:
+        """Sends many; the reader may see them at once."""
+        frames = []
+        for message in messages:
+            frames.append(self._frame(message))
+            if len(frames) == _FRAMES_PER_CALL:
+                self._put(frames)
+                frames = []
+        if frames:
+            self._put(frames)
+
+    def close(self, wait_s: float = _LINGER_S) -> None:
+        """Closes; in the background, the last messages get `wait_s` to leave."""
+        with self._lock:
+            self._closed = True
+            self._give_up_s = min(self._give_up_s, time.monotonic() + wait_s)
+            if self._pump is None:
+                self._disconnect()
+
+    def join(self, until_s: float) -> None:
+        """Waits for the last messages of a closed writer."""
+        pump = self._pump
+        if pump is not None:
+            pump.join(max(0.0, until_s - time.monotonic()))
+
+    def _frame(self, message: Any) -> bytes:
+        frame: bytes = self._encode(message)
         if len(frame) > self._max_bytes:
             raise MessageTooLarge(
                 what=f"a message of {len(frame)} bytes can't be sent between processes",
                 why=f"the limit is {self._max_bytes} bytes",
                 fix="ask for less at once (shorter prompt, fewer log-probabilities or hidden states)",
             )
-        self._socket.send(frame)
+        return _HEAD.pack(len(frame)) + frame
 
-    def send_all(self, messages: Iterable[Any]) -> None:
-        for message in messages:
-            self.send(message)
+    def _put(self, frames: list[bytes]) -> None:
+        with self._lock:
+            if self._closed:
+                raise ValueError("this writer was closed")
+            self._held.extend(frames)
+            if self._pump is None and not self._write():
+                self._pump = threading.Thread(target=self._keep_writing, name="outbox", daemon=True)
+                self._pump.start()
 
-    def close(self, wait_s: float = _LINGER_MS / 1000) -> None:
-        """Closes; in the background, the last messages get `wait_s` to leave."""
-        self._socket.close(round(wait_s * 1000))
+    def _write(self) -> bool:
+        """Gives the kernel what it takes. Returns whether that was everything."""
+        while self._held:
+            if self._socket is None and not self._connect():
+                return False
+            assert self._socket is not None
+            try:
+                if len(self._held) == 1 and not self._begun:
+                    count = self._socket.send(self._held[0], socket.MSG_NOSIGNAL)
+                else:
+                    count = self._socket.sendmsg(self._views(), (), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._disconnect()
+                if self._begun:  # whoever would not take all of it must not get it again
+                    self._held.popleft()
+                    self._begun = 0
+                continue
+            self._forget(count)
+        return True
+
+    def _views(self) -> list[memoryview]:
+        views = [memoryview(self._held[at]) for at in range(min(len(self._held), _FRAMES_PER_CALL))]
+        views[0] = views[0][self._begun :]
+        return views
+
+    def _forget(self, count: int) -> None:
+        """So many bytes have left."""
+        count += self._begun
+        while self._held and count >= len(self._held[0]):
+            count -= len(self._held.popleft())
+        self._begun = count
+
+    def _connect(self) -> bool:
+        attempt = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        attempt.setblocking(False)
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        try:
+            attempt.connect(self._address)
+        except OSError:  # the reader is not there yet, not there any more, or has many at its door
+            attempt.close()
+            return False
+        self._socket = attempt
+        return True
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _keep_writing(self) -> None:
+        """Until everything has left, or the writer was closed and its time is up."""
+        pause_s = _RETRY_S[0]
+        while True:
+            with self._lock:
+                done = self._write()
+                if done or time.monotonic() >= self._give_up_s:
+                    self._pump = None
+                    if self._closed:
+                        self._held.clear()
+                        self._disconnect()
+                    return
+                connected = self._socket
+            if connected is None:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_S[1])
+            else:
+                pause_s = _RETRY_S[0]
+                room = select.poll()
+                room.register(connected, select.POLLOUT)
+                room.poll(50)
 
 
 def flush() -> None:
-    """Closes every socket of this process and waits (at most two seconds) until what writers held has left."""
-    zmq.Context.instance().destroy(linger=_LINGER_MS)
+    """Closes every writer of this process and waits (at most two seconds) until what they held has left."""
+    until_s = time.monotonic() + _LINGER_S
+    writers = list(_open)
+    for writer in writers:
+        writer.close()
+    for writer in writers:
+        writer.join(until_s)

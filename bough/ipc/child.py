@@ -30,7 +30,8 @@ def run_child(name: str, directory: str, body: Callable[[Launch], None], *, jani
 
     The process ends within seconds of its parent, however that ends. SIGINT is the parent's business. SIGTERM raises
     `SystemExit` in the main thread unless `body` installs a handler. A failure is written to `error.<name>.json`; the
-    launcher prints it. The `janitor` removes the private directory if the parent was killed.
+    launcher prints it. The `janitor` removes the private directory if the parent was killed; where there is none, the next
+    server to start sweeps it up.
     """
     launch = load_launch(directory)
     _die_with_parent(launch, janitor)

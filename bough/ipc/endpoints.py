@@ -35,7 +35,7 @@ class Endpoints:
         return self._socket("detok")
 
     def api(self, worker: int) -> str:
-        """Read by an API worker: `ToApi` from the detokenizer."""
+        """Read by an API worker: `ToApi` from the detokenizer, or from rank 0 where there is none."""
         return self._socket(f"api.{worker}")
 
     def rank(self, rank: int) -> str:

@@ -37,6 +37,11 @@ class Launch(Struct, frozen=True, kw_only=True):
     def endpoints(self) -> Endpoints:
         return Endpoints(self.directory)
 
+    @property
+    def detokenizes(self) -> bool:
+        """There is a detokenizer. Without a tokenizer there is nothing to do for it but to tell API workers apart."""
+        return not self.config.model.skip_tokenizer_init or self.num_api_workers > 1
+
 
 class Status(Struct, kw_only=True, omit_defaults=True):
     """How far the engine has come. Written by rank 0 until it is ready, and by the launcher when it ends."""

@@ -31,7 +31,8 @@ from bough.core.messages import (
     pack_ids,
     unpack_ids,
 )
-from bough.ipc import Inbox, Launch, Outbox, Status, run_child, write_status
+from bough.engine.outbox import open_outbox
+from bough.ipc import Inbox, Launch, Status, run_child, write_status
 from bough.observability.health import Heartbeat, State
 
 SLOW, BAD = 7, 8
@@ -89,7 +90,7 @@ class Row:
 class FakeEngine:
     def __init__(self, launch: Launch) -> None:
         self.inbox: Inbox[ToEngine] = Inbox(launch.endpoints.engine, ToEngine)
-        self.out = Outbox(launch.endpoints.detokenizer)
+        self.out = open_outbox(launch)
         self.heart = Heartbeat(launch.endpoints.heartbeat)
         self.rows: dict[int, Row] = {}
         self.seen = {"generate": 0, "abort": 0, "stop_at": 0, "sent": 0}

@@ -186,6 +186,25 @@ def test_without_a_tokenizer() -> None:
             engine.generate("text")
 
 
+def test_without_a_tokenizer_tokens_come_straight_from_the_engine() -> None:
+    with Engine(programs=FAKE, skip_tokenizer_init=True) as engine:
+        assert set(engine._running.pids) == {"engine"}
+        stopped = engine.generate(input_ids=IDS, sampling_params={"max_new_tokens": 8, "stop_token_ids": [IDS[-2]]})
+        assert isinstance(stopped, dict)
+        assert stopped["output_ids"] == echo(IDS, 2)
+        assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": IDS[-2]}
+        news = list(engine.generate(input_ids=IDS, sampling_params={"max_new_tokens": 4}, stream=True))
+        assert [each["output_ids"] for each in news][-1] == echo(IDS, 4)
+        assert news[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
+        scored = engine.generate(input_ids=IDS, sampling_params={"max_new_tokens": 2}, return_logprob=True)
+        assert isinstance(scored, dict)
+        assert [entry[1] for entry in scored["meta_info"]["output_token_logprobs"]] == echo(IDS, 2)
+        mixed = engine.generate(input_ids=[[5] * n for n in range(1, 40)], sampling_params={"max_new_tokens": 3})
+        assert [each["meta_info"]["prompt_tokens"] for each in mixed] == list(range(1, 40))  # type: ignore[index]
+        assert all(each["output_ids"] == [5] * 3 for each in mixed)  # type: ignore[index]
+        assert engine.flush_cache() is not None
+
+
 def test_a_failed_start_raises_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE", "fail")
     with pytest.raises(BoughError, match="cheese"):

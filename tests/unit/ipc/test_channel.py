@@ -1,5 +1,6 @@
 import asyncio
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from bough.core.messages import Abort, GetInfo, ToEngine
 from bough.ipc import AsyncInbox, Endpoints, Inbox, MessageTooLarge, Outbox
@@ -48,17 +48,88 @@ def test_a_writer_may_come_before_the_reader(endpoints: Endpoints) -> None:
 
 def test_malformed_frames_are_dropped_and_counted(endpoints: Endpoints) -> None:
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
-    raw = zmq.Context.instance().socket(zmq.PUSH)
-    raw.connect(endpoints.engine)
-    raw.send(b"")
-    raw.send(b"\xff\xff")
-    raw.send(msgspec.msgpack.encode({"type": "abort", "id": "not a number"}))
-    raw.send(msgspec.msgpack.encode({"type": "no such message"}))
-    raw.send_multipart([b"a", b"b", b"c"])
-    raw.send(msgspec.msgpack.encode(Abort(5)))
+    raw = socket.socket(socket.AF_UNIX)
+    raw.connect(endpoints.engine.removeprefix("ipc://"))
+    for frame in (
+        b"",
+        b"\xff\xff",
+        msgspec.msgpack.encode({"type": "abort", "id": "not a number"}),
+        msgspec.msgpack.encode({"type": "no such message"}),
+        msgspec.msgpack.encode(Abort(5)),
+    ):
+        raw.sendall(len(frame).to_bytes(8, "little") + frame)
     assert _collect(inbox, 1) == [Abort(5)]
+    assert inbox.num_malformed == 4
+    raw.sendall((1000).to_bytes(8, "little") + b"a stump")
+    raw.close()
+    assert inbox.drain(block_s=0.2) == []
     assert inbox.num_malformed == 5
-    raw.close(0)
+    inbox.release()
+
+
+@pytest.mark.parametrize("size", [1, 7, 4093, 1 << 16])
+def test_frames_may_arrive_in_pieces(endpoints: Endpoints, size: int) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    sent = [Abort(i, "x" * length) for i, length in enumerate((0, 1, 300, 70_000 if size > 100 else 900, 5))]
+    if size == 1 << 16:
+        sent.append(Abort(9, "y" * (3 << 20)))
+        sent.append(Abort(10, "z"))
+    frames = [msgspec.msgpack.encode(each) for each in sent]
+    stream = b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
+
+    def write() -> None:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(endpoints.engine.removeprefix("ipc://"))
+            for begin in range(0, len(stream), size):
+                raw.sendall(stream[begin : begin + size])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert _collect(inbox, len(sent)) == sent
+    writer.join()
+    assert inbox.num_malformed == 0
+    inbox.release()
+
+
+def test_a_writer_never_waits_for_its_reader(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = Outbox(endpoints.engine)
+    sent = [Abort(i, "x" * 100_000) for i in range(200)]
+    started = time.monotonic()
+    outbox.send_all(sent[:100])
+    for message in sent[100:]:
+        outbox.send(message)
+    assert time.monotonic() - started < 5
+    outbox.close(wait_s=20)
+    assert _collect(inbox, 200) == sent
+    inbox.release()
+
+
+def test_a_writer_finds_a_reader_that_was_replaced(endpoints: Endpoints) -> None:
+    first: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = Outbox(endpoints.engine)
+    outbox.send(Abort(1))
+    assert _collect(first, 1) == [Abort(1)]
+    first.release()
+    second: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox.send(Abort(2))
+    assert _collect(second, 1) == [Abort(2)]
+    outbox.close()
+    second.release()
+
+
+def test_waiting_costs_no_processor_time_once_nothing_comes(endpoints: Endpoints) -> None:
+    """The busy beginning of a wait is bounded, and there is none without a message before it."""
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, spin_s=0.05)
+    outbox = Outbox(endpoints.engine)
+    for expected_s in (0.0, 0.05):
+        started = time.thread_time()
+        assert inbox.drain(block_s=0.5) == []
+        spent_s = time.thread_time() - started
+        assert spent_s < expected_s + 0.02
+        outbox.send(Abort(1))
+        assert _collect(inbox, 1) == [Abort(1)]
+    outbox.close()
     inbox.release()
 
 
