@@ -81,7 +81,7 @@ def start(
     engine must refuse. Raises `ConfigError` if there is no such model.
     """
     return Running(
-        _located(config),
+        located(config),
         num_api_workers=config.server.api_workers if num_api_workers is None else num_api_workers,
         listen_fds=tuple(listen_fds),
         programs=programs or Programs(),
@@ -89,12 +89,16 @@ def start(
     )
 
 
-def _located(config: Config) -> Config:
-    """The config with a hub id replaced by where it lies, so that no child asks the hub."""
+def located(config: Config, progress: Callable[[int, int], None] | None = None) -> Config:
+    """The config with a hub id replaced by where it lies, so that no child asks the hub. Downloads it if need be.
+
+    `progress` hears of bytes downloaded, and of bytes in all.
+    """
     model = config.model
     checkpoint = open_checkpoint(
-        model.model, revision=model.revision, load_format=model.load_format, overrides=model.json_model_override_args
-    )
+        model.model, revision=model.revision, load_format=model.load_format, overrides=model.json_model_override_args,
+        progress=progress,
+    )  # fmt: skip
     if not model.model or Path(model.model).expanduser().exists():
         return config
     named = dataclasses.replace(

@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 import bough
+from bough.cli.progress import Progress
 from bough.config.check import check_exposure, is_loopback
 from bough.config.concerns import Config, MediaConfig
 from bough.core.errors import BoughError
 from bough.entrypoints.http.sockets import bind, bind_all
-from bough.launch import Running, start
+from bough.launch import Running, located, start
 
 if TYPE_CHECKING:
     from bough.entrypoints.http.worker import Worker
     from bough.entrypoints.service import Service
-    from bough.ipc import Status
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +54,9 @@ class LocalServer:
             sock.set_inheritable(True)
         self._began = time.perf_counter()
         self._progress = None if quiet else Progress()
+        progress = None if self._progress is None else self._progress.downloading(config.model.model)
         self._running: Running = start(
-            config, listen_fds=[sock.fileno() for sock in self._sockets[1:]], quarantine=quarantine
+            located(config, progress), listen_fds=[sock.fileno() for sock in self._sockets[1:]], quarantine=quarantine
         )
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,29 +142,6 @@ def check_media(config: Config) -> None:
         from bough.multimodal import Door
 
         Door(config.media)
-
-
-class Progress:
-    """What the engine is doing: a bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._bar = sys.stderr.isatty()
-        self._said = ""
-
-    def __call__(self, status: Status) -> None:
-        what = status.detail or status.phase
-        if self._bar:
-            width = min(30, max(10, shutil.get_terminal_size().columns - 50))
-            filled = round(width * status.progress)
-            print(f"\r\x1b[K[{'#' * filled}{'.' * (width - filled)}] {what}", end="", file=sys.stderr, flush=True)
-        elif what != self._said:
-            print(f"{what} ...", file=sys.stderr, flush=True)
-        self._said = what
-
-    def done(self) -> None:
-        if self._bar and self._said:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        self._said = ""
 
 
 def banner(server: LocalServer, service: Service) -> str:

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from bough.config.download import Progress, download, first_line
 from bough.config.gguf_config import config_from_gguf, generation_config_from_gguf
 from bough.config.gguf_header import GgufHeader, read_gguf_header
 from bough.config.model_facts import ModelFacts, model_facts
@@ -111,13 +112,21 @@ class Checkpoint:
         return round(sum(_product(tensor.shape) for tensor in self.tensors.values()) * bytes_per_weight)
 
 
-def open_checkpoint(model: str, *, revision: str = "", load_format: str = "auto", overrides: str = "") -> Checkpoint:
+def open_checkpoint(
+    model: str,
+    *,
+    revision: str = "",
+    load_format: str = "auto",
+    overrides: str = "",
+    progress: Progress | None = None,
+) -> Checkpoint:
     """Finds `model` and reads its headers; downloads it first if it is a hub id that is not here yet.
 
-    `overrides` is a JSON object laid over the config. `load_format="dummy"` needs a config only.
+    `overrides` is a JSON object laid over the config. `load_format="dummy"` needs a config only. `progress` hears how far a
+    download has come.
     """
     patch = _parse_overrides(overrides)
-    path = _locate(model, revision, load_format)
+    path = _locate(model, revision, load_format, progress)
     name = _display_name(model, path)
     if path.is_file():
         return _open_gguf(path, name, load_format, patch)
@@ -161,7 +170,7 @@ def _display_name(model: str, path: Path) -> str:
     return path.resolve().name if Path(model).exists() else model
 
 
-def _locate(model: str, revision: str, load_format: str) -> Path:
+def _locate(model: str, revision: str, load_format: str, progress: Progress | None) -> Path:
     if not model:
         return default_model_path()
     path = Path(model).expanduser()
@@ -175,51 +184,8 @@ def _locate(model: str, revision: str, load_format: str) -> Path:
         return path
     if model.startswith(("/", ".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise ConfigError(what=f"there is no model at {model}", why="the path does not exist", fix="check the path")
-    return _download(model, revision, load_format)
-
-
-def _download(model: str, revision: str, load_format: str) -> Path:
-    """Brings a hub model into the local cache, with huggingface_hub's progress bars."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    patterns = [*_METADATA_FILES, *([] if load_format == "dummy" else ["*.safetensors"])]
-    try:
-        found = snapshot_download(
-            model, revision=revision or None, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"]
-        )
-    except GatedRepoError as error:
-        raise ConfigError(
-            what=f"{model} is a gated model",
-            why="its terms have to be accepted on the hub first",
-            fix="accept them there, then set HF_TOKEN",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(what=f"{model} has no revision {revision!r}", fix="check --revision") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(
-            what=f"there is no model {model}",
-            why="it is neither a path on this machine nor a model on the hub that this user can see",
-            fix="check the name; for a private model set HF_TOKEN",
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ConfigError(
-            what=f"{model} is not on this machine and the hub can't be reached",
-            why=_first_line(error),
-            fix="check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or name a local directory or .gguf file",
-        ) from error
-    return Path(found)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    weights = [] if load_format == "dummy" else ["*.safetensors"]
+    return download(model, revision, [*_METADATA_FILES, *weights], ["original/*", "consolidated*"], progress)
 
 
 def _lone_gguf(path: Path) -> Path | None:
@@ -332,7 +298,7 @@ def _safetensors_shapes(path: Path) -> dict[str, StoredShape]:
             }
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            what=f"{path} is no sound safetensors file", why=_first_line(error), fix="download it again"
+            what=f"{path} is no sound safetensors file", why=first_line(error), fix="download it again"
         ) from error
 
 

@@ -55,6 +55,7 @@ from bough.runner.rehearsal import rehearsals
 from bough.sampler.processors import load_processors
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
+from bough.weights.load import Progress
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+_TELL_EVERY_S = 0.2
 WARM_STEPS = ((1, 1), (8, 8), (64, 64), (256, 256), (64, 1), (256, 8), (512, 65))
 """Steps (tokens, rows) whose graphs are captured before the engine is ready: decode sizes, and small extends..."""
 LATER_GRAPHS = (2, 4, 16, 32, 128)
@@ -82,12 +84,28 @@ class StartUp:
     phases: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def phase(self, name: str, progress: float) -> Iterator[None]:
+    def phase(self, name: str, progress: float, until: float = 1.0) -> Iterator[Progress]:
+        """A phase that begins at `progress` of the whole. What it gives hears of bytes, on the way to `until`."""
+        begin = told_s = time.perf_counter()
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told_s
+            now = time.perf_counter()
+            if self.rank == 0 and (now - told_s >= _TELL_EVERY_S or done_bytes == total_bytes):
+                told_s = now
+                reached = progress + (until - progress) * done_bytes / max(1, total_bytes)
+                self._write(name, reached, done_bytes, total_bytes)
+
         if self.rank == 0:
-            write_status(self.launch.endpoints, Status(phase="loading", detail=name, progress=progress))
-        begin = time.perf_counter()
-        yield
+            self._write(name, progress)
+        yield tell
         self.phases[name] = round(time.perf_counter() - begin, 3)
+
+    def _write(self, name: str, progress: float, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        status = Status(
+            phase="loading", detail=name, progress=progress, done_bytes=done_bytes, total_bytes=total_bytes
+        )
+        write_status(self.launch.endpoints, status)
 
     def ready(self, facts: dict[str, Any]) -> None:
         _log.info("ready: %s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items()))
@@ -112,8 +130,8 @@ def run_rank(launch: Launch, rank: int) -> None:
             rank, config.parallel.tp_size, init_method=launch.endpoints.rendezvous, device=device.torch_device
         )
     pooling = pooling_of(config, checkpoint)
-    with start.phase("loading weights", 0.2):
-        model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling)
+    with start.phase("loading weights", 0.2, until=0.8) as tell:
+        model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell)
     with start.phase("laying out memory", 0.8):
         runner = make_runner(model, config, resolved.plan, device, checkpoint, pooling)
     with start.phase("warming up", 0.9):
@@ -158,6 +176,7 @@ def load_model(
     device: Device,
     mesh: Mesh,
     pooling: PoolingFacts | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     return build_model(
         checkpoint,
@@ -169,6 +188,7 @@ def load_model(
         context_length=plan.context_length,
         seed=config.model.seed,
         pooling=pooling,
+        progress=progress,
     )
 
 

@@ -50,7 +50,10 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     detail: str = ""
     """What it is doing, for a progress line."""
     progress: float = 0.0
-    """Done part of this phase, 0 to 1."""
+    """Done part of the start, 0 to 1."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """Where the phase reads: how much it has read, and how much there is."""
     facts: dict[str, Any] = {}
     """When ready: at least `context_length`, `vocab_size`, `kv_tokens`; also `model`, `decisions`, `memory`."""
     error: str = ""

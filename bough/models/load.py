@@ -15,7 +15,7 @@ from bough.models.registry import find_architecture
 from bough.quantization.choose import choose_scheme
 from bough.quantization.unquantized import Unquantized
 from bough.weights.dummy import fill_dummy
-from bough.weights.load import load_weights
+from bough.weights.load import Progress, load_weights
 
 
 def build_model(
@@ -29,11 +29,12 @@ def build_model(
     context_length: int | None = None,
     seed: int = 0,
     pooling: PoolingFacts | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
     `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights.
-    With `pooling` it is a `PooledModel`.
+    With `pooling` it is a `PooledModel`. `progress` hears how much has been read; dummy weights are not read.
     """
     facts = checkpoint.facts
     architecture = find_architecture(facts.architecture) if pooling is None else pooled_architecture(facts, pooling)
@@ -49,7 +50,7 @@ def build_model(
     if dummy:
         fill_dummy(model, seed)
     else:
-        load_weights(model, architecture.weights, checkpoint)
+        load_weights(model, architecture.weights, checkpoint, progress)
         if isinstance(model, PooledModel):
             load_projections(model, checkpoint.path)
     model.eval()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Lock
 
 import torch
 from torch import nn
@@ -18,13 +19,16 @@ from bough.weights.from_gguf import open_gguf
 from bough.weights.from_safetensors import open_safetensors
 from bough.weights.mapping import Fit, Mapping
 from bough.weights.slots import FinishesLoading, Slot, model_slots
-from bough.weights.stored import Stored
+from bough.weights.stored import Stored, stored_bytes
 
 _MAX_READERS = 8
 
+Progress = Callable[[int, int], None]
+"""Hears of bytes done, and of bytes in all. Called from any thread, one call at a time."""
+
 
 @torch.no_grad()
-def load_weights(model: nn.Module, mapping: Mapping, checkpoint: Checkpoint) -> None:
+def load_weights(model: nn.Module, mapping: Mapping, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
     """Fills every slot of `model`. Raises one WeightsError that lists all missing, extra and misshaped tensors."""
     slots = model_slots(model)
     source = (
@@ -35,7 +39,8 @@ def load_weights(model: nn.Module, mapping: Mapping, checkpoint: Checkpoint) -> 
         if fit.missing or fit.extra or fit.misshaped:
             raise _misfit(fit, checkpoint)
         with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:
-            list(readers.map(_put, fit.pairs))  # raises what a reader raised
+            put = _put if progress is None else _Counted(fit.pairs, progress).put
+            list(readers.map(put, fit.pairs))  # raises what a reader raised
             list(readers.map(_finish, [module for module in model.modules() if isinstance(module, FinishesLoading)]))
 
 
@@ -43,6 +48,22 @@ def _put(pair: tuple[Slot, Stored]) -> None:
     slot, stored = pair
     with torch.no_grad():  # a thread does not inherit it
         slot.put(stored)
+
+
+class _Counted:
+    """Fills slots, and tells how much of the checkpoint has been read."""
+
+    def __init__(self, pairs: Iterable[tuple[Slot, Stored]], progress: Progress) -> None:
+        self._progress = progress
+        self._lock = Lock()
+        self._done = 0
+        self._total = sum(stored_bytes(stored) for _, stored in pairs)
+
+    def put(self, pair: tuple[Slot, Stored]) -> None:
+        _put(pair)
+        with self._lock:
+            self._done += stored_bytes(pair[1])
+            self._progress(self._done, self._total)
 
 
 def _finish(module: FinishesLoading) -> None:

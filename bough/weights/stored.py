@@ -6,13 +6,28 @@ move once: from the mapped file to where they are used.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from bough.config.gguf_header import BLOCK_SIZES
+
 DENSE_KINDS: Final = frozenset({"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64", "U8", "BOOL"})
+_ITEM_BYTES: Final = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 _CHUNK_WEIGHTS: Final = 4 * 1024 * 1024
 
 
@@ -44,6 +59,15 @@ class Stored(Protocol):
 def is_packed(stored: Stored) -> bool:
     """Whether the tensor is in a block format (a few bits a weight, with scales)."""
     return stored.kind not in DENSE_KINDS
+
+
+def stored_bytes(stored: Stored) -> int:
+    """How much of the file it takes."""
+    weights = math.prod(stored.shape)
+    if not is_packed(stored):
+        return weights * _ITEM_BYTES[stored.kind]
+    per_block, block_bytes = BLOCK_SIZES.get(stored.kind, (1, 1))
+    return weights // per_block * block_bytes
 
 
 def copy_into(target: Tensor, stored: Stored, rows: slice | None = None, cols: slice | None = None) -> None:

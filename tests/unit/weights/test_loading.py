@@ -243,3 +243,25 @@ def test_models_of_other_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(UnsupportedModel, match="can't be used") as caught:
         find_architecture("HalfForCausalLM")
     assert "make" in caught.value.why
+
+
+def test_progress_counts_the_files_bytes(folder: Path) -> None:
+    """Every byte of every tensor once, in order, to the end."""
+    told: list[tuple[int, int]] = []
+    checkpoint = open_checkpoint(str(folder))
+    build_model(checkpoint, dtype=torch.float32, device=CPU, progress=lambda done, total: told.append((done, total)))
+    in_file = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    assert {total for _, total in told} == {in_file}
+    assert told == sorted(told)
+    assert told[-1] == (in_file, in_file)
+    assert len(told) > 10
+
+
+def test_progress_counts_gguf_blocks() -> None:
+    """The embedded model: blocks, fused and shared tensors."""
+    told: list[tuple[int, int]] = []
+    checkpoint = open_checkpoint("")
+    build_model(checkpoint, dtype=torch.float32, device=CPU, progress=lambda done, total: told.append((done, total)))
+    done, total = told[-1]
+    assert done == total
+    assert total == sum(tensor.nbytes for name, tensor in checkpoint.tensors.items() if name != "rope_freqs.weight")
