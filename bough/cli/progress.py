@@ -29,6 +29,9 @@ class Progress:
 
     def __call__(self, status: Status) -> None:
         """A status of the engine's."""
+        if status.phase == "ready":
+            self.done()
+            return
         what = status.detail or status.phase
         if status.total_bytes:
             self.show(what, status.done_bytes, status.total_bytes)

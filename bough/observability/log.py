@@ -21,8 +21,10 @@ def set_up_logging(process: str, config: LogConfig, stream: TextIO | None = None
 
     Replaces what was set up before.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if config.log_format == "json" else TextFormatter(process))
+    target = stream or sys.stderr
+    handler = logging.StreamHandler(target)
+    text = TextFormatter(process, on_terminal=target.isatty())
+    handler.setFormatter(JsonFormatter(process) if config.log_format == "json" else text)
     root = logging.getLogger()
     for old in list(root.handlers):
         if isinstance(old.formatter, TextFormatter | JsonFormatter):
@@ -46,15 +48,17 @@ def log_level() -> str:
 class TextFormatter(logging.Formatter):
     """`12:30:01.250 info  engine  message  key=value`"""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, *, on_terminal: bool = False) -> None:
+        """`on_terminal`: a line first clears what a progress bar may have left in its place."""
         super().__init__()
         self._process = process
+        self._clear = "\r\x1b[K" if on_terminal else ""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():<7} {self._process:<6} {_message(record)}"
         extra = "".join(f"  {key}={value}" for key, value in _extra(record).items())
-        return _cut(line + extra + _trace(self, record))
+        return self._clear + _cut(line + extra + _trace(self, record))
 
 
 class JsonFormatter(logging.Formatter):

@@ -87,8 +87,8 @@ def test_a_bar_on_a_terminal(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> N
     last = out.getvalue().rpartition("\r\x1b[K")[2]
     assert last.startswith("[" + "#" * 8)
     assert last.endswith("loading weights: 4.00 GiB of 16.00 GiB, 1.00 GiB/s, 12 s left")
-    progress.done()
-    assert out.getvalue().endswith("\r\x1b[K")
+    progress(Status(phase="ready"))
+    assert out.getvalue().endswith("\r\x1b[K"), "what is printed next begins a line"
 
 
 def test_a_narrow_terminal_is_not_overrun(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

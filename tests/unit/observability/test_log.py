@@ -63,3 +63,17 @@ def test_a_huge_message_is_cut(lines: io.StringIO) -> None:
     set_up_logging("api", LogConfig(), lines)
     logging.getLogger("bough").info("x" * 1_000_000)
     assert len(lines.getvalue()) < 20_000
+
+
+def test_a_line_on_a_terminal_clears_the_progress_bar(lines: io.StringIO) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    set_up_logging("engine", LogConfig(), screen)
+    logging.getLogger("bough").info("hello")
+    assert screen.getvalue().startswith("\r\x1b[K")
+    set_up_logging("engine", LogConfig(), lines)
+    logging.getLogger("bough").info("hello")
+    assert "\x1b" not in lines.getvalue()
