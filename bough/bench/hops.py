@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         prog="bough bench hops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--device-ms", type=float, default=4.4, help="a step's time on the device (%(default)s)")
+    made.add_argument("--spin-ms", type=float, default=2.0, help="busy part of the engine's waits (%(default)s)")
     made.add_argument("--requests", type=int, default=200, help="lone requests (%(default)s)")
     made.add_argument("--gap-ms", type=float, default=5.0, help="between them (%(default)s)")
     made.add_argument("--prompt", type=int, nargs="+", default=[512, 2048], help="ids a prompt (%(default)s)")
@@ -59,20 +60,21 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = parser().parse_args()
     results: list[Json] = [
-        lone(options.requests, length, options.gap_ms / 1e3, options.device_ms) for length in options.prompt
+        lone(options.requests, length, options.gap_ms / 1e3, options.device_ms, options.spin_ms)
+        for length in options.prompt
     ]
     if options.batch:
-        results.append(batch(options.batch, options.batch_prompt, options.device_ms))
+        results.append(batch(options.batch, options.batch_prompt, options.device_ms, options.spin_ms))
     for result in results:
         print(json.dumps(result) if options.json else _table(result), flush=True)
 
 
-def lone(requests: int, length: int, gap_s: float, device_ms: float) -> Json:
+def lone(requests: int, length: int, gap_s: float, device_ms: float, spin_ms: float) -> Json:
     """The same prompt again and again, so that all but its last token is cached after the first time."""
     rng = random.Random(1)
     prompt = [rng.randrange(1000, 32000) for _ in range(length)]
     began, ended = [], []
-    with _Clocked(device_ms) as clocked:
+    with _Clocked(device_ms, spin_ms) as clocked:
         _answer(clocked.engine, [prompt], 1)
         for _ in range(requests):
             time.sleep(gap_s)
@@ -95,11 +97,11 @@ def lone(requests: int, length: int, gap_s: float, device_ms: float) -> Json:
     }
 
 
-def batch(prompts: int, length: int, device_ms: float) -> Json:
+def batch(prompts: int, length: int, device_ms: float, spin_ms: float) -> Json:
     """Many prompts at once."""
     rng = random.Random(2)
     ids = [[rng.randrange(1000, 32000) for _ in range(length)] for _ in range(prompts)]
-    with _Clocked(device_ms) as clocked:
+    with _Clocked(device_ms, spin_ms) as clocked:
         for seed in range(3):
             _answer(clocked.engine, [[seed + 1] * 64], 4)
         time.sleep(0.05)
@@ -126,13 +128,13 @@ def batch(prompts: int, length: int, device_ms: float) -> Json:
 class _Clocked:
     """An engine on a clock, for the length of a `with`; its times are there afterwards."""
 
-    def __init__(self, device_ms: float) -> None:
+    def __init__(self, device_ms: float, spin_ms: float) -> None:
         self._directory = tempfile.TemporaryDirectory()
         root = Path(self._directory.name)
         (root / "config.json").write_text(json.dumps(_CONFIG))
         self._file = root / "times.json"
         self.engine = Engine(
-            programs=Programs(engine=("-m", "bough.bench.hops_engine", str(self._file), str(device_ms))),
+            programs=Programs(engine=("-m", "bough.bench.hops_engine", str(self._file), str(device_ms), str(spin_ms))),
             model_path=str(root),
             load_format="dummy",
             skip_tokenizer_init=True,

@@ -1,6 +1,6 @@
 """A real engine loop on a device that is only a clock, with the time of each hop: for `bough bench hops`.
 
-    python -m bough.bench.hops_engine FILE DEVICE_MS DIRECTORY
+    python -m bough.bench.hops_engine FILE DEVICE_MS SPIN_MS DIRECTORY
 
 Everything from the socket to the launch and back is what an engine runs; a step takes the device's time, busily waited
 for as a driver does. At the end, FILE gets the times as JSON.
@@ -111,7 +111,7 @@ class TimedRunner:
         """Nothing is queued."""
 
 
-def serve(launch: Launch, file: Path, device_s: float) -> None:
+def serve(launch: Launch, file: Path, device_s: float, spin_s: float) -> None:
     from bough.engine.loop import Loop
     from bough.engine.watch import observe
     from bough.platform import Device
@@ -130,7 +130,7 @@ def serve(launch: Launch, file: Path, device_s: float) -> None:
         max_step_tokens=STEP_TOKENS,
         vocab_size=checkpoint.facts.vocab,
     )
-    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, spin_s=spin_s)
     limits = Limits.of(runner_limits, launch.config.scheduler)
     cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size)
     queues = Queues(limits)
@@ -167,5 +167,6 @@ def serve(launch: Launch, file: Path, device_s: float) -> None:
 
 if __name__ == "__main__":
     prepare_environment()
-    where, milliseconds = Path(sys.argv[1]), float(sys.argv[2])
-    sys.exit(run_child("engine", sys.argv[-1], lambda launch: serve(launch, where, milliseconds / 1e3)))
+    where, device_ms, spin_ms = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    body = lambda launch: serve(launch, where, device_ms / 1e3, spin_ms / 1e3)
+    sys.exit(run_child("engine", sys.argv[-1], body))

@@ -6,6 +6,7 @@ Headers first, then the machine, then every open setting and the memory plan; we
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +75,10 @@ LATER_GRAPHS = (2, 4, 16, 32, 128)
 SHARED_GRAPHS = (64, 256)
 """...and then those of decode rows that share a prefix. All others are captured when wanted."""
 
+SPIN_S = 0.002
+"""A wait for requests begins busily for this long: waking up takes longer than most of a request's way through the host."""
+CORES_TO_SPIN = 4
+
 
 @dataclass(slots=True)
 class StartUp:
@@ -102,9 +107,7 @@ class StartUp:
         self.phases[name] = round(time.perf_counter() - begin, 3)
 
     def _write(self, name: str, progress: float, done_bytes: int = 0, total_bytes: int = 0) -> None:
-        status = Status(
-            phase="loading", detail=name, progress=progress, done_bytes=done_bytes, total_bytes=total_bytes
-        )
+        status = Status(phase="loading", detail=name, progress=progress, done_bytes=done_bytes, total_bytes=total_bytes)
         write_status(self.launch.endpoints, status)
 
     def ready(self, facts: dict[str, Any]) -> None:
@@ -259,6 +262,8 @@ def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
         most = min(config.device.cuda_graph_max_tokens, runner.limits.num_slots)
         with torch.inference_mode():
             runner.graphs.warm_up([(tokens, rows) for tokens, rows in WARM_STEPS if rows <= most])
+        if isinstance(runner, ModelRunner):
+            runner.copies.capture()
         runner.graphs.want([size for size in LATER_GRAPHS if size <= most])
         runner.graphs.want([size for size in SHARED_GRAPHS if size <= most], shared=True)
         for step in rehearsals(runner.limits):
@@ -280,7 +285,7 @@ def serve_steps(
     if ranks > 1:
         broadcast = BroadcastRunner(local, [Outbox(endpoints.rank(rank)) for rank in range(1, ranks)])
         runner = broadcast
-    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, spin_s=_spin_s(local.machine))
     limits = Limits.of(local.limits, config.scheduler, seed=config.model.seed)
     if isinstance(local, PoolingRunner):
         limits = pooling_limits(limits, local.limits, local.pooling)
@@ -315,6 +320,11 @@ def serve_steps(
     finally:
         if broadcast is not None:
             broadcast.stop()
+
+
+def _spin_s(device: Device) -> float:
+    """How long the loop waits busily for the next request once it has nothing to do. Never where the cores compute."""
+    return SPIN_S if device.is_async and len(os.sched_getaffinity(0)) >= CORES_TO_SPIN else 0.0
 
 
 def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues, config: Config) -> Runner:

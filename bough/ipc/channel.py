@@ -204,12 +204,12 @@ class Inbox(_Reader[T]):
     def __init__(
         self, address: str, message_type: Any, *, max_bytes: int = MAX_MESSAGE_BYTES, spin_s: float = 0.0
     ) -> None:
-        """`spin_s`: after each message, a wait begins busily for at most this long: whoever writes again soon finds the
-        reader awake, and its code and data in the processor's caches."""
+        """`spin_s`: a wait begins busily, until this long after a message or a look that did not wait: whoever writes
+        again soon finds the reader awake, and its code and data in the processor's caches."""
         super().__init__(address, message_type, max_bytes)
         self.closed = False
         self._spin_s = spin_s
-        self._heard_s = 0.0
+        self._busy_s = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
 
@@ -218,14 +218,14 @@ class Inbox(_Reader[T]):
         messages = self._read(self._epoll.poll(0))
         if not messages and block_s > 0 and not self.closed:
             messages = self._wait(block_s)
-        if messages and self._spin_s:
-            self._heard_s = time.monotonic()
+        if self._spin_s and (messages or block_s <= 0):
+            self._busy_s = time.monotonic()
         return messages
 
     def _wait(self, block_s: float) -> list[T]:
         now = time.monotonic()
         give_up_s = now + block_s
-        spin_until_s = min(self._heard_s + self._spin_s, give_up_s)
+        spin_until_s = min(self._busy_s + self._spin_s, give_up_s)
         while now < give_up_s and not self.closed:
             ready = self._epoll.poll(0 if now < spin_until_s else give_up_s - now)
             if ready:
@@ -234,10 +234,6 @@ class Inbox(_Reader[T]):
                     return messages
             now = time.monotonic()
         return []
-
-    def stay_awake(self) -> None:
-        """Something else than a message has happened after which one may follow soon."""
-        self._heard_s = time.monotonic()
 
     def close(self) -> None:
         """Marks the inbox closed and wakes `drain`. Safe in signal handlers and from any thread."""

@@ -8,14 +8,16 @@ kernel takes the host longer than the largest graph takes the device. All graphs
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bough.platform.device import Device, Event
 from bough.runner.forward import Extent, Forward
 from bough.runner.inputs import Layout, Sizes, StepTensors
 
@@ -26,6 +28,8 @@ WASTE = 1.5
 """A captured graph serves a smaller decode step if it has at most this many times the step's tokens..."""
 CHEAP_TOKENS = 64
 """...or this many: such steps take the time of reading the weights, however few their tokens."""
+TABLE_ROOM = 256
+"""Page-table writes that a step may make beyond two a row: those of a prompt whose beginning is cached."""
 WORTH_IT = 4
 """Mixed steps that no graph can serve are run eagerly this often before one is captured for them in passing."""
 
@@ -40,6 +44,15 @@ class GraphKey:
     """Serves steps of decode rows only, one token each; otherwise any mixture."""
 
 
+@dataclass(slots=True, eq=False)
+class Staging:
+    """Where a graph's inputs are written on the host. In use until the device has copied them."""
+
+    host: Tensor
+    arrays: dict[str, npt.NDArray[Any]]
+    copied: Event
+
+
 @dataclass(slots=True)
 class Captured:
     """A graph with its inputs and outputs, which it overwrites on each replay."""
@@ -50,6 +63,23 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     result: Tensor
     """Tokens [rows] or logits [rows, vocab]."""
+    stages: deque[Staging] = field(default_factory=deque)
+    """The one that was used longest ago first."""
+
+    def stage(self, machine: Device) -> Staging:
+        """Room for the next step's inputs."""
+        if self.stages and self.stages[0].copied.done():
+            self.stages.rotate(-1)
+        else:
+            host = machine.host_buffer(self.layout.num_bytes)
+            self.stages.append(Staging(host, self.layout.arrays(host.numpy()), machine.event()))
+        return self.stages[-1]
+
+    def replay(self, staged: Staging) -> None:
+        """Queues the step whose inputs are staged."""
+        self.buffer.copy_(staged.host, non_blocking=True)
+        staged.copied.record()
+        self.graph.replay()
 
 
 def token_sizes(largest: int) -> list[int]:
@@ -137,7 +167,7 @@ class Graphs:
         return self._captured[min(fits, key=lambda k: (k.tokens, k.rows))] if fits else None
 
     def capture(self, key: GraphKey) -> Captured:
-        layout = Layout(Sizes(tokens=key.tokens, rows=key.rows, writes=2 * key.rows))
+        layout = Layout(Sizes(tokens=key.tokens, rows=key.rows, writes=2 * key.rows + TABLE_ROOM))
         device = self._forward.state.page_table.device
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         tensors = layout.tensors(buffer)

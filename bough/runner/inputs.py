@@ -128,7 +128,10 @@ class Packer:
 
     def pack(self, step: Step, plain: PlainRows, layout: Layout, buffer: npt.NDArray[np.uint8]) -> None:
         """Fills `buffer` with the step, padded to the layout's sizes."""
-        a = layout.arrays(buffer)
+        self.fill(step, plain, layout.arrays(buffer))
+
+    def fill(self, step: Step, plain: PlainRows, a: dict[str, npt.NDArray[Any]]) -> None:
+        """Fills the arrays of a layout with the step, padded to their sizes."""
         num_tokens, num_rows, num_samples = step.num_tokens, step.num_rows, len(plain.rows)
         self.table.reshape(-1)[step.table_at] = step.table_pages
         query_start = np.zeros(num_rows + 1, np.int64)

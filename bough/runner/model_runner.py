@@ -15,6 +15,7 @@ from bough.layers.batch import Model
 from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
 from bough.platform.device import Device
+from bough.runner.copies import PageCopies
 from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
 from bough.runner.graphs import Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
@@ -58,6 +59,7 @@ class ModelRunner:
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
         self.hidden = HiddenSlots()
+        self.copies = PageCopies(pool, device)
         self.graphs: Graphs | None = None
         if graph_max_tokens and device.is_async:
             self.graphs = Graphs(
@@ -77,7 +79,7 @@ class ModelRunner:
             assert self.mover is not None, "nobody joins on a runner that can't move KV"
             self.mover.move(moves)
         if len(step.copy_from):
-            self.forward.pool.copy_pages(step.copy_from, step.copy_to)
+            self.copies.copy(step.copy_from, step.copy_to)
         plain = self.params.gather(step)
         states = self.hidden.of(step)
         if self.graphs is not None and not len(step.prompt_logprobs) and states is None:
@@ -104,10 +106,9 @@ class ModelRunner:
             return None
         if len(step.table_at) > captured.layout.sizes.writes:
             self._write_table_apart(step)
-        host = self.machine.host_buffer(captured.layout.num_bytes)
-        self.packer.pack(step, plain, captured.layout, host.numpy())
-        captured.buffer.copy_(host, non_blocking=True)
-        captured.graph.replay()
+        staged = captured.stage(self.machine)
+        self.packer.fill(step, plain, staged.arrays)
+        captured.replay(staged)
         launched = LaunchedStep(self, step, plain, captured.tensors)
         if is_plain:
             launched.finish(captured.result[: len(plain.rows)])

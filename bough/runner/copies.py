@@ -1,0 +1,57 @@
+"""Copies of a few pages before a step, captured once: finding every layer's cache takes the host longer than the copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bough.core.step import I32
+from bough.kernels.pages import copy_pages
+from bough.memory.mha import KVPool
+from bough.platform.device import Device
+
+MOST = 16
+"""Pages that the graph copies. Those that a step does not need are page 0 onto itself, which is nobody's."""
+
+
+class PageCopies:
+    """Queues copies of whole pages in every layer."""
+
+    def __init__(self, pool: KVPool, machine: Device) -> None:
+        self._pool = pool
+        self._machine = machine
+        self._pages: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self) -> None:
+        """To be called before the first step, on a device that has graphs."""
+        caches = (*self._pool.keys, *self._pool.values)
+        if not caches:
+            return
+        pages = self._pages = torch.zeros((2, MOST), dtype=torch.int64, device=caches[0].device)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copy_pages(caches, pages[0], pages[1])
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                copy_pages(caches, pages[0], pages[1])
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = graph
+
+    def copy(self, source_M: I32, target_M: I32) -> None:
+        """Copies pages; all are read before any is written."""
+        count = len(source_M)
+        if self._graph is None or self._pages is None or count > MOST or _chained(source_M, target_M):
+            self._pool.copy_pages(source_M, target_M)
+            return
+        host = self._machine.host_buffer(self._pages.nbytes).view(torch.int64).view(2, MOST)
+        pages = host.numpy()
+        pages[0, :count], pages[1, :count], pages[:, count:] = source_M, target_M, 0
+        self._pages.copy_(host, non_blocking=True)
+        self._graph.replay()
+
+
+def _chained(source_M: I32, target_M: I32) -> bool:
+    """A page that is written is also read: which comes first is not the graph's to say."""
+    return not set(source_M.tolist()).isdisjoint(target_M.tolist())
