@@ -107,7 +107,6 @@ def measure(
                 ignore_eos=True,
                 grammar=GrammarSpec(kind="json_schema", source=schema) if schema else None,
             ),
-            eos_ids=(vocab_size - 1,),
         )
         for i in range(rows + waiting)
     ]

@@ -25,6 +25,11 @@ class Matcher(Protocol):
         """Overwrites one row of a vocabulary bit mask with the tokens allowed next."""
         ...
 
+    @property
+    def is_open(self) -> bool:
+        """True where the choice is known to be wide: nothing is forced or respelled here, and nothing ends."""
+        ...
+
     def is_terminated(self) -> bool:
         """True when nothing more can follow, not even an end token."""
         ...
@@ -35,6 +40,11 @@ class Matcher(Protocol):
 
     def forced(self) -> list[int]:
         """The tokens that must come next whatever the model says; empty where it has a choice. Changes nothing."""
+        ...
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Would `is_terminated` be true after these tokens, which are forced? Changes nothing. Raises `ValueError` if they
+        are not accepted."""
         ...
 
     def respell(self) -> int | None:

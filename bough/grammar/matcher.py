@@ -7,19 +7,17 @@ such tokens are left to the model where one allowed token would say the same and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from bough.core.step import I32
 from bough.grammar.backend import Backend, NativeMatcher
 from bough.grammar.bits import clear_bit, count_bits, first_bit, has_bit, set_bit
-from bough.grammar.sights import Sight, Sights, make_sights
-from bough.grammar.states import LOST, States
+from bough.grammar.sights import FEW, Sight, Sights, make_sights
+from bough.grammar.states import LOST, Spot, States
 from bough.grammar.vocabulary import Vocabulary
 
-_FEW = 2048
-"""Where more tokens than this are allowed, no text is certain."""
 _LISTED = 64
 """Up to so many allowed tokens are looked at one by one."""
 _CONTEXT = 4
@@ -90,12 +88,22 @@ class TokenMatcher:
         self._sight = self.find_sight()
 
     def fill_mask(self, out: I32) -> None:
+        sight = self._sight
+        if sight is not None and sight.is_open:
+            self._forced = []
+            out[:] = sight.mask
+            return
         forced = self._certain()
         if forced:
             out[:] = 0
             set_bit(out, forced[0])
         else:
             out[:] = self._allowed()
+
+    @property
+    def is_open(self) -> bool:
+        sight = self._sight
+        return sight is not None and sight.is_open
 
     def is_terminated(self) -> bool:
         if self._ended:
@@ -104,6 +112,24 @@ class TokenMatcher:
 
     def forced(self) -> list[int]:
         return list(self._certain())
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        spot, key = self._spot(), tuple(tokens)
+        found = spot.ends.get(key)
+        if found is None:
+            found = spot.ends[key] = self._would_end(key)
+        return found
+
+    def _would_end(self, tokens: tuple[int, ...]) -> bool:
+        accepted, ends = 0, False
+        for token in tokens:
+            if not self.accept(token):
+                self.rollback(accepted)
+                raise ValueError(f"it forces token {token} and does not accept it")
+            accepted += 1
+        ends = self.is_terminated()
+        self.rollback(accepted)
+        return ends
 
     def respell(self) -> int | None:
         text = self._certain_text() if self._chosen else ""
@@ -179,24 +205,35 @@ class TokenMatcher:
         if self._ended:
             return []
         sight = self.look()
-        if sight.num_allowed > _FEW:
+        if sight.num_allowed > FEW:
             return []
-        text = "" if sight.is_complete else self.native.certain_text()
-        forced: list[int] = []
+        spot, forced = self._spot(), []
+        text = self._text(spot)
         if text:
-            forced = self._settled(self._cut(self.tokens[-_CONTEXT:], text.encode()) or self._alone(text), sight.mask)
+            ids = self._cut(self.tokens[-_CONTEXT:], text.encode()) or self._alone(text)
+            found = spot.settled.get(ids)
+            forced = spot.settled[ids] = self._settled(ids, sight.mask) if found is None else found
         if not forced and not sight.is_complete and sight.num_allowed == 1:
             return [first_bit(sight.mask)]
         if not forced and sight.num_allowed <= _LISTED:
-            self._close_detours(sight.mask)
+            self._close_detours(sight.mask, spot)
         return forced
+
+    def _spot(self) -> Spot:
+        return self._states.spot(self._places[-1]) if self._states is not None else Spot()
+
+    def _text(self, spot: Spot) -> str:
+        """What must follow; empty where the answer is complete."""
+        if spot.text is None:
+            spot.text = "" if self._is_complete() else self.native.certain_text()
+        return spot.text
 
     def _certain_text(self) -> str:
         """What must follow, where that is a matter of spelling: not where a single token is left, nor where many are."""
-        if self._ended or (self._sight is not None and self._sight.num_allowed > _FEW) or self._is_complete():
+        if self._ended or (self._sight is not None and self._sight.num_allowed > FEW):
             return ""
-        text = self.native.certain_text()
-        return text if text and 1 < count_bits(self._allowed()) <= _FEW else ""
+        text = self._text(self._spot())
+        return text if text and 1 < count_bits(self._allowed()) <= FEW else ""
 
     def _cut(self, before: Sequence[int], following: bytes) -> tuple[int, ...]:
         """Tokens of `following` as the tokenizer cuts them after `before`; empty where it would join the two."""
@@ -220,20 +257,27 @@ class TokenMatcher:
     def _longer(self, token: int, other: int) -> bool:
         return len(self._vocabulary.bytes_of(token)) > len(self._vocabulary.bytes_of(other))
 
-    def _close_detours(self, mask: I32) -> None:
+    def _close_detours(self, mask: I32, spot: Spot) -> None:
         """Of few allowed tokens, takes out those that are only the beginning of a word that is another allowed one: where
         the rest of it would be certain, the tokenizer never stops there."""
-        native = self.native
-        for token, name in self._vocabulary.stems(mask):
-            if not native.accept(token):
-                continue
-            text = "" if native.is_complete() else native.certain_text()
-            native.rollback(1)
-            ids = self._cut(self.tokens[-_CONTEXT:], name + text.encode()) if text else ()
+        if spot.detours is None:
+            spot.detours = tuple(self._find_detours(mask))
+        for token, said in spot.detours:
+            ids = self._cut(self.tokens[-_CONTEXT:], said)
             if ids and self._longer(ids[0], token) and has_bit(mask, ids[0]):
                 if self._mask is None:
                     mask = self._mask = mask.copy()
                 clear_bit(mask, token)
+
+    def _find_detours(self, mask: I32) -> Iterator[tuple[int, bytes]]:
+        """The beginnings of words that go on in one way only, and what is said on that way."""
+        native = self.native
+        for token, name in self._vocabulary.stems(mask):
+            if native.accept(token):
+                text = "" if native.is_complete() else native.certain_text()
+                native.rollback(1)
+                if text:
+                    yield token, name + text.encode()
 
     def _settled(self, ids: tuple[int, ...], mask: I32) -> list[int]:
         """The tokens up to where the model may want a longer one."""

@@ -12,6 +12,8 @@ from bough.grammar.backend import NativeMatcher
 from bough.grammar.bits import has_bit
 from bough.grammar.cache import ByteCache
 
+FEW = 2048
+"""Where more tokens than this are allowed, no text is certain."""
 _CACHE_BYTES = 64 * 2**20
 
 
@@ -25,6 +27,8 @@ class Sight(Struct, frozen=True, eq=False):
     """What was said so far would do as a whole answer..."""
     is_end: bool
     """...and nothing can follow."""
+    is_open: bool
+    """Many tokens may come, and one must."""
 
 
 def make_sights(masks: Mask, natives: Sequence[NativeMatcher], stop_ids: Sequence[int]) -> list[Sight]:
@@ -34,7 +38,7 @@ def make_sights(masks: Mask, natives: Sequence[NativeMatcher], stop_ids: Sequenc
     for mask, native, num_allowed in zip(masks, natives, counts, strict=True):
         is_complete = native.is_complete()
         is_end = is_complete and num_allowed == sum(has_bit(mask, token) for token in stop_ids)
-        sights.append(Sight(mask.copy(), num_allowed, is_complete, is_end))
+        sights.append(Sight(mask.copy(), num_allowed, is_complete, is_end, num_allowed > FEW and not is_complete))
     return sights
 
 

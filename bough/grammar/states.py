@@ -37,6 +37,22 @@ _MAX_NODES = 512
 _numbers = count()
 
 
+class Spot:
+    """What is known of one place beyond its mask; filled in by whoever finds out."""
+
+    __slots__ = ("detours", "ends", "settled", "text")
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        """Text that must come."""
+        self.detours: tuple[tuple[int, bytes], ...] | None = None
+        """Tokens after which text must come, with the bytes of both."""
+        self.settled: dict[tuple[int, ...], list[int]] = {}
+        """How many of these tokens, which say that text, leave no choice."""
+        self.ends: dict[tuple[int, ...], bool] = {}
+        """Whether nothing can follow these tokens."""
+
+
 class States:
     """The places of one grammar. `longest` is the length of the longest token, in bytes: a mask looks no further."""
 
@@ -52,12 +68,15 @@ class States:
         self._left: list[Node] = []
         """By place (these have even numbers): what may still come."""
         self._place_of: dict[Node, int] = {}
-        self._next: list[dict[int, int]] = []
-        """By place and class of characters: the place after one more character."""
+        self._next: list[dict[int | str, int]] = []
+        """By place: the places after one more character of a class, and after texts that must come."""
+        self._literals: list[str] = []
+        """By place: text that must come next, where it is written out."""
         self._parts: dict[tuple[int, bytes], int] = {}
         """Places within a character (odd numbers): the place before it and its first bytes..."""
         self._part_of: dict[int, tuple[int, bytes]] = {}
         """...and back."""
+        self._spots: dict[int, Spot] = {}
         self._rule_after: dict[tuple[str, int], Node] = {}
         self._view_of: dict[int, int] = {}
         self._views: dict[tuple[Node, bytes], int] = {}
@@ -76,18 +95,33 @@ class States:
             if error.reason != "unexpected end of data":
                 return LOST
             letters, rest = said[: error.start].decode(), said[error.start :]
-        classes, following = self._class_of, self._next
-        for letter in letters:
-            kind = classes.get(letter)
-            if kind is None:
-                kind = classes[letter] = bisect_right(self._bounds, ord(letter)) - 1
-            found = following[place >> 1].get(kind)
-            if found is None:
-                found = following[place >> 1][kind] = self._step(place, kind)
-            if found < 0:
+        classes, following, literals = self._class_of, self._next, self._literals
+        at, end = 0, len(letters)
+        while at < end:
+            literal = literals[place >> 1]
+            if literal and (shared := _shared(literal, letters, at)) > 1:
+                place, at = self._skip(place, literal[:shared]), at + shared
+            else:
+                letter = letters[at]
+                kind = classes.get(letter)
+                if kind is None:
+                    kind = classes[letter] = bisect_right(self._bounds, ord(letter)) - 1
+                found = following[place >> 1].get(kind)
+                if found is None:
+                    found = following[place >> 1][kind] = self._step(place, kind)
+                place, at = found, at + 1
+            if place < 0:
                 return LOST
-            place = found
         return self._within(place, rest) if rest else place
+
+    def spot(self, place: int) -> Spot:
+        """What is known of a place. Of one without a name, nothing."""
+        found = self._spots.get(place)
+        if found is None:
+            found = Spot()
+            if place != LOST:
+                self._spots[place] = found
+        return found
 
     def view(self, place: int) -> int:
         """A number that places share where the same tokens are allowed next: counts beyond any token are alike."""
@@ -108,6 +142,8 @@ class States:
             place = self._place_of[node] = 2 * len(self._left)
             self._left.append(node)
             self._next.append({})
+            first = node.parts[0] if isinstance(node, Seq) and node.parts else node
+            self._literals.append(first.value if isinstance(first, Text) else "")
         return place
 
     def _within(self, place: int, part: bytes) -> int:
@@ -122,6 +158,17 @@ class States:
     def _step(self, place: int, kind: int) -> int:
         left = self._after(self._left[place >> 1], self._bounds[kind])
         return LOST if left == NOTHING else self._name(left)
+
+    def _skip(self, place: int, literal: str) -> int:
+        """The place after text that must come."""
+        following = self._next[place >> 1]
+        found = following.get(literal)
+        if found is None:
+            left = self._left[place >> 1]
+            first, rest = (left.parts[0], left.parts[1:]) if isinstance(left, Seq) else (left, ())
+            assert isinstance(first, Text), "its text was noted"
+            found = following[literal] = self._name(seq(text(first.value[len(literal) :]), *rest))
+        return found
 
     def _after(self, node: Node, point: int) -> Node:
         """What may follow a character of the node's texts."""
@@ -164,6 +211,14 @@ class States:
                 return Alt(tuple(self._near(part) for part in node.parts))
             case _:
                 return node
+
+
+def _shared(literal: str, letters: str, at: int) -> int:
+    """How far a text follows the literal: to the end of either, or not at all."""
+    if letters.startswith(literal, at):
+        return len(literal)
+    left = len(letters) - at
+    return left if left < len(literal) and literal.startswith(letters[at:]) else 0
 
 
 def states_of(grammar: Grammar, longest: int) -> States | None:

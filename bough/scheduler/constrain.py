@@ -67,6 +67,19 @@ class Gate:
             return self._marker[self._half_marker() :]
         return self._matcher.forced() if self._matcher is not None and not self._matcher.is_terminated() else []
 
+    def ends_with(self, tokens: list[int]) -> bool:
+        """Would nothing follow these forced tokens?"""
+        if not self.thinking and self._matcher is not None:
+            return self._matcher.ends_with(tokens)
+        accepted = 0
+        for token in tokens:
+            if not self.accept(token):
+                raise ValueError(f"it forces token {token} and does not accept it")
+            accepted += 1
+        ends = self.terminated
+        self.rollback(accepted)
+        return ends
+
     def respell(self) -> int | None:
         """What should stand in place of the last token, if anything."""
         if self.thinking or self._matcher is None or len(self._seen) <= self._ended_at:
@@ -77,6 +90,11 @@ class Gate:
     def ruler(self) -> Matcher | None:
         """The matcher, where it decides about the next token."""
         return self._matcher if not self.thinking else None
+
+    @property
+    def is_open(self) -> bool:
+        """The grammar leaves a wide choice: nothing is forced or respelled here, and nothing ends."""
+        return not self.thinking and self._matcher is not None and self._matcher.is_open
 
     def fill_mask(self, out: I32) -> None:
         """Overwrites a mask row with what may be sampled next."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bough.core.step import I32, Mask
+from bough.core.step import Mask
 from bough.scheduler.commit import Flight
 from bough.scheduler.constrain import Gate
 from bough.scheduler.queues import Queues
@@ -13,19 +13,27 @@ from bough.scheduler.queues import Queues
 def fill_masks(flight: Flight, queues: Queues) -> Mask:
     """One mask a constrained row. Notes tokens that are forced beyond it, so that the next step takes them at once."""
     step, slots = flight.step, queues.slots
-    masks = np.full((len(step.constrained), -(-queues.limits.vocab_size // 32)), -1, np.int32)
+    masks = np.empty((len(step.constrained), -(-queues.limits.vocab_size // 32)), np.int32)
+    where = step.slots[step.constrained]
     rows = []
-    for at, row in enumerate(step.constrained.tolist()):
-        slot = int(step.slots[row])
-        if slots.live[slot] and queues.void.get(slot) != step.index and _take_tail(flight, queues, row, slot):
-            rows.append((at, row, slot))
+    for at, (row, slot, live) in enumerate(
+        zip(step.constrained.tolist(), where.tolist(), slots.live[where].tolist(), strict=True)
+    ):
+        is_void = bool(queues.void) and queues.void.get(slot) == step.index
+        if live and not is_void and (not flight.tails or _take_tail(flight, queues, row, slot)):
+            rows.append((row, slot, queues.gates[slot], masks[at]))
+        else:
+            masks[at] = -1
     flight.tails_accepted = True
     if len(rows) > 1 and queues.grammars is not None:
-        queues.grammars.look([ruler for _, _, slot in rows if (ruler := queues.gates[slot].ruler) is not None])
-    for at, row, slot in rows:
+        queues.grammars.look([ruler for _, _, gate, _ in rows if (ruler := gate.ruler) is not None])
+    for row, slot, gate, mask in rows:
         try:
-            _fill(queues, slot, masks[at])
+            gate.fill_mask(mask)
+            if not gate.is_open:
+                _note_forced(queues, slot, gate)
         except Exception as error:
+            mask[:] = -1
             flight.rejected[row] = f"the grammar failed: {error}"
     return masks
 
@@ -39,12 +47,13 @@ def _take_tail(flight: Flight, queues: Queues, row: int, slot: int) -> bool:
     return True
 
 
-def _fill(queues: Queues, slot: int, mask: I32) -> None:
-    gate = queues.gates[slot]
-    gate.fill_mask(mask)
+def _note_forced(queues: Queues, slot: int, gate: Gate) -> None:
+    """Tokens that follow the one that is being sampled go into the row's next step."""
     if slot in queues.running and queues.running[slot].job.jumps:
-        room = int(queues.slots.out_limit[slot]) - int(queues.slots.out_launched[slot])
-        forced = takeable(queues, slot, gate.forced(), room, num_sampled=1)
+        forced = gate.forced()
+        if len(forced) > 1:
+            room = int(queues.slots.out_limit[slot]) - int(queues.slots.out_launched[slot])
+            forced = takeable(queues, slot, forced, room, num_sampled=1)
         if len(forced) > 1:
             queues.forced[slot] = forced
 
@@ -60,18 +69,6 @@ def takeable(queues: Queues, slot: int, forced: list[int], room: int, *, num_sam
         if token in stops:
             forced = forced[:at]
             break
-    if len(forced) > num_sampled and _ends_with(queues.gates[slot], forced):
+    if len(forced) > num_sampled and queues.gates[slot].ends_with(forced):
         forced = forced[:-1]
     return forced
-
-
-def _ends_with(gate: Gate, tokens: list[int]) -> bool:
-    """Would the grammar be complete after these tokens?"""
-    accepted = 0
-    for token in tokens:
-        if not gate.accept(token):
-            raise ValueError(f"it forces token {token} and does not accept it")
-        accepted += 1
-    ends = gate.terminated
-    gate.rollback(accepted)
-    return ends

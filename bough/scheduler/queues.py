@@ -52,6 +52,8 @@ class Job(Struct, kw_only=True, eq=False):
     """Output so far, while it has no slot."""
     emitted: int = 0
     gate: Gate | None = None
+    jumps: bool = False
+    """Forced tokens may skip the sampler: nothing that it keeps or reports depends on seeing them."""
     scored_to: int = 0
     """Next prompt token to be scored, if prompt log-probabilities are wanted."""
     prompt_scores: TokenLogprobs | None = None
@@ -71,12 +73,10 @@ class Job(Struct, kw_only=True, eq=False):
         spec = self.ask.logprobs
         return spec is not None and spec.start >= 0 and self.scored_to < len(self.prompt)
 
-    @property
-    def jumps(self) -> bool:
-        """Forced tokens may skip the sampler: nothing that it keeps or reports depends on seeing them."""
+    def __post_init__(self) -> None:
         sampling = self.ask.sampling
         plain = not (sampling.penalised or sampling.bad_words or sampling.logit_processor)
-        return plain and self.ask.logprobs is None and not self.ask.hidden_states
+        self.jumps = plain and self.ask.logprobs is None and not self.ask.hidden_states
 
     def match_limit(self, num_tokens: int) -> int:
         """How many of the request's tokens may come from the cache: what must be computed anew is left out."""

@@ -130,6 +130,8 @@ def _accept(queues: Queues, step: int, where: I32, tokens: I32, stops: Bool, end
         gate, row = queues.gates[slot], queues.running.get(slot) or queues.leaving[slot]
         try:
             accepted = gate.accept(token)
+            if accepted and gate.is_open:
+                continue
             if accepted and not ended[at] and row.job.jumps:
                 tokens[at] = jump(queues, step, row, token)
             if accepted and gate.terminated:

@@ -118,11 +118,18 @@ class ParityMatcher:
         for token in self.allowed():
             words[token >> 5] |= np.uint32(1 << (token & 31))
 
+    @property
+    def is_open(self) -> bool:
+        return False
+
     def is_terminated(self) -> bool:
         return len(self.taken) >= self.length
 
     def rollback(self, num_tokens: int) -> None:
         del self.taken[len(self.taken) - num_tokens :]
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        return len(self.taken) + len(tokens) >= self.length
 
     def respell(self) -> int | None:
         return None

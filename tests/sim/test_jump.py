@@ -55,6 +55,10 @@ class Spelled:
                 self.rollback(1)
                 out.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
 
+    @property
+    def is_open(self) -> bool:
+        return False
+
     def is_terminated(self) -> bool:
         return len(self.letters()) >= self.length
 
@@ -66,6 +70,9 @@ class Spelled:
             out.append(20 + letter if pair else letter)
             letters += spell(out[-1])
         return out
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        return len(self.letters()) + sum(len(spell(token)) for token in tokens) >= self.length
 
     def respell(self) -> int | None:
         if not self.chosen or self.tokens[-1] >= 20 or len(self.letters()) >= self.length:
