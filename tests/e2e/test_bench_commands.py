@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bough.cli import bench
+from bough.core.errors import BoughError, ConfigError
 
 pytestmark = pytest.mark.e2e
 
@@ -96,3 +97,34 @@ def test_language_against_the_plain_client(tiny_settings: dict[str, Any], capfd:
     # 128 shared tokens and 6 questions of some 20: whoever asks, the shared part is computed once
     assert few_shot["language"]["computed"] < 128 + 6 * 48
     assert few_shot["language"]["hit_rate"] > 0.5
+
+
+def test_fairness(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--streams", "3", "--input-len", "16", "--prompt-len", "1500", "--idle-seconds", "0.3", "--seconds", "2"]
+    assert bench.run(["fairness", *words, "--json", *flags(tiny_settings)]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["answered"] is True
+    assert facts["prompt_len"] == 1500
+    for phase in (facts["idle"], facts["beside"]):
+        assert 0 < phase["p50_itl_ms"] <= phase["p99_itl_ms"] <= phase["max_itl_ms"]
+        assert phase["tokens"] > 6
+    assert facts["tpot_ratio"] == pytest.approx(facts["beside"]["p99_tpot_ms"] / facts["idle"]["p99_tpot_ms"])
+
+
+def test_fairness_is_judged() -> None:
+    from bough.bench.fairness import User, phase_of, verdict
+
+    steady, uneven = User([0.01 * at for at in range(11)]), User([0.0, 0.02, 0.1])
+    phase = phase_of([steady, uneven], 0.0, 1.0)
+    assert phase.tpot_ms == pytest.approx([10.0, 50.0])
+    assert sorted(phase.gaps_ms)[-2:] == pytest.approx([20.0, 80.0])
+    assert phase_of([steady], 0.035, 0.085).tpot_ms == pytest.approx([10.0])
+    with pytest.raises(BoughError, match="got 1 tokens"):
+        phase_of([steady, uneven], 0.05, 0.2)
+    assert verdict({"tpot_ratio": 2.0, "worst_short_ttft_s": 1.0}) == []
+    assert len(verdict({"tpot_ratio": 2.1, "worst_short_ttft_s": 1.1})) == 2
+
+
+def test_fairness_needs_room_for_its_prompt(tiny_settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        bench.run(["fairness", "--prompt-len", "100000", *flags(tiny_settings)])
