@@ -46,6 +46,11 @@ class _Ready(Struct, frozen=True):
     automaton: Automaton
     states: States | None
 
+    @property
+    def num_bytes(self) -> int:
+        """It grows with the places that somebody has been to."""
+        return self.automaton.num_bytes + (self.states.num_bytes if self.states is not None else 0)
+
 
 class _Tools(Struct, frozen=True):
     """What the first grammar asked for brings about: the vocabulary and a backend in this process."""
@@ -96,7 +101,7 @@ class Grammars:
             if isinstance(result, _Failure):
                 self._failures.put(key, result, len(key[1]) + len(result.message) + 256)
             else:
-                self._compiled.put(key, result, result.automaton.num_bytes + len(key[1]))
+                self._compiled.put(key, result, result.num_bytes + len(key[1]))
             self._answers += [self._answer(request_id, result) for request_id in self._waiting.pop(key, ())]
         answers, self._answers = self._answers, []
         return answers
@@ -124,7 +129,10 @@ class Grammars:
         if failure is not None and failure.until_s and failure.until_s < time.monotonic():
             self._failures.drop(key)
             failure = None
-        return failure or self._compiled.get(key)
+        ready = self._compiled.get(key)
+        if ready is not None:
+            self._compiled.put(key, ready, ready.num_bytes + len(key[1]))
+        return failure or ready
 
     def _answer(self, request_id: int, result: _Ready | _Failure) -> Compiled | CompileFailed:
         if isinstance(result, _Failure):

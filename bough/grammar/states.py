@@ -31,6 +31,7 @@ from bough.grammar.rules import (
 LOST = -1
 """A place without a name: the text has left the grammar, or the table is full."""
 _MAX_PLACES = 16_384
+_PLACE_BYTES = 1024
 _MAX_NODES = 512
 """What is left of a grammar may be an alternative of so many parts that naming it costs more than it saves."""
 
@@ -70,6 +71,8 @@ class States:
         self._place_of: dict[Node, int] = {}
         self._next: list[dict[int | str, int]] = []
         """By place: the places after one more character of a class, and after texts that must come."""
+        self._ways: list[dict[tuple[Node, ...], int]] = []
+        """By place: the places after a character, by what it leaves of the parts in front."""
         self._literals: list[str] = []
         """By place: text that must come next, where it is written out."""
         self._parts: dict[tuple[int, bytes], int] = {}
@@ -114,6 +117,11 @@ class States:
                 return LOST
         return self._within(place, rest) if rest else place
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes, about."""
+        return _PLACE_BYTES * (len(self._left) + len(self._parts))
+
     def spot(self, place: int) -> Spot:
         """What is known of a place. Of one without a name, nothing."""
         found = self._spots.get(place)
@@ -142,6 +150,7 @@ class States:
             place = self._place_of[node] = 2 * len(self._left)
             self._left.append(node)
             self._next.append({})
+            self._ways.append({})
             first = node.parts[0] if isinstance(node, Seq) and node.parts else node
             self._literals.append(first.value if isinstance(first, Text) else "")
         return place
@@ -156,8 +165,19 @@ class States:
         return found
 
     def _step(self, place: int, kind: int) -> int:
-        left = self._after(self._left[place >> 1], self._bounds[kind])
-        return LOST if left == NOTHING else self._name(left)
+        """The place after a character. Many classes do the same to what stands in front, and the rest need not be built."""
+        left, point = self._left[place >> 1], self._bounds[kind]
+        fronts: list[Node] = []
+        for part in left.parts if isinstance(left, Seq) else (left,):
+            fronts.append(self._after(part.node if isinstance(part, Repeat) else part, point))
+            if not self._may_be_empty(part):
+                break
+        ways, key = self._ways[place >> 1], tuple(fronts)
+        found = ways.get(key)
+        if found is None:
+            after = self._after(left, point)
+            found = ways[key] = LOST if after == NOTHING else self._name(after)
+        return found
 
     def _skip(self, place: int, literal: str) -> int:
         """The place after text that must come."""
