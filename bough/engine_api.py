@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import queue
-import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.server_args import build_config, flat
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
+from bough.intake.driver import Driver
 from bough.intake.joins import parse_join
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.launch import Programs, Running, start
@@ -38,7 +38,6 @@ class Engine:
         settings.setdefault("log_level", "warning")
         self.config = build_config(**settings)
         self._closed = False
-        self._loop = asyncio.new_event_loop()
         self._running: Running = start(self.config, num_api_workers=1, programs=programs)
         try:
             model = self._running.config.model
@@ -51,8 +50,7 @@ class Engine:
             self.tokenizer: Tokenizer | None = self._load_tokenizer(self._checkpoint)
             self._defaults = self._model_defaults(self._checkpoint)
             self._running.wait_ready()
-            self._thread = threading.Thread(target=self._run_loop, name="bough-engine", daemon=True)
-            self._thread.start()
+            self._driver = Driver("bough-engine")
             self._intake = self._call(self._open_intake())
         except BaseException:
             self._running.stop()
@@ -310,8 +308,7 @@ class Engine:
         self._running.stop(drain_s)
         if drain_s > 0:
             self._close_intake()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._driver.close(wait_s=5)
 
     def __enter__(self) -> Engine:
         return self
@@ -350,32 +347,26 @@ class Engine:
         await intake.start()
         return intake
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
     def _engine_failed(self, error: BoughError) -> None:
         gone = Unavailable(what="the engine has stopped", why=error.what, fix=error.fix)
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._intake.fail_all, gone)
+        self._driver.call_soon(self._intake.fail_all, gone)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        self._check_open(work)
+        return self._driver.submit(work)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        self._check_open(work)
+        return self._driver.run(work)
+
+    def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:
         if self._closed:
             work.close()
             raise Unavailable(what="the engine was shut down", fix="make a new Engine")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = self._submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
     def _close_intake(self) -> None:
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._intake.close(), self._loop).result(5)
+            self._driver.submit(self._intake.close()).result(5)
 
     def _batch(
         self,

@@ -1,0 +1,154 @@
+"""A loop that the waiting thread turns itself: alone, among other threads, from coroutines, interrupted, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from bough.intake.driver import Driver
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver("test-driver")
+    yield made
+    made.close(wait_s=5)
+    assert not made._thread.is_alive()
+
+
+async def where(seconds: float = 0.0) -> int:
+    await asyncio.sleep(seconds)
+    return threading.get_ident()
+
+
+def test_a_lone_call_stays_in_its_thread(driver: Driver) -> None:
+    assert [driver.run(where(0.001)) for _ in range(5)] == [threading.get_ident()] * 5
+
+
+def test_tasks_go_on_with_the_next_call(driver: Driver) -> None:
+    heard: list[int] = []
+
+    async def begin() -> asyncio.Task[None]:
+        async def tick() -> None:
+            while True:
+                heard.append(len(heard))
+                await asyncio.sleep(0)
+
+        return asyncio.create_task(tick())
+
+    task = driver.run(begin())
+    before = len(heard)
+    time.sleep(0.02)
+    assert len(heard) == before, "nobody turns the loop between calls"
+    driver.run(where(0.01))
+    assert len(heard) > before
+
+    async def end() -> None:
+        task.cancel()
+
+    driver.run(end())
+
+
+def test_many_threads_share_one_loop(driver: Driver) -> None:
+    loops: set[int] = set()
+    done: list[int] = []
+
+    async def one(number: int) -> int:
+        loops.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(0.001 * (number % 7))
+        return number
+
+    def calls(base: int) -> None:
+        for number in range(base, base + 30):
+            done.append(driver.run(one(number)))
+
+    threads = [threading.Thread(target=calls, args=(1000 * n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(done) == [1000 * n + i for n in range(8) for i in range(30)]
+    assert loops == {id(driver.loop)}
+
+
+def test_whoever_waits_longest_is_served_when_the_turning_thread_leaves(driver: Driver) -> None:
+    answers: list[int] = []
+    other = threading.Thread(target=lambda: answers.append(driver.run(where(0.3))))
+
+    async def start_other() -> None:
+        other.start()
+        await asyncio.sleep(0.1)
+
+    driver.run(start_other())
+    other.join(5)
+    assert answers == [driver._thread.ident]
+
+
+async def test_within_another_loop_the_background_thread_turns(driver: Driver) -> None:
+    assert driver.run(where()) == driver._thread.ident
+    assert await asyncio.wrap_future(driver.submit(where(0.01))) == driver._thread.ident
+
+
+def test_the_background_thread_rests_and_the_caller_turns_again(driver: Driver) -> None:
+    assert driver.submit(where()).result(5) == driver._thread.ident
+    give_up = time.monotonic() + 5
+    while driver.run(where()) != threading.get_ident():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def test_errors_are_the_callers(driver: Driver) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            driver.run(fail())
+    assert driver.run(where()) == threading.get_ident()
+
+
+def test_an_interrupt_cancels_the_work_and_nothing_else(driver: Driver) -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append("cancelled")
+
+    for _ in range(3):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            driver.run(work())
+    assert ended == ["cancelled"] * 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert driver.run(where()) == threading.get_ident()
+
+
+def test_cancelling_a_submitted_call_ends_it(driver: Driver) -> None:
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+
+    future = driver.submit(work())
+    time.sleep(0.05)
+    future.cancel()
+    assert ended.wait(2)
+
+
+def test_idle_costs_nothing(driver: Driver) -> None:
+    driver.submit(where()).result(5)
+    time.sleep(0.3)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.05
