@@ -32,8 +32,12 @@ LOST = -1
 """A place without a name: the text has left the grammar, or the table is full."""
 _MAX_PLACES = 16_384
 _PLACE_BYTES = 1024
-_MAX_NODES = 512
+_MAX_NODES = 256
 """What is left of a grammar may be an alternative of so many parts that naming it costs more than it saves."""
+_MAX_RULE = 4096
+"""Larger rules take longer to look through than a step has time."""
+_MAX_WORK = 4_000_000
+"""Nodes looked at for one grammar, in all: some seconds."""
 
 _numbers = count()
 
@@ -79,6 +83,7 @@ class States:
         """Places within a character (odd numbers): the place before it and its first bytes..."""
         self._part_of: dict[int, tuple[int, bytes]] = {}
         """...and back."""
+        self._work = 0
         self._spots: dict[int, Spot] = {}
         self._rule_after: dict[tuple[str, int], Node] = {}
         self._view_of: dict[int, int] = {}
@@ -174,6 +179,8 @@ class States:
                 break
         ways, key = self._ways[place >> 1], tuple(fronts)
         found = ways.get(key)
+        if found is None and self._work > _MAX_WORK:
+            return LOST
         if found is None:
             after = self._after(left, point)
             found = ways[key] = LOST if after == NOTHING else self._name(after)
@@ -192,6 +199,7 @@ class States:
 
     def _after(self, node: Node, point: int) -> Node:
         """What may follow a character of the node's texts."""
+        self._work += 1
         match node:
             case Text():
                 return text(node.value[1:]) if ord(node.value[0]) == point else NOTHING
@@ -242,12 +250,14 @@ def _shared(literal: str, letters: str, at: int) -> int:
 
 
 def states_of(grammar: Grammar, longest: int) -> States | None:
-    """None: rules that begin with themselves have places without end before anything is read."""
-    return None if _begins_with_itself(grammar) else States(grammar, longest)
+    """None: rules that begin with themselves have places without end before anything is read; others are too large."""
+    if _begins_with_itself(grammar) or any(_is_large(rule, _MAX_RULE) for rule in grammar.rules.values()):
+        return None
+    return States(grammar, longest)
 
 
-def _is_large(node: Node) -> bool:
-    return any(at >= _MAX_NODES for at, _ in enumerate(walk(node)))
+def _is_large(node: Node, most: int = _MAX_NODES) -> bool:
+    return any(at >= most for at, _ in enumerate(walk(node)))
 
 
 def _bounds(grammar: Grammar) -> list[int]:

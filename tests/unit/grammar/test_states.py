@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,26 @@ def test_counts_that_no_token_reaches_look_alike() -> None:
 def test_rules_that_begin_with_themselves_have_no_places() -> None:
     assert states_of(grammar_of("ebnf", 'root ::= more "a" | "b"\nmore ::= root?\n', 8), 32) is None
     assert states_of(grammar_of("ebnf", 'root ::= "b" root | "a"', 8), 32) is not None
+
+
+AMBIGUOUS = "(?:(?:a{0,30}b?){0,30}a?){0,30}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "named"),
+    [
+        (AMBIGUOUS, "ab" * 200, False),
+        ("(?:a|ab|abc|b|bc|c|ca){0,300}", "abc" * 200, False),
+        ("[ab]*x", "ab" * 5000, True),
+    ],
+)
+def test_places_that_cost_too_much_stay_without_a_name(pattern: str, text: str, named: bool) -> None:
+    made = states("regex", pattern)
+    began = time.process_time()
+    found = [made.after(made.start, text[:at].encode()) for at in range(0, len(text), len(text) // 20)]
+    assert time.process_time() - began < 5.0
+    assert made.num_bytes < 20 * 2**20
+    assert (LOST not in found) == named
 
 
 def test_every_text_of_a_grammar_has_places() -> None:
