@@ -28,7 +28,7 @@ from bough.kernels.activation import reference as activation_reference, silu_mul
 from bough.kernels.attention import triton_backend
 from bough.kernels.attention.fresh import attend_fresh
 from bough.kernels.attention.plan import Shape
-from bough.kernels.linear.table import TOKEN_BUCKETS
+from bough.kernels.linear.table import TOKEN_BUCKETS, early
 from bough.kernels.linear.tuning import LinearShape, candidates, measure, time_us, tune
 from bough.kernels.moe import fused_experts, topk_softmax
 from bough.kernels.norm import add_rms_norm, reference as norm_reference
@@ -129,7 +129,7 @@ def bench_linear() -> Report:
         step, library_step, floor_step = 0.0, 0.0, 0.0
         for name, shape in _linear_shapes().items():
             rule = next(candidates(shape.operation, tokens, hopper=True))
-            found = measure(shape, tokens, cuda(), [rule, replace(rule, tma=False), replace(rule, prefetch_bytes=4096)])
+            found = measure(shape, tokens, cuda(), [rule, replace(rule, tma=False), early(shape.operation)])
             floor = shape.rows * shape.depth * 2 / BANDWIDTH * 1e6
             times = 1 if name == "head" else 32
             step, library_step = step + times * found.all_us[rule], library_step + times * found.library_us
@@ -141,7 +141,7 @@ def bench_linear() -> Report:
                 found.all_us[rule],
                 floor,
                 found.library_us,
-                f"tma, not, ahead: {others}",
+                f"tma, not, early: {others}",
             )
         yield Row("linear", f"step of Llama-3.1-8B T={tokens}", step, floor_step, library_step)
 

@@ -171,6 +171,14 @@ def tensor_map(matrix: Tensor, box_rows: int) -> TensorMap:
     )  # fmt: skip
 
 
+def _held(argument: TensorMap | Tensor | int | None) -> TensorMap | ctypes.c_int | ctypes.c_void_p:
+    if isinstance(argument, TensorMap):
+        return argument
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+
+
 class CudaKernel:
     """One kernel of a source, loaded on one device."""
 
@@ -198,10 +206,13 @@ class CudaKernel:
         _check(result, "counting clusters")
         return found.value
 
-    def launch(self, blocks: int, arguments: Sequence[TensorMap | int], stream: int) -> None:
-        """May start before the kernel that comes before it has ended: the kernel must itself wait for it."""
+    def launch(self, blocks: int, arguments: Sequence[TensorMap | Tensor | int | None], stream: int) -> None:
+        """May start before the kernel that comes before it has ended: the kernel must itself wait for it.
+
+        A tensor is passed as its address, None as a null pointer.
+        """
         config = self._config(blocks, stream, _PROGRAMMATIC_SERIALIZATION, (1,))
-        held = [each if isinstance(each, TensorMap) else ctypes.c_int(each) for each in arguments]
+        held = [_held(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(held))(
             *(each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in held)
         )

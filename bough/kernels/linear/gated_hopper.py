@@ -5,6 +5,7 @@ The kernel is `gated_hopper.cu`; this is its door: how the product is cut, and w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, tensor_map
+from bough.kernels.choices import facts_of
+from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, can_map, tensor_map
+
+log = logging.getLogger("bough.kernels")
 
 SOURCE = Path(__file__).with_suffix(".cu")
 FEATURES = 128
@@ -24,6 +28,9 @@ DEPTH = 64
 """Of D, a step."""
 LEAST_STEPS = 8
 """A shorter D would let warpgroups run a whole tile apart."""
+LEAST_USE = 0.88
+"""Of the multiprocessors' time, by tiles that are whole and waves that are full; measured on an H200: at 0.97 the kernel
+takes 4 to 7 % less than the vendor's product and an activation after it, at 0.85 7 % more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,12 @@ class Tiling:
         along = (2, 1) if self.pair_along_tokens else (1, 2)
         return -(-tokens // (TOKENS * along[0])), -(-features // (FEATURES * along[1]))
 
+    def use(self, tokens: int, features: int, pairs: int) -> float:
+        """The part of the multiprocessors' time that goes into results, if `pairs` of them work at once."""
+        t_tiles, f_tiles = self.tiles(tokens, features)
+        waves = -(-t_tiles * f_tiles // pairs)
+        return tokens * features / (waves * pairs * 2 * TOKENS * FEATURES)
+
     def shared_bytes(self) -> int:
         """The ring, what is about to be stored, the barriers, and room to align them all to 1024."""
         stage = (TOKENS + 2 * FEATURES) * DEPTH * 2
@@ -69,6 +82,28 @@ def _loaded(tiling: Tiling, device: torch.device) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", tiling.defines())
     kernel = CudaKernel(cubin, "gated_hopper", device, threads=384, shared_bytes=tiling.shared_bytes())
     return _Loaded(kernel, kernel.most_clusters(2))
+
+
+@cache
+def _is_ready(device: torch.device) -> bool:
+    """Whether the kernel can be had on a device; says why where it could be expected."""
+    if facts_of(device.type, device.index).capability != (9, 0):
+        return False
+    try:
+        _loaded(Tiling(), device)
+    except CudaSourceError as error:
+        log.warning("gate and up are activated in a pass of their own: %s", error)
+        return False
+    return True
+
+
+def pays(x_TD: Tensor, weight_2FD: Tensor) -> bool:
+    """Whether `gated` serves these matrices, and faster than a product and an activation after it."""
+    if not can_serve(x_TD, weight_2FD) or not _is_ready(x_TD.device):
+        return False
+    tiling, tokens, features = Tiling(), x_TD.shape[0], weight_2FD.shape[0] // 2
+    pairs = _loaded(tiling, x_TD.device).pairs
+    return tiling.use(tokens, features, pairs) >= LEAST_USE
 
 
 def can_serve(x_TD: Tensor, weight_2FD: Tensor) -> bool:

@@ -4,7 +4,7 @@
 Weight rows are the M dimension of the tensor-core product and tokens its N, so that a handful of tokens wastes nothing.
 All (tile of weight rows, step along D) pairs form one stream, cut into equal chunks, one a program (stream-K): every
 multiprocessor reads the same number of bytes. A tile cut over several chunks is summed, in order, by the program that
-finishes last. The first bytes of a chunk are asked for before the kernel before this one has ended.
+finishes last. Where `ring` can serve, it does so with the same cut.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bough.kernels.activation.triton import gated
 from bough.kernels.launching import num_sms, pdl_options, power_of_two, trigger, wait
+from bough.kernels.linear.ring import is_ready, launch_ring
 
 MOST_TOKENS = 256
 """The widest token block."""
@@ -33,25 +34,10 @@ class Config:
     num_stages: int
     programs_per_sm: int = 0
     split: int = 1
-    prefetch_bytes: int = 2048
-    """Bytes of each weight row of the first tile asked into L2 before the wait for the kernel before."""
     tma: bool = False
     """Tiles come through the copy engine (Hopper and later)."""
-
-
-@triton.jit
-def _prefetch(pointer, BYTES: tl.constexpr):
-    """Asks for BYTES from each address into L2; both must be multiples of 16."""
-    address = pointer.to(tl.int64)
-    size = tl.zeros_like(address).to(tl.int32) + BYTES
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    ring: bool = False
+    """Served by `ring` where that is ready, which starts to read before the kernel before has ended."""
 
 
 @triton.jit
@@ -90,7 +76,6 @@ def _sum_partials(partial, first, last, BLOCK_N: tl.constexpr, BLOCK_T: tl.const
 def _skinny_kernel(
     x,
     weight,
-    weight_at,
     bias,
     residual,
     out,
@@ -110,7 +95,6 @@ def _skinny_kernel(
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,13 +105,6 @@ def _skinny_kernel(
     at = chunk * per_chunk
     end = tl.minimum(at + per_chunk, total)
     trigger(PDL)
-    if PREFETCH > 0:
-        early = tl.minimum(at // k_steps * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1).to(tl.int64)
-        ITEM: tl.constexpr = weight_at.dtype.element_ty.primitive_bitwidth // 8
-        early_col = tl.minimum(at % k_steps * BLOCK_K, D - PREFETCH // ITEM)
-        _prefetch(weight_at + early * weight_stride + early_col, PREFETCH)
-        if SILU:
-            _prefetch(weight_at + (early + rows) * weight_stride + early_col, PREFETCH)
     wait(PDL)
     token = tl.arange(0, BLOCK_T)
     real = token < T
@@ -236,7 +213,11 @@ def skinny(
     x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     rows = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     device = x.device
-    block_t = power_of_two(tokens, 16)
+    even = rows % config.block_n == 0 and depth % config.block_k == 0
+    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    tma = config.tma and even and aligned and device.type == "cuda"
+    ring = config.ring and tma and is_ready(device)
+    block_t = power_of_two(tokens, 8 if ring else 16)
     k_steps = triton.cdiv(depth, config.block_k)
     tiles = triton.cdiv(rows, config.block_n)
     total = tiles * k_steps
@@ -245,17 +226,19 @@ def skinny(
     else:
         per_chunk = triton.cdiv(k_steps, config.split)
     programs = triton.cdiv(total, per_chunk)
-    even = rows % config.block_n == 0 and depth % config.block_k == 0
     needed = 2 * programs * config.block_n * block_t * (2 if silu_mul else 1)
     partial, counters = _SCRATCH.get(device, needed, tiles)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=device)
-    item = x.element_size()
-    tma = config.tma and even and device.type == "cuda" and x.stride(0) * item % 16 == 0 and x.data_ptr() % 16 == 0
-    pdl = pdl_options(device)
+    if ring:
+        launch_ring(
+            x, weight, bias, residual, out, partial, counters,
+            cut=(programs, per_chunk, total, k_steps), block=(block_t, config.block_n, config.block_k),
+            stages=config.num_stages, silu_mul=silu_mul,
+        )  # fmt: skip
+        return out
     _skinny_kernel[(programs,)](
         _descriptor(x, block_t, config) if tma else x,
         _descriptor(weight, config.block_n, config) if tma else weight,
-        weight,
         weight if bias is None else bias,
         out if residual is None else residual,
         out,
@@ -275,24 +258,15 @@ def skinny(
         BIAS=bias is not None,
         EVEN=even,
         TMA=tma,
-        PREFETCH=_prefetch_bytes(config, per_chunk, weight) if pdl["PDL"] else 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         BLOCK_T=block_t,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **pdl,
+        **pdl_options(device),
     )
     return out
-
-
-def _prefetch_bytes(config: Config, per_chunk: int, weight: Tensor) -> int:
-    """At most what the program reads of a row, and nothing that isn't aligned as the instruction asks."""
-    item = weight.element_size()
-    if weight.shape[1] * item % 16 or weight.stride(0) * item % 16 or weight.data_ptr() % 16:
-        return 0
-    return min(config.prefetch_bytes, per_chunk * config.block_k * item, weight.shape[1] * item) // 16 * 16
 
 
 def _descriptor(matrix: Tensor, rows: int, config: Config) -> object:

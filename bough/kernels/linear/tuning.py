@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from bough.kernels.activation.triton import silu_mul
 from bough.kernels.choices import facts_of
 from bough.kernels.linear.skinny import Config, reserve, skinny
-from bough.kernels.linear.table import TOKEN_BUCKETS, entries, entry_name, save
+from bough.kernels.linear.table import TOKEN_BUCKETS, early, entries, entry_name, save
 
 _COLD_BYTES = 256 << 20
 """Distinct weights used in turn, several times the L2 of any device."""
@@ -44,28 +44,27 @@ class Measured:
 
 
 def candidates(operation: str, tokens: int, hopper: bool) -> Iterator[Config]:
-    """Configurations worth measuring. Two weight tiles a step (silu_mul) halve the rows of a tile.
-
-    Asking for weights ahead of the wait has lost wherever it was measured, so none does.
-    """
+    """Configurations worth measuring. Two weight tiles a step (silu_mul) halve the rows of a tile."""
     halves = 2 if operation == "silu_mul" else 1
     if tokens <= 16:
-        yield Config(64 // halves, 256, 4, 3, 2, prefetch_bytes=0, tma=hopper)
-        yield Config(32, 256 // halves, 4, 4, 3, prefetch_bytes=0, tma=hopper)
-        yield Config(16, 512 // halves, 4, 4, 3, prefetch_bytes=0, tma=hopper)
-        yield Config(64, 128 // halves, 4, 5, 2, prefetch_bytes=0, tma=False)
+        yield Config(64 // halves, 256, 4, 3, 2, tma=hopper)
+        yield Config(32, 256 // halves, 4, 4, 3, tma=hopper)
+        yield Config(16, 512 // halves, 4, 4, 3, tma=hopper)
+        yield Config(64, 128 // halves, 4, 5, 2, tma=False)
     if tokens <= 32:
+        if hopper:
+            yield early(operation)
         for programs in (1, 2, 4):
-            yield Config(64, 128 // halves, 4, 6 - programs // 2, programs, prefetch_bytes=0, tma=hopper)
-        yield Config(64, 128 // halves, 4, 4, 0, prefetch_bytes=0, tma=hopper)
-        yield Config(128, 128 // halves, 8, 4, 1, prefetch_bytes=0, tma=hopper)
+            yield Config(64, 128 // halves, 4, 6 - programs // 2, programs, tma=hopper)
+        yield Config(64, 128 // halves, 4, 4, 0, tma=hopper)
+        yield Config(128, 128 // halves, 8, 4, 1, tma=hopper)
     if 16 < tokens <= 64:
-        yield Config(128 // halves, 64, 4, 5, 2, prefetch_bytes=0, tma=hopper)
-        yield Config(128 // halves, 128, 8, 4, 1, prefetch_bytes=0, tma=hopper)
-        yield Config(64, 64, 4, 6, 2, prefetch_bytes=0, tma=hopper)
+        yield Config(128 // halves, 64, 4, 5, 2, tma=hopper)
+        yield Config(128 // halves, 128, 8, 4, 1, tma=hopper)
+        yield Config(64, 64, 4, 6, 2, tma=hopper)
     if 32 < tokens <= 128:
-        yield Config(256 // halves, 64, 8, 4, 1, prefetch_bytes=0, tma=hopper)
-        yield Config(128 // halves, 64, 8, 4, 0, prefetch_bytes=0, tma=hopper)
+        yield Config(256 // halves, 64, 8, 4, 1, tma=hopper)
+        yield Config(128 // halves, 64, 8, 4, 0, tma=hopper)
 
 
 def time_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:

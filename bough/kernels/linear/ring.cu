@@ -1,0 +1,251 @@
+// A product of few tokens with a weight matrix, for Hopper: out[T, rows] = x[T, D] @ weight[rows, D].T
+//
+// All (tile of weight rows, step along D) pairs form one stream, cut into equal chunks, one a block. One thread feeds a ring
+// of stages in shared memory through the copy engine; it asks for the first weight tiles before the kernel before this one
+// has ended, since no kernel writes weights. The other warps multiply: weight rows are M of the tensor-core product, tokens N.
+// A tile cut over several chunks is summed, in their order, by the block that finishes last.
+//
+// Given: BLOCK_T (tokens, 8 .. 64), BLOCK_K (columns a step, a multiple of 64), GROUPS (warpgroups of 64 weight rows),
+// STAGES, SILU (two halves of the weight, joined by the activation), FP16 (else bf16).
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+constexpr int HALVES = SILU ? 2 : 1;
+constexpr int BLOCK_N = 64 * GROUPS;
+constexpr int BOXES = BLOCK_K / 64;
+constexpr int ROW_BYTES = 128;  // of a tile in shared memory: 64 elements
+constexpr int W_BOX = BLOCK_N * ROW_BYTES;
+constexpr int X_BOX = BLOCK_T * ROW_BYTES;
+constexpr int STAGE_BYTES = BOXES * (HALVES * W_BOX + X_BOX);
+constexpr int WORKERS = 128 * GROUPS;
+constexpr int REGS = BLOCK_T / 2;
+
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void init_barrier(u32 at, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 at, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 at) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+__device__ __forceinline__ void wait_phase(u32 at, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(at), "r"(parity) : "memory");
+  } while (!done);
+}
+
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"((u64)map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// Rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
+__device__ __forceinline__ u64 describe(u32 at) {
+  return (u64)((at & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+#if FP16
+#define TYPES "f32.f16.f16"
+#else
+#define TYPES "f32.bf16.bf16"
+#endif
+#define F4(o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3])
+#define F16(o) F4(o), F4(o + 4), F4(o + 8), F4(o + 12)
+#define MULTIPLY(shape, operands, a, b, p, ...)                                              \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " p ", 0; wgmma.mma_async.sync.aligned." shape \
+               "." TYPES " {" operands "}, " a ", " b ", p, 1, 1, 0, 0; }"                    \
+               : __VA_ARGS__ : "l"(left), "l"(right), "r"(keep))
+
+__device__ __forceinline__ void multiply(float (&d)[REGS], u64 left, u64 right, int keep) {
+#if BLOCK_T == 8
+  MULTIPLY("m64n8k16", "%0, %1, %2, %3", "%4", "%5", "%6", F4(0));
+#elif BLOCK_T == 16
+  MULTIPLY("m64n16k16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8", "%9", "%10", F4(0), F4(4));
+#elif BLOCK_T == 32
+  MULTIPLY("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16", "%17", "%18",
+           F16(0));
+#else
+  MULTIPLY("m64n64k16",
+           "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
+           "%23, %24, %25, %26, %27, %28, %29, %30, %31", "%32", "%33", "%34", F16(0), F16(16));
+#endif
+}
+
+__device__ __forceinline__ u16 narrow(float value) {
+  u16 out;
+#if FP16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+#endif
+  return out;
+}
+
+__device__ __forceinline__ float widen(u16 value) {
+#if FP16
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
+  return out;
+#else
+  return __uint_as_float((u32)value << 16);
+#endif
+}
+
+__device__ __forceinline__ void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+
+extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const u16* bias, const u16* residual,
+    u16* out, float* partial, int* counters, int T, int rows, int residual_stride, int per_chunk, int total, int k_steps) {
+  extern __shared__ unsigned char memory[];
+  __shared__ u64 barriers[2 * STAGES];
+  __shared__ int arrived;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const u32 stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
+  const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      init_barrier(full + 8 * i, 1);
+      init_barrier(empty + 8 * i, 4 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  const int chunk = blockIdx.x, start = chunk * per_chunk, depth = k_steps * BLOCK_K;
+  const int steps = min(per_chunk, total - start);
+  int tile = start / k_steps, k = (start - tile * k_steps) * BLOCK_K;
+
+  if (threadIdx.x >= WORKERS) {
+    if (threadIdx.x > WORKERS) return;
+    u64 once, often;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    auto ask_weight = [&](int slot) {
+      const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
+      expect_bytes(barrier, STAGE_BYTES);
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int box = 0; box < BOXES; box++)
+          copy_tile(to + (half * BOXES + box) * W_BOX, &weight, k + 64 * box, half * rows + tile * BLOCK_N, barrier, once);
+    };
+    auto ask_x = [&](int slot, int column) {
+      const u32 to = stages + slot * STAGE_BYTES + HALVES * BOXES * W_BOX;
+#pragma unroll
+      for (int box = 0; box < BOXES; box++) copy_tile(to + box * X_BOX, &x, column + 64 * box, 0, full + 8 * slot, often);
+    };
+    auto advance = [&] {
+      k += BLOCK_K;
+      if (k == depth) k = 0, tile++;
+    };
+    const int early = min(steps, STAGES);
+    int column = k;
+    for (int i = 0; i < early; i++, advance()) ask_weight(i);
+    wait_for_kernel_before();
+    for (int i = 0; i < early; i++) {
+      ask_x(i, column);
+      column += BLOCK_K;
+      if (column == depth) column = 0;
+    }
+    int slot = 0;
+    u32 parity = 0;
+    for (int i = early; i < steps; i++, advance()) {
+      wait_phase(empty + 8 * slot, parity);
+      ask_weight(slot);
+      ask_x(slot, k);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    return;
+  }
+
+  wait_for_kernel_before();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
+  int slot = 0, k_step = k / BLOCK_K;
+  u32 parity = 0;
+  for (int done = 0; done < steps; tile++, k_step = 0) {
+    const int here = min(k_steps - k_step, steps - done);
+    float acc[HALVES][REGS];
+    int before = slot;
+    for (int i = 0; i < here; i++) {
+      wait_phase(full + 8 * slot, parity);
+      const u32 from = stages + slot * STAGE_BYTES;
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int box = 0; box < BOXES; box++)
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+          const u64 right = describe(from + HALVES * BOXES * W_BOX + box * X_BOX) + 2 * part;
+#pragma unroll
+          for (int half = 0; half < HALVES; half++) {
+            const u64 left = describe(from + (half * BOXES + box) * W_BOX + group * 64 * ROW_BYTES) + 2 * part;
+            multiply(acc[half], left, right, i | box | part);
+          }
+        }
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (i > 0 && lane == 0) arrive(empty + 8 * before);
+      before = slot;
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (lane == 0) arrive(empty + 8 * before);
+    done += here;
+
+    const int first = tile * k_steps / per_chunk, last = (tile * k_steps + k_steps - 1) / per_chunk;
+    if (first != last) {
+      float* mine = partial + (u64)(2 * chunk + (chunk == first)) * (HALVES * BLOCK_N * BLOCK_T) + threadIdx.x;
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int r = 0; r < REGS; r++) __stcg(mine + (half * REGS + r) * WORKERS, acc[half][r]);
+      __threadfence();
+      workers_meet();
+      if (threadIdx.x == 0) arrived = atomicAdd(counters + tile, 1);
+      workers_meet();
+      if (arrived != last - first) continue;
+      __threadfence();
+      if (threadIdx.x == 0) counters[tile] = 0;
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int r = 0; r < REGS; r++) acc[half][r] = 0.0f;
+      for (int c = first; c <= last; c++) {
+        const float* theirs = partial + (u64)(2 * c + (c == first)) * (HALVES * BLOCK_N * BLOCK_T) + threadIdx.x;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+#pragma unroll
+          for (int r = 0; r < REGS; r++) acc[half][r] += __ldcg(theirs + (half * REGS + r) * WORKERS);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < REGS; r++) {
+      const int token = r / 4 * 8 + lane % 4 * 2 + (r & 1);
+      const int n = tile * BLOCK_N + warp * 16 + lane / 4 + (r & 2) * 4;
+      if (token >= T) continue;
+      float value = acc[0][r];
+#if SILU
+      // Rounded as the two halves would be if they were stored.
+      const float gate = widen(narrow(value));
+      value = gate / (1.0f + __expf(-gate)) * widen(narrow(acc[1][r]));
+#endif
+      if (bias) value += widen(bias[n]);
+      if (residual) value += widen(residual[(u64)token * residual_stride + n]);
+      out[(u64)token * rows + n] = narrow(value);
+    }
+  }
+}

@@ -1,0 +1,74 @@
+"""The skinny product written for Hopper (`ring.cu`): it starts to read weights before the kernel before it has ended."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bough.kernels.choices import facts_of
+from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, tensor_map
+
+log = logging.getLogger("bough.kernels")
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_ROWS = 64
+"""Weight rows of a warpgroup."""
+
+
+@cache
+def is_ready(device: torch.device) -> bool:
+    """Whether the kernel can be had on a device; says why not where it could be expected."""
+    if facts_of(device.type, device.index).capability != (9, 0):
+        return False
+    try:
+        _kernel(device, half=False, block_t=8, block_n=_ROWS, block_k=128, stages=8, silu_mul=False)
+    except CudaSourceError as error:
+        log.warning("products of few tokens start later than they could: %s", error)
+        return False
+    return True
+
+
+@cache
+def _kernel(
+    device: torch.device, half: bool, block_t: int, block_n: int, block_k: int, stages: int, silu_mul: bool
+) -> CudaKernel:
+    groups = block_n // _ROWS
+    defines = {
+        "BLOCK_T": block_t, "BLOCK_K": block_k, "GROUPS": groups, "STAGES": stages, "SILU": int(silu_mul),
+        "FP16": int(half),
+    }  # fmt: skip
+    stage = 2 * block_k * (block_n * (2 if silu_mul else 1) + block_t)
+    cubin = cached_cubin(_SOURCE, "sm_90a", defines)
+    return CudaKernel(cubin, "ring", device, threads=128 * groups + 32, shared_bytes=stages * stage + 1024)
+
+
+def launch_ring(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    partial: Tensor,
+    counters: Tensor,
+    *,
+    cut: tuple[int, int, int, int],
+    block: tuple[int, int, int],
+    stages: int,
+    silu_mul: bool,
+) -> None:
+    """`cut`: programs, steps a program, steps in all, steps a tile. `block`: tokens, weight rows, columns of a tile.
+
+    Weight rows and depth must be whole tiles, rows 16-byte aligned.
+    """
+    programs, per_chunk, total, k_steps = cut
+    block_t, block_n, block_k = block
+    kernel = _kernel(x.device, x.dtype == torch.float16, block_t, block_n, block_k, stages, silu_mul)
+    arguments = (
+        tensor_map(x, block_t), tensor_map(weight, block_n), bias, residual, out, partial, counters,
+        x.shape[0], out.shape[1], 0 if residual is None else residual.stride(0), per_chunk, total, k_steps,
+    )  # fmt: skip
+    kernel.launch(programs, arguments, torch.cuda.current_stream(x.device).cuda_stream)

@@ -1,0 +1,84 @@
+"""The skinny product for Hopper: any tokens, halves, residuals and biases, tiles cut anywhere, the same bits each time."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bough.kernels.linear.ring import is_ready
+from bough.kernels.linear.skinny import Config, skinny
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = [
+    Config(64, 128, 4, 8, 1, tma=True, ring=True),
+    Config(64, 128, 4, 3, 2, tma=True, ring=True),
+    Config(64, 64, 4, 5, 0, tma=True, ring=True),
+    Config(128, 64, 8, 4, 1, tma=True, ring=True),
+    Config(64, 128, 4, 2, 0, split=3, tma=True, ring=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    assert is_ready(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("what", ["plain", "bias", "residual", "silu_mul"])
+def test_agrees_with_double_precision(what: str, config: Config, dtype: torch.dtype) -> None:
+    draw = random.SystemRandom()
+    torch.manual_seed(draw.randrange(2**31))
+    for rows, depth in ((256, 128), (1536, 2048), (4096, 3072)):
+        for tokens in (1, 7, 8, 9, draw.randrange(10, 33), draw.randrange(33, 65)):
+            if tokens > 32 and config.num_stages > 5:
+                continue  # more than a multiprocessor's shared memory
+            x = torch.randn(tokens, depth + 64, dtype=dtype, device="cuda")[:, :depth]
+            weight = (torch.randn(rows, depth, device="cuda") / depth**0.5).to(dtype)
+            bias = torch.randn(rows, dtype=dtype, device="cuda") if what == "bias" else None
+            residual = torch.randn(tokens, rows, dtype=dtype, device="cuda") if what == "residual" else None
+            expected = x.double() @ weight.double().t()
+            if what == "silu_mul":
+                gate, up = expected.to(dtype).double().chunk(2, dim=1)
+                expected = F.silu(gate) * up
+            for term in (bias, residual):
+                expected = expected if term is None else expected + term.double()
+            out = [
+                skinny(x, weight, config, bias=bias, residual=residual, silu_mul=what == "silu_mul") for _ in range(3)
+            ]
+            error = (out[0].double() - expected).norm() / expected.norm()
+            assert error < 4e-3, (rows, depth, tokens, float(error))
+            assert torch.equal(out[0], out[1])
+            assert torch.equal(out[0], out[2])
+
+
+def test_waits_for_what_it_reads() -> None:
+    """Each product reads what the one before wrote, queued without a pause and in a graph."""
+    config = CONFIGS[0]
+    torch.manual_seed(5)
+    weights = [(torch.randn(2048, 2048, device="cuda") / 2048**0.5).bfloat16() for _ in range(8)]
+    start = torch.randn(4, 2048, device="cuda").bfloat16()
+
+    def chain() -> torch.Tensor:
+        x = start
+        for weight in weights * 4:
+            x = skinny(x, weight, config)
+        return x
+
+    expected = start
+    for weight in weights * 4:
+        expected = F.linear(expected, weight)
+    first = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, first)
+    assert (first.double() - expected.double()).norm() / expected.double().norm() < 3e-2

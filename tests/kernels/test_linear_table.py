@@ -1,0 +1,63 @@
+"""Which version serves a product: what was measured wins, Hopper's rule fills the gaps, the library takes the rest."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bough.kernels.linear import table
+from bough.kernels.linear.skinny import Config
+
+CPU = torch.device("cpu")
+MEASURED = Path(table.__file__).parent / "measured"
+
+
+def choose(operation: str, tokens: int, rows: int, depth: int) -> Config | None:
+    return table.choose(operation, tokens, rows, depth, torch.bfloat16, CPU)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: table.Entries = {
+        "linear/4/6144x4096/bfloat16": Config(16, 64, 4, 3, 2),
+        "linear/16/6144x4096/bfloat16": None,
+    }
+    monkeypatch.setattr(table, "entries", lambda _: measured)
+    monkeypatch.setattr(table, "is_ready", lambda _: True)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_was_measured_wins() -> None:
+    assert choose("linear", 3, 6144, 4096) == Config(16, 64, 4, 3, 2)
+    assert choose("linear", 9, 6144, 4096) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("operation", "tokens", "rows", "depth", "is_served"),
+    [
+        ("linear", 32, 6144, 4096, True),
+        ("silu_mul", 1, 28672, 4096, True),
+        ("linear", 33, 6144, 4096, False),  # too many tokens
+        ("linear", 1, 1024, 4096, False),  # too small a weight
+        ("linear", 1, 8224, 4096, False),  # rows not in whole tiles
+        ("linear", 1, 6144, 4160, False),  # depth not in whole steps
+        ("silu_mul", 1, 28672 + 64, 4096, False),  # a half not in whole tiles
+    ],
+)
+def test_the_rule(operation: str, tokens: int, rows: int, depth: int, is_served: bool) -> None:
+    assert choose(operation, tokens, rows, depth) == (table.early(operation) if is_served else None)
+
+
+def test_nothing_is_assumed_of_other_devices() -> None:
+    assert choose("linear", 1, 6144, 4096) is None
+
+
+@pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_measurements_load(path: Path) -> None:
+    for name, value in json.loads(path.read_text()).items():
+        operation, tokens, shape, dtype = name.split("/")
+        rows, depth = map(int, shape.split("x"))
+        assert name == table.entry_name(operation, int(tokens), rows, depth, getattr(torch, dtype))
+        assert value is None or Config(**value).block_n > 0
