@@ -1,21 +1,28 @@
 """`python -m bough.engine DIRECTORY [RANK]`: one rank of the engine, started by `bough.launch`."""
 
+import gc
 import sys
+import time
 
+from bough.ipc import Launch, run_child
 from bough.platform.environment import prepare_environment
 
-if __name__ == "__main__":
-    prepare_environment()  # before torch is imported
 
-    from bough.engine.build import run_rank
-    from bough.ipc import Launch, run_child
+def run(launch: Launch, name: str, rank: int) -> None:
+    from bough.engine.early import Early
     from bough.observability.switches import LogListener
 
-    rank = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    name = "engine" if rank == 0 else f"rank{rank}"
+    LogListener(launch.endpoints.path(""), name).follow()
+    early = Early(launch.config, rank)
+    began = time.perf_counter()
+    from bough.engine.build import run_rank
 
-    def body(launch: Launch) -> None:
-        LogListener(launch.endpoints.path(""), name).follow()
-        run_rank(launch, rank)
+    run_rank(launch, rank, early, time.perf_counter() - began)
 
-    sys.exit(run_child(name, sys.argv[1], body))
+
+if __name__ == "__main__":
+    gc.disable()  # until the engine is ready: modules are no garbage
+    prepare_environment()  # before torch is imported
+    number = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    title = "engine" if number == 0 else f"rank{number}"
+    sys.exit(run_child(title, sys.argv[1], lambda launch: run(launch, title, number)))

@@ -5,6 +5,7 @@ Headers first, then the machine, then every open setting and the memory plan; we
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ from bough.core.messages import ToEngine
 from bough.core.step import Runner, RunnerLimits
 from bough.distributed.mesh import Mesh, join_mesh
 from bough.engine.attention import attention_factory
+from bough.engine.early import Early
 from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.grammars import grammars_of
 from bough.engine.loop import Loop
@@ -39,7 +41,6 @@ from bough.engine.pooling import (
     whole_step_tokens,
     without_kv,
 )
-from bough.engine.tensors import DumpingRunner
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
@@ -48,7 +49,7 @@ from bough.layers.batch import Model, attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
-from bough.platform import Device, detect
+from bough.platform import Device, DeviceFacts
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
@@ -115,11 +116,11 @@ class StartUp:
         write_status(self.launch.endpoints, Status(phase="ready", facts=facts | {"startup_s": self.phases}))
 
 
-def run_rank(launch: Launch, rank: int) -> None:
-    """The whole life of one engine rank."""
-    start = StartUp(launch, rank)
+def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> None:
+    """The whole life of one engine rank, once this module is imported."""
+    start = StartUp(launch, rank, {"importing the engine": round(importing_s, 3)})
     with start.phase("reading the checkpoint's headers", 0.05):
-        checkpoint, resolved = decide(launch.config)
+        checkpoint, resolved = decide(launch.config, early.facts())
     config = resolved.config
     if not config.device.custom_kernels:
         forbid_custom_kernels()
@@ -145,7 +146,7 @@ def run_rank(launch: Launch, rank: int) -> None:
     serve_steps(launch, start, checkpoint, resolved, runner)
 
 
-def decide(config: Config) -> tuple[Checkpoint, Resolved]:
+def decide(config: Config, facts: DeviceFacts) -> tuple[Checkpoint, Resolved]:
     """Opens the checkpoint and settles every open setting; reads headers only."""
     checkpoint = open_checkpoint(
         config.model.model,
@@ -153,7 +154,6 @@ def decide(config: Config) -> tuple[Checkpoint, Resolved]:
         load_format=config.model.load_format,
         overrides=config.model.json_model_override_args,
     )
-    facts = detect(config.device.device)
     custom = config.device.custom_kernels and not config.device.safe_mode
     keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
     machine = machine_facts(facts, custom_kernels=custom)
@@ -314,6 +314,9 @@ def serve_steps(
     )
     watch.follow(loop)
     processors = local.shaper.names if isinstance(local, ModelRunner) else []
+    # What start-up left behind stays: no collection needs to look at it again.
+    gc.freeze()
+    gc.enable()
     start.ready({**ready_facts(checkpoint, resolved, local.limits), "logit_processors": processors})
     try:
         loop.run()
@@ -335,6 +338,8 @@ def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues,
             fix="leave out --tensor-dump-dir",
             param="tensor_dump_dir",
         )
+    from bough.engine.tensors import DumpingRunner
+
     directory = Path(config.log.tensor_dump_dir).expanduser()
     return DumpingRunner(runner, local, queues, directory, several_ranks=config.parallel.tp_size > 1)
 

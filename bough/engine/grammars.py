@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint
-from bough.grammar import Grammars, Settings, Vocabulary
-from bough.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from bough.grammar import Grammars, Vocabulary
 
 
 def grammars_of(config: Config, checkpoint: Checkpoint, vocab_size: int) -> Grammars | None:
     """None: constrained output is switched off. The tokenizer is loaded when the first grammar is asked for."""
     if config.server.grammar_backend == "none" or config.model.skip_tokenizer_init:
         return None
+    from bough.grammar import Grammars, Settings, Vocabulary
+    from bough.tokenizer import load_tokenizer
+
     model = config.model
 
     def load() -> Vocabulary:

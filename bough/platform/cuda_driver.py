@@ -1,4 +1,4 @@
-"""What the CUDA driver says about the first visible GPU, without torch and without making a context."""
+"""What the CUDA driver says about the first visible GPU, without torch; and its context, made only when asked for."""
 
 from __future__ import annotations
 
@@ -51,6 +51,19 @@ def query_gpu(index: int = 0) -> Gpu | None:
         num_sms=attribute(_MULTIPROCESSORS),
         num_devices=count.value,
     )
+
+
+def open_context(index: int = 0) -> bool:
+    """Makes the GPU's primary context, which whoever computes in this process will find made. Takes a good part of a second
+    in the driver alone. False: it can't be made now; whoever computes will say why."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+        return False
+    return not cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def open_nvml(index: int = 0) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:

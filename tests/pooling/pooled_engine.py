@@ -21,6 +21,7 @@ from bough.distributed.mesh import SINGLE
 from bough.engine.build import decide, load_model, make_runner, open_device
 from bough.engine.loop import Loop
 from bough.engine.pooling import pooling_limits, pooling_of
+from bough.platform import detect
 from bough.runner.pooling import PoolingRunner
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
@@ -67,7 +68,7 @@ class PooledEngine:
 
     def __init__(self, folder: Path | str, **settings: Any) -> None:
         options = {"dtype": "float32", "device": "cpu", "custom_kernels": False, "cpu_threads": 1, **settings}
-        self.checkpoint, resolved = decide(build_config(model_path=str(folder), **options))
+        self.checkpoint, resolved = decide(build_config(model_path=str(folder), **options), detect(options["device"]))
         self.config = resolved.config
         device = open_device(self.config, 0)
         self.pooling = pooling_of(self.config, self.checkpoint)
