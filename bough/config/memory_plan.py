@@ -16,6 +16,8 @@ from bough.core.errors import ConfigError
 GIB = 1024**3
 MIB = 1024**2
 
+SMALL_STEP = 512
+"""Tokens of the steps that are suggested where memory is short."""
 MIN_AUTO_CONTEXT = 512
 """`--context-length auto` shrinks no further than this."""
 
@@ -42,6 +44,8 @@ class PlanFacts:
     """At the largest step."""
     step_tokens: int
     """Tokens of the largest step."""
+    small_activation_bytes: int | None = None
+    """Activations if the largest step had `SMALL_STEP` tokens; None: in proportion."""
     graph_bytes: int = 0
     page_size: int = 1
     model_context: int
@@ -270,9 +274,12 @@ def _candidates(facts: PlanFacts) -> Iterator[tuple[str, PlanFacts]]:
     if facts.device == "cuda" and facts.kv_item_bytes > 1:
         smaller = facts.kv_bytes_per_token // facts.kv_item_bytes
         yield "--kv-cache-dtype fp8_e4m3", replace(facts, kv_bytes_per_token=smaller, kv_item_bytes=1)
-    if facts.step_tokens > 512:
-        scaled = facts.activation_bytes * 512 // facts.step_tokens
-        yield "--chunked-prefill-size 512", replace(facts, activation_bytes=scaled, step_tokens=512)
+    if facts.step_tokens > SMALL_STEP:
+        scaled = facts.small_activation_bytes
+        if scaled is None:
+            scaled = facts.activation_bytes * SMALL_STEP // facts.step_tokens
+        small = replace(facts, activation_bytes=scaled, step_tokens=SMALL_STEP)
+        yield f"--chunked-prefill-size {SMALL_STEP}", small
     for ranks in (2, 4, 8):
         if facts.tp_size < ranks <= facts.num_devices:
             by = ranks // facts.tp_size

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from bough.config.concerns import AUTO, Config, DType, KvDType
-from bough.config.memory_plan import GIB, MIB, MemoryPlan, PlanFacts, plan_memory, show_bytes
+from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
 from bough.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -17,6 +17,16 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8
 
 GRAPH_BYTES_PER_SIZE = 24 * MIB
 """What a captured graph keeps, beyond the buffers that all of them share."""
+
+
+SCORED_AT_ONCE: Mapping[str, int] = {"cuda": 512, "cpu": 128}
+"""Prompt positions whose logits exist at the same time, by device."""
+PENALISED_AT_ONCE = 1 << 22
+"""Logits for which penalties are worked out at the same time."""
+GATHERED_KEYS = 1 << 16
+"""Keys that attention in plain torch copies out of their pages at the same time, if no row has more..."""
+ATTENTION_MASK_BYTES = 96 * MIB
+"""...and what its masks take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
 
     facts = plan_facts(
         config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, chunk=chunk,
-        graphs=switches["cuda_graph"], packed=quantization != "none",
+        graphs=switches["cuda_graph"], packed=quantization != "none", backend=backend,
     )  # fmt: skip
     plan = plan_memory(facts)
     settle("context_length", config.model.context_length, AUTO, choose_context(plan, model))
@@ -270,6 +280,7 @@ def plan_facts(
     chunk: int,
     graphs: bool,
     packed: bool,
+    backend: str,
 ) -> PlanFacts:
     """The memory plan's inputs for one rank."""
     ranks = config.parallel.tp_size
@@ -292,6 +303,11 @@ def plan_facts(
     dense = model.dense_params if packed else model.dense_params + model.packed_params
     fraction = config.device.mem_fraction_static
     total = config.cache.max_total_tokens
+    gathers = longest if backend == "torch" else 0
+
+    def activations(tokens: int) -> int:
+        return activation_bytes(model, machine.device, tokens, rows, ITEM_BYTES[dtype], ranks, gathers=gathers)
+
     return PlanFacts(
         model=model.name,
         device=machine.device,
@@ -299,7 +315,8 @@ def plan_facts(
         free_bytes=machine.free_bytes,
         weight_bytes=(packed_bytes + dense * ITEM_BYTES[dtype]) // ranks,
         kv_bytes_per_token=kv_values * ITEM_BYTES[kv_dtype],
-        activation_bytes=activation_bytes(model, step_tokens, rows, ITEM_BYTES[dtype], ranks),
+        activation_bytes=activations(step_tokens),
+        small_activation_bytes=activations(min(SMALL_STEP, step_tokens)),
         step_tokens=step_tokens,
         graph_bytes=graph_bytes(config.device.cuda_graph_max_tokens) if graphs else 0,
         page_size=page_size,
@@ -315,12 +332,32 @@ def plan_facts(
     )
 
 
-def activation_bytes(model: ModelPlanFacts, step_tokens: int, rows: int, item_bytes: int, ranks: int) -> int:
-    """Peak of one step: a layer's buffers for all its tokens, and logits with the sampler's copies for the rows that
-    sample."""
+def activation_bytes(
+    model: ModelPlanFacts,
+    device: Literal["cpu", "cuda"],
+    step_tokens: int,
+    rows: int,
+    item_bytes: int,
+    ranks: int,
+    *,
+    gathers: int = 0,
+) -> int:
+    """Peak of any step: a layer's buffers for all its tokens beside logits with the sampler's copies; or the logits beside
+    what penalties take; or the logits beside those of a prompt that is scored.
+
+    `gathers`: longest context, where attention copies keys and values out of their pages.
+    """
     per_token = 4 * model.hidden_size + (2 * model.attention_width + 3 * model.ffn_size) // ranks
-    logits = 4 * 4 * model.vocab_size * min(rows, step_tokens)
-    return step_tokens * per_token * item_bytes + logits
+    layer = step_tokens * per_token * item_bytes
+    if gathers:
+        keys = max(gathers, GATHERED_KEYS)
+        layer += ATTENTION_MASK_BYTES + 2 * keys * (model.attention_width // ranks) * item_bytes
+    hidden = 2 * step_tokens * model.hidden_size * item_bytes
+    sampled = model.vocab_size * min(rows, step_tokens)
+    copies = 4 * 4 * sampled
+    penalties = 5 * model.vocab_size * rows + 36 * min(sampled, PENALISED_AT_ONCE)
+    scores = 12 * model.vocab_size * min(SCORED_AT_ONCE[device], step_tokens) + 4 * sampled
+    return max(layer + copies, hidden + copies + penalties, hidden + scores)
 
 
 def graph_bytes(max_tokens: int) -> int:

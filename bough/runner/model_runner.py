@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bough.config.resolve import SCORED_AT_ONCE
 from bough.core.messages import LogprobSpec
 from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
 from bough.kernels.attention.inputs import HostLengths
@@ -24,9 +25,6 @@ from bough.runner.moves import Mover
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, Shaper, apply_masks
 from bough.sampler.state import PlainRows, SlotParams
-
-SCORED_AT_ONCE = 512
-"""Prompt positions whose logits exist at the same time."""
 
 
 class ModelRunner:
@@ -181,8 +179,9 @@ class ModelRunner:
     def _score_prompt(self, hidden: Tensor, scored: _Scored) -> Scores | None:
         targets = upload(scored.targets.astype(np.int64), self.device)
         parts = []
-        for begin in range(0, len(hidden), SCORED_AT_ONCE):
-            piece = slice(begin, begin + SCORED_AT_ONCE)
+        at_once = SCORED_AT_ONCE[self.machine.kind]
+        for begin in range(0, len(hidden), at_once):
+            piece = slice(begin, begin + at_once)
             logits = self.forward.model.logits(hidden[piece])
             parts.append(score(logits, targets[piece], scored.rows[piece], scored.specs[piece]))
         return join_scores(parts).download() if parts else None

@@ -54,7 +54,7 @@ def score(logits: Tensor, tokens: Tensor, row: I32, specs: list[LogprobSpec]) ->
     if k:
         top_logprobs, top_ids = logprobs.topk(k, dim=-1)
     else:
-        top_logprobs, top_ids = logprobs[:, :0], tokens[:, None][:, :0]
+        top_logprobs, top_ids = _nothing(logprobs), _nothing(tokens)
     width = max((len(spec.token_ids) for spec in specs), default=0)
     if width:
         wanted = np.zeros((len(specs), width), np.int64)
@@ -62,8 +62,13 @@ def score(logits: Tensor, tokens: Tensor, row: I32, specs: list[LogprobSpec]) ->
             wanted[i, : len(spec.token_ids)] = spec.token_ids
         chosen = logprobs.gather(1, upload(wanted, logits.device))
     else:
-        chosen = logprobs[:, :0]
+        chosen = _nothing(logprobs)
     return Scores(row=row, token_ids=tokens, logprobs=own, top_ids=top_ids, top_logprobs=top_logprobs, chosen=chosen)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """[rows, 0]: no view, which would keep alive what it looks at."""
+    return like.new_empty((len(like), 0))
 
 
 def join_scores(parts: list[Scores]) -> Scores:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bough.config.resolve import PENALISED_AT_ONCE
 from bough.core.step import I32, SlotSetup
 from bough.kernels import masks as masks_kernel
 from bough.memory.transfer import upload
@@ -150,14 +151,21 @@ class Shaper:
                 for _, s in some
             ]
         )
+        shaped = logits.to(torch.float32, copy=True)
+        step = max(1, PENALISED_AT_ONCE // logits.shape[1])
+        for some_rows, some_lines, some_knobs in zip(
+            *(torch.split(each, step) for each in (rows, lines, knobs)), strict=True
+        ):
+            shaped.index_copy_(0, some_rows, self._penalised(shaped[some_rows], some_lines, some_knobs))
+        return shaped
+
+    def _penalised(self, logits: Tensor, lines: Tensor, knobs: Tensor) -> Tensor:
         repetition, frequency, presence = (knobs[:, i : i + 1] for i in range(3))
         counts = self._history.counts[lines]
         seen = (counts > 0) | self._history.in_prompt[lines]
-        picked = logits[rows].float()
-        repeated = torch.where(picked > 0, picked / repetition, picked * repetition)
-        picked = torch.where(seen, repeated, picked)
-        picked = picked - frequency * counts - presence * (counts > 0)
-        return logits.float().index_copy(0, rows, picked)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        picked = torch.where(seen, repeated, logits)
+        return picked - frequency * counts - presence * (counts > 0)
 
     def _scatter_lists(
         self, rich: I32, setups: list[SlotSetup], num_output: list[int]

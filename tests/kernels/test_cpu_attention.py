@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import AttentionInputs, HostLengths, SharedGroups, reference
+from bough.kernels.attention import AttentionInputs, HostLengths, SharedGroups, reference, torch_backend
 from bough.kernels.attention.cpu import CpuAttention, available
 from bough.kernels.attention.torch_backend import TorchAttention, group_rows
 
@@ -223,3 +223,17 @@ def test_similar_rows_are_grouped_and_padding_at_most_doubles() -> None:
         assert num_query[rows].max() <= 2 * num_query[rows].min()
         assert np.maximum(kv_len[rows], 32).max() <= 2 * np.maximum(kv_len[rows], 32).min()
     assert len(groups) < 30
+
+
+@pytest.mark.parametrize("spec", [Spec(), Spec(window=9), Spec(softcap=20.0)])
+@pytest.mark.parametrize(("pairs", "keys"), [(1, 1), (300, 60), (4000, 400)])
+def test_large_rows_are_attended_in_turns(monkeypatch: pytest.MonkeyPatch, spec: Spec, pairs: int, keys: int) -> None:
+    """However few pairs may exist at once."""
+    monkeypatch.setattr(torch_backend, "MAX_PAIRS", pairs)
+    monkeypatch.setattr(torch_backend, "MAX_KEYS", keys)
+    case = make_case([(1, 70), (1, 66), (50, 0), (41, 30), (45, 20), (3, 100)], spec)
+    backend = TorchAttention(case.inputs)
+    sizes = [(bucket.tokens_BQ.shape, bucket.loc_BS.shape) for bucket in backend._buckets]
+    assert all(tokens.numel() * loc[1] <= max(pairs, tokens[0] * loc[1]) for tokens, loc in sizes)
+    assert all(loc.numel() <= keys or loc[0] == 1 for _, loc in sizes)
+    check(case, spec, TorchAttention)

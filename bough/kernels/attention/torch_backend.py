@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough.config.resolve import GATHERED_KEYS
 from bough.kernels.attention.inputs import I32, AttentionInputs, Spec
 from bough.kernels.rotary import write_kv
 
-MAX_PAIRS = 1 << 24
-"""Query-key pairs of a bucket at most (more rows go to another bucket): bounds the masks' memory."""
+MAX_PAIRS = 1 << 22
+"""Query-key pairs of a bucket at most (further rows, or queries of one, go to another bucket): bounds the masks' memory."""
+MAX_KEYS = GATHERED_KEYS
+"""Keys of a bucket of several rows at most: they are gathered from their pages."""
 
 
 @dataclass(slots=True)
@@ -38,9 +41,12 @@ class TorchAttention:
         self._inputs = inputs
         lengths = _Lengths.read(inputs)
         groups = list(group_rows(lengths.num_query_R, lengths.kv_len_R))
-        self._buckets = [_bucket(inputs, lengths, rows) for rows in groups]
+        self._buckets = [
+            _bucket(inputs, lengths, rows, queries) for rows in groups for queries in _pieces(lengths, rows)
+        ]
         self._covers_all = sum(int(lengths.num_query_R[rows].sum()) for rows in groups) == inputs.num_tokens
         self._masks: dict[tuple[int, int | None, bool], Tensor] = {}
+        self._keeps_masks = sum(b.tokens_BQ.numel() * b.loc_BS.shape[1] for b in self._buckets) <= MAX_PAIRS
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends: [T, N * V]."""
@@ -77,7 +83,7 @@ class TorchAttention:
         return out.reshape(rows, spec.num_kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _mask(self, spec: Spec, number: int) -> Tensor:
-        """bool [B, Q, S]: what each query sees. Layers of one kind share it."""
+        """bool [B, Q, S]: what each query sees. Layers of one kind share it, unless there are too many to keep."""
         key = (number, spec.window, spec.causal)
         found = self._masks.get(key)
         if found is None:
@@ -89,7 +95,9 @@ class TorchAttention:
                 found = found & (keys <= at)
             if spec.window is not None:
                 found = found & (keys > at - spec.window)
-            self._masks[key] = found = found.expand(-1, at.shape[1], -1)
+            found = found.expand(-1, at.shape[1], -1)
+            if self._keeps_masks:
+                self._masks[key] = found
         return found
 
 
@@ -122,21 +130,29 @@ def group_rows(num_query: I32, kv_len: I32) -> Iterable[I32]:
     for value in np.unique(key):
         rows = live[key == value]
         pairs = int(num_query[rows].max()) * int(kv_len[rows].max())
-        step = max(1, MAX_PAIRS // max(1, pairs))
+        step = max(1, min(MAX_PAIRS // max(1, pairs), MAX_KEYS // max(1, int(kv_len[rows].max()))))
         groups += [rows[i : i + step] for i in range(0, len(rows), step)]
     return groups
+
+
+def _pieces(lengths: _Lengths, rows: I32) -> Iterable[slice]:
+    """The queries of a group, all at once or, where one row's are too many, in turns."""
+    queries, keys = int(lengths.num_query_R[rows].max()), int(lengths.kv_len_R[rows].max())
+    step = max(1, MAX_PAIRS // (keys * len(rows)))
+    return [slice(at, min(at + step, queries)) for at in range(0, queries, step)]
 
 
 def _log2(lengths: I32) -> I32:
     return np.ceil(np.log2(lengths)).astype(np.int32)
 
 
-def _bucket(inputs: AttentionInputs, lengths: _Lengths, rows: I32) -> Bucket:
+def _bucket(inputs: AttentionInputs, lengths: _Lengths, rows: I32, queries: slice) -> Bucket:
     device = inputs.page_table.device
     num_query, kv_len = lengths.num_query_R[rows].astype(np.int64), lengths.kv_len_R[rows].astype(np.int64)
     starts, context = lengths.start_R[rows].astype(np.int64), kv_len - num_query
-    step = np.minimum(np.arange(num_query.max()), num_query[:, None] - 1)
-    real = None if (num_query == num_query[0]).all() else np.arange(num_query.max()) < num_query[:, None]
+    wanted = np.arange(queries.start, queries.stop)
+    step = np.minimum(wanted, num_query[:, None] - 1)
+    real = None if (num_query == num_query[0]).all() else wanted < num_query[:, None]
     at = torch.from_numpy(np.arange(kv_len.max())).to(device)
     kv_len_B = torch.from_numpy(kv_len).to(device)
     slots = inputs.slots_R[torch.from_numpy(rows).to(device)].long()

@@ -7,6 +7,8 @@ from torch import Tensor
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+LOGITS_AT_ONCE = 1 << 20
+"""Filters look at so many in one go: each takes some eighty bytes meanwhile."""
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
@@ -68,6 +70,20 @@ def sample(
 ) -> Tensor:
     if logits_RV.device.type == "cpu" and not temperature_R.any():  # elsewhere, looking would mean waiting
         return argmax(logits_RV)
+    step = max(1, LOGITS_AT_ONCE // logits_RV.shape[1])
+    given = (logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, counters_R)
+    return torch.cat([_sample(*rows) for rows in zip(*(torch.split(each, step) for each in given), strict=True)])
+
+
+def _sample(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    counters_R: Tensor,
+) -> Tensor:
     logits = logits_RV.float()
     keep = kept(logits, temperature_R, top_k_R, top_p_R, min_p_R)
     inverse = (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)

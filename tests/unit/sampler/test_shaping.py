@@ -1,11 +1,13 @@
 """The batched reshaping of logits against a row-by-row model written from the definitions."""
 
 import numpy as np
+import pytest
 import torch
 
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.core.step import SlotSetup
+from bough.sampler import shaping
 from bough.sampler.scoring import join_scores, score
 from bough.sampler.shaping import Shaper, apply_masks
 
@@ -23,7 +25,9 @@ def shape_one(setup: SlotSetup, logits: torch.Tensor, num_output: int = 0) -> to
     return shaper.shape(logits, ids(0), [setup], [num_output])
 
 
-def test_penalties_match_their_definitions_row_by_row():
+@pytest.mark.parametrize("at_once", [1 << 22, 2 * VOCAB, 1])
+def test_penalties_match_their_definitions_row_by_row(monkeypatch, at_once):
+    monkeypatch.setattr(shaping, "PENALISED_AT_ONCE", at_once)
     torch.manual_seed(1)
     logits = torch.randn(3, VOCAB)
     setups = [
@@ -39,7 +43,9 @@ def test_penalties_match_their_definitions_row_by_row():
     shaper = Shaper(VOCAB, CPU)
     for setup in setups:
         shaper.assign(setup)
+    before = logits.clone()
     got = shaper.shape(logits, ids(0, 1, 2), setups, [1, 3, 2])
+    assert torch.equal(logits, before), "scores look at the raw ones"
     for row, setup in enumerate(setups):
         params, output = setup.sampling, setup.output.tolist()
         seen = set(output) | set(setup.prompt.tolist() if setup.prompt is not None else [])
@@ -148,3 +154,10 @@ def test_scores_are_log_softmax_with_tops_and_chosen_tokens():
     assert np.allclose(pieces.logprobs, whole.logprobs)
     assert pieces.row.tolist() == whole.row.tolist()
     assert pieces.top_ids.shape == whole.top_ids.shape
+
+
+def test_scores_hold_on_to_nothing_large():
+    """A view of no columns would keep all log-probabilities alive until a long prompt is scored to its end."""
+    scores = score(torch.randn(5, VOCAB), torch.arange(5), np.arange(5, dtype=np.int32), [LogprobSpec(start=0)] * 5)
+    for part in (scores.logprobs, scores.top_ids, scores.top_logprobs, scores.chosen):
+        assert part.untyped_storage().nbytes() <= 5 * 8

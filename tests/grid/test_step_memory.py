@@ -1,0 +1,94 @@
+"""What steps take at most, counted tensor by tensor, against what the memory plan keeps for them.
+
+On a CPU, with the kernels that work anywhere; `tests/gpu/test_memory.py` asks the device itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from largest_steps import largest_steps, made
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8000,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPES = {
+    "wide layers": {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 500},
+    "large vocabulary": {"vocab_size": 32_000},
+}
+STEPS: dict[str, dict[str, Any]] = {
+    "few rows, long chunks": {"max_running_requests": 8, "chunked_prefill_size": 1024},
+    "many rows": {"max_running_requests": 128, "chunked_prefill_size": 256},
+}
+
+
+class Counting(TorchDispatchMode):
+    """Adds up the bytes of every tensor that is made, until it is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._now = 0
+        self._live: set[int] = set()
+
+    def __torch_dispatch__(self, call: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = call(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            self._live.add(key)
+            self._now += size
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._live.discard(key)
+        self._now -= size
+
+
+def test_counting_counts() -> None:
+    with Counting() as counting:
+        first = torch.zeros(1000)
+        second = first + 1
+        del first
+        third = second.view(10, 100) * 2
+        del second, third
+        torch.zeros(10)
+    assert counting.peak == 8000
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("custom", [False, True], ids=["torch", "compiled"])
+def test_no_step_takes_more_than_was_kept(tmp_path: Path, shape: str, steps: str, custom: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE | SHAPES[shape]))
+    runner, plan = made(
+        tmp_path, "cpu", dtype="float32", max_total_tokens=16_384, cpu_threads=1, custom_kernels=custom, **STEPS[steps]
+    )
+    found = {}
+    for name, step in largest_steps(runner.limits).items():
+        gc.collect()
+        with Counting() as counting:
+            launched = runner.launch(step)
+            launched.wait()
+        found[name] = counting.peak
+        del launched
+    assert min(found.values()) > 0
+    over = {name: f"{size:,}" for name, size in found.items() if size > plan.activation_bytes}
+    assert not over, f"{plan.activation_bytes:,} were kept"
