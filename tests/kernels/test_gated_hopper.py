@@ -9,16 +9,19 @@ from hypothesis import given, strategies as st
 
 from bough.kernels import cuda_source
 from bough.kernels.linear import gated_hopper
-from bough.kernels.linear.gated_hopper import Tiling, can_serve
+from bough.kernels.linear.gated_hopper import TILINGS, Tiling, best_tiling, can_serve
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
-tilings = st.builds(Tiling, st.booleans(), st.integers(1, 32), st.integers(0, 2), st.integers(3, 4))
+PAIRS = 66  # of multiprocessors of an H200
+tilings = st.builds(
+    Tiling, st.sampled_from([96, 112, 128]), st.booleans(), st.integers(1, 32), st.integers(0, 2), st.integers(3, 4)
+)
 
 
 @given(tilings, st.integers(1, 20000), st.integers(1, 30000))
 def test_tiles_cover_and_none_is_idle(tiling: Tiling, tokens: int, features: int) -> None:
     t_tiles, f_tiles = tiling.tiles(tokens, features)
-    high, wide = (256, 128) if tiling.pair_along_tokens else (128, 256)
+    high, wide = (256, tiling.features) if tiling.pair_along_tokens else (128, 2 * tiling.features)
     assert (t_tiles - 1) * high < tokens <= t_tiles * high
     assert (f_tiles - 1) * wide < features <= f_tiles * wide
 
@@ -32,8 +35,47 @@ def test_every_macro_of_the_source_is_given() -> None:
     source = gated_hopper.SOURCE.read_text()
     for name in Tiling().defines():
         assert name in source
-    for constant, value in (("FEATURES", gated_hopper.FEATURES), ("BLOCK_K", gated_hopper.DEPTH)):
-        assert f"constexpr int {constant} = {value};" in source
+    assert f"constexpr int BLOCK_K = {gated_hopper.DEPTH};" in source
+    for tiling in TILINGS:
+        assert f"#elif FEATURES == {tiling.features}\n" in source or f"#if FEATURES == {tiling.features}\n" in source
+
+
+def test_a_ring_is_never_deeper_than_a_tile() -> None:
+    """The kernel fills the whole ring from its first tile before it looks at anything else."""
+    assert all(tiling.stages <= gated_hopper.LEAST_STEPS for tiling in TILINGS)
+
+
+@given(tilings, st.integers(1, 5000), st.integers(1, 30000), st.integers(1, 80))
+def test_use_is_what_a_schedule_of_tiles_makes_of_it(tiling: Tiling, tokens: int, features: int, pairs: int) -> None:
+    left = tiling.tiles(tokens, features)[0] * tiling.tiles(tokens, features)[1]
+    slots = 0
+    while left > 0:
+        slots, left = slots + pairs, left - pairs
+    assert tiling.use(tokens, features, pairs) == pytest.approx(tokens * features / (slots * 256 * tiling.features))
+    assert tiling.use(tokens, features, pairs) <= 1.0
+
+
+@given(st.integers(1, 20000), st.integers(1, 3800).map(lambda n: 8 * n))
+def test_the_tiling_is_one_of_the_best_and_only_where_it_pays(tokens: int, features: int) -> None:
+    chosen = best_tiling(tokens, features, PAIRS)
+    counted = tokens if tokens > 256 else 128 if tokens <= 128 else 256
+    best = max(each.use(counted, features, PAIRS) for each in TILINGS)
+    if tokens <= 64 or best < gated_hopper.LEAST_USE:
+        assert chosen is None
+    else:
+        assert chosen is not None
+        assert chosen.use(counted, features, PAIRS) > best - 0.021
+        earlier = TILINGS[: TILINGS.index(chosen)]
+        assert all(each.use(counted, features, PAIRS) < best - 0.019 for each in earlier)
+
+
+def test_tilings_of_a_llama_8b_on_an_h200() -> None:
+    """Tiles of 112 features cut 14336 into 128, which 66 pairs take in two turns where they do 256 tokens at once."""
+    wide, narrow, beside = Tiling(128, True, 8), Tiling(112, True, 8), Tiling(112, False, 16)
+    wanted = {65: beside, 128: beside, 129: narrow, 256: narrow, 384: beside, 512: narrow, 1024: wide, 8192: wide}
+    assert {tokens: best_tiling(tokens, 14336, PAIRS) for tokens in wanted} == wanted
+    assert best_tiling(64, 14336, PAIRS) is None
+    assert best_tiling(300, 14336, PAIRS) is None, "a third of the last tiles would be empty"
 
 
 def test_only_what_the_copy_engine_reads_is_served() -> None:

@@ -2,19 +2,22 @@
 //
 // A pair of blocks (a cluster) computes two neighbouring tiles of BLOCK_T tokens x FEATURES features. In each block one
 // thread fetches tiles along D through the copy engine into a ring of STAGES; CONSUMERS warpgroups multiply, 64 tokens each,
-// against FEATURES gate rows and the FEATURES up rows that belong to them, side by side in shared memory: one product of 256
-// columns, after which a thread holds a gate and its up in its own registers. What the pair has in common (the weight where
-// PAIR_ALONG_T, else x) is fetched once, half by each block, for both. Blocks stay and take tile after tile; while the last
-// tile is activated and stored the ring fills with the next one's. The warpgroups of a block run LAG steps apart, so that
-// one multiplies while the other activates.
+// against FEATURES gate rows and the FEATURES up rows that belong to them, side by side in shared memory: one product of
+// 2 * FEATURES columns, after which a thread holds a gate and its up in its own registers. What the pair has in common (the
+// weight where PAIR_ALONG_T, else x) is fetched once, half by each block, for both. Blocks stay and take tile after tile;
+// while the last tile is activated and stored the ring fills with the next one's. The warpgroups of a block run LAG steps
+// apart, so that one multiplies while the other activates.
 //
-// Set by the door: STAGES, PAIR_ALONG_T, GROUP (pairs' tiles along T before the next features), LAG.
+// It may start before the kernel before it has ended (no kernel writes weights, so that the ring fills with them meanwhile),
+// and lets the kernel after it do so at once: that one can't read what is written here before it has waited for its end.
+//
+// Set by the door: FEATURES (96, 112 or 128), STAGES, PAIR_ALONG_T, GROUP (pairs' tiles along T before the next features), LAG.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int CONSUMERS = 2;
-constexpr int FEATURES = 128;
+constexpr int RESULTS = FEATURES;  // of a thread: half of them gates, half ups
 constexpr int BLOCK_T = 64 * CONSUMERS;
 constexpr int BLOCK_K = 64;  // 128 bytes: one row of the copy engine's swizzle
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -23,6 +26,8 @@ constexpr u32 X_BYTES = BLOCK_T * ROW;
 constexpr u32 HALF_BYTES = FEATURES * ROW;
 constexpr u32 STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 constexpr u32 OUT_BYTES = 64 * 64 * 2;  // 64 tokens x 64 features, as they are stored
+// A tile is stored as its first 64 features and its last 64, which overlap if it has fewer than 128.
+constexpr int LAST = FEATURES - 64;
 constexpr u32 EMPTY_ARRIVALS = 2 * CONSUMERS * 4;  // each consuming warp of both blocks
 
 struct alignas(64) TensorMap {
@@ -69,6 +74,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+__device__ __forceinline__ void announce(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 __device__ __forceinline__ void fetch(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
@@ -96,24 +105,39 @@ __device__ __forceinline__ u64 operand(u32 address) {
     return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-#define EIGHT(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define ACCUMULATORS                                                                                                     \
-    EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), \
-        EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define ACCUMULATORS_96 SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80)
+#define NAMES_96                                                                                                     \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"   \
+    ", %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45" \
+    ", %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67" \
+    ", %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89" \
+    ", %90, %91, %92, %93, %94, %95"
+#define NAMES_112 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define NAMES_128 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d = (add ? d : 0) + 64 tokens x 256 weight rows over 16 of D.
-__device__ __forceinline__ void multiply(float (&d)[128], u64 x, u64 weight, u32 add) {
+#if FEATURES == 96
+#define ACCUMULATORS ACCUMULATORS_96
+#define PRODUCT "m64n192k16.f32.bf16.bf16 {" NAMES_96 "}, %96, %97, add"
+#define ADD "%98"
+#elif FEATURES == 112
+#define ACCUMULATORS ACCUMULATORS_96, SIXTEEN(96)
+#define PRODUCT "m64n224k16.f32.bf16.bf16 {" NAMES_112 "}, %112, %113, add"
+#define ADD "%114"
+#elif FEATURES == 128
+#define ACCUMULATORS ACCUMULATORS_96, SIXTEEN(96), SIXTEEN(112)
+#define PRODUCT "m64n256k16.f32.bf16.bf16 {" NAMES_128 "}, %128, %129, add"
+#define ADD "%130"
+#else
+#error "FEATURES must be 96, 112 or 128"
+#endif
+
+// d = (add ? d : 0) + 64 tokens x 2 * FEATURES weight rows over 16 of D.
+__device__ __forceinline__ void multiply(float (&d)[RESULTS], u64 x, u64 weight, u32 add) {
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
-        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, "
-        "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
-        "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, "
-        "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, add, 1, 1, 0, 0;\n}"
+        "{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"
+        "wgmma.mma_async.sync.aligned." PRODUCT ", 1, 1, 0, 0;\n}"
         : ACCUMULATORS
         : "l"(x), "l"(weight), "r"(add));
 }
@@ -121,7 +145,7 @@ __device__ __forceinline__ void multiply(float (&d)[128], u64 x, u64 weight, u32
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void all_but_the_last_products() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
-__device__ __forceinline__ void all_products(float (&d)[128]) {
+__device__ __forceinline__ void all_products(float (&d)[RESULTS]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : ACCUMULATORS::"memory");
 }
 
@@ -157,6 +181,14 @@ __device__ __forceinline__ u32 gated_pair(float gate0, float gate1, float up0, f
     return rounded_pair(g0 * (inverse * a1) * u0, g1 * (inverse * a0) * u1);
 }
 
+// 16 tokens x 16 features into rows of 64 features, from the eighth `j` on; a lane holds the address of one row of 8.
+__device__ __forceinline__ void lay_out(u32 row, int j, u32 lane, const u32 (&four)[4]) {
+    const u32 to = row + (((j + lane / 16) ^ (lane % 8)) << 4);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four[0]), "r"(four[1]),
+                 "r"(four[2]), "r"(four[3])
+                 : "memory");
+}
+
 // Which tile a pair takes: GROUP tiles along T for each step along F, back and forth, so that what is read again is in L2.
 struct Place {
     int row, column;
@@ -182,6 +214,7 @@ struct Turn {
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     gated_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
                  const __grid_constant__ TensorMap out_map, int t_tiles, int f_tiles, int steps, int features) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     extern __shared__ char memory[];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u;
     const u32 staging = ring + STAGES * STAGE_BYTES;
@@ -196,32 +229,48 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (threadIdx.x == CONSUMERS * 128) {
+        announce(weight_map);
+        announce(x_map);
+    }
     pair_sync();
 
     const int group = threadIdx.x / 128;
     if (group == CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == CONSUMERS * 128) {
+            const auto fetch_weight = [&](Place place, int step, u32 stage) {
+                const u32 gate = ring + stage * STAGE_BYTES + X_BYTES, up = gate + HALF_BYTES, arrived = full + stage * 8;
+                const int k = step * BLOCK_K;
+                barrier_expect(arrived, STAGE_BYTES);
+                if (PAIR_ALONG_T) {
+                    fetch_for_both(rank ? up : gate, weight_map, k, place.column + (rank ? features : 0), arrived);
+                } else {
+                    fetch(gate, weight_map, k, place.column, arrived);
+                    fetch(up, weight_map, k, place.column + features, arrived);
+                }
+            };
+            const auto fetch_x = [&](Place place, int step, u32 stage) {
+                const u32 x = ring + stage * STAGE_BYTES, arrived = full + stage * 8;
+                const u32 half = rank * (BLOCK_T / 2);
+                if (PAIR_ALONG_T)
+                    fetch(x, x_map, step * BLOCK_K, place.row, arrived);
+                else
+                    fetch_for_both(x + half * ROW, x_map, step * BLOCK_K, place.row + half, arrived);
+            };
+            Place place = place_of(pair, t_tiles, f_tiles, rank);
+            for (u32 stage = 0; stage < STAGES; ++stage) fetch_weight(place, stage, stage);
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            Turn turn;
-            for (int tile = pair; tile < tiles; tile += pairs) {
-                const Place place = place_of(tile, t_tiles, f_tiles, rank);
+            for (u32 stage = 0; stage < STAGES; ++stage) fetch_x(place, stage, stage);
+            Turn turn{0, 1};
+            int step = STAGES;
+            for (int tile = pair; tile < tiles; tile += pairs, step = 0) {
+                place = place_of(tile, t_tiles, f_tiles, rank);
 #pragma unroll 1
-                for (int step = 0; step < steps; ++step, turn.next()) {
-                    const u32 x = ring + turn.stage * STAGE_BYTES, gate = x + X_BYTES, up = gate + HALF_BYTES;
-                    const u32 arrived = full + turn.stage * 8;
-                    const int k = step * BLOCK_K;
+                for (; step < steps; ++step, turn.next()) {
                     barrier_wait(empty + turn.stage * 8, turn.phase ^ 1);
-                    barrier_expect(arrived, STAGE_BYTES);
-                    if (PAIR_ALONG_T) {
-                        fetch(x, x_map, k, place.row, arrived);
-                        fetch_for_both(rank ? up : gate, weight_map, k, place.column + (rank ? features : 0), arrived);
-                    } else {
-                        const u32 half = rank * (BLOCK_T / 2);
-                        fetch_for_both(x + half * ROW, x_map, k, place.row + half, arrived);
-                        fetch(gate, weight_map, k, place.column, arrived);
-                        fetch(up, weight_map, k, place.column + features, arrived);
-                    }
+                    fetch_weight(place, step, turn.stage);
+                    fetch_x(place, step, turn.stage);
                 }
             }
         }
@@ -233,7 +282,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         const u32 mine = staging + group * 2 * OUT_BYTES;
         const u32 written = mine + (warp * 16 + lane % 16) * ROW;  // stmatrix: the row this lane gives the address of
         Turn turn;
-        float d[128];
+        float d[RESULTS];
         for (int tile = pair; tile < tiles; tile += pairs) {
             if (LAG && group > 0) named_sync(CONSUMERS + group, 256);
             u32 before = 0;
@@ -262,19 +311,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #pragma unroll
                 for (int q = 0; q < 4; ++q) {
                     const int i = (j + q / 2) * 4 + q % 2 * 2;
-                    four[q] = gated_pair(d[i], d[i + 1], d[64 + i], d[64 + i + 1]);
+                    four[q] = gated_pair(d[i], d[i + 1], d[RESULTS / 2 + i], d[RESULTS / 2 + i + 1]);
                 }
-                const u32 to = written + j / 8 * OUT_BYTES + (((j % 8 + lane / 16) ^ (lane % 8)) << 4);
-                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four[0]),
-                             "r"(four[1]), "r"(four[2]), "r"(four[3])
-                             : "memory");
+                if (j < 8) lay_out(written, j, lane, four);
+                if (j >= LAST / 8) lay_out(written + OUT_BYTES, j - LAST / 8, lane, four);
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             named_sync(1 + group, 128);
             if (storing) {
                 const Place place = place_of(tile, t_tiles, f_tiles, rank);
                 store_tile(out_map, mine, place.column, place.row + group * 64);
-                store_tile(out_map, mine + OUT_BYTES, place.column + 64, place.row + group * 64);
+                store_tile(out_map, mine + OUT_BYTES, place.column + LAST, place.row + group * 64);
                 asm volatile("cp.async.bulk.commit_group;" ::: "memory");
             }
         }

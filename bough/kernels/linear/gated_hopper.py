@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -20,8 +21,6 @@ from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin,
 log = logging.getLogger("bough.kernels")
 
 SOURCE = Path(__file__).with_suffix(".cu")
-FEATURES = 128
-"""Features of a block's tile: as many gate rows, and as many up rows."""
 TOKENS = 128
 """Tokens of a block's tile."""
 DEPTH = 64
@@ -31,12 +30,20 @@ LEAST_STEPS = 8
 LEAST_USE = 0.88
 """Of the multiprocessors' time, by tiles that are whole and waves that are full; measured on an H200: at 0.97 the kernel
 takes 4 to 7 % less than the vendor's product and an activation after it, at 0.85 7 % more."""
+NEAR_USE = 0.02
+"""Less than this isn't worth a tiling that comes later among `TILINGS`."""
+LEAST_TOKENS = 65
+"""With fewer, half of every tile would be empty."""
+FEW_TOKENS = 256
+"""Up to so many, reading the weight takes about as long as multiplying: rows of a tile may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How the product is cut."""
 
+    features: int = 128
+    """Of a block's tile: as many gate rows, and as many up rows. The kernel knows 96, 112 and 128."""
     pair_along_tokens: bool = True
     """The two blocks of a pair have the same features (and fetch the weight together), not the same tokens."""
     group: int = 8
@@ -47,6 +54,7 @@ class Tiling:
 
     def defines(self) -> Mapping[str, int]:
         return {
+            "FEATURES": self.features,
             "PAIR_ALONG_T": int(self.pair_along_tokens),
             "GROUP": self.group,
             "LAG": self.lag,
@@ -56,18 +64,26 @@ class Tiling:
     def tiles(self, tokens: int, features: int) -> tuple[int, int]:
         """Tiles of a pair along tokens and along features."""
         along = (2, 1) if self.pair_along_tokens else (1, 2)
-        return -(-tokens // (TOKENS * along[0])), -(-features // (FEATURES * along[1]))
+        return -(-tokens // (TOKENS * along[0])), -(-features // (self.features * along[1]))
 
     def use(self, tokens: int, features: int, pairs: int) -> float:
         """The part of the multiprocessors' time that goes into results, if `pairs` of them work at once."""
         t_tiles, f_tiles = self.tiles(tokens, features)
         waves = -(-t_tiles * f_tiles // pairs)
-        return tokens * features / (waves * pairs * 2 * TOKENS * FEATURES)
+        return tokens * features / (waves * pairs * 2 * TOKENS * self.features)
 
     def shared_bytes(self) -> int:
         """The ring, what is about to be stored, the barriers, and room to align them all to 1024."""
-        stage = (TOKENS + 2 * FEATURES) * DEPTH * 2
-        return self.stages * (stage + 2 * 8) + TOKENS * FEATURES * 2 + 1024
+        stage = (TOKENS + 2 * self.features) * DEPTH * 2
+        stored = 2 * TOKENS * 64 * 2  # the first 64 features and the last 64
+        return self.stages * (stage + 2 * 8) + stored + 1024
+
+
+TILINGS = tuple(
+    Tiling(features, along, group) for along, group in ((True, 8), (False, 16)) for features in (128, 112, 96)
+)
+"""Those that are chosen from, the best first where they use multiprocessors alike: wide tiles read less for a product, and
+pairs along tokens less than pairs along features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +102,46 @@ def _loaded(tiling: Tiling, device: torch.device) -> _Loaded:
 
 @cache
 def _is_ready(device: torch.device) -> bool:
-    """Whether the kernel can be had on a device; says why where it could be expected."""
+    """Whether the kernel can be had on a device; says why not where it could be expected.
+
+    All tilings are loaded at once: later it might be in the middle of a graph's capture.
+    """
     if facts_of(device.type, device.index).capability != (9, 0):
         return False
     try:
-        _loaded(Tiling(), device)
+        with ThreadPoolExecutor(len(TILINGS)) as pool:
+            list(pool.map(lambda tiling: cached_cubin(SOURCE, "sm_90a", tiling.defines()), TILINGS))
+        for tiling in TILINGS:
+            _loaded(tiling, device)
     except CudaSourceError as error:
         log.warning("gate and up are activated in a pass of their own: %s", error)
         return False
     return True
 
 
+@lru_cache(maxsize=4096)
+def best_tiling(tokens: int, features: int, pairs: int) -> Tiling | None:
+    """How a product is cut for so many pairs of multiprocessors; None where they would be idle too long."""
+    if tokens < LEAST_TOKENS:
+        return None
+    counted = -(-tokens // TOKENS) * TOKENS if tokens <= FEW_TOKENS else tokens
+    uses = [tiling.use(counted, features, pairs) for tiling in TILINGS]
+    best = max(uses)
+    if best < LEAST_USE:
+        return None
+    return next(tiling for tiling, use in zip(TILINGS, uses, strict=True) if use >= best - NEAR_USE)
+
+
+def tiling_for(x_TD: Tensor, weight_2FD: Tensor) -> Tiling | None:
+    """With which `gated` serves these matrices faster than a product and an activation after it; None: it doesn't."""
+    if x_TD.shape[0] < LEAST_TOKENS or not can_serve(x_TD, weight_2FD) or not _is_ready(x_TD.device):
+        return None
+    return best_tiling(x_TD.shape[0], weight_2FD.shape[0] // 2, _loaded(TILINGS[0], x_TD.device).pairs)
+
+
 def pays(x_TD: Tensor, weight_2FD: Tensor) -> bool:
-    """Whether `gated` serves these matrices, and faster than a product and an activation after it."""
-    if not can_serve(x_TD, weight_2FD) or not _is_ready(x_TD.device):
-        return False
-    tiling, tokens, features = Tiling(), x_TD.shape[0], weight_2FD.shape[0] // 2
-    pairs = _loaded(tiling, x_TD.device).pairs
-    return tiling.use(tokens, features, pairs) >= LEAST_USE
+    """Whether the default tiling is the one to serve these matrices with."""
+    return tiling_for(x_TD, weight_2FD) == Tiling()
 
 
 def can_serve(x_TD: Tensor, weight_2FD: Tensor) -> bool:
@@ -123,7 +161,7 @@ def gated(x_TD: Tensor, weight_2FD: Tensor, tiling: Tiling, out_TF: Tensor | Non
     t_tiles, f_tiles = tiling.tiles(tokens, features)
     maps = (
         tensor_map(x_TD, TOKENS if tiling.pair_along_tokens else TOKENS // 2),
-        tensor_map(weight_2FD, FEATURES),
+        tensor_map(weight_2FD, tiling.features),
         tensor_map(out, 64),
     )
     blocks = 2 * min(loaded.pairs, t_tiles * f_tiles)
