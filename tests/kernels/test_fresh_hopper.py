@@ -24,9 +24,9 @@ def test_every_token_is_in_one_tile_and_the_longest_come_first(gaps_and_lengths:
     work = []
     for first, length, number, _ in tiles.at_X4.tolist():
         assert (first, length) in rows
-        begin = number * tiles.tiling.tile_tokens
+        begin = number * fresh_hopper.TILE
         assert begin < length
-        seen += range(first + begin, first + min(length, begin + tiles.tiling.tile_tokens))
+        seen += range(first + begin, first + min(length, begin + fresh_hopper.TILE))
         work.append(number)
     assert sorted(seen) == [first + i for first, length in rows for i in range(length)]
     assert work == sorted(work, reverse=True)

@@ -1,8 +1,8 @@
 // Causal attention of fresh rows on compute capability 9.0: q, k and v lie in the step, ragged, no pages.
 //
-// A block computes tiles of 64 * WGS query tokens of one head against KV blocks of 128 tokens, from the diagonal down to the
+// A block computes tiles of 128 query tokens of one head against KV blocks of 128 tokens, from the diagonal down to the
 // first. One warp feeds: it takes tiles off a list (the longest first, a counter in device memory) and keeps a ring of K
-// and V blocks full with the copy engine. The other warpgroups own 64 query rows each. A warpgroup queues the scores of its
+// and V blocks full with the copy engine. Two warpgroups own 64 query rows each. A warpgroup queues the scores of its
 // next block together with the product of the weights and V of the present one, and computes the softmax of the former
 // while the tensor cores do the latter; named barriers make the warpgroups take turns at queueing, so that the tensor
 // cores work for one while another computes exponentials. The stream of blocks does not stop between tiles: the first scores of
@@ -10,7 +10,8 @@
 //
 // With CTAS 2, two blocks work on two heads that share K and V: each fetches one half of every KV block for both.
 //
-// Defined by the compiler's flags: D (64 or 128), FP16 (0: bf16), CTAS (1 or 2), WGS, STAGES, TURNS, OVERLAP, Q_REGISTERS, SLACK.
+// Defined by the compiler's flags: D (64 or 128), FP16 (0: bf16), CTAS (1 or 2), STAGES, Q_REGISTERS. HANG_CHECK, where it is
+// given, is the address of memory on the host into which every warp writes what it waits for: see `note`.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -18,7 +19,13 @@ typedef unsigned long long u64;
 struct alignas(64) TensorMap { u64 opaque[16]; };
 struct Tile { int first, length, number, head; };  // length 0: there are no more
 
+constexpr int WGS = 2;  // that compute
 constexpr int M = 64 * WGS, N = 128, CONSUMERS = 128 * WGS, THREADS = CONSUMERS + 128;
+// Registers of a thread. What the feeding warpgroup gives back is all that the others can get, and one that asks for more
+// than is left waits for ever; a thread starts with its part of 64 K, in steps of 8.
+constexpr int AT_START = 65536 / THREADS / 8 * 8, FEEDING = 24, COMPUTING = 240;
+static_assert(CONSUMERS * COMPUTING + 128 * FEEDING <= THREADS * AT_START, "registers");
+constexpr float SLACK = 8;  // powers of two by which a maximum may rise before the result is rescaled
 constexpr int PANELS = D / 64;  // tiles lie in panels of 64 elements (128 bytes, swizzled) a row
 constexpr u32 Q_BYTES = M * D * 2, KV_BYTES = N * D * 2;
 constexpr u32 Q_PANEL = M * 128, KV_PANEL = N * 128;
@@ -35,6 +42,26 @@ constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 1 + WGS;
 #define T "bf16"
 #endif
 
+#ifdef HANG_CHECK
+// Eight words of this warp: what it waits for (see `Site`), which, its parity, whether it came through; tile and block.
+enum Site { NOTHING, BARRIER, TURN, GROUP, REGISTERS, EARLIER_KERNEL, OTHER_BLOCK, END };
+INLINE int *notes() { return (int *)HANG_CHECK + (blockIdx.x * (THREADS / 32) + threadIdx.x / 32) * 8; }
+INLINE void note(Site site, u32 which, u32 parity, int done) {
+    if (threadIdx.x % 32 == 0)
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(notes()), "r"((int)site), "r"(which), "r"(parity),
+                     "r"(done) : "memory");
+}
+INLINE void note_step(int tile, int block) {
+    if (threadIdx.x % 32 == 0)
+        asm volatile("st.volatile.global.v2.u32 [%0], {%1,%2};" ::"l"(notes() + 4), "r"(tile), "r"(block) : "memory");
+}
+#define NOTE(...) note(__VA_ARGS__)
+#define NOTE_STEP(...) note_step(__VA_ARGS__)
+#else
+#define NOTE(...)
+#define NOTE_STEP(...)
+#endif
+
 // Barriers --------------------------------------------------------------------------------------------------------------
 
 INLINE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count)); }
@@ -48,10 +75,20 @@ INLINE void barrier_expect(u32 at, u32 bytes) {
 }
 
 INLINE void barrier_wait(u32 at, u32 parity) {
+#ifdef HANG_CHECK
+    note(BARRIER, at, parity, 0);
+    for (u32 tries = 0, done = 0; !done; tries++) {
+        asm volatile("{\n.reg .pred is;\nmbarrier.test_wait.parity.shared::cta.b64 is, [%1], %2;\nselp.u32 %0, 1, 0, is;\n}\n"
+                     : "=r"(done) : "r"(at), "r"(parity) : "memory");
+        if (tries == 1u << 24) __trap();
+    }
+    note(BARRIER, at, parity, 1);
+#else
     asm volatile(
         "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}\n" ::"r"(at), "r"(parity) : "memory");
+#endif
 }
 
 INLINE void barrier_arrive_at(u32 at, u32 block) {  // of any block in the cluster
@@ -246,13 +283,10 @@ INLINE void feed(u32 smem, Tile *tiles, const TensorMap &q, const TensorMap &k, 
 #pragma unroll 1
         for (int block = last_block(tile); block >= 0; block--) {
             int token = tile.first + block * N;
+            NOTE_STEP(turn, block);
             load(k, token, head);
-#if OVERLAP
             if (v_token >= 0) load(v, v_token, v_head);
             v_token = token, v_head = head;
-#else
-            load(v, token, head);
-#endif
         }
     }
     if (v_token >= 0) load(v, v_token, v_head);
@@ -292,16 +326,20 @@ struct Worker {
         return tiles[turn & 1];
     }
 
+    INLINE void sync_group() const {
+        NOTE(GROUP, GROUP_BARRIER + group, 0, 0);
+        named_sync(GROUP_BARRIER + group, 128);
+        NOTE(GROUP, GROUP_BARRIER + group, 0, 1);
+    }
+
     INLINE void take_turn() {
-#if TURNS
+        NOTE(TURN, TURN_BARRIER + group, 0, 0);
         if (began || group > 0) named_sync(TURN_BARRIER + group, 256);
         began = true;
-#endif
+        NOTE(TURN, TURN_BARRIER + group, 0, 1);
     }
     INLINE void pass_turn(bool ends) const {
-#if TURNS
         if (!ends || group < WGS - 1) named_arrive(TURN_BARRIER + (group + 1) % WGS, 256);
-#endif
     }
 
     // Where this thread's part of a warp's 16 rows lies, for ldmatrix and stmatrix: chunks of 16 bytes, swizzled.
@@ -350,7 +388,7 @@ struct Worker {
             asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0) : "memory");
         }
         fence_async();
-        named_sync(GROUP_BARRIER + group, 128);
+        sync_group();
     }
 
     INLINE void mask(const Tile &tile, int block) {
@@ -383,8 +421,7 @@ struct Worker {
             most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 1));
             most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 2)) * args.scale;
             float anchor = most[0] > high[r] + SLACK ? most[0] : high[r];
-            float used = M == N || anchor > -__int_as_float(0x7f800000) ? anchor : 0.f;  // nothing seen yet
-            shrink[r] = exp2_(high[r] - used);
+            shrink[r] = exp2_(high[r] - anchor);
             high[r] = anchor;
             float part[2] = {0, 0};
 #pragma unroll
@@ -392,7 +429,7 @@ struct Worker {
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     float &x = s[4 * i + 2 * r + c];
-                    x = exp2_(fmaf(x, args.scale, -used));
+                    x = exp2_(fmaf(x, args.scale, -anchor));
                     part[c] += x;
                 }
             }
@@ -431,7 +468,7 @@ struct Worker {
             if (args.lse && lane % 4 == 0 && mine < tile.length)
                 args.lse[(long long)(tile.first + mine) * args.heads + tile.head] = high[r] + __log2f(total[r]);
         }
-        named_sync(GROUP_BARRIER + group, 128);  // all of the warpgroup have read their queries
+        sync_group();  // all of the warpgroup have read their queries
         u32 base = smem + slot * Q_BYTES + row * 128;
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
@@ -460,7 +497,7 @@ struct Worker {
     }
 
     // All blocks of all tiles in one stream: scores of the next block beside the product of the present one.
-    INLINE void run_overlapped() {
+    INLINE void run() {
         u32 turn = 0;
         Tile tile = wait_tile(turn);
         if (tile.length == 0) return;
@@ -489,6 +526,7 @@ struct Worker {
                 take_queries(turn + 1 & 1);
             }
             int next_block = ends ? last_block(next) : block - 1;
+            NOTE_STEP(turn, block);
             take_turn();
             wait_stage();
             mma_fence();
@@ -531,39 +569,6 @@ struct Worker {
         pin(o);
         store(tile, turn & 1, high, sum);
     }
-
-    // The plain order, with fewer registers: enough warpgroups keep the tensor cores busy.
-    INLINE void run_plain() {
-        u32 turn = 0;
-        for (Tile tile = wait_tile(turn); tile.length > 0; tile = wait_tile(++turn)) {
-            take_queries(turn & 1);
-            begin_rows();
-            for (int last = last_block(tile), block = last; block >= 0; block--) {
-                wait_stage();
-                take_turn();
-                mma_fence();
-                queue_scores(turn & 1);
-                pass_turn(false);
-                mma_wait<0>();
-                pin(s);
-                release(ring.stage);
-                ring.next();
-                mask(tile, block);
-                softmax();
-                if (settle() && block < last) rescale();
-                pack_weights();
-                wait_stage();
-                if (block == last) clear_tail(tile, block);
-                mma_fence();
-                queue_values(block < last);
-                mma_wait<0>();
-                pin(o);
-                release(ring.stage);
-                ring.next();
-            }
-            store(tile, turn & 1, high, sum);
-        }
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -588,21 +593,25 @@ fresh_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
     }
+    NOTE(OTHER_BLOCK, 0, 0, 0);
     sync_all();
+    NOTE(EARLIER_KERNEL, 0, 0, 0);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x >= CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(32));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEEDING));
         if (threadIdx.x == CONSUMERS) feed(smem, tiles, q, k, v, args);
         __syncwarp();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 240 : 160));
+        NOTE(REGISTERS, COMPUTING, 0, 0);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING));
+        NOTE(REGISTERS, COMPUTING, 0, 1);
         Worker worker(args, smem, tiles, threadIdx.x / 128);
-#if OVERLAP
-        worker.run_overlapped();
-#else
-        worker.run_plain();
-#endif
+        worker.run();
     }
-    if (CTAS > 1) sync_all();  // a block must stay for what the other sends to it
+    if (CTAS > 1) {  // a block must stay for what the other sends to it
+        NOTE(OTHER_BLOCK, 1, 0, 0);
+        sync_all();
+    }
+    NOTE(END, 0, 0, 1);
 }

@@ -23,8 +23,11 @@ from bough.kernels.choices import facts_of
 from bough.kernels.cuda_source import CudaKernel, TensorMap, cached_cubin, can_map, tensor_map
 
 SOURCE = Path(__file__).with_suffix(".cu")
+TILE = 128
+"""Query tokens of a tile."""
 KV_BLOCK = 128
 """Tokens of K, and of V, that lie in a stage of the ring."""
+_THREADS = 384
 _ARGS = struct.Struct("PPPPiiiiif")
 
 
@@ -34,48 +37,28 @@ class Tiling:
 
     pair: bool = False
     """Two blocks take two heads of a KV head, and fetch K and V together."""
-    warpgroups: int = 2
-    """That compute, each 64 tokens of a tile."""
     stages: int = 5
     """Blocks of K or V in shared memory."""
-    turns: bool = True
-    """Warpgroups take turns at the tensor cores."""
-    overlap: bool = True
-    """A warpgroup's softmax runs beside its own products."""
     queries_in_registers: bool = False
     """Read from shared memory once a tile, not once a block."""
-    slack: int = 8
-    """Powers of two by which a maximum may rise before the result is rescaled."""
 
     @property
     def blocks(self) -> int:
         """That work together."""
         return 1 + self.pair
 
-    @property
-    def tile_tokens(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups + 128
-
     def defines(self, dtype: torch.dtype, head_dim: int) -> Mapping[str, int]:
         return {
             "D": head_dim,
             "FP16": int(dtype == torch.float16),
             "CTAS": self.blocks,
-            "WGS": self.warpgroups,
             "STAGES": self.stages,
-            "TURNS": int(self.turns),
-            "OVERLAP": int(self.overlap),
             "Q_REGISTERS": int(self.queries_in_registers),
-            "SLACK": self.slack,
         }
 
     def shared_bytes(self, head_dim: int) -> int:
         """Two tiles of queries, the ring, barriers and tiles' names, and room to align them all to 1024."""
-        return (2 * self.tile_tokens + self.stages * KV_BLOCK) * head_dim * 2 + 16 * self.stages + 112 + 1024
+        return (2 * TILE + self.stages * KV_BLOCK) * head_dim * 2 + 16 * self.stages + 112 + 1024
 
 
 DEFAULT = Tiling()
@@ -95,7 +78,7 @@ class Tiles:
 def cut(rows: Sequence[tuple[int, int]], device: torch.device, tiling: Tiling = DEFAULT) -> Tiles:
     """The tiles of rows given as (first token, tokens)."""
     lengths = np.array([length for _, length in rows], dtype=np.int32)
-    counts = -(-lengths // tiling.tile_tokens)
+    counts = -(-lengths // TILE)
     row = np.repeat(np.arange(len(rows)), counts)
     number = np.arange(len(row), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
     first = np.array([first for first, _ in rows], dtype=np.int32)
@@ -153,7 +136,7 @@ def attend(
         )
     )  # fmt: skip
     share = KV_BLOCK // tiling.blocks
-    maps = [tensor_map(x.flatten(1), rows) for x, rows in ((q_TNH, tiling.tile_tokens), (k_TKH, share), (v_TKH, share))]
+    maps = [tensor_map(x.flatten(1), rows) for x, rows in ((q_TNH, TILE), (k_TKH, share), (v_TKH, share))]
     blocks = min(loaded.most_blocks, num_tiles * heads)
     stream = torch.cuda.current_stream(device).cuda_stream
     loaded.kernel.launch(blocks, [*maps, TensorMap(packed, ctypes.addressof(packed))], stream)
@@ -171,7 +154,7 @@ class _Loaded:
 @cache
 def _loaded(tiling: Tiling, dtype: torch.dtype, head_dim: int, device: torch.device) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", tiling.defines(dtype, head_dim))
-    kernel = CudaKernel(cubin, "fresh_attention", device, tiling.threads, tiling.shared_bytes(head_dim))
+    kernel = CudaKernel(cubin, "fresh_attention", device, _THREADS, tiling.shared_bytes(head_dim))
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return _Loaded(kernel, counter, 2 * kernel.most_clusters(2) if tiling.pair else multiprocessors)
