@@ -3,7 +3,8 @@
 in: `Request`s. out: `Stream`s of `Delta`s, replies to control calls. never: HTTP, torch, or starting processes.
 """
 
-from bough.intake.intake import Gate, Intake, IntakeStats, Place
+from bough.intake.gate import Gate, IntakeStats, Place
+from bough.intake.intake import Intake
 from bough.intake.native import NativeAnswer, NativeBatch, native_batch
 from bough.intake.pooling import Pooled, Pooler, PoolOptions
 from bough.intake.request import Request, Room

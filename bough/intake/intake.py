@@ -8,10 +8,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeGuard
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
@@ -43,9 +42,10 @@ from bough.core.messages import (
 from bough.core.sampling import SamplingParams
 from bough.intake import beams
 from bough.intake.beams import Search
+from bough.intake.gate import Gate, IntakeStats, Place
 from bough.intake.joins import PREFIX as JOINED, Joins
 from bough.intake.limits import Limits
-from bough.intake.request import Request
+from bough.intake.request import Request, pieces
 from bough.intake.sessions import SessionParams, Sessions, Turn
 from bough.intake.stream import Stream
 from bough.ipc import AsyncInbox, Endpoints, Outbox, read_status
@@ -60,33 +60,6 @@ _NEVER = 2**31 - 1
 """As `TextSpec.every`: only at the end."""
 _TAIL_IDS = 8
 _WATCH_EVERY_S = 0.25
-
-
-class Place(Protocol):
-    """An admitted request's hold on the gate's bounds."""
-
-    def began(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class Gate(Protocol):
-    """Decides how much work is let in; raises `Overloaded`."""
-
-    def admit(self, *, requests: int, tokens: int) -> Place: ...
-
-
-@dataclass(slots=True)
-class IntakeStats:
-    """Counters since the start."""
-
-    submitted: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
-    """By `End.reason`, and `given_up` for those whose client went away."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    live: int = 0
 
 
 class Intake:
@@ -184,27 +157,45 @@ class Intake:
         return (await self.submit_batch([request]))[0]
 
     async def submit_batch(self, requests: Sequence[Request]) -> list[list[Stream]]:
-        """Like `submit`, for many at once: either all are sent or none."""
+        """Like `submit`, for many at once: all of them, or an error and none.
+
+        Many token ids are checked and sent piece by piece, so that the engine begins with the first while the last are
+        still read; those that were sent before one is refused are given up.
+        """
         self._check_alive()
         self._check_kind(requests)
         self._check_sessions(requests)
         self._check_processors(requests)
         places = self._admit(requests)
+        streams: list[list[Stream]] = []
         try:
-            prompts = await self._prompts(requests)
-            ready = [self._limits.fitted(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
-            bad_words = [await self._bad_words(request) for request in requests]
-            self._check_alive()
-            streams = []
-            for request, prompt, sampling, words in zip(requests, prompts, ready, bad_words, strict=True):
-                if words:
-                    sampling = msgspec.structs.replace(sampling, bad_words=words)
-                begin = self._send if sampling.beam_width == 1 else self._search
-                streams.append(begin(request, prompt, sampling, places))
+            for piece in pieces(requests):
+                await self._submit_piece(piece, places, streams)
+        except BaseException:
+            for stream in itertools.chain.from_iterable(streams):
+                stream.abort("a request of the same batch was refused")
+            raise
         finally:
             for place in places:
                 place.end()
         return streams
+
+    async def _submit_piece(
+        self, requests: Sequence[Request], places: list[Place], streams: list[list[Stream]]
+    ) -> None:
+        prompts = await self._prompts(requests)
+        ready = [self._limits.fitted(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
+        bad_words = [await self._bad_words(request) for request in requests]
+        self._check_alive()
+        outgoing: list[Generate] = []
+        for request, prompt, sampling, words in zip(requests, prompts, ready, bad_words, strict=True):
+            if words:
+                sampling = msgspec.structs.replace(sampling, bad_words=words)
+            if sampling.beam_width == 1:
+                streams.append(self._begin(request, prompt, sampling, places, outgoing))
+            else:
+                streams.append(self._search(request, prompt, sampling, places))
+        self._outbox.send_all(outgoing)
 
     async def collect(self, request: Request) -> list[Delta]:
         """Submits and awaits whole answers, one delta each."""
@@ -426,7 +417,9 @@ class Intake:
         one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
         async def ask(prompts: Sequence[Ids]) -> list[Delta]:
-            asked = [self._send(inner, each, one, [], metered=False)[0] for each in prompts]
+            outgoing: list[Generate] = []
+            asked = [self._begin(inner, each, one, [], outgoing, metered=False)[0] for each in prompts]
+            self._outbox.send_all(outgoing)
             try:
                 return [await stream.collect() for stream in asked]
             finally:
@@ -459,15 +452,17 @@ class Intake:
         self._searches.add(running)
         return streams
 
-    def _send(
+    def _begin(
         self,
         request: Request,
         prompt: Ids,
         sampling: SamplingParams,
         places: list[Place],
+        outgoing: list[Generate],
         *,
         metered: bool = True,
     ) -> list[Stream]:
+        """The request's streams; what is to be sent for them is put to `outgoing`."""
         rid = request.rid or secrets.token_hex(16)
         turn = None
         namespace = request.namespace
@@ -509,7 +504,7 @@ class Intake:
                 trace=stream.trace is not None,
                 keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool,
             )
-            self._outbox.send(message)
+            outgoing.append(message)
             self._streams[stream.id] = stream
             if turn is not None and request.session is not None:
                 self._turns[stream.id] = (request.session, turn)

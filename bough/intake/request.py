@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,8 @@ Room = Literal["exact", "at_most", "fill"]
 """What to do about `max_new_tokens` and the context: refuse what doesn't fit, lower it, or take all that is left."""
 
 _FURTHEST = 2**31
+_PIECE_IDS = 16_384
+"""Token ids of a batch that are checked before they are sent: enough for an engine's first step or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +72,16 @@ class Request:
                     fix="send a number nearer to zero",
                     param=name,
                 )
+
+
+def pieces(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
+    """The requests in pieces of some thousand token ids; texts all at once, since they are tokenised in parallel."""
+    if any(isinstance(request.prompt, str) for request in requests):
+        yield requests
+        return
+    begin = num_ids = 0
+    for end, request in enumerate(requests, 1):
+        num_ids += len(request.prompt)
+        if num_ids >= _PIECE_IDS or end == len(requests):
+            yield requests[begin:end]
+            begin, num_ids = end, 0

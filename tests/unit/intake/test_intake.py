@@ -20,6 +20,7 @@ from bough.core.errors import (
 from bough.core.messages import LogprobSpec, unpack_ids
 from bough.core.sampling import SamplingParams
 from bough.intake import Intake, Request
+from bough.intake.request import pieces
 from bough.launch import Running
 from bough.tokenizer import Tokenizer
 from tests.unit.intake.conftest import WORKERS
@@ -312,6 +313,35 @@ async def test_logprobs_arrive_with_text(intake: Intake, smollm: Tokenizer) -> N
     assert delta.logprobs.text == [smollm.token_text(i) for i in echo(IDS, 3)]
     assert delta.logprobs.top_text[0] == [smollm.token_text(IDS[-1])] * 2
     assert delta.prompt_logprobs.token_ids == IDS[1:]
+
+
+async def test_a_long_batch_is_sent_in_pieces_and_given_up_whole(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pieces keep their order; if one of the last is refused, the engine is left with none of the first."""
+    long = [SLOW] + [100] * 200
+    good = [request([100 + i] * 240, 1, ignore_eos=True) for i in range(150)]
+    streams = await intake.submit_batch(good)
+    assert [group[0].prompt[0] for group in streams] == [100 + i for i in range(150)]
+    answers = [await group[0].collect() for group in streams]
+    assert [unpack_ids(delta.tokens).tolist() for delta in answers] == [[100 + i] for i in range(150)]
+    monkeypatch.setattr("bough.intake.request._PIECE_IDS", 400)
+    before = await intake.info()
+    with pytest.raises(InvalidRequest, match="token id -1"):
+        await intake.submit_batch([request(long, 4) for _ in range(4)] + [request([5, -1])])
+    assert (await intake.info())["abort"] == before["abort"] + 4
+    assert intake.num_live == 0
+    assert await live_in_engine(intake, before["live"])
+
+
+@pytest.mark.parametrize("lengths", [[1], [20_000], [16_383, 1, 1], [9000] * 5, [1] * 40_000])
+def test_pieces_are_whole_and_in_order(lengths: list[int]) -> None:
+    requests = [request(range(length)) for length in lengths]
+    cut = list(pieces(requests))
+    assert [each for piece in cut for each in piece] == requests
+    sizes = [sum(len(each.prompt) for each in piece) for piece in cut]
+    assert all(size >= 16_384 for size in sizes[:-1])
+    assert all(size - len(piece[-1].prompt) < 16_384 for size, piece in zip(sizes, cut, strict=True))
 
 
 async def test_a_large_batch_costs_little(intake: Intake) -> None:

@@ -1,0 +1,34 @@
+"""How much is let in, and what has come of it: the gate as the intake knows it, and the intake's counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Place(Protocol):
+    """An admitted request's hold on the gate's bounds."""
+
+    def began(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Gate(Protocol):
+    """Decides how much work is let in; raises `Overloaded`."""
+
+    def admit(self, *, requests: int, tokens: int) -> Place: ...
+
+
+@dataclass(slots=True)
+class IntakeStats:
+    """Counters since the start."""
+
+    submitted: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    """By `End.reason`, and `given_up` for those whose client went away."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    live: int = 0
