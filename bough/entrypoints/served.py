@@ -71,8 +71,8 @@ def choose_tool_parser(setting: str, template: str) -> str | None:
 
 
 def reasoning_end_ids(parser: str | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids of the mark that ends a reasoning section; empty where there is none."""
+    """Ids of what stands between a reasoning section and the answer; empty where there is none."""
     if parser is None or tokenizer is None:
         return ()
-    ends = reasoning_format(parser).ends
-    return tuple(tokenizer.encode(ends[0], add_special_tokens=False)) if ends else ()
+    format = reasoning_format(parser)
+    return tuple(tokenizer.encode(format.forced_end, add_special_tokens=False)) if format.ends else ()

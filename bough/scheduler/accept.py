@@ -50,7 +50,7 @@ def accept(queues: Queues, ask: Generate, *, now: float, wall: float) -> None:
         queues.grammars.submit(job.id, grammar)
     else:
         if ask.thinking_budget >= 0 and ask.reasoning_end:
-            job.gate = Gate(None, marker=ask.reasoning_end, budget=ask.thinking_budget)
+            job.gate = Gate(None, marker=ask.reasoning_end, before=_tail(job), budget=ask.thinking_budget)
         _enqueue(queues, job)
 
 
@@ -211,7 +211,14 @@ def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
         job.gate = Gate(
             answer.matcher,
             marker=ask.reasoning_end,
+            before=_tail(job),
             after_reasoning=spec.after_reasoning,
             budget=ask.thinking_budget,
         )
         _enqueue(queues, job)
+
+
+def _tail(job: Job) -> list[int]:
+    """The prompt's last tokens, as many as the end of the reasoning may have begun with."""
+    most = len(job.ask.reasoning_end)
+    return [int(token) for token in job.prompt[-most:]] if most else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bough.core.grammar import Matcher
 from bough.core.step import I32
 
@@ -10,21 +12,24 @@ class Gate:
     """Decides what one request may say next. It sees every output token once, in order.
 
     While `thinking`, nothing is constrained, except that after `budget` tokens the marker that ends the reasoning is
-    forced. After it (or from the start, without reasoning) the matcher rules.
+    forced. After it (or from the start, without reasoning) the matcher rules. The marker may have begun `before` the
+    output, at the end of the prompt.
     """
 
-    __slots__ = ("_budget", "_ended_at", "_marker", "_matcher", "_seen", "_thinks", "thinking")
+    __slots__ = ("_before", "_budget", "_ended_at", "_marker", "_matcher", "_seen", "_thinks", "thinking")
 
     def __init__(
         self,
         matcher: Matcher | None,
         *,
         marker: tuple[int, ...] = (),
+        before: Sequence[int] = (),
         after_reasoning: bool = False,
         budget: int = -1,
     ) -> None:
         self._matcher = matcher
         self._marker = list(marker)
+        self._before = list(before[1 - len(marker) :]) if len(marker) > 1 else []
         self._budget = budget
         self._seen: list[int] = []
         self._thinks = bool(marker) and (after_reasoning if matcher is not None else budget >= 0)
@@ -42,7 +47,7 @@ class Gate:
         if not self.thinking and self._matcher is not None and not self._matcher.accept(token):
             return False
         self._seen.append(token)
-        if self.thinking and self._seen[-len(self._marker) :] == self._marker:
+        if self.thinking and self._last(len(self._marker)) == self._marker:
             self.thinking = False
             self._ended_at = len(self._seen)
         return True
@@ -116,10 +121,15 @@ class Gate:
 
     def _half_marker(self) -> int:
         """How much of the marker the output ends with already."""
-        for length in range(min(len(self._marker) - 1, len(self._seen)), 0, -1):
-            if self._seen[-length:] == self._marker[:length]:
+        for length in range(len(self._marker) - 1, 0, -1):
+            if self._last(length) == self._marker[:length]:
                 return length
         return 0
+
+    def _last(self, num_tokens: int) -> list[int]:
+        """The last tokens of the prompt and the output; fewer where there are no more."""
+        missing = num_tokens - len(self._seen)
+        return self._before[-missing:] + self._seen if missing > 0 else self._seen[-num_tokens:]
 
 
 def allow_only(out: I32, token: int) -> None:

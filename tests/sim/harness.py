@@ -469,11 +469,13 @@ def gate_of(client: Client) -> Gate | None:
     ask, grammar = client.ask, client.ask.sampling.grammar
     if grammar is None:
         budgeted = ask.thinking_budget >= 0 and ask.reasoning_end
-        return Gate(None, marker=ask.reasoning_end, budget=ask.thinking_budget) if budgeted else None
+        gate = Gate(None, marker=ask.reasoning_end, before=client.prompt, budget=ask.thinking_budget)
+        return gate if budgeted else None
     length, run, _ = (int(x) for x in grammar.source.split(","))
     return Gate(
         ParityMatcher(length, run),
         marker=ask.reasoning_end,
+        before=client.prompt,
         after_reasoning=grammar.after_reasoning,
         budget=ask.thinking_budget,
     )

@@ -9,6 +9,8 @@ import openai
 import pytest
 from scripted_server import EOS, Answer, FakeServer, serving
 
+from bough.entrypoints.served import reasoning_end_ids
+
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -257,6 +259,29 @@ def test_a_schema_waits_for_the_end_of_reasoning(thinking: openai.OpenAI, thinke
         model="fake", messages=USER, response_format={"type": "json_object"}, reasoning_effort="none"
     )
     assert thinker.engine.seen[-1].sampling.grammar.after_reasoning is False  # type: ignore[union-attr]
+
+
+HARMONY = (
+    "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_a_schema_waits_for_the_final_message_of_harmony() -> None:
+    """Whatever is said before it, and whether anything is: the prompt itself ends with half of what announces it."""
+    parsers = {"reasoning_parser": "gpt-oss", "tool_parser": "gpt-oss"}
+    with serving(_thinks, template=HARMONY, served=parsers) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        client.chat.completions.create(model="fake", messages=USER, response_format={"type": "json_object"})
+        asked = running.engine.seen[-1]
+        assert asked.sampling.grammar.after_reasoning is True  # type: ignore[union-attr]
+        tokenizer = running.engine.intake.tokenizer
+        assert tokenizer is not None
+        announced = "<|end|><|start|>assistant<|channel|>final<|message|>"
+        assert tokenizer.decode(list(reasoning_end_ids("gpt-oss", tokenizer)), False) == announced
+        # Calls are messages before the final one: what they are held to holds from the start.
+        client.chat.completions.create(model="fake", messages=USER, tools=[WEATHER], tool_choice="required")  # type: ignore[list-item]
+        assert running.engine.seen[-1].sampling.grammar.after_reasoning is False  # type: ignore[union-attr]
 
 
 def test_tool_calls(thinking: openai.OpenAI) -> None:

@@ -87,6 +87,26 @@ def test_gate_forces_the_rest_of_a_half_said_marker() -> None:
     assert len(_bits(mask)) == 64
 
 
+def test_a_marker_may_begin_in_the_prompt() -> None:
+    matcher = _Any()
+    gate = Gate(matcher, marker=(5, 7, 8, 9), before=(1, 2, 5, 7), after_reasoning=True, budget=0)
+    assert gate.forced() == [8, 9]
+    assert gate.accept(8)
+    assert gate.thinking
+    assert gate.accept(9)
+    assert not gate.thinking
+    gate.rollback(1)
+    assert gate.thinking
+    assert gate.forced() == [9]
+    longer = Gate(matcher, marker=(5, 7, 8, 9), before=(5, 7), after_reasoning=True)
+    for token in (8, 8, 9, 5, 7, 8):
+        assert longer.accept(token)
+        assert longer.thinking
+    assert longer.accept(9)
+    assert not longer.thinking
+    assert matcher.taken == []
+
+
 def test_gate_ends_with_its_grammar() -> None:
     gate = Gate(_Any())
     for token in (1, 2):

@@ -32,6 +32,7 @@ from bough.entrypoints.reasoning import after_reasoning, budget_of, opens_reason
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events, while_connected
 from bough.intake import Request, parse_sampling
+from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
@@ -73,7 +74,7 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
     reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
     opened = opens_reasoning(prompt, served, continued=_continued(asked))
-    reasons = opened or _will_reason(asked, served)
+    reasons = opened or _will_reason(asked, served, offered)
     request = Request(
         prompt=prompt,
         add_special_tokens=bool(asked.add_special_tokens),
@@ -104,10 +105,13 @@ def _continued(asked: ChatRequest) -> str:
     return last if isinstance(last, str) else ""
 
 
-def _will_reason(asked: ChatRequest, served: Served) -> bool:
-    """Whether a model that opens its reasoning section itself is going to: its template has a switch and it is on."""
+def _will_reason(asked: ChatRequest, served: Served, offered: Offer) -> bool:
+    """Whether a model that opens its reasoning section itself is going to: its template has a switch and it is on, or its
+    answers are messages of which the last is the answer proper (and calls are among the others)."""
     if served.reasoning_parser is None or served.tokenizer is None or served.tokenizer.chat_template is None:
         return False
+    if reasoning_format(served.reasoning_parser).answer_prefix:
+        return not asked.continue_final_message and not offered.structural_tag
     template = served.tokenizer.chat_template
     kwargs = template_kwargs(asked, template)
     return "enable_thinking" in template.accepted_kwargs and kwargs.get("enable_thinking", True) is not False
