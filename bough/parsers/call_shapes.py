@@ -1,7 +1,8 @@
-"""How a family writes calls, for grammars: with JSON arguments, or with markup around each argument."""
+"""How a family writes calls, for grammars: with JSON arguments, with markup around each argument, or as Python."""
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
     section_begin: str = ""
     separator: str = ""
     section_end: str = ""
+    is_bare: bool = False
+    """No marker begins the section: in free text it counts only together with the first call, and there are no triggers."""
 
 
 class CallShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,7 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True):
     section_begin: str = ""
     separator: str = ""
     section_end: str = ""
+    is_bare: bool = False
 
     def of(self, tools: Sequence[ToolSpec]) -> ToolCallFormat | None:
         """None: an argument of one of the tools can't be written."""
@@ -66,6 +70,7 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True):
             section_begin=self.section_begin,
             separator=self.separator,
             section_end=self.section_end,
+            is_bare=self.is_bare,
         )
 
     def _arguments(self, schema: Json) -> Json | None:
@@ -94,6 +99,45 @@ class MarkupShape(CallShape, frozen=True, kw_only=True):
             written: Json = {"type": "tag", "begin": begin, "content": content, "end": self.argument_end}
             elements.append(written if name in required else {"type": "optional", "content": written})
         return {"type": "sequence", "elements": elements} if elements else {"type": "const_string", "value": ""}
+
+
+_MOST_OPTIONAL = 16
+"""Any of the optional arguments may be the first: with more of them, writing down every way takes too long."""
+
+
+class PythonShape(CallShape, frozen=True, kw_only=True):
+    """Arguments by name, the required ones first: `a=1, b="x"`. Values are written as JSON, which is read as well."""
+
+    def _arguments(self, schema: Json) -> Json | None:
+        shared = {name: schema[name] for name in _SHARED if name in schema}
+        properties = schema.get("properties") or {}
+        required = [name for name in schema.get("required") or [] if name in properties]
+        optional = [name for name in properties if name not in required]
+        values = {name: {**shared, **value} for name, value in properties.items() if isinstance(value, dict)}
+        if any(not name.isidentifier() or keyword.iskeyword(name) or name not in values for name in properties):
+            return None
+
+        def written(name: str, before: str) -> list[Json]:
+            content = {"type": "json_schema", "json_schema": values[name]}
+            return [{"type": "const_string", "value": f"{before}{name}="}, content]
+
+        def more(names: Sequence[str]) -> list[Json]:
+            return [{"type": "optional", "content": _sequence(written(name, ", "))} for name in names]
+
+        if required:
+            first, *rest = required
+            parts = written(first, "") + [part for name in rest for part in written(name, ", ")]
+            return _sequence(parts + more(optional))
+        if len(optional) > _MOST_OPTIONAL:
+            return None
+        ways = [_sequence(written(name, "") + more(optional[at + 1 :])) for at, name in enumerate(optional)]
+        if not ways:
+            return {"type": "const_string", "value": ""}
+        return {"type": "optional", "content": {"type": "or", "elements": ways} if len(ways) > 1 else ways[0]}
+
+
+def _sequence(elements: list[Json]) -> Json:
+    return {"type": "sequence", "elements": elements}
 
 
 def _value(schema: Any, shared: Json) -> Json | None:

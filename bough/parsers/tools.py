@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from bough.parsers.call_shapes import CallShape, CallTag, MarkupShape, ToolCallFormat
+from bough.parsers.call_shapes import CallShape, CallTag, MarkupShape, PythonShape, ToolCallFormat
 from bough.parsers.events import ToolSpec
 from bough.parsers.harmony import HarmonyToolParser
 from bough.parsers.header_calls import DeepseekV3Parser, DeepseekV31Parser, KimiK2Parser
@@ -42,11 +42,11 @@ class MakeParser(Protocol):
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """A family's way of calling tools. `shape` is None where a grammar can't write them: as Python."""
+    """A family's way of calling tools, for parsers and (`shape`) for grammars."""
 
     name: str
     make: MakeParser
-    shape: CallShape | None = None
+    shape: CallShape
 
 
 _OBJECT = '{"name": "NAME", "arguments": '
@@ -58,6 +58,13 @@ def _listed(begin: str, end: str, *, call: str = _OBJECT) -> CallShape:
     return CallShape(begin=call, end="}", section_begin=begin, separator=", ", section_end=end, triggers=(begin,))
 
 
+def _python(begin: str, end: str, *, is_bare: bool = False) -> CallShape:
+    triggers = () if is_bare else (begin,)
+    return PythonShape(
+        begin="NAME(", end=")", section_begin=begin, separator=", ", section_end=end, triggers=triggers, is_bare=is_bare
+    )
+
+
 FORMATS: dict[str, ToolFormat] = {
     entry.name: entry
     for entry in (
@@ -67,7 +74,7 @@ FORMATS: dict[str, ToolFormat] = {
             Llama3Parser,
             CallShape(begin='{"name": "NAME", "parameters": ', end="}", separator="; ", triggers=('{"name": "',)),
         ),
-        ToolFormat("pythonic", PythonicParser),
+        ToolFormat("pythonic", PythonicParser, _python("[", "]", is_bare=True)),
         ToolFormat(
             "qwen3_coder",
             Qwen3CoderParser,
@@ -194,7 +201,7 @@ FORMATS: dict[str, ToolFormat] = {
                 triggers=("<|action_start|><|plugin|>",),
             ),
         ),
-        ToolFormat("lfm2", Lfm2Parser),
+        ToolFormat("lfm2", Lfm2Parser, _python("<|tool_call_start|>[", "]<|tool_call_end|>")),
         ToolFormat("hunyuan", HunyuanParser, _listed("<tool_calls>[", "]</tool_calls>")),
         ToolFormat(
             "hunyuan-opensource",
@@ -252,5 +259,4 @@ def tool_parser(name: str, tools: Sequence[ToolSpec] = (), *, new_id: IdFactory 
 
 def call_format(name: str, tools: Sequence[ToolSpec]) -> ToolCallFormat | None:
     """How this family writes calls of these tools; None where a grammar can't hold them to their schemas."""
-    shape = tool_format(name).shape
-    return shape.of(tools) if shape is not None else None
+    return tool_format(name).shape.of(tools)

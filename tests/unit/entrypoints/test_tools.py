@@ -72,9 +72,13 @@ def test_strict_tools_leave_the_text_free_but_not_the_call() -> None:
     assert not accepts(made.structural_tag, '<tool_call>\n{"name": "add", "arguments": {"b": 1}}\n</tool_call>')
 
 
-def test_formats_without_json_fall_back_when_forced() -> None:
-    assert offered("pythonic", tool_choice="required").parser == "hermes"
-    assert offered("pythonic").parser == "pythonic"
+def test_calls_that_a_format_cannot_write_are_forced_in_another() -> None:
+    """Python has no argument of that name."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a-b": {}}}, "strict": True}}]
+    assert offered("pythonic", tool_choice="required", tools=tools).parser == "hermes"
+    assert offered("pythonic", tool_choice="required").parser == "pythonic"
+    free = offered("pythonic", tools=tools)
+    assert (free.parser, free.structural_tag) == ("pythonic", "")
 
 
 def test_no_tools_no_offer() -> None:

@@ -19,7 +19,7 @@ from bough.grammar import Vocabulary
 from bough.grammar.bits import bits
 from bough.grammar.matcher import TokenMatcher, prepare
 from bough.parsers import TOOL_FORMATS, ToolSpec, call_format, parse_tool_calls
-from bough.parsers.call_shapes import MarkupShape
+from bough.parsers.call_shapes import MarkupShape, PythonShape
 from bough.tokenizer import Tokenizer
 from tests.unit.grammar.conftest import backend_of, compiled
 
@@ -265,7 +265,7 @@ def make(matcher: Make) -> Make:
     return matcher
 
 
-@pytest.mark.parametrize("name", [name for name, each in TOOL_FORMATS.items() if each.shape is not None])
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
     """A call as its family writes it is taken, forced or in free text; one whose arguments don't fit is not."""
@@ -294,6 +294,8 @@ def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
                 + shape.argument_end
                 for key, value in arguments.items()
             )
+        if isinstance(shape, PythonShape):
+            inner = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
         return f"{form.section_begin}{call.begin}{inner}{call.end}{form.section_end}"
 
     for good in ({"n": 7, "unit": "C"}, {"n": -12, "unit": "F", "note": "a < b"}):
@@ -304,6 +306,41 @@ def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
     for bad in ({"n": "x", "unit": "C"}, {"n": 7}, {"n": 7, "unit": "K"}, {"n": 7, "unit": "C", "other": 1}, {}):
         assert not fits("structural_tag", source, written(**bad)), bad
     assert fits("structural_tag", source, "hello") == (choice == "auto")
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_written_as_python(choice: str, fits: Any) -> None:
+    """Without a marker, only a list that begins with a call of an offered tool is one."""
+    numbers = {"type": "object", "properties": {"n": {"type": "integer"}, "why": {"type": "string"}}}
+    tools = [{"name": "f", "parameters": numbers}, {"name": "now", "parameters": {"type": "object", "properties": {}}}]
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {**each, "strict": True}} for each in tools],
+        "tool_choice": choice,
+    }
+    source = offer(msgspec.convert(body, ChatRequest), "pythonic").structural_tag
+    for good, calls in (
+        ("[f()]", [("f", {})]),
+        ("[f(n=3)]", [("f", {"n": 3})]),
+        ('[f(why="it\'s \\"so\\"")]', [("f", {"why": 'it\'s "so"'})]),
+        ('[f(n=3, why="a, b)"), now(), f(n=-1)]', [("f", {"n": 3, "why": "a, b)"}), ("now", {}), ("f", {"n": -1})]),
+    ):
+        assert fits("structural_tag", source, good), good
+        parsed = parse_tool_calls(good, tools, "pythonic")
+        assert [(each.name, json.loads(each.arguments)) for each in parsed.tool_calls] == calls
+    for bad in ("[f(3)]", "[f(n=3.5)]", "[f(n=3,)]", "[now(n=3)]", "[f(n=3), f(n='x')]", "[f(n=3), g()]"):
+        assert not fits("structural_tag", source, bad), bad
+    for text in ("See [1] and [now].", "A list: [1, 2]"):
+        assert fits("structural_tag", source, text) == (choice == "auto")
+    single = msgspec.convert({**body, "parallel_tool_calls": False}, ChatRequest)
+    assert fits("structural_tag", offer(single, "pythonic").structural_tag, "[now()]")
+    assert not fits("structural_tag", offer(single, "pythonic").structural_tag, "[now(), now()]")
+
+
+def test_arguments_that_python_cannot_name() -> None:
+    for name in ("a-b", "class", "1st"):
+        assert call_format("pythonic", [ToolSpec("f", {"type": "object", "properties": {name: {}}})]) is None
 
 
 def test_arguments_that_markup_cannot_be_held_to() -> None:

@@ -192,5 +192,5 @@ def test_reads_what_its_call_format_forces(name: str, calls: list[dict[str, Any]
     check(parse(name, text, pieces), calls)
 
 
-def test_formats_in_python_have_no_call_format() -> None:
-    assert {name for name in TOOL_FORMATS if call_format(name, [SPEC]) is None} == {"pythonic", "lfm2"}
+def test_every_format_can_be_written_by_a_grammar() -> None:
+    assert not [name for name in TOOL_FORMATS if call_format(name, [SPEC]) is None]

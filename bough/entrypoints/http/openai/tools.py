@@ -175,15 +175,34 @@ def _constrained_tag(parser: str, tools: Sequence[Tool], *, only_one: bool) -> s
     form = call_format(parser, _specs(tools))
     if form is None:
         return ""
+    if form.is_bare:
+        return _constrained_list(form, only_one=only_one)
     tags = _tags(form)
     if form.section_begin:
         content = _calls(msgspec.structs.replace(form, section_begin="", section_end=""), only_one=only_one)
         tags = [{"type": "tag", "begin": form.section_begin, "content": content, "end": form.section_end}]
-    triggered = {
+    return _triggered(form.triggers, tags, only_one=only_one)
+
+
+def _constrained_list(form: ToolCallFormat, *, only_one: bool) -> str:
+    """As above, where nothing but the first call tells a list of calls from free text."""
+    further = [{**tag, "begin": form.separator + tag["begin"]} for tag in _tags(form)]
+    more = {"type": "tags_with_separator", "tags": further, "separator": "", "at_least_one": False}
+    tags, triggers = [], []
+    for call in form.calls:
+        elements = [call.content, {"type": "const_string", "value": call.end}, *([] if only_one else [more])]
+        triggers.append(begin := form.section_begin + call.begin)
+        content = {"type": "sequence", "elements": elements}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": form.section_end})
+    return _triggered(triggers, tags, only_one=only_one)
+
+
+def _triggered(triggers: list[str], tags: list[Json], *, only_one: bool) -> str:
+    format = {
         "type": "triggered_tags",
-        "triggers": form.triggers,
+        "triggers": triggers,
         "tags": tags,
         "at_least_one": False,
         "stop_after_first": only_one,
     }
-    return _encode({"type": "structural_tag", "format": triggered}).decode()
+    return _encode({"type": "structural_tag", "format": format}).decode()
