@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from bough.kernels.cpu_build.shared_library import custom_kernels_allowed
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -33,10 +35,11 @@ def cpu(facts: Facts) -> bool:
 
 
 def cuda(major: int = 8, minor: int = 0) -> Need:
-    """A CUDA device of at least this compute capability, with Triton installed."""
+    """A CUDA device of at least this compute capability, with Triton installed and kernels of our own allowed."""
 
     def needs(facts: Facts) -> bool:
-        return facts.device_type == "cuda" and facts.capability >= (major, minor) and has_triton()
+        fits = facts.device_type == "cuda" and facts.capability >= (major, minor)
+        return fits and has_triton() and custom_kernels_allowed()
 
     return needs
 
