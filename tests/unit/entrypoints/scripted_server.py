@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,10 @@ class FakeEngine:
     picture: dict[str, Any] = field(default_factory=dict)
     """What `Look` gets."""
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def send_all(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            self.send(message)
 
     def send(self, message: Any) -> None:
         match message:
