@@ -32,7 +32,7 @@ class PacedLaunched:
         self._masks: Mask | None = None
 
     def sample(self, masks: Mask) -> None:
-        self._masks = masks.copy()
+        self._masks = masks
         self.needs_masks = False
         self._runner.queue_sampling(self)
 

@@ -33,7 +33,8 @@ class Sight(Struct, frozen=True, eq=False):
 
 def make_sights(masks: Mask, natives: Sequence[NativeMatcher], stop_ids: Sequence[int]) -> list[Sight]:
     """The sights of matchers whose masks these are."""
-    counts = np.bitwise_count(masks.view(np.uint32)).sum(1).tolist()
+    words = masks.view(np.uint64) if masks.shape[1] % 2 == 0 else masks.view(np.uint32)
+    counts = np.bitwise_count(words).sum(1, dtype=np.uint32).tolist()
     sights = []
     for mask, native, num_allowed in zip(masks, natives, counts, strict=True):
         is_complete = native.is_complete()

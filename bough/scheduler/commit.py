@@ -371,10 +371,12 @@ def _mark_scored(flight: Flight) -> None:
 def _mark_constrained(flight: Flight, queues: Queues) -> None:
     """Names the rows whose sample may need a mask."""
     step, slots = flight.step, queues.slots
+    gated = np.flatnonzero(np.isin(step.slots, list(queues.gates)) & step.samples)
+    where = step.slots[gated]
     rows = [
         row
-        for row in np.flatnonzero(np.isin(step.slots, list(queues.gates)) & step.samples).tolist()
-        if queues.gates[int(step.slots[row])].may_constrain(int(slots.out_launched[step.slots[row]]) - 1)
+        for row, slot, launched in zip(gated.tolist(), where.tolist(), slots.out_launched[where].tolist(), strict=True)
+        if queues.gates[slot].may_constrain(launched - 1)
     ]
     if rows:
         step.constrained = np.array(rows, np.int32)

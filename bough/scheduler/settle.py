@@ -125,8 +125,8 @@ def _stops(queues: Queues, where: I32, tokens: I32) -> Bool:
 def _accept(queues: Queues, step: int, where: I32, tokens: I32, stops: Bool, ended: Bool, now: float) -> dict[int, End]:
     """Shows constrained rows their token. Marks those that end with it; returns the ends of those that went wrong."""
     failed: dict[int, End] = {}
-    for at in np.flatnonzero(np.isin(where, list(queues.gates)) & ~stops).tolist():
-        slot, token = int(where[at]), int(tokens[at])
+    gated = np.flatnonzero(np.isin(where, list(queues.gates)) & ~stops)
+    for at, slot, token in zip(gated.tolist(), where[gated].tolist(), tokens[gated].tolist(), strict=True):
         gate, row = queues.gates[slot], queues.running.get(slot) or queues.leaving[slot]
         try:
             accepted = gate.accept(token)
