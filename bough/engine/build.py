@@ -140,6 +140,9 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         runner = make_runner(model, config, resolved.plan, device, checkpoint, pooling)
     with start.phase("warming up", 0.9):
         warm_up(runner, config)
+    # What start-up leaves behind stays: no collection needs to look at it.
+    gc.freeze()
+    gc.enable()
     if rank > 0:
         run_worker(Inbox(launch.endpoints.rank(rank), ToWorker), runner)
         return
@@ -314,9 +317,6 @@ def serve_steps(
     )
     watch.follow(loop)
     processors = local.shaper.names if isinstance(local, ModelRunner) else []
-    # What start-up left behind stays: no collection needs to look at it again.
-    gc.freeze()
-    gc.enable()
     start.ready({**ready_facts(checkpoint, resolved, local.limits), "logit_processors": processors})
     try:
         loop.run()
