@@ -122,6 +122,28 @@ def test_schemas_that_nothing_fits(schema: Any) -> None:
         grammar_of("json_schema", json.dumps(schema), 8)
 
 
+@pytest.mark.parametrize("place", range(5))
+def test_white_space_is_bounded_everywhere(place: int, fits: Any) -> None:
+    """Eight in a row, of any kind, between any two parts."""
+    schema = json.dumps(
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}}}, "required": ["a"]}
+    )
+    parts = ["{", '"a":', "[", "1,", "1", "]}"]
+    for spaces, good in ((" " * 8, True), ("\n\t " * 2 + "\n\n", True), (" " * 9, False), ("\n" * 9, False)):
+        text = "".join(parts[: place + 1]) + spaces + "".join(parts[place + 1 :])
+        assert fits("json_schema", schema, text) == good, text
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_numbers_have_at_most_32_digits(sign: str, fits: Any) -> None:
+    """Half of them before the point, where there may be one."""
+    assert fits("json_schema", '{"type": "integer"}', sign + "9" * 32)
+    assert not fits("json_schema", '{"type": "integer"}', sign + "9" * 33, whole=False)
+    assert fits("json_schema", '{"type": "number"}', sign + "9" * 16 + "." + "9" * 16)
+    assert not fits("json_schema", '{"type": "number"}', sign + "9" * 17, whole=False)
+    assert not fits("json_schema", '{"type": "number"}', sign + "0." + "9" * 17, whole=False)
+
+
 def test_branches_that_never_end_are_left_out(fits: Any) -> None:
     schema = {"$defs": {"e": {"type": "object", "properties": {"e": {"$ref": "#/$defs/e"}}, "required": ["e"]}}}
     source = json.dumps({**schema, "anyOf": [{"const": 1}, {"$ref": "#/$defs/e"}]})
