@@ -89,7 +89,7 @@ class DeviceConfig:
     custom_kernels: bool = True
     """Use kernels that are compiled on first use; otherwise PyTorch's own only."""
     deterministic: bool = False
-    """Batch-invariant kernels: the same tokens whatever else is in the batch."""
+    """The same bits for a request whatever else is asked: one at a time, no cached prefixes, no graphs. Much slower."""
     safe_mode: bool = False
     """Turn off overlap, graphs and custom kernels, to tell a bug of theirs from one of the model."""
 

@@ -109,6 +109,9 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         decisions[name] = Decision(decide.value, decide.because)
         return decide.value
 
+    if config.device.deterministic:
+        config, alone = one_at_a_time(config)
+        decisions.update(alone)
     device = config.device
     settle("device", device.device, "auto", choose_device(config, machine))
     dtype = settle("dtype", config.model.dtype, "auto", choose_dtype(machine, model))
@@ -251,6 +254,30 @@ def choose_running(machine: MachineFacts, plan: MemoryPlan) -> Decision[int]:
     if by_memory < most:
         return Decision(by_memory, f"{plan.kv_tokens:,} tokens of KV cache, at 256 each")
     return Decision(most, f"more at once would not be faster on a {machine.device.upper()}")
+
+
+def one_at_a_time(config: Config) -> tuple[Config, dict[str, Decision[object]]]:
+    """Settings under which a request is computed in the same steps whatever else is asked: its sums are the same sums."""
+    running = config.scheduler.max_running_requests
+    if running is not AUTO and running != 1:
+        raise ConfigError(
+            what=f"--deterministic and --max-running-requests {running} can't both be had",
+            why="kernels sum differently for batches of different sizes, so requests are computed one at a time",
+            fix="leave one of them out",
+            param="deterministic",
+        )
+    decisions: dict[str, Decision[object]] = {
+        "max_running_requests": Decision(1, "--deterministic: no batch, no difference"),
+        "radix_cache": Decision(False, "--deterministic: a cached prefix would change the steps of what follows"),
+    }
+    if config.device.cuda_graph:
+        decisions["cuda_graph"] = Decision(False, "--deterministic: graphs pad steps, and come when there is time")
+    return replace(
+        config,
+        device=replace(config.device, cuda_graph=False),
+        cache=replace(config.cache, radix_cache=False),
+        scheduler=replace(config.scheduler, max_running_requests=1),
+    ), decisions
 
 
 def switch_offs(config: Config, machine: MachineFacts) -> dict[str, str]:

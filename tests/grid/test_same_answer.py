@@ -60,7 +60,7 @@ OTHER_FLAGS = {
     "cuda_graph": "tests/gpu",
     "cuda_graph_max_tokens": "tests/gpu",
     "cpu_threads": "threads split rows, not sums",
-    "deterministic": "tests/gpu",
+    "deterministic": "tests/e2e/test_deterministic.py",
 }
 
 COMMON = [(7 * i + 3) % 120 + 3 for i in range(37)]

@@ -125,3 +125,12 @@ def test_what_can_not_work_here(given: dict[str, object], machine: MachineFacts)
         resolve(config(**given), machine, SMOL)
     assert caught.value.why
     assert caught.value.fix
+
+
+def test_deterministic_computes_one_at_a_time() -> None:
+    resolved = resolve(config(deterministic=True), H200, LLAMA)
+    made = resolved.config
+    assert (made.scheduler.max_running_requests, made.cache.radix_cache, made.device.cuda_graph) == (1, False, False)
+    assert {"max_running_requests", "radix_cache", "cuda_graph"} <= resolved.decisions.keys()
+    with pytest.raises(ConfigError, match="can't both be had"):
+        resolve(config(deterministic=True, max_running_requests=4), H200, LLAMA)
