@@ -1,16 +1,29 @@
-"""The door of Hopper's attention over fresh rows, without a device: how rows are cut, and what is refused."""
+"""The door of Hopper's attention over fresh rows, without a device: how rows are cut, what is launched, who takes rows."""
 
+import ctypes
+import logging
 import re
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
-from bough.kernels.attention import fresh_hopper
-from bough.kernels.attention.fresh_hopper import Tiling, attend, cut
+from bough.kernels.attention import fresh, fresh_hopper
+from bough.kernels.attention.fresh_hopper import PLACES, TILE, Place, attend, cut, section
+from bough.kernels.choices import Facts
+from bough.kernels.cuda_source import CudaSourceError
 
-CPU = torch.device("cpu")
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
+PARAMETER_BYTES = 4096
+L2_BYTES = 50 * 2**20
+
+
+def places_of(packed: bytes) -> list[tuple[int, int, int]]:
+    many = (Place * (len(packed) // ctypes.sizeof(Place))).from_buffer_copy(packed)
+    return [(place.first, place.number, place.tokens) for place in many]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 900)), min_size=1, max_size=8))
@@ -19,40 +32,177 @@ def test_every_token_is_in_one_tile_and_the_longest_come_first(gaps_and_lengths:
     for gap, length in gaps_and_lengths:
         rows.append((at + gap, length))
         at += gap + length
-    tiles = cut(rows, CPU)
+    tiles = cut(tuple(rows))
     seen: list[int] = []
     work = []
-    for first, length, number, _ in tiles.at_X4.tolist():
-        assert (first, length) in rows
-        begin = number * fresh_hopper.TILE
-        assert begin < length
-        seen += range(first + begin, first + min(length, begin + fresh_hopper.TILE))
+    for first, number, tokens in places_of(b"".join(tiles.launches)):
+        assert first in dict(rows)
+        assert 1 <= tokens <= TILE
+        seen += range(first + number * TILE, first + number * TILE + tokens)
         work.append(number)
     assert sorted(seen) == [first + i for first, length in rows for i in range(length)]
     assert work == sorted(work, reverse=True)
     assert tiles.tokens == at
+    assert tiles.longest == max(length for _, length in rows)
+
+
+def test_long_lists_take_several_launches() -> None:
+    tiles = cut(((0, 64), (64, TILE * PLACES)))
+    assert [len(places_of(each)) for each in tiles.launches] == [PLACES, 1]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("pair", [False, True])
-def test_a_block_fits_a_multiprocessor(head_dim: int, pair: bool) -> None:
-    assert Tiling(pair=pair).shared_bytes(head_dim) <= SHARED_BYTES_OF_A_BLOCK
+def test_a_block_fits_a_multiprocessor(head_dim: int) -> None:
+    assert fresh_hopper.shared_bytes(head_dim) <= SHARED_BYTES_OF_A_BLOCK
 
 
-def test_every_macro_of_the_source_is_given() -> None:
+def test_the_source_is_given_what_it_expects() -> None:
     source = fresh_hopper.SOURCE.read_text()
-    for name in Tiling().defines(torch.bfloat16, 128):
+    for name in fresh_hopper.defines(torch.bfloat16, 128, pair=True):
         assert re.search(rf"\b{name}\b", source)
-    assert f"N = {fresh_hopper.KV_BLOCK}," in source
+    for name, structure in (("Args", fresh_hopper._Args), ("Place", Place)):
+        found = re.search(rf"struct {name} {{(.*?)}};", source, re.S)
+        assert found
+        declarations = re.sub(r"//.*|\[\w+\]", "", found[1])
+        names = [re.sub(r".*[ *]", "", each.strip()) for each in re.split("[,;]", declarations) if each.strip()]
+        assert names == [each[0] for each in structure._fields_]
+    tensor_maps = 3 * 128
+    assert tensor_maps + ctypes.sizeof(fresh_hopper._Args) <= PARAMETER_BYTES
+
+
+def test_heads_are_worked_off_in_sections_where_a_row_does_not_fit_the_cache() -> None:
+    assert section(2048, 32, 8, 128, L2_BYTES) == 32
+    assert section(8192, 32, 8, 128, L2_BYTES) == 8
+    assert section(8192, 32, 8, 64, L2_BYTES) == 32
+    assert section(8192, 28, 4, 128, L2_BYTES) == 28
+    assert section(65536, 28, 4, 128, L2_BYTES) == 7
+
+
+@given(st.integers(1, 2**17), st.integers(1, 16), st.integers(1, 9), st.sampled_from([64, 128]))
+def test_sections_divide_the_heads_and_keep_groups_together(longest: int, kv: int, group: int, head_dim: int) -> None:
+    heads = section(longest, kv * group, kv, head_dim, L2_BYTES)
+    assert kv * group % heads == 0
+    assert heads % group == 0
+
+
+class Recorded:
+    """A kernel that remembers its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, list[tuple[int, int, int]], dict[str, int]]] = []
+
+    def launch(self, blocks: int, arguments: list[object], stream: int) -> None:
+        args = arguments[-1]
+        assert isinstance(args, fresh_hopper._Args)
+        places = [(each.first, each.number, each.tokens) for each in args.places[: args.num_places]]
+        numbers = {name: getattr(args, name) for name in ("stream", "heads", "heads_per_kv", "section", "out_token")}
+        self.launches.append((blocks, places, numbers))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    kernel = Recorded()
+    loaded = fresh_hopper._Loaded(kernel, 132, L2_BYTES)  # type: ignore[arg-type]
+    monkeypatch.setattr(fresh_hopper, "_loaded", lambda *_: loaded)
+    monkeypatch.setattr(fresh_hopper, "tensor_map", lambda matrix, rows: (matrix.data_ptr(), rows))
+    fresh_hopper._is_ready.cache_clear()
+    yield kernel
+    fresh_hopper._is_ready.cache_clear()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found)
+    return found
+
+
+def tensors(tokens: int, heads: int = 4, kv: int = 2, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    qkv = torch.randn(tokens, (heads + 2 * kv) * 64).to(dtype)
+    q, k, v = (x.unflatten(1, (-1, 64)) for x in qkv.split([heads * 64, kv * 64, kv * 64], 1))
+    return q, k, v, torch.empty(q.shape, dtype=dtype)
+
+
+def test_ragged_rows_are_one_launch(recorded: Recorded, stream: SimpleNamespace) -> None:
+    q, k, v, out = tensors(300)
+    attend(q, k, v, ((0, 100), (100, 200)), 0.1, out)
+    [(blocks, places, numbers)] = recorded.launches
+    assert places == [(100, 1, 72), (0, 0, 100), (100, 0, 128)]
+    assert blocks == 3 * 4
+    assert numbers == {"stream": 0, "heads": 4, "heads_per_kv": 2, "section": 4, "out_token": 4 * 64}
+
+
+def test_every_stream_has_its_counter(recorded: Recorded, stream: SimpleNamespace) -> None:
+    q, k, v, out = tensors(64)
+    for handle in (7, 9, 7, 0, 9):
+        stream.cuda_stream = handle
+        attend(q, k, v, ((0, 64),), 0.1, out)
+    assert [numbers["stream"] for _, _, numbers in recorded.launches] == [0, 1, 0, 2, 1]
+    for handle in range(100, 100 + fresh_hopper.STREAMS - 3):
+        stream.cuda_stream = handle
+        attend(q, k, v, ((0, 64),), 0.1, out)
+    stream.cuda_stream = 1000
+    with pytest.raises(RuntimeError, match="more than 256 streams"):
+        attend(q, k, v, ((0, 64),), 0.1, out)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    q, kv, out = torch.zeros(8, 4, 64), torch.zeros(8, 2, 64), torch.zeros(8, 4, 64)
+    q, k, v, out = tensors(8)
     with pytest.raises(ValueError, match="rows up to token 9"):
-        attend(q, kv, kv, cut([(0, 9)], CPU), 1.0, out)
+        attend(q, k, v, ((0, 9),), 1.0, out)
     with pytest.raises(ValueError, match="strides"):
-        attend(q, kv, kv, cut([(0, 8)], CPU), 1.0, torch.zeros(8, 64, 4).transpose(1, 2))
-    with pytest.raises(ValueError, match="float32"):
-        attend(q, kv, kv, cut([(0, 8)], CPU), 1.0, out, lse_TN=torch.zeros(8, 4, dtype=torch.float16))
-    with pytest.raises(ValueError, match="3 at a time"):
-        attend(q, kv, kv, cut([(0, 8)], CPU), 1.0, out, section=3)
+        attend(q, k, v, ((0, 8),), 1.0, torch.zeros(8, 64, 4).transpose(1, 2))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_hopper, "facts_of", lambda *_: Facts("cuda", (9, 0)))
+
+
+@pytest.mark.usefixtures("hopper", "stream")
+def test_rows_go_to_the_kernel_where_it_suits(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vendor(q: Tensor, *_: object, rows: int = 1) -> Tensor:
+        return torch.full_like(q, 5.0)
+
+    monkeypatch.setattr(fresh, "_sdpa", vendor)
+    q, k, v, out = tensors(300)
+    assert fresh.shortest(q, v) == fresh.FRESH_FROM
+    fresh.attend_fresh(q, k, v, [(0, 100), (100, 200)], 0.1, out)
+    assert fresh.attend_whole(q, k, v, 100, 0.1).shape == q.shape
+    assert [sorted({first for first, _, _ in places}) for _, places, _ in recorded.launches] == [
+        [0, 100],
+        [0, 100, 200],
+    ]
+
+    apart = k.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not fresh_hopper.suits(q, apart, v)
+    assert not fresh_hopper.suits(q.float(), k.float(), v.float())
+    assert not fresh_hopper.suits(q[:, :, :32], k[:, :, :32], v[:, :, :32])
+    fresh.attend_fresh(q, apart, v, [(10, 256)], 0.1, out.zero_())
+    assert torch.equal(out.float().mean((1, 2)).nonzero().flatten(), torch.arange(10, 266))
+    assert len(recorded.launches) == 2
+
+
+@pytest.mark.usefixtures("hopper")
+def test_without_a_compiler_cudnn_takes_long_rows_and_that_is_said_once(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: object) -> None:
+        raise CudaSourceError("libnvrtc.so.13 was not found")
+
+    monkeypatch.setattr(fresh_hopper, "_loaded", missing)
+    q, k, v, _ = tensors(64)
+    with caplog.at_level(logging.WARNING, "bough.kernels"):
+        assert not fresh_hopper.suits(q, k, v)
+        assert not fresh_hopper.suits(q, k, v)
+        assert fresh.shortest(q, v) == fresh.CUDNN_FROM
+    assert [record.message.count("libnvrtc") for record in caplog.records] == [1]
+
+
+def test_other_devices_are_left_alone(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = tensors(64)
+    assert not fresh_hopper.suits(q, k, v)
+    fresh_hopper._is_ready.cache_clear()
+    monkeypatch.setattr(fresh_hopper, "facts_of", lambda *_: Facts("cuda", (10, 0)))
+    assert not fresh_hopper.suits(q, k, v)
+    assert fresh.shortest(q, v) == fresh.CUDNN_FROM

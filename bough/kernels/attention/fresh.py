@@ -1,4 +1,7 @@
-"""Rows without context: their K and V are the step's own, contiguous, and the vendor's attention needs no pages."""
+"""Rows without context: their K and V are the step's own, contiguous, and attention needs no pages.
+
+On Hopper one launch of `fresh_hopper` takes all such rows; elsewhere cuDNN takes one at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bough.kernels.attention import fresh_hopper
 from bough.kernels.attention.inputs import Spec
 from bough.kernels.choices import facts_of
 
-FRESH_FROM = 512
-"""Shorter rows share one launch of the paged kernel, which is as fast for them."""
+FRESH_FROM = 64
+"""The shortest row that is taken here; shorter ones share one launch of the paged kernel, which fills its tiles better."""
+CUDNN_FROM = 512
+"""The same where every row is a call of its own."""
 
 
 def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
-    """Whether cuDNN's attention computes this layer on this device."""
+    """Whether rows of this layer can be attended to here, on this device."""
     facts = facts_of(q_TNH.device.type, q_TNH.device.index)
     return (
         facts.device_type == "cuda"
@@ -30,6 +36,11 @@ def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
     )
 
 
+def shortest(q_TNH: Tensor, v_TKV: Tensor) -> int:
+    """The fewest tokens of a row that is faster here than in the paged kernel, where the layer `suits`."""
+    return FRESH_FROM if fresh_hopper.is_ready(q_TNH, v_TKV) else CUDNN_FROM
+
+
 def padded_length(length: int) -> int:
     """Lengths are rounded up, so that cuDNN builds its plans for a few of them: causal attention ignores what follows."""
     step = 256 if length <= 4096 else 512
@@ -40,6 +51,9 @@ def attend_fresh(
     q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, rows: list[tuple[int, int]], scale: float, out_TNV: Tensor
 ) -> None:
     """Fills `out_TNV` for the rows (first token, tokens)."""
+    if fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
+        fresh_hopper.attend(q_TNH, k_TKH, v_TKV, tuple(rows), scale, out_TNV)
+        return
     for first, length in rows:
         padded = padded_length(length)
         q, k, v = (_rows(x, first, length, padded) for x in (q_TNH, k_TKH, v_TKV))
@@ -48,6 +62,11 @@ def attend_fresh(
 
 def attend_whole(q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float) -> Tensor:
     """[T, N, V] where all tokens belong to fresh rows of one `length`."""
+    if fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
+        out_TNV = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        rows = tuple((first, length) for first in range(0, q_TNH.shape[0], length))
+        fresh_hopper.attend(q_TNH, k_TKH, v_TKV, rows, scale, out_TNV)
+        return out_TNV
     return _sdpa(q_TNH, k_TKH, v_TKV, scale, rows=q_TNH.shape[0] // length)
 
 

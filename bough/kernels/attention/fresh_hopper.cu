@@ -1,26 +1,26 @@
 // Causal attention of fresh rows on compute capability 9.0: q, k and v lie in the step, ragged, no pages.
 //
 // A block computes tiles of 128 query tokens of one head against KV blocks of 128 tokens, from the diagonal down to the
-// first. One warp feeds: it takes tiles off a list (the longest first, a counter in device memory) and keeps a ring of K
-// and V blocks full with the copy engine. Two warpgroups own 64 query rows each. A warpgroup queues the scores of its
+// first. One warp feeds: it takes tiles off a list (the longest first, by a counter in device memory) and keeps a ring of
+// K and V blocks full with the copy engine. Two warpgroups own 64 query rows each. A warpgroup queues the scores of its
 // next block together with the product of the weights and V of the present one, and computes the softmax of the former
 // while the tensor cores do the latter; named barriers make the warpgroups take turns at queueing, so that the tensor
-// cores work for one while another computes exponentials. The stream of blocks does not stop between tiles: the first scores of
-// the next tile are computed beside the last product of the present one.
+// cores work for one while the other computes exponentials. The stream of blocks does not stop between tiles: the first
+// scores of the next tile are computed beside the last product of the present one.
 //
 // With CTAS 2, two blocks work on two heads that share K and V: each fetches one half of every KV block for both.
 //
-// Defined by the compiler's flags: D (64 or 128), FP16 (0: bf16), CTAS (1 or 2), STAGES, Q_REGISTERS. HANG_CHECK, where it is
-// given, is the address of memory on the host into which every warp writes what it waits for: see `note`.
+// Defined by the compiler's flags: D (64 or 128), FP16 (0: bf16), CTAS (1 or 2), STAGES of the ring, PLACES in the list of
+// a launch, STREAMS that may launch at once.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
-struct Tile { int first, length, number, head; };  // length 0: there are no more
+struct Tile { int first, number, tokens, head; };  // as in Place; no tokens: there are no more tiles
 
 constexpr int WGS = 2;  // that compute
-constexpr int M = 64 * WGS, N = 128, CONSUMERS = 128 * WGS, THREADS = CONSUMERS + 128;
+constexpr int M = 64 * WGS, N = M, CONSUMERS = 128 * WGS, THREADS = CONSUMERS + 128;
 // Registers of a thread. What the feeding warpgroup gives back is all that the others can get, and one that asks for more
 // than is left waits for ever; a thread starts with its part of 64 K, in steps of 8.
 constexpr int AT_START = 65536 / THREADS / 8 * 8, FEEDING = 24, COMPUTING = 240;
@@ -35,6 +35,7 @@ constexpr u32 TICKET_FULL = Q_EMPTY + 16, TICKETS_AT = TICKET_FULL + 32, TILES_A
 constexpr u32 SHARE = N / CTAS;  // tokens of a KV block that one block fetches
 constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 1 + WGS;
 
+#define INFINITE __int_as_float(0x7f800000)
 #define INLINE __device__ __forceinline__
 #if FP16
 #define T "f16"
@@ -42,55 +43,17 @@ constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 1 + WGS;
 #define T "bf16"
 #endif
 
-#ifdef HANG_CHECK
-// Eight words of this warp: what it waits for (see `Site`), which, its parity, whether it came through; tile and block.
-enum Site { NOTHING, BARRIER, TURN, GROUP, REGISTERS, EARLIER_KERNEL, OTHER_BLOCK, END };
-INLINE int *notes() { return (int *)HANG_CHECK + (blockIdx.x * (THREADS / 32) + threadIdx.x / 32) * 8; }
-INLINE void note(Site site, u32 which, u32 parity, int done) {
-    if (threadIdx.x % 32 == 0)
-        asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(notes()), "r"((int)site), "r"(which), "r"(parity),
-                     "r"(done) : "memory");
-}
-INLINE void note_step(int tile, int block) {
-    if (threadIdx.x % 32 == 0)
-        asm volatile("st.volatile.global.v2.u32 [%0], {%1,%2};" ::"l"(notes() + 4), "r"(tile), "r"(block) : "memory");
-}
-#define NOTE(...) note(__VA_ARGS__)
-#define NOTE_STEP(...) note_step(__VA_ARGS__)
-#else
-#define NOTE(...)
-#define NOTE_STEP(...)
-#endif
-
 // Barriers --------------------------------------------------------------------------------------------------------------
 
 INLINE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count)); }
-
-INLINE void barrier_arrive(u32 at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-
+INLINE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
 INLINE void barrier_expect(u32 at, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
-
 INLINE void barrier_wait(u32 at, u32 parity) {
-#ifdef HANG_CHECK
-    note(BARRIER, at, parity, 0);
-    for (u32 tries = 0, done = 0; !done; tries++) {
-        asm volatile("{\n.reg .pred is;\nmbarrier.test_wait.parity.shared::cta.b64 is, [%1], %2;\nselp.u32 %0, 1, 0, is;\n}\n"
-                     : "=r"(done) : "r"(at), "r"(parity) : "memory");
-        if (tries == 1u << 24) __trap();
-    }
-    note(BARRIER, at, parity, 1);
-#else
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}\n" ::"r"(at), "r"(parity) : "memory");
-#endif
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n"
+                 ::"r"(at), "r"(parity) : "memory");
 }
-
 INLINE void barrier_arrive_at(u32 at, u32 block) {  // of any block in the cluster
     asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(at), "r"(block) : "memory");
@@ -103,10 +66,8 @@ INLINE u32 rank_in_cluster() {
 }
 
 INLINE void sync_all() {
-    if (CTAS > 1)
-        asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-    else
-        __syncthreads();
+    if (CTAS > 1) asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+    else __syncthreads();
 }
 
 INLINE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -115,20 +76,14 @@ INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "m
 
 struct Ring {
     u32 stage = 0, phase = 0;
-    INLINE void next() {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
+    INLINE void next() { if (++stage == STAGES) stage = 0, phase ^= 1; }
 };
 
 // Tensor cores ----------------------------------------------------------------------------------------------------------
 
-#define NAMES32                                                         \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"            \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NAMES64                                                         \
-    NAMES32                                                             \
-    ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES64 NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49," \
+    "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define F4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define F16(x, i) F4(x, i), F4(x, i + 4), F4(x, i + 8), F4(x, i + 12)
 #define F32(x) F16(x, 0), F16(x, 16)
@@ -143,34 +98,22 @@ template <int COUNT> INLINE void pin(float (&x)[COUNT]) {  // nothing that reads
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// A matrix in shared memory whose rows are 128 swizzled bytes: groups of 8 rows follow each other. `panel`: bytes from
+// A matrix in shared memory whose rows are 128 swizzled bytes, groups of 8 rows one after the other. `panel`: bytes from
 // one panel to the next, where the instruction spans several (the contiguous dimension is not the one summed over).
 INLINE u64 matrix(u32 at, u32 panel) {
     return u64((at & 0x3FFFF) >> 4) | u64(panel >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
-INLINE void mma_scores(float (&s)[64], u64 q, u64 k, int add) {  // 64x128 += 64x16 * (128x16)^T
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T " {" NAMES64 "}, %64, %65, add, 1, 1, 0, 0;\n}\n"
-                 : F64(s) : "l"(q), "l"(k), "r"(add));
+template <int MN_MAJOR> INLINE void mma(float (&d)[64], const u32 *a, u64 b, int add) {  // 64x128 += 64x16 * 16x128
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T
+                 " {" NAMES64 "}, {%64,%65,%66,%67}, %68, add, 1, 1, %70;\n}\n"
+                 : F64(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));
 }
 
-INLINE void mma_scores(float (&s)[64], const u32 *q, u64 k, int add) {  // the same, queries in registers
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T " {" NAMES64 "}, {%64,%65,%66,%67}, %68, add, 1, 1, 0;\n}\n"
-                 : F64(s) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "r"(add));
-}
-
-INLINE void mma_values(float (&o)[64], const u32 *p, u64 v, int add) {  // 64x128 += 64x16 * 16x128
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T " {" NAMES64 "}, {%64,%65,%66,%67}, %68, add, 1, 1, 1;\n}\n"
-                 : F64(o) : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add));
-}
-
-INLINE void mma_values(float (&o)[32], const u32 *p, u64 v, int add) {  // 64x64 += 64x16 * 16x64
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." T "." T " {" NAMES32 "}, {%32,%33,%34,%35}, %36, add, 1, 1, 1;\n}\n"
-                 : F32(o) : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add));
+template <int MN_MAJOR> INLINE void mma(float (&d)[32], const u32 *a, u64 b, int add) {  // 64x64 += 64x16 * 16x64
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." T "." T
+                 " {" NAMES32 "}, {%32,%33,%34,%35}, %36, add, 1, 1, %38;\n}\n"
+                 : F32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));
 }
 
 INLINE u32 pack(float low, float high) {
@@ -187,53 +130,53 @@ INLINE float exp2_(float x) {
 
 // The feeding warp ------------------------------------------------------------------------------------------------------
 
+struct Place { int first; unsigned short number, tokens; };  // the row's first token; of the tile: number in the row, tokens
+
 struct Args {
-    void *out;          // [T, heads, D]
-    float *lse;         // [T, heads], log2; may be null
-    const int4 *rows;   // (first token, tokens, number of the tile in its row, unused) per tile of tokens
-    int *counter;       // zero before and after
-    int num_rows, heads, heads_per_kv, section;  // `section`: heads that are worked off together
-    int out_token;      // elements from one token to the next
-    float scale;        // of the scores, times log2(e)
+    void *out;      // [T, heads, D]
+    int stream;     // which counter is this launch's
+    int num_places, heads, heads_per_kv, section;  // `section`: heads that are worked off together
+    int out_token;  // elements from one token to the next
+    float scale;    // of the scores, times log2(e)
+    Place places[PLACES];
 };
+
+__device__ int counters[STREAMS];  // tiles taken so far; a launch leaves zero to the next one of its stream
+
+#define COPY "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+#define COPY_SOLE COPY " [%0], [%1, {%2,%3}], [%4];"
+#if CTAS > 1
+#define COPY_SHARE COPY ".multicast::cluster [%0], [%1, {%2,%3}], [%4], %5;"
+#else
+#define COPY_SHARE COPY_SOLE
+#endif
 
 INLINE void copy_queries(u32 to, const TensorMap &from, int token, int head, u32 barrier) {
 #pragma unroll
     for (int i = 0; i < PANELS; i++)
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3}], [%4];"
-                     ::"r"(to + i * Q_PANEL), "l"(&from), "r"(head * D + 64 * i), "r"(token), "r"(barrier) : "memory");
+        asm volatile(COPY_SOLE ::"r"(to + i * Q_PANEL), "l"(&from), "r"(head * D + 64 * i), "r"(token), "r"(barrier) : "memory");
 }
-
-INLINE void copy_share(u32 to, const TensorMap &from, int token, int head, u32 barrier) {
+INLINE void copy_share(u32 to, const TensorMap &from, int token, int head, u32 barrier) {  // of a KV block, to all blocks
     u32 at = rank_in_cluster() * SHARE;
 #pragma unroll
     for (int i = 0; i < PANELS; i++)
-#if CTAS > 1
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-                     " [%0], [%1, {%2,%3}], [%4], %5;"
-                     ::"r"(to + i * KV_PANEL + at * 128), "l"(&from), "r"(head * D + 64 * i), "r"(token + at), "r"(barrier),
-                     "h"((unsigned short)3) : "memory");
-#else
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3}], [%4];"
-                     ::"r"(to + i * KV_PANEL), "l"(&from), "r"(head * D + 64 * i), "r"(token), "r"(barrier) : "memory");
-#endif
+        asm volatile(COPY_SHARE ::"r"(to + i * KV_PANEL + at * 128), "l"(&from), "r"(head * D + 64 * i), "r"(token + at),
+                     "r"(barrier), "h"((unsigned short)3) : "memory");
 }
 
-INLINE int last_block(const Tile &tile) { return (min(tile.length, (tile.number + 1) * M) - 1) / N; }
-
-INLINE int num_tiles(const Args &args) { return args.num_rows * (args.heads / CTAS); }
+INLINE int num_tiles(const Args &args) { return args.num_places * (args.heads / CTAS); }
 
 INLINE Tile tile_at(const Args &args, int index) {
     if (index >= num_tiles(args)) return {0, 0, 0, 0};
-    int width = args.section / CTAS, per_section = args.num_rows * width;
+    int width = args.section / CTAS, per_section = args.num_places * width;
     int section = index / per_section, rest = index % per_section;
-    int4 row = args.rows[rest / width];
-    return {row.x, row.y, row.z, (section * width + rest % width) * CTAS + int(rank_in_cluster())};
+    const Place &place = args.places[rest / width];
+    return {place.first, place.number, place.tokens, (section * width + rest % width) * CTAS + int(rank_in_cluster())};
 }
 
 INLINE int take_tile(const Args &args) {  // called once for every tile that is worked on
-    int taken = atomicAdd(args.counter, 1);
-    if (taken == num_tiles(args) - 1) *args.counter = 0;
+    int taken = atomicAdd(&counters[args.stream], 1);
+    if (taken == num_tiles(args) - 1) counters[args.stream] = 0;
     return taken + gridDim.x / CTAS;
 }
 
@@ -272,7 +215,7 @@ INLINE void feed(u32 smem, Tile *tiles, const TensorMap &q, const TensorMap &k, 
         Tile tile = tile_at(args, index);
         barrier_wait(smem + Q_EMPTY + 8 * slot, (turn >> 1 & 1) ^ 1);
         tiles[slot] = tile;
-        if (tile.length == 0) {
+        if (tile.tokens == 0) {
             barrier_arrive(ready);
             break;
         }
@@ -281,9 +224,8 @@ INLINE void feed(u32 smem, Tile *tiles, const TensorMap &q, const TensorMap &k, 
         index = next_ticket(smem, args, turn);
         int head = tile.head / args.heads_per_kv;
 #pragma unroll 1
-        for (int block = last_block(tile); block >= 0; block--) {
+        for (int block = tile.number; block >= 0; block--) {
             int token = tile.first + block * N;
-            NOTE_STEP(turn, block);
             load(k, token, head);
             if (v_token >= 0) load(v, v_token, v_head);
             v_token = token, v_head = head;
@@ -304,39 +246,28 @@ struct Worker {
 
     float s[64], o[D / 2];   // scores, then weights; result
     u32 p[32];               // the weights as operand
-    u32 q[D / 4];            // the queries, where they are kept in registers
+    u32 q[D / 4];            // the queries
     float high[2], sum[2];   // of the two rows this thread has a part of: anchor of the exponentials, own part of the sum
     float shrink[2];
 
-    INLINE Worker(const Args &a, u32 at, Tile *t, int g) : args(a), smem(at), tiles(t), group(g) {
-        warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    }
+    INLINE Worker(const Args &a, u32 at, Tile *t)
+        : args(a), smem(at), tiles(t), group(threadIdx.x / 128), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
 
     INLINE u32 stage() const { return smem + RING_AT + ring.stage * KV_BYTES; }
     INLINE void wait_stage() const { barrier_wait(smem + FULL + 8 * ring.stage, ring.phase); }
     INLINE void release(u32 stage) const {
-        if (CTAS > 1) {
-            if (lane < CTAS) barrier_arrive_at(smem + EMPTY + 8 * stage, lane);
-        } else if (lane == 0) {
-            barrier_arrive(smem + EMPTY + 8 * stage);
-        }
+        if (CTAS > 1 && lane < CTAS) barrier_arrive_at(smem + EMPTY + 8 * stage, lane);
+        if (CTAS == 1 && lane == 0) barrier_arrive(smem + EMPTY + 8 * stage);
     }
     INLINE Tile wait_tile(u32 turn) const {
         barrier_wait(smem + Q_FULL + 8 * (turn & 1), turn >> 1 & 1);
         return tiles[turn & 1];
     }
 
-    INLINE void sync_group() const {
-        NOTE(GROUP, GROUP_BARRIER + group, 0, 0);
-        named_sync(GROUP_BARRIER + group, 128);
-        NOTE(GROUP, GROUP_BARRIER + group, 0, 1);
-    }
-
+    INLINE void sync_group() const { named_sync(GROUP_BARRIER + group, 128); }
     INLINE void take_turn() {
-        NOTE(TURN, TURN_BARRIER + group, 0, 0);
         if (began || group > 0) named_sync(TURN_BARRIER + group, 256);
         began = true;
-        NOTE(TURN, TURN_BARRIER + group, 0, 1);
     }
     INLINE void pass_turn(bool ends) const {
         if (!ends || group < WGS - 1) named_arrive(TURN_BARRIER + (group + 1) % WGS, 256);
@@ -349,42 +280,32 @@ struct Worker {
     }
 
     INLINE void take_queries(u32 slot) {
-#if Q_REGISTERS
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(q[4 * i]), "=r"(q[4 * i + 1]), "=r"(q[4 * i + 2]), "=r"(q[4 * i + 3]) : "r"(fragment(slot, i)) : "memory");
-#endif
+                         : "=r"(q[4 * i]), "=r"(q[4 * i + 1]), "=r"(q[4 * i + 2]), "=r"(q[4 * i + 3])
+                         : "r"(fragment(slot, i)) : "memory");
     }
 
-    INLINE void queue_scores(u32 slot) {
-        u64 queries = matrix(smem + slot * Q_BYTES + group * 64 * 128, 0), keys = matrix(stage(), 0);
+    INLINE void queue_scores() {
+        u64 keys = matrix(stage(), 0);
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) {
-            u32 panel = i / 4, inside = i % 4 * 32;
-            u64 key = keys + ((panel * KV_PANEL + inside) >> 4);
-#if Q_REGISTERS
-            mma_scores(s, q + 4 * i, key, i > 0);
-#else
-            mma_scores(s, queries + ((panel * Q_PANEL + inside) >> 4), key, i > 0);
-#endif
-        }
+        for (int i = 0; i < D / 16; i++) mma<0>(s, q + 4 * i, keys + ((i / 4 * KV_PANEL + i % 4 * 32) >> 4), i > 0);
         mma_commit();
     }
 
     INLINE void queue_values(bool add) {
         u64 v = matrix(stage(), KV_PANEL);
 #pragma unroll
-        for (int i = 0; i < N / 16; i++) mma_values(o, p + 4 * i, v + ((i * 16 * 128) >> 4), i > 0 || add);
+        for (int i = 0; i < N / 16; i++) mma<1>(o, p + 4 * i, v + ((i * 16 * 128) >> 4), i > 0 || add);
         mma_commit();
     }
 
     // What follows the row's last token belongs to others: whatever it is, zero times it must be zero.
-    INLINE void clear_tail(const Tile &tile, int block) const {
-        int keep = tile.length - block * N;
-        if (keep >= N) return;
-        for (int i = threadIdx.x % 128; i < (N - keep) * D / 8; i += 128) {
-            u32 at = stage() + (i % PANELS) * KV_PANEL + keep * 128 + i / PANELS * 16;
+    INLINE void clear_tail(const Tile &tile) const {
+        if (tile.tokens == N) return;
+        for (int i = threadIdx.x % 128; i < (N - tile.tokens) * D / 8; i += 128) {
+            u32 at = stage() + (i % PANELS) * KV_PANEL + tile.tokens * 128 + i / PANELS * 16;
             asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0) : "memory");
         }
         fence_async();
@@ -398,14 +319,11 @@ struct Worker {
 #pragma unroll
         for (int i = 0; i < 64; i++) {
             int column = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
-            if (column > most + row) s[i] = -__int_as_float(0x7f800000);
+            if (column > most + row) s[i] = -INFINITE;
         }
     }
 
-    INLINE void begin_rows() {
-        high[0] = high[1] = -__int_as_float(0x7f800000);
-        sum[0] = sum[1] = 0;
-    }
+    INLINE void begin_rows() { high[0] = high[1] = -INFINITE, sum[0] = sum[1] = 0; }
 
     // Scores to weights. The anchor follows the maximum only where it would fall behind by more than SLACK powers of two.
     INLINE void softmax() {
@@ -426,19 +344,16 @@ struct Worker {
             float part[2] = {0, 0};
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    float &x = s[4 * i + 2 * r + c];
-                    x = exp2_(fmaf(x, args.scale, -anchor));
-                    part[c] += x;
-                }
+                float &a = s[4 * i + 2 * r], &b = s[4 * i + 2 * r + 1];
+                part[0] += a = exp2_(fmaf(a, args.scale, -anchor));
+                part[1] += b = exp2_(fmaf(b, args.scale, -anchor));
             }
             sum[r] = fmaf(sum[r], shrink[r], part[0] + part[1]);
         }
     }
 
-    // Whether `rescale` has anything to do. No sum is negative, but the compiler has to compute all exponentials to know, and
-    // so can't put them off until the tensor cores are done.
+    // Whether `rescale` has anything to do. No sum is negative, but the compiler has to compute all exponentials to know,
+    // and so can't put them off until the tensor cores are done.
     INLINE bool settle() const {
         bool shrinks = __any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f || sum[0] + sum[1] < 0.f);
         if (shrinks && sum[0] < 0.f) __trap();
@@ -456,17 +371,13 @@ struct Worker {
     }
 
     // Through the tile's place in shared memory, which its queries no longer need, to whole lines of device memory.
-    INLINE void store(const Tile &tile, u32 slot, const float (&high)[2], const float (&part)[2]) {
-        float total[2], inverse[2];
-        int row = 64 * group + 16 * warp, token = tile.number * M + row;
+    INLINE void store(const Tile &tile, u32 slot, const float (&part)[2]) {
+        float inverse[2];
+        int row = 64 * group + 16 * warp, token = tile.first + tile.number * M + row;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            total[r] = part[r] + __shfl_xor_sync(~0u, part[r], 1);
-            total[r] += __shfl_xor_sync(~0u, total[r], 2);
-            inverse[r] = 1.f / total[r];
-            int mine = token + lane / 4 + 8 * r;
-            if (args.lse && lane % 4 == 0 && mine < tile.length)
-                args.lse[(long long)(tile.first + mine) * args.heads + tile.head] = high[r] + __log2f(total[r]);
+            float total = part[r] + __shfl_xor_sync(~0u, part[r], 1);
+            inverse[r] = 1.f / (total + __shfl_xor_sync(~0u, total, 2));
         }
         sync_group();  // all of the warpgroup have read their queries
         u32 base = smem + slot * Q_BYTES + row * 128;
@@ -485,8 +396,8 @@ struct Worker {
             u32 chunk = lane % CHUNKS, inner = i * (32 / CHUNKS) + lane / CHUNKS, a, b, c, d;
             u32 at = base + chunk / 8 * Q_PANEL + inner * 128 + ((chunk % 8 ^ inner % 8) * 16);
             asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(at) : "memory");
-            if (token + inner < tile.length) {
-                long long place = (long long)(tile.first + token + inner) * args.out_token + tile.head * D + chunk * 8;
+            if (row + int(inner) < tile.tokens) {
+                long long place = (long long)(token + int(inner)) * args.out_token + tile.head * D + chunk * 8;
                 asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"((unsigned short *)args.out + place), "r"(a), "r"(b),
                              "r"(c), "r"(d) : "memory");
             }
@@ -500,13 +411,13 @@ struct Worker {
     INLINE void run() {
         u32 turn = 0;
         Tile tile = wait_tile(turn);
-        if (tile.length == 0) return;
-        int block = last_block(tile);
+        if (tile.tokens == 0) return;
+        int block = tile.number;
         take_queries(0);
         take_turn();
         wait_stage();
         mma_fence();
-        queue_scores(0);
+        queue_scores();
         pass_turn(false);
         mma_wait<0>();
         pin(s);
@@ -522,26 +433,25 @@ struct Worker {
             Tile next = tile;
             if (ends) {
                 next = wait_tile(turn + 1);
-                if (next.length == 0) break;
+                if (next.tokens == 0) break;
                 take_queries(turn + 1 & 1);
             }
-            int next_block = ends ? last_block(next) : block - 1;
-            NOTE_STEP(turn, block);
+            int next_block = ends ? next.number : block - 1;
             take_turn();
             wait_stage();
             mma_fence();
-            queue_scores(turn + ends & 1);
+            queue_scores();
             u32 k_stage = ring.stage;
             ring.next();
             wait_stage();
-            if (!adds) clear_tail(tile, block);
+            if (!adds) clear_tail(tile);
             mma_fence();
             queue_values(adds);
             pass_turn(false);
             mma_wait<1>();
             pin(s);
             release(k_stage);
-            float last_high[2] = {high[0], high[1]}, last_sum[2] = {sum[0], sum[1]};
+            float last_sum[2] = {sum[0], sum[1]};
             if (ends) begin_rows();
             mask(next, next_block);
             softmax();
@@ -551,7 +461,7 @@ struct Worker {
             release(ring.stage);
             ring.next();
             if (ends) {
-                store(tile, turn & 1, last_high, last_sum);
+                store(tile, turn & 1, last_sum);
                 turn++;
             } else if (shrinks) {
                 rescale();
@@ -561,13 +471,13 @@ struct Worker {
         }
         take_turn();
         wait_stage();
-        if (!adds) clear_tail(tile, block);
+        if (!adds) clear_tail(tile);
         mma_fence();
         queue_values(adds);
         pass_turn(true);
         mma_wait<0>();
         pin(o);
-        store(tile, turn & 1, high, sum);
+        store(tile, turn & 1, sum);
     }
 };
 
@@ -593,25 +503,16 @@ fresh_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
     }
-    NOTE(OTHER_BLOCK, 0, 0, 0);
     sync_all();
-    NOTE(EARLIER_KERNEL, 0, 0, 0);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // for q, k, v, the counter, and all who still read `out`
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEEDING));
         if (threadIdx.x == CONSUMERS) feed(smem, tiles, q, k, v, args);
         __syncwarp();
     } else {
-        NOTE(REGISTERS, COMPUTING, 0, 0);
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING));
-        NOTE(REGISTERS, COMPUTING, 0, 1);
-        Worker worker(args, smem, tiles, threadIdx.x / 128);
-        worker.run();
+        Worker(args, smem, tiles).run();
     }
-    if (CTAS > 1) {  // a block must stay for what the other sends to it
-        NOTE(OTHER_BLOCK, 1, 0, 0);
-        sync_all();
-    }
-    NOTE(END, 0, 0, 1);
+    if (CTAS > 1) sync_all();  // a block must stay for what the other sends to it
 }

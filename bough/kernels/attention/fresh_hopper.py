@@ -1,160 +1,197 @@
 """Causal attention of fresh rows on Hopper, ragged, in one launch: the kernel is `fresh_hopper.cu`, this is its door.
 
-A step's rows are cut into tiles once; every layer then works the same tiles off. With the log-sum-exps, the result can be
-merged with that of a part of the context that lies in pages.
+A step's rows are cut into tiles once; every layer then works the same tiles off. The list of tiles is a parameter of the
+launch: nothing is uploaded, and nothing waits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import logging
 import math
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.inputs import Spec
 from bough.kernels.choices import facts_of
-from bough.kernels.cuda_source import CudaKernel, TensorMap, cached_cubin, can_map, tensor_map
+from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, can_map, tensor_map
+
+log = logging.getLogger("bough.kernels")
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE = 128
-"""Query tokens of a tile."""
-KV_BLOCK = 128
-"""Tokens of K, and of V, that lie in a stage of the ring."""
+"""Query tokens of a tile, and tokens of a block of K or V."""
+PLACES = 448
+"""Tiles of tokens in one launch, so that all its parameters fit into 4 KB; longer lists take several launches."""
+STREAMS = 256
+"""Streams that may launch at the same time: each has a counter of its own."""
+_STAGES = 5
 _THREADS = 384
-_ARGS = struct.Struct("PPPPiiiiif")
+
+Rows = tuple[tuple[int, int], ...]
+"""(first token, tokens) of each row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How the kernel is built."""
+class Place(ctypes.Structure):
+    """As in the source."""
 
-    pair: bool = False
-    """Two blocks take two heads of a KV head, and fetch K and V together."""
-    stages: int = 5
-    """Blocks of K or V in shared memory."""
-    queries_in_registers: bool = False
-    """Read from shared memory once a tile, not once a block."""
-
-    @property
-    def blocks(self) -> int:
-        """That work together."""
-        return 1 + self.pair
-
-    def defines(self, dtype: torch.dtype, head_dim: int) -> Mapping[str, int]:
-        return {
-            "D": head_dim,
-            "FP16": int(dtype == torch.float16),
-            "CTAS": self.blocks,
-            "STAGES": self.stages,
-            "Q_REGISTERS": int(self.queries_in_registers),
-        }
-
-    def shared_bytes(self, head_dim: int) -> int:
-        """Two tiles of queries, the ring, barriers and tiles' names, and room to align them all to 1024."""
-        return (2 * TILE + self.stages * KV_BLOCK) * head_dim * 2 + 16 * self.stages + 112 + 1024
+    _fields_ = (("first", ctypes.c_int), ("number", ctypes.c_uint16), ("tokens", ctypes.c_uint16))
 
 
-DEFAULT = Tiling()
+class _Args(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("stream", "num_places", "heads", "heads_per_kv", "section", "out_token")),
+        ("scale", ctypes.c_float),
+        ("places", Place * PLACES),
+    )
+    num_places: int
+    places: ctypes.Array[Place]
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Where the tiles of a step's rows begin. The same for all layers and heads."""
+    """Where the tiles of a step's rows lie. The same for all layers and heads."""
 
-    at_X4: Tensor
-    """int32: first token and tokens of the row, number of the tile in it, 0; the most work first."""
+    launches: tuple[bytes, ...]
+    """`Place`s in a row, those with the most work first."""
     tokens: int
     """The last row ends there."""
-    tiling: Tiling
+    longest: int
+    """Tokens of the longest row."""
 
 
-def cut(rows: Sequence[tuple[int, int]], device: torch.device, tiling: Tiling = DEFAULT) -> Tiles:
-    """The tiles of rows given as (first token, tokens)."""
-    lengths = np.array([length for _, length in rows], dtype=np.int32)
-    counts = -(-lengths // TILE)
+@lru_cache(maxsize=64)
+def cut(rows: Rows) -> Tiles:
+    """The tiles of rows. Kept, since all layers of a step ask for the same."""
+    first, length = np.array(rows, dtype=np.int64).T
+    counts = -(-length // TILE)
     row = np.repeat(np.arange(len(rows)), counts)
-    number = np.arange(len(row), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
-    first = np.array([first for first, _ in rows], dtype=np.int32)
-    table = np.stack([first[row], lengths[row], number, np.zeros_like(number)], axis=1)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     order = np.argsort(-number, kind="stable")
-    return Tiles(torch.from_numpy(table[order]).to(device), max(first + length for first, length in rows), tiling)
+    places = np.zeros(len(row), dtype=np.dtype(Place))
+    places["first"], places["number"] = first[row[order]], number[order]
+    places["tokens"] = np.minimum(length[row] - number * TILE, TILE)[order]
+    launches = tuple(places[at : at + PLACES].tobytes() for at in range(0, len(places), PLACES))
+    return Tiles(launches, int((first + length).max()), int(length.max()))
 
 
-def suits(spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
-    """Whether the kernel computes this layer on this device."""
+def suits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
+    """Whether the kernel computes plain causal attention of these, on this device."""
     return (
-        facts_of(q_TNH.device.type, q_TNH.device.index).capability == (9, 0)
-        and q_TNH.shape[2] in (64, 128)
+        is_ready(q_TNH, k_TKH)
         and q_TNH.shape[2] == v_TKH.shape[2]
-        and spec.causal
-        and spec.window is None
-        and spec.softcap is None
+        and q_TNH.dtype == k_TKH.dtype == v_TKH.dtype
         and all(x.stride(1) == x.shape[2] and can_map(x.flatten(1)) for x in (q_TNH, k_TKH, v_TKH))
     )
 
 
-def attend(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    tiles: Tiles,
-    scale: float,
-    out_TNH: Tensor,
-    *,
-    lse_TN: Tensor | None = None,
-    section: int | None = None,
-) -> None:
-    """Fills `out_TNH`, contiguous but for its tokens' stride, for the rows that were cut into `tiles`; other rows stay.
+def is_ready(q_TNH: Tensor, k_TKH: Tensor) -> bool:
+    """Whether the kernel can be had for so many heads of this kind, on this device."""
+    return _is_ready(q_TNH.device, q_TNH.dtype, q_TNH.shape[2], _in_pairs(q_TNH, k_TKH))
 
-    `lse_TN`, float32, gets the logarithm to base 2 of the sum of each query's weights. `section`: heads that are worked off
-    before the next ones begin.
-    """
-    device, tiling = q_TNH.device, tiles.tiling
+
+def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, rows: Rows, scale: float, out_TNH: Tensor) -> None:
+    """Fills `out_TNH`, contiguous but for its tokens' stride, for the rows; other tokens stay. Needs `suits`."""
+    tiles, device = cut(rows), q_TNH.device
     num_tokens, heads, head_dim = q_TNH.shape
     if tiles.tokens > num_tokens or out_TNH.stride(1) != head_dim or out_TNH.stride(0) % 8 or out_TNH.data_ptr() % 16:
         raise ValueError(f"rows up to token {tiles.tokens} into {tuple(out_TNH.shape)} with strides {out_TNH.stride()}")
-    if lse_TN is not None and (not lse_TN.is_contiguous() or lse_TN.dtype != torch.float32):
-        raise ValueError("log-sum-exps must be contiguous float32")
-    if heads // k_TKH.shape[1] % tiling.blocks or (section or heads) % tiling.blocks or heads % (section or heads):
-        raise ValueError(
-            f"{heads} heads over {k_TKH.shape[1]}, {section} at a time, can't be worked off {tiling.blocks} at once"
-        )
-    loaded = _loaded(tiling, q_TNH.dtype, head_dim, device)
-    num_tiles = tiles.at_X4.shape[0]
-    packed = ctypes.create_string_buffer(
-        _ARGS.pack(
-            out_TNH.data_ptr(), 0 if lse_TN is None else lse_TN.data_ptr(), tiles.at_X4.data_ptr(),
-            loaded.counter.data_ptr(), num_tiles, heads, heads // k_TKH.shape[1], section or heads, out_TNH.stride(0),
-            scale * math.log2(math.e),
-        )
-    )  # fmt: skip
-    share = KV_BLOCK // tiling.blocks
-    maps = [tensor_map(x.flatten(1), rows) for x, rows in ((q_TNH, TILE), (k_TKH, share), (v_TKH, share))]
-    blocks = min(loaded.most_blocks, num_tiles * heads)
+    kv_heads, pair = k_TKH.shape[1], _in_pairs(q_TNH, k_TKH)
+    loaded = _loaded(device, q_TNH.dtype, head_dim, pair)
+    share = TILE // (1 + pair)
+    maps = [tensor_map(x.flatten(1), tokens) for x, tokens in ((q_TNH, TILE), (k_TKH, share), (v_TKH, share))]
     stream = torch.cuda.current_stream(device).cuda_stream
-    loaded.kernel.launch(blocks, [*maps, TensorMap(packed, ctypes.addressof(packed))], stream)
+    args = _Args(
+        out=out_TNH.data_ptr(), stream=loaded.counter(stream), heads=heads, heads_per_kv=heads // kv_heads,
+        section=section(tiles.longest, heads, kv_heads, head_dim, loaded.cache_bytes), out_token=out_TNH.stride(0),
+        scale=scale * math.log2(math.e),
+    )  # fmt: skip
+    for places in tiles.launches:
+        args.num_places = len(places) // ctypes.sizeof(Place)
+        ctypes.memmove(args.places, places, len(places))
+        loaded.kernel.launch(min(loaded.most_blocks, args.num_places * heads), [*maps, args], stream)
+
+
+def section(longest: int, heads: int, kv_heads: int, head_dim: int, cache_bytes: int) -> int:
+    """Heads that are worked off before the next begin: all, unless a row's K and V would push each other out of the cache.
+
+    Each half of the cache keeps what its multiprocessors read, so half of it counts. Fewer heads at a time have a price:
+    the last tiles to begin are longer, and multiprocessors end less alike.
+    """
+    kv_head_bytes = 2 * longest * head_dim * 2
+    if kv_head_bytes * kv_heads <= cache_bytes // 2:
+        return heads
+    fitting = [n for n in range(1, kv_heads) if kv_heads % n == 0 and n * kv_head_bytes <= cache_bytes // 4]
+    return heads // kv_heads * max(fitting, default=1)
+
+
+def _in_pairs(q_TNH: Tensor, k_TKH: Tensor) -> bool:
+    """Whether two blocks take two heads of a KV head, and fetch K and V together."""
+    return q_TNH.shape[1] // k_TKH.shape[1] % 2 == 0
+
+
+def shared_bytes(head_dim: int) -> int:
+    """Two tiles of queries, the ring, barriers and tiles' names, and room to align them all to 1024."""
+    return (2 + _STAGES) * TILE * head_dim * 2 + 16 * _STAGES + 112 + 1024
+
+
+def defines(dtype: torch.dtype, head_dim: int, pair: bool) -> Mapping[str, int]:
+    return {
+        "D": head_dim,
+        "FP16": int(dtype == torch.float16),
+        "CTAS": 1 + pair,
+        "STAGES": _STAGES,
+        "PLACES": PLACES,
+        "STREAMS": STREAMS,
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     kernel: CudaKernel
-    counter: Tensor
-    """Tiles taken so far; each launch leaves it at zero for the next one of the stream."""
     most_blocks: int
     """That run at once."""
+    cache_bytes: int
+    """Of the device's second level."""
+    counters: defaultdict[int, int] = field(default_factory=lambda: defaultdict(itertools.count().__next__))
+    """By stream. The kernel leaves its counter at zero for the next one of the stream, be it from a graph or not."""
+
+    def counter(self, stream: int) -> int:
+        found = self.counters[stream]
+        if found >= STREAMS:
+            raise RuntimeError(f"attention over fresh rows is launched from more than {STREAMS} streams")
+        return found
 
 
 @cache
-def _loaded(tiling: Tiling, dtype: torch.dtype, head_dim: int, device: torch.device) -> _Loaded:
-    cubin = cached_cubin(SOURCE, "sm_90a", tiling.defines(dtype, head_dim))
-    kernel = CudaKernel(cubin, "fresh_attention", device, _THREADS, tiling.shared_bytes(head_dim))
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return _Loaded(kernel, counter, 2 * kernel.most_clusters(2) if tiling.pair else multiprocessors)
+def _loaded(device: torch.device, dtype: torch.dtype, head_dim: int, pair: bool) -> _Loaded:
+    cubin = cached_cubin(SOURCE, "sm_90a", defines(dtype, head_dim, pair))
+    kernel = CudaKernel(cubin, "fresh_attention", device, _THREADS, shared_bytes(head_dim))
+    facts = torch.cuda.get_device_properties(device)
+    most_blocks = 2 * kernel.most_clusters(2) if pair else facts.multi_processor_count
+    return _Loaded(kernel, most_blocks, facts.L2_cache_size)
+
+
+@cache
+def _is_ready(device: torch.device, dtype: torch.dtype, head_dim: int, pair: bool) -> bool:
+    """Says why not, once, where it could be expected."""
+    if facts_of(device.type, device.index).capability != (9, 0) or torch.version.hip is not None:
+        return False
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in (64, 128):
+        return False
+    try:
+        _loaded(device, dtype, head_dim, pair)
+    except CudaSourceError as error:
+        log.warning("rows without context are attended to by cuDNN: %s", error)
+        return False
+    return True
