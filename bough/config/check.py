@@ -107,19 +107,12 @@ def _parallel(config: Config) -> None:
     for name, value in (("tp_size", parallel.tp_size), ("nnodes", parallel.nnodes)):
         _in_range(name, value, 1, 1024)
     _in_range("node_rank", parallel.node_rank, 0, parallel.nnodes - 1)
-    if parallel.nnodes > 1 and not parallel.dist_init_addr:
+    if parallel.nnodes > 1 or parallel.dist_init_addr:
         raise ConfigError(
-            what=f"{parallel.nnodes} machines, but no address of rank 0",
-            why="the machines have to find each other",
-            fix="add --dist-init-addr HOST:PORT, the same on every machine",
-            param="dist_init_addr",
-        )
-    if parallel.tp_size % parallel.nnodes:
-        raise ConfigError(
-            what=f"{parallel.tp_size} ranks can't be spread evenly over {parallel.nnodes} machines",
-            why="every machine runs the same number of ranks",
-            fix=f"choose --tp-size as a multiple of {parallel.nnodes}",
-            param="tp_size",
+            what="a model can't be spread over several machines",
+            why="its ranks meet on one machine only so far",
+            fix="leave out --nnodes and --dist-init-addr; --tp-size spreads it over the devices of this machine",
+            param="nnodes" if parallel.nnodes > 1 else "dist_init_addr",
         )
 
 

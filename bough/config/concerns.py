@@ -101,11 +101,11 @@ class ParallelConfig:
     tp_size: int = 1
     """Ranks that split each layer."""
     nnodes: int = 1
-    """Machines."""
+    """Machines: one, so far."""
     node_rank: int = 0
     """Number of this machine."""
     dist_init_addr: str = ""
-    """host:port of rank 0, for several machines."""
+    """host:port of rank 0, for several machines: none, so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -230,7 +230,7 @@ def choose_chunk(machine: MachineFacts) -> Decision[int]:
 
 
 def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:
-    ranks = config.parallel.tp_size // config.parallel.nnodes if machine.device == "cpu" else 1
+    ranks = config.parallel.tp_size if machine.device == "cpu" else 1
     threads = max(1, machine.physical_cores // max(1, ranks))
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     return Decision(threads, f"{machine.physical_cores} physical cores{shared}")

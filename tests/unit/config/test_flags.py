@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -97,3 +99,22 @@ def test_a_hopeless_name_points_to_help() -> None:
     with pytest.raises(ConfigError) as caught:
         flags.lookup("--zzqqxx")
     assert "--help" in caught.value.fix
+
+
+REFUSED = {"nnodes", "node_rank", "dist_init_addr"}
+"""Accepted at their defaults only, because scripts give them; `check` refuses all else."""
+PARSING = {"concerns.py", "flags.py", "check.py", "presets.py", "server_args.py"}
+
+
+def test_no_setting_is_read_and_ignored() -> None:
+    """Somebody, outside of reading and checking settings, looks at each of them."""
+    package = Path(flags.__file__).parents[1]
+    looked_at: set[str] = set()
+    for file in package.rglob("*.py"):
+        if file.parent.name == "config" and file.name in PARSING:
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                looked_at.add(node.attr)
+    ignored = set(flags.settings()) - looked_at
+    assert ignored == REFUSED
