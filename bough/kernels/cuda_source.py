@@ -171,8 +171,11 @@ def tensor_map(matrix: Tensor, box_rows: int) -> TensorMap:
     )  # fmt: skip
 
 
-def _held(argument: TensorMap | Tensor | int | None) -> TensorMap | ctypes.c_int | ctypes.c_void_p:
-    if isinstance(argument, TensorMap):
+Argument = TensorMap | Tensor | int | ctypes.Structure | None
+
+
+def _held(argument: Argument) -> TensorMap | ctypes.c_int | ctypes.c_void_p | ctypes.Structure:
+    if isinstance(argument, TensorMap | ctypes.Structure):
         return argument
     if isinstance(argument, int):
         return ctypes.c_int(argument)
@@ -206,12 +209,12 @@ class CudaKernel:
         _check(result, "counting clusters")
         return found.value
 
-    def launch(self, blocks: int, arguments: Sequence[TensorMap | Tensor | int | None], stream: int) -> None:
-        """May start before the kernel that comes before it has ended: the kernel must itself wait for it.
+    def launch(self, blocks: int, arguments: Sequence[Argument], stream: int, *, early: bool = True) -> None:
+        """If `early`, it may start before the kernel that comes before it has ended, and must itself wait for that.
 
-        A tensor is passed as its address, None as a null pointer.
+        A tensor is passed as its address, None as a null pointer, a structure by value.
         """
-        config = self._config(blocks, stream, _PROGRAMMATIC_SERIALIZATION, (1,))
+        config = self._config(blocks, stream, _PROGRAMMATIC_SERIALIZATION, (int(early),))
         held = [_held(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(held))(
             *(each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in held)

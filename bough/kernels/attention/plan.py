@@ -6,9 +6,9 @@ KV heads and their KV blocks, in this order, form one *stream* of blocks, which 
 A (tile, KV head) cut over several chunks is put together by whichever program finishes last. Equal chunks keep every
 multiprocessor busy to the end whatever the lengths; one long row is cut to fill the device.
 
-Where there are enough short rows to fill the device uncut, cutting costs more than it evens out: every (tile, KV head) then
-starts a chunk of its own (its stretch of the stream is padded to whole chunks), and only rows far longer than the average
-are cut.
+Where no row is longer than a chunk, or there are enough short rows to fill the device uncut, cutting costs more than it
+evens out: every (tile, KV head) then starts a chunk of its own (its stretch of the stream is padded to whole chunks), and
+only rows far longer than the average are cut.
 """
 
 from __future__ import annotations
@@ -160,11 +160,12 @@ def _cut(
     """
     per_chunk = tl.maximum((total + TARGET - 1) // TARGET, (longest + max_splits - 1) // max_splits)
     per_chunk = tl.maximum(per_chunk, min_blocks)
-    aligned = 0
     units = num_tiles * kv_heads
-    if (num_chunks > TARGET) & (2 * units >= TARGET) & (total * BLOCK_N <= units * SHORT):
-        aligned = 1
+    aligned = ((units <= num_chunks) & (longest <= per_chunk)).to(tl.int32)
+    if (aligned == 0) & (num_chunks > TARGET) & (2 * units >= TARGET) & (total * BLOCK_N <= units * SHORT):
+        aligned += 1
         per_chunk *= 2
+    if aligned == 1:
         total = _align(tiles, per_chunk, num_tiles, tile_room, kv_heads, BLOCK_N, BLOCK)
     tl.store(header + TOTAL, total)
     tl.store(header + PER_CHUNK, per_chunk)

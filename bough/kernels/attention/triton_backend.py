@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import fresh, plan, triton
+from bough.kernels.attention import decode_hopper, fresh, plan, triton
 from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.new_token import Raw
 from bough.kernels.attention.plan import Kind, Plan, Shape
@@ -48,12 +48,14 @@ class TritonAttention:
         self._device = device
         self._inputs: AttentionInputs | None = None
         self._prepared: dict[tuple[Kind, bool, int], _Prepared] = {}
+        self._decode_plans: dict[Kind, Plan] = {}
         self._workspaces: dict[tuple[int, int], list[triton.Workspace]] = {}
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Starts a step (or the capture of a graph). Plans are queued by the first layer that needs them."""
         self._inputs = inputs
         self._prepared.clear()
+        self._decode_plans.clear()
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]."""
@@ -87,6 +89,11 @@ class TritonAttention:
         In the last layer the result has the rows of the step's tail only, where it has one.
         """
         inputs = self._step()
+        hopper = decode_hopper.Raw(
+            q_TNH, k_TKH, v_TKH, positions_T, cos_sin_PR, q_norm, k_norm, eps, offset, interleaved
+        )  # fmt: skip
+        if decode_hopper.suits(spec, inputs, hopper):
+            return self._decode(spec, inputs, hopper)
         if _fuses(inputs):
             raw = Raw(
                 _dense(k_TKH), _dense(v_TKH), inputs.loc_T, positions_T, cos_sin_PR,
@@ -131,6 +138,16 @@ class TritonAttention:
         if prepared.fresh:
             fresh.attend_fresh(q, k_TKH, v_TKH, prepared.fresh, spec.scale, out)
         return out.flatten(1)
+
+    def _decode(self, spec: Spec, inputs: AttentionInputs, raw: decode_hopper.Raw) -> Tensor:
+        """Writes keys and values, and attends, in one kernel."""
+        kind = Kind(spec.num_heads, spec.num_kv_heads, spec.window, spec.causal)
+        found = self._decode_plans.get(kind)
+        after_plan = found is None
+        if found is None:
+            found = self._decode_plans[kind] = plan.plan_rows(inputs, kind, decode_hopper.SHAPE, most_query=1)
+        workspace = self._workspace(found, decode_hopper.WIDTH)
+        return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
 
     def _step(self) -> AttentionInputs:
         if self._inputs is None:

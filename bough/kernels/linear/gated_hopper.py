@@ -139,11 +139,6 @@ def tiling_for(x_TD: Tensor, weight_2FD: Tensor) -> Tiling | None:
     return best_tiling(x_TD.shape[0], weight_2FD.shape[0] // 2, _loaded(TILINGS[0], x_TD.device).pairs)
 
 
-def pays(x_TD: Tensor, weight_2FD: Tensor) -> bool:
-    """Whether the default tiling is the one to serve these matrices with."""
-    return tiling_for(x_TD, weight_2FD) == Tiling()
-
-
 def can_serve(x_TD: Tensor, weight_2FD: Tensor) -> bool:
     """Whether the kernel takes these matrices."""
     features, depth = weight_2FD.shape[0] // 2, weight_2FD.shape[1]

@@ -1,30 +1,10 @@
 """The Triton kernels on a GPU: the table of tests/kernels with large shapes, and what only a GPU can show."""
 
-import importlib.util
 import random
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-
-def _cases() -> ModuleType:
-    path = Path(__file__).parents[2] / "kernels" / "triton_cases.py"
-    spec = importlib.util.spec_from_file_location("triton_cases", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["triton_cases"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def cases() -> ModuleType:
-    return _cases()
-
 
 PARTS = {"norm": 1, "activation": 1, "rotary": 2, "linear": 3, "attention": 6, "shared": 2, "tail": 1, "moe": 3}
 PARTS |= {"sampling": 1, "masks": 1, "pages": 1}

@@ -1,0 +1,154 @@
+"""Attention of decode rows on Hopper, with the rotation and the KV write in it (`decode_hopper.cu`).
+
+The kernel reads pages while the products before it still run: what a step attends to was written by steps before it, but
+for the newest token, which comes from the products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bough.kernels.attention.inputs import AttentionInputs, Spec
+from bough.kernels.attention.plan import Plan, Shape
+from bough.kernels.attention.triton import Workspace
+from bough.kernels.choices import facts_of
+from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, tensor_map
+from bough.kernels.launching import num_sms
+
+log = logging.getLogger("bough.kernels")
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_STAGES = 5
+WIDTH = 128
+"""Of a head."""
+_MOST_GROUP = 8
+SHAPE = Shape(
+    block_m=16, block_n=64, num_warps=9, num_stages=_STAGES, ctas_per_sm=1, min_tokens=64 * _STAGES, may_align=True
+)
+"""A chunk that fits into the ring has been read when its query comes: it is not cut."""
+_UNITS_PER_SM = 2
+"""(Row, KV head) pairs of a multiprocessor, up to which the early start is worth more than the portable kernel's four
+programs a multiprocessor."""
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Queries, keys and values of decode rows as the products left them, and what they still need."""
+
+    q_TNH: Tensor
+    k_TKH: Tensor
+    v_TKH: Tensor
+    positions_T: Tensor
+    cos_sin_PR: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    offset: float
+    interleaved: bool
+
+
+class _Inputs(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "q_norm", "k_norm", "cos_sin", "positions", "locations")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "out", "page_table", "tiles", "header")),
+        *((name, ctypes.c_void_p) for name in ("chunk_tile", "counters", "partial", "stats")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("q_token", "k_token", "v_token")),
+        *((name, ctypes.c_int) for name in ("tile_room", "page_size", "num_tokens")),
+        *((name, ctypes.c_float) for name in ("scale_log2", "eps", "offset")),
+    )
+
+
+@cache
+def _kernel(device: torch.device, group: int, kv_heads: int, norm: bool) -> CudaKernel:
+    defines = {"GROUP": group, "KV_HEADS": kv_heads, "STAGES": _STAGES, "NORM": int(norm)}
+    cubin = cached_cubin(_SOURCE, "sm_90a", defines)
+    keys_and_values, one_token = 2 * SHAPE.block_n * WIDTH * 2, (2 * 2 + 4 + 2 * group) * WIDTH
+    shared_bytes = _STAGES * (keys_and_values + one_token) + 1024
+    return CudaKernel(cubin, "decode", device, threads=288, shared_bytes=shared_bytes)
+
+
+@cache
+def _is_ready(device: torch.device) -> bool:
+    """Whether the kernel can be had on a device; says why not where it could be expected."""
+    if facts_of(device.type, device.index).capability != (9, 0):
+        return False
+    try:
+        _kernel(device, 4, 8, norm=False)
+    except CudaSourceError as error:
+        log.warning("decode rows are attended to by the portable kernel: %s", error)
+        return False
+    return True
+
+
+def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
+    """Whether the kernel can serve a layer of a step of decode rows."""
+    device = raw.q_TNH.device
+    if inputs.max_query > 1 or inputs.shared is not None or not _is_ready(device):
+        return False
+    if inputs.num_tokens * spec.num_kv_heads > _UNITS_PER_SM * num_sms(device):
+        return False
+    k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+    fresh = (raw.q_TNH, raw.k_TKH, raw.v_TKH)
+    plain = spec.causal and spec.window is None and spec.softcap is None and inputs.scales(spec.layer) == (1.0, 1.0)
+    typed = all(each.dtype == torch.bfloat16 for each in (*fresh, k_cache, v_cache))
+    shaped = spec.head_dim == WIDTH == v_cache.shape[3] and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
+    paged = inputs.page_size % SHAPE.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    aligned = all(
+        each.stride()[1:] == (WIDTH, 1) and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in fresh
+    )
+    return plain and typed and shaped and paged and aligned and _can_turn(raw)
+
+
+def _can_turn(raw: Raw) -> bool:
+    """Whether the kernel knows the norms and the rotation."""
+    angles = raw.cos_sin_PR
+    if raw.interleaved or angles.shape[1] != WIDTH or angles.dtype != torch.float32:
+        return False
+    norms = [norm for norm in (raw.q_norm, raw.k_norm) if norm is not None]
+    return angles.is_contiguous() and len(norms) != 1 and all(norm.dtype == torch.bfloat16 for norm in norms)
+
+
+def attend(
+    spec: Spec, inputs: AttentionInputs, plan: Plan, workspace: Workspace, raw: Raw, *, after_plan: bool
+) -> Tensor:
+    """[T, N, V] for a step and layer that the kernel suits, with a plan of `SHAPE`. Writes keys and values to their pages.
+
+    `after_plan`: the plan may just have been queued, so this launch must not start before it ends.
+    """
+    q, k, v = raw.q_TNH, raw.k_TKH, raw.v_TKH
+    device = q.device
+    k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+    out = torch.empty((inputs.num_tokens, spec.num_heads, WIDTH), dtype=q.dtype, device=device)
+    given: dict[str, Tensor | None] = {
+        "q": q, "k": k, "v": v, "q_norm": raw.q_norm, "k_norm": raw.k_norm, "cos_sin": raw.cos_sin_PR,
+        "positions": raw.positions_T, "locations": inputs.loc_T, "k_cache": k_cache, "v_cache": v_cache, "out": out,
+        "page_table": inputs.page_table, "tiles": plan.tiles, "header": plan.header, "chunk_tile": plan.chunk_tile,
+        "counters": plan.counters, "partial": workspace.partial, "stats": workspace.stats,
+    }  # fmt: skip
+    structure = _Inputs(
+        **{name: None if each is None else each.data_ptr() for name, each in given.items()},
+        table_stride=inputs.page_table.stride(0), q_token=q.stride(0), k_token=k.stride(0), v_token=v.stride(0),
+        tile_room=plan.tiles.shape[1], page_size=inputs.page_size, num_tokens=inputs.num_tokens,
+        scale_log2=spec.scale * _LOG2E, eps=raw.eps, offset=raw.offset,
+    )  # fmt: skip
+    kernel = _kernel(device, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, raw.q_norm is not None)
+    maps = (tensor_map(_flat(k_cache), SHAPE.block_n), tensor_map(_flat(v_cache), SHAPE.block_n))
+    stream = torch.cuda.current_stream(device).cuda_stream
+    kernel.launch(min(num_sms(device), plan.num_chunks), (*maps, structure), stream, early=not after_plan)
+    return out
+
+
+def _flat(cache: Tensor) -> Tensor:
+    """[tokens, heads * width]."""
+    return cache.view(cache.shape[0] * cache.shape[1], -1)

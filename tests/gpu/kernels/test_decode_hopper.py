@@ -1,0 +1,155 @@
+"""Decode rows on Hopper: the kernel that rotates, writes and attends gives what the portable kernels give, and writes it."""
+
+import random
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from bough.kernels.attention import decode_hopper
+from bough.kernels.attention.inputs import AttentionInputs
+from bough.kernels.attention.triton_backend import TritonAttention
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 64
+CONTEXTS = [
+    [0],
+    [1, 62, 63, 64, 65, 127, 128],
+    [300, 5, 1000, 0, 383, 384, 385],
+    [5000],
+    [20000, 3, 64],
+    [1023] * 40,
+    [random.Random(row).randrange(0, 900) for row in range(200)],
+]
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+
+
+@pytest.fixture
+def suited(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What `suits` said, call by call; the portable kernels serve while the list begins with False."""
+    said: list[bool] = []
+    real = decode_hopper.suits
+
+    def watch(*args: object) -> bool:
+        said.append(real(*args))  # type: ignore[arg-type]
+        return said[-1] and PORTABLE not in said
+
+    monkeypatch.setattr(decode_hopper, "suits", watch)
+    return said
+
+
+PORTABLE = "portable"
+
+
+def _tensors(inputs: AttentionInputs, heads: int, kv_heads: int, norm: bool) -> dict[str, object]:
+    tokens, width = inputs.num_tokens, 128
+    product = torch.randn(tokens, (heads + 2 * kv_heads) * width, device="cuda").bfloat16()
+    q, k, v = product.split([heads * width, kv_heads * width, kv_heads * width], 1)
+    positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    lengths = inputs.kv_len_R[inputs.kv_len_R > 0].long()
+    positions[: len(lengths)] = lengths - 1
+    angles = torch.rand(32768, 64, device="cuda") * 6.28
+    weights = [torch.randn(width, device="cuda").bfloat16() if norm else None for _ in range(2)]
+    return {
+        "q_TNH": q.unflatten(1, (heads, width)),
+        "k_TKH": k.unflatten(1, (kv_heads, width)),
+        "v_TKH": v.unflatten(1, (kv_heads, width)),
+        "positions_T": positions,
+        "cos_sin_PR": torch.cat([angles.cos(), angles.sin()], 1),
+        "q_norm": weights[0],
+        "k_norm": weights[1],
+        "eps": 1e-6,
+    }
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (8, 8)])
+@pytest.mark.parametrize("contexts", CONTEXTS, ids=lambda rows: f"{len(rows)} rows to {max(rows)}")
+def test_gives_what_the_portable_kernels_give(
+    contexts: list[int], heads: int, kv_heads: int, norm: bool, suited: list[object], cases: ModuleType
+) -> None:
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    bed = cases.Bed(torch.device("cuda"), True, random.Random(7))
+    spec = cases.Layer(heads, kv_heads, 128)
+    inputs = cases.attention_inputs(bed, [(1, n) for n in contexts], spec, PAGE, torch.bfloat16)
+    inputs.k_caches[0].view(-1)[::977] = float("nan")  # what a free page may hold
+    inputs.v_caches[0].view(-1)[::977] = float("nan")
+    for row, length in enumerate(contexts):  # but nothing that a row attends to
+        slot = int(inputs.slots_R[row])
+        for at in range(0, length, PAGE):
+            page = int(inputs.page_table[slot, at // PAGE])
+            for cache in (*inputs.k_caches, *inputs.v_caches):
+                cache[page, : min(PAGE, length - at)].nan_to_num_(0.5)
+    given = _tensors(inputs, heads, kv_heads, norm)
+    caches = ([each.clone() for each in inputs.k_caches], [each.clone() for each in inputs.v_caches])
+    other = replace(inputs, k_caches=caches[0], v_caches=caches[1])
+
+    backend = TritonAttention(torch.device("cuda"))
+    backend.prepare(inputs)
+    out = backend.forward_rope(spec, **given)
+    assert suited == [True]
+    again = backend.forward_rope(spec, **given)
+    assert torch.equal(out, again)
+    suited.append(PORTABLE)
+    backend.prepare(other)
+    expected = backend.forward_rope(spec, **given)
+    real = len(contexts)
+    assert out.isfinite().all()
+    error = (out[:real].double() - expected[:real].double()).norm() / expected[:real].double().norm()
+    assert error < 6e-3, float(error)
+    assert out[real:].count_nonzero() == 0
+    for mine, theirs in zip((*inputs.k_caches, *inputs.v_caches), (*other.k_caches, *other.v_caches), strict=True):
+        close = torch.isclose(mine.float(), theirs.float(), rtol=1e-2, atol=1e-2, equal_nan=True)
+        assert close.all(), "the caches differ"
+
+
+def test_one_graph_serves_any_lengths(suited: list[object], cases: ModuleType) -> None:
+    bed = cases.Bed(torch.device("cuda"), True, random.Random(9))
+    spec = cases.Layer(32, 8, 128)
+    longest = cases.attention_inputs(bed, [(1, 3000)] * 24, spec, PAGE, torch.bfloat16, pad_rows=0, pad_tokens=0)
+    fixed = replace(longest, host=None)
+    given = _tensors(fixed, 32, 8, False)
+    backend = TritonAttention(torch.device("cuda"))
+
+    def step() -> torch.Tensor:
+        backend.prepare(fixed)
+        backend.forward_rope(spec, **given)
+        return backend.forward_rope(spec, **given)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    assert all(suited)
+    for seed in range(6):
+        draw = random.Random(seed)
+        lengths = [draw.choice((1, draw.randrange(1, 400), draw.randrange(1, 3001))) for _ in range(24)]
+        real = draw.randrange(1, 25)
+        positions = [lengths[row] - 1 if row < real else 0 for row in range(24)]
+        slots = fixed.slots_R.tolist()
+        places = [
+            int(fixed.page_table[slots[row], at // PAGE]) * PAGE + at % PAGE if row < real else -1
+            for row, at in enumerate(positions)
+        ]
+        fixed.kv_len_R.copy_(torch.tensor([n if row < real else 0 for row, n in enumerate(lengths)]))
+        fixed.query_start_R1.copy_(torch.tensor([min(row, real) for row in range(25)]))
+        fixed.loc_T.copy_(torch.tensor(places))
+        given["positions_T"].copy_(torch.tensor(positions))  # type: ignore[attr-defined]
+        out.fill_(float("nan"))
+        graph.replay()
+        got = out.clone()
+        suited.append(PORTABLE)
+        backend.prepare(fixed)
+        expected = backend.forward_rope(spec, **given)
+        suited.remove(PORTABLE)
+        error = (got[:real].double() - expected[:real].double()).norm() / expected[:real].double().norm()
+        assert error < 6e-3, float(error)
+        assert got[real:].count_nonzero() == 0
