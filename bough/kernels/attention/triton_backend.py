@@ -26,6 +26,8 @@ PREFILL = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=
 SHARED = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=1)
 """Members of a group against their shared span."""
 _LARGE_STEP = 1024
+_NEVER = 2**30
+"""No row is as long: all of them are left to the paged kernel."""
 FUSED_DECODE = True
 """In steps of decode rows alone attention takes q, k and v from the projection: no launch between the two."""
 
@@ -37,7 +39,7 @@ class _Prepared:
     rows: list[Plan]
     shared: Plan | None
     fresh: list[tuple[int, int]]
-    """(first token, tokens) of rows left to the vendor's attention."""
+    """(first token, tokens) of rows whose attention needs no pages."""
     just_planned: bool = True
 
 
@@ -47,7 +49,7 @@ class TritonAttention:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._inputs: AttentionInputs | None = None
-        self._prepared: dict[tuple[Kind, bool, int], _Prepared] = {}
+        self._prepared: dict[tuple[Kind, int, int], _Prepared] = {}
         self._decode_plans: dict[Kind, Plan] = {}
         self._workspaces: dict[tuple[int, int], list[triton.Workspace]] = {}
 
@@ -207,12 +209,12 @@ class TritonAttention:
     def _prepare_kind(self, spec: Spec, q: Tensor, v: Tensor, v_width: int) -> _Prepared:
         inputs = self._step()
         kind = Kind(spec.num_heads, spec.num_kv_heads, spec.window, spec.causal)
-        may_be_fresh = inputs.host is not None and fresh.suits(spec, q, v)
-        key = (kind, may_be_fresh, v_width)
+        fresh_from = fresh.shortest(q, v) if inputs.host is not None and fresh.suits(spec, q, v) else _NEVER
+        key = (kind, fresh_from, v_width)
         found = self._prepared.get(key)
         if found is None:
             width = power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
-            found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, may_be_fresh)
+            found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, fresh_from)
         return found
 
 
@@ -225,19 +227,17 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, may_be_fresh: bool) -> _Prepared:
+def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_from: int) -> _Prepared:
     """Which launches the step needs: host lengths, where known, leave out those without rows."""
     decode = shape_for(FEW_DECODE if inputs.num_tokens <= _FEW else DECODE, kind.group, bytes_per_token)
     most_decode = decode.block_m // kind.group
     fresh_rows: list[tuple[int, int]] = []
     has_decode, has_longer = True, inputs.max_query > most_decode
-    fresh_from = 2**30
     if inputs.host is not None:
         query, context = inputs.host.num_query_R, inputs.host.context_R
         starts = query.cumsum() - query
-        is_fresh = (context == 0) & (query >= fresh.FRESH_FROM) & may_be_fresh
+        is_fresh = (context == 0) & (query >= fresh_from)
         fresh_rows = [(int(starts[row]), int(query[row])) for row in is_fresh.nonzero()[0]]
-        fresh_from = fresh.FRESH_FROM if may_be_fresh else fresh_from
         has_decode = bool((query <= most_decode).any())
         has_longer = bool(((query > most_decode) & ~is_fresh).any())
     shared, prefix_R = None, None
