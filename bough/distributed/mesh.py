@@ -43,9 +43,7 @@ SINGLE: Final = Mesh()
 def join_mesh(rank: int, size: int, *, init_method: str, device: torch.device, timeout_s: float = 600.0) -> Mesh:
     """Meets the other ranks at `init_method` (`tcp://host:port`, `file://...` or `env://`) and waits for all of them."""
     if not 0 <= rank < size:
-        raise ConfigError(
-            what=f"rank {rank} is not among {size} ranks", fix="check --tp-size"
-        )
+        raise ConfigError(what=f"rank {rank} is not among {size} ranks", fix="check --tp-size")
     if size == 1:
         return SINGLE
     if device.type == "cuda":
