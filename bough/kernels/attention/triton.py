@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.kernels.attention import plan as planning
-from bough.kernels.attention.new_token import NOT_RAW, Raw, ask_for, new_key_value, spread
 from bough.kernels.attention.plan import (
     ALIGNED,
     KV_HIGH,
@@ -27,7 +26,6 @@ from bough.kernels.attention.plan import (
     TOTAL,
 )
 from bough.kernels.launching import has_pdl, pdl_options, power_of_two, trigger, wait
-from bough.kernels.rotary.in_registers import turn, turned
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -49,15 +47,6 @@ def _locations(page, n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
         return page.to(tl.int64) * PAGE + n % PAGE + tl.arange(0, BLOCK_N)
     else:  # noqa: RET505
         return page.to(tl.int64) * PAGE + (n + tl.arange(0, BLOCK_N)) % PAGE
-
-
-@triton.jit
-def _capped(score, softcap, SOFTCAP: tl.constexpr):
-    """Scores (base 2) after the soft cap, where the layer has one."""
-    if SOFTCAP:
-        bounded = 2.0 * tl.sigmoid(score * (2.0 / (_LOG2E * softcap))) - 1.0
-        score = bounded * (softcap * _LOG2E)
-    return score
 
 
 @triton.jit
@@ -116,7 +105,10 @@ def _attend_blocks(
                 k = tl.load(k_at, mask=(dim < H)[:, None], other=0.0)
             else:
                 k = tl.load(k_at)
-        score = _capped(tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2, softcap, SOFTCAP)
+        score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
+        if SOFTCAP:
+            bounded = 2.0 * tl.sigmoid(score * (2.0 / (_LOG2E * softcap))) - 1.0
+            score = bounded * (softcap * _LOG2E)
         if MASKED:
             seen = (tokens < kv_high)[None, :]
             if CAUSAL:
@@ -207,21 +199,6 @@ def _attention_kernel(
     k_head,
     v_token,
     v_head,
-    new_k,
-    new_v,
-    loc,
-    positions,
-    cos_sin,
-    q_weight,
-    k_weight,
-    eps,
-    offset,
-    inverse_k_scale,
-    inverse_v_scale,
-    new_k_token,
-    new_k_head,
-    new_v_token,
-    new_v_head,
     G: tl.constexpr,
     KV_HEADS: tl.constexpr,
     H: tl.constexpr,
@@ -241,16 +218,8 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    RAW: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM_Q: tl.constexpr,
-    NORM_K: tl.constexpr,
-    SCALED: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """RAW, HALF ... SCALED: see `Raw`; the rest is in `attend`."""
     chunk = tl.program_id(0)
     trigger(PDL)
     # The plan, the page table and the lengths are inputs of the step: no kernel of the layers writes them.
@@ -263,55 +232,33 @@ def _attention_kernel(
     HEADS: tl.constexpr = G * KV_HEADS
     aligned = tl.load(header + ALIGNED)
     start, token, tokens, position, kv_low, kv_high, slot = _tile_of(tiles + tile, tile_room)
-    at = chunk * per_chunk
-    end = tl.minimum(at + per_chunk, total)
-    NEW: tl.constexpr = RAW and not GROUPED
-    ROWS: tl.constexpr = triton.next_power_of_2(G)
-    turn_to = tl.load(positions + token, mask=at < end, other=0).to(tl.int32) if NEW else token
-    if NEW and PDL and AHEAD > 0:  # noqa: SIM102 - settled when the kernel is compiled, unlike the next
-        if at < end:
-            _ask_ahead(
-                k_cache, v_cache, page_table + slot.to(tl.int64) * table_stride, at, end, start, kv_low, kv_high - 1,
-                per_chunk, aligned, k_token, k_head, v_token, v_head, H, VH, PAGE, AHEAD, BLOCK_N,
-            )  # fmt: skip
     wait(PDL)
     if ZERO:
         _zero_padding(
             out, tl.load(header + REAL_TOKENS) + chunk, num_tokens, tl.num_programs(0), HEADS * VH, BLOCK_V
         )  # fmt: skip
+    at = chunk * per_chunk
+    end = tl.minimum(at + per_chunk, total)
     while at < end:
-        blocks, kv_head, head_start = _unit_of(at, start, kv_low, kv_high, per_chunk, aligned, BLOCK_N)
+        blocks = tl.maximum((kv_high - kv_low + BLOCK_N - 1) // BLOCK_N, 1)
+        span = blocks
+        if aligned == 1:
+            span = (blocks + per_chunk - 1) // per_chunk * per_chunk
+        kv_head = (at - start) // span
+        head_start = start + kv_head * span
         block = at - head_start
         block_end = tl.minimum(blocks, block + end - at)
 
         valid = (row // G < tokens) & (row < TOKENS_PER_TILE * G)
         if GROUPED:
             query = tl.load(members + token + row // G, mask=valid, other=0).to(tl.int64)
-        elif NEW:
-            query = token.to(tl.int64) + row * 0
         else:
             query = (token + row // G).to(tl.int64)
         head = kv_head * G + row % G
         q_mask = valid[:, None]
         if BLOCK_H != H:
             q_mask = q_mask & (dim < H)[None, :]
-        q_at = q + query[:, None] * q_token + head[:, None] * q_head
-        if NEW:
-            # A tile's queries are of one token: they are turned in few rows, which are then repeated over the tile.
-            few = tl.arange(0, ROWS)[:, None]
-            q_at = q + token.to(tl.int64) * q_token + (kv_head * G + few) * q_head
-            q_mask = (few < G) & (dim < H)[None, :]
-            spot = turn_to + few * 0
-        elif RAW:
-            spot = tl.load(positions + query, mask=valid, other=0)[:, None]
-        if RAW:
-            cos, sin = turn(cos_sin, spot, dim[None, :], HALF, BLOCK_H, INTERLEAVED)
-            queries = turned(
-                q_at, dim[None, :], q_mask, cos, sin, q_weight, eps, offset, H, HALF, BLOCK_H, NORM_Q, INTERLEAVED
-            )  # fmt: skip
-        else:
-            queries = tl.load(q_at + dim[None, :], mask=q_mask, other=0.0)
-        q_tile = spread(queries, ROWS, BLOCK_H, BLOCK_M) if NEW else queries
+        q_tile = tl.load(q + query[:, None] * q_token + head[:, None] * q_head + dim[None, :], mask=q_mask, other=0.0)
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         norm = tl.zeros([BLOCK_M], tl.float32)
         high = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -323,29 +270,9 @@ def _attention_kernel(
             k_base, v_base = k_cache + kv_head * k_head, v_cache + kv_head * v_head
         low = kv_low + block * BLOCK_N
         high_end = kv_low + block_end * BLOCK_N
-        kv_end = kv_high
-        if NEW:
-            # The row's new token is its last: whoever has the last block writes it, and begins with it.
-            kv_end = kv_high - 1
-            high_end = tl.minimum(high_end, kv_end)
-            mine = ((block_end == blocks) & (kv_high > kv_low)).to(tl.int32)
-            to = tl.load(loc + token)
-            written = mine * (to >= 0).to(tl.int32)
-            k_new, v_new = new_key_value(
-                new_k + token.to(tl.int64) * new_k_token + kv_head * new_k_head,
-                new_v + token.to(tl.int64) * new_v_token + kv_head * new_v_head,
-                k_base + to * k_token, v_base + to * v_token, mine, written,
-                cos, sin, k_weight, eps, offset, inverse_k_scale, inverse_v_scale, q_tile.dtype, ROWS,
-                H, VH, BLOCK_H, BLOCK_V, HALF, INTERLEAVED, NORM_K, SCALED,
-            )  # fmt: skip
-            score = tl.sum(queries.to(tl.float32) * k_new, 1, keep_dims=True) * scale_log2
-            score = tl.where(mine == 1, _capped(score, softcap, SOFTCAP), float("-inf"))
-            high = spread(score, ROWS, 1, BLOCK_M).reshape([BLOCK_M])
-            norm += mine.to(tl.float32)
-            acc += v_new
         if TWO_PHASE:
             # Blocks that every query sees in full need no mask.
-            full = kv_end
+            full = kv_high
             if CAUSAL and not GROUPED:
                 full = tl.minimum(full, position + 1)
             full_end = kv_low + tl.maximum(full - kv_low, 0) // BLOCK_N * BLOCK_N
@@ -355,20 +282,20 @@ def _attention_kernel(
                 full_start = kv_low + (tl.maximum(edge - kv_low, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
                 full_start = tl.minimum(tl.maximum(full_start, low), high_end)
                 acc, high, norm = _attend_blocks(
-                    acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_start, kv_end,
+                    acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_start, kv_high,
                     scale_log2, softcap, window, k_token, v_token,
                     True, CAUSAL, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
                 )  # fmt: skip
                 low = full_start
             full_end = tl.minimum(tl.maximum(full_end, low), high_end)
             acc, high, norm = _attend_blocks(
-                acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_end, kv_end,
+                acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_end, kv_high,
                 scale_log2, softcap, window, k_token, v_token,
                 False, CAUSAL, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
             )  # fmt: skip
             low = full_end
         acc, high, norm = _attend_blocks(
-            acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, high_end, kv_end,
+            acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, high_end, kv_high,
             scale_log2, softcap, window, k_token, v_token,
             True, CAUSAL and not GROUPED, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
         )  # fmt: skip
@@ -419,54 +346,6 @@ def _attention_kernel(
             at = end
         if at < end:
             start, token, tokens, position, kv_low, kv_high, slot = _tile_of(tiles + tile, tile_room)
-            if NEW:
-                turn_to = tl.load(positions + token).to(tl.int32)
-
-
-@triton.jit
-def _unit_of(at, start, kv_low, kv_high, per_chunk, aligned, BLOCK_N: tl.constexpr):
-    """Of the (tile, KV head) that has place `at` of the stream: its blocks, the KV head, and where it starts."""
-    blocks = tl.maximum((kv_high - kv_low + BLOCK_N - 1) // BLOCK_N, 1)
-    span = blocks
-    if aligned == 1:
-        span = (blocks + per_chunk - 1) // per_chunk * per_chunk
-    kv_head = (at - start) // span
-    return blocks, kv_head, start + kv_head * span
-
-
-@triton.jit
-def _ask_ahead(
-    k_cache,
-    v_cache,
-    table,
-    at,
-    end,
-    start,
-    kv_low,
-    kv_end,
-    per_chunk,
-    aligned,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    H: tl.constexpr,
-    VH: tl.constexpr,
-    PAGE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Asks for the first blocks that a program will read: what lies before `kv_end` was there before the step."""
-    _, kv_head, head_start = _unit_of(at, start, kv_low, kv_end + 1, per_chunk, aligned, BLOCK_N)
-    low = kv_low + (at - head_start) * BLOCK_N
-    high = tl.minimum(kv_end, low + (end - at) * BLOCK_N)
-    for block in tl.static_range(AHEAD):
-        n = low + block * BLOCK_N
-        if n < high:
-            tokens = tl.minimum(n + tl.arange(0, BLOCK_N), high - 1)
-            lie = tl.load(table + tokens // PAGE).to(tl.int64) * PAGE + tokens % PAGE
-            ask_for(k_cache + kv_head * k_head + lie * k_token, H * k_cache.dtype.element_ty.primitive_bitwidth // 8)
-            ask_for(v_cache + kv_head * v_head + lie * v_token, VH * v_cache.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
@@ -531,21 +410,19 @@ def attend(
     shared: tuple[Tensor, Tensor] | None = None,
     zero_padding: bool = False,
     after_plan: bool = False,
-    raw: Raw | None = None,
 ) -> None:
     """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous).
 
     `shared` is (float32 [T, N, V], float32 [T, N]): a plan of groups leaves its result and log-sum-exp (base 2) there and
     doesn't touch `out_TNV`; a plan of rows merges what it finds there. With `zero_padding` tokens of no row become zero.
     `after_plan`: the plan may just have been queued, so this launch must not start before it ends.
-    `raw`: no row has more than one token, and neither `q_TNH` nor the pages are ready for the step; see `Raw`.
     """
     num_tokens, num_heads, width = q_TNH.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     v_width = v_cache.shape[3]
     shape = plan.shape
     front, lse = (workspace.partial, workspace.stats) if shared is None else shared
-    tma = _suits_tma(q_TNH, k_cache, v_cache, shape) and (raw is None or plan.members is not None)
+    tma = _suits_tma(q_TNH, k_cache, v_cache, shape)
     _attention_kernel[(plan.num_chunks,)](
         q_TNH,
         out_TNV,
@@ -595,7 +472,6 @@ def attend(
         BLOCK_V=power_of_two(v_width, 16),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        **(NOT_RAW if raw is None else raw.arguments(k_cache, v_cache, k_scale, v_scale)),
         **({"PDL": False} if after_plan else pdl_options(q_TNH.device)),
     )
 

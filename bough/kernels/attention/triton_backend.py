@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bough.kernels.attention import decode_hopper, fresh, plan, triton
 from bough.kernels.attention.inputs import AttentionInputs, Spec
-from bough.kernels.attention.new_token import Raw
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.launching import power_of_two
 from bough.kernels.rotary.triton import rope_and_write, write_kv
@@ -28,8 +27,6 @@ SHARED = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=1
 _LARGE_STEP = 1024
 _NEVER = 2**30
 """No row is as long: all of them are left to the paged kernel."""
-FUSED_DECODE = True
-"""In steps of decode rows alone attention takes q, k and v from the projection: no launch between the two."""
 
 
 @dataclass(slots=True)
@@ -64,9 +61,6 @@ class TritonAttention:
         inputs = self._step()
         k_scale, v_scale = inputs.scales(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
-        if _fuses(inputs):
-            raw = Raw(_dense(k_TKH), _dense(v_TKH), inputs.loc_T, inputs.loc_T, None)
-            return self.attend(spec, q_TNH, k_TKH, v_TKH, raw)
         write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
         return self.attend(spec, q_TNH, k_TKH, v_TKH)
 
@@ -85,9 +79,8 @@ class TritonAttention:
         offset: float = 0.0,
         interleaved: bool = False,
     ) -> Tensor:
-        """`forward` for q and k that still need their norms and rotation.
+        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write.
 
-        One kernel does these with the KV write; in steps of decode rows alone attention itself does.
         In the last layer the result has the rows of the step's tail only, where it has one.
         """
         inputs = self._step()
@@ -96,12 +89,6 @@ class TritonAttention:
         )  # fmt: skip
         if decode_hopper.suits(spec, inputs, hopper):
             return self._decode(spec, inputs, hopper)
-        if _fuses(inputs):
-            raw = Raw(
-                _dense(k_TKH), _dense(v_TKH), inputs.loc_T, positions_T, cos_sin_PR,
-                q_norm, k_norm, eps, offset, interleaved,
-            )  # fmt: skip
-            return self.attend(spec, q_TNH, k_TKH, v_TKH, raw)
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
             q_TNH,
@@ -125,10 +112,10 @@ class TritonAttention:
             q = q.index_select(0, inputs.tail.at_L)  # its keys and values are in the pages, with all others
         return self.attend(spec, q, k, v_TKH)
 
-    def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, raw: Raw | None = None) -> Tensor:
-        """`forward` for KV that is already in the pages, or with `raw` gets there as it says."""
+    def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """`forward` for KV that is already in the pages."""
         inputs = self._step()
-        q = _dense(q_TNH)
+        q = q_TNH if q_TNH.stride(2) == 1 else q_TNH.contiguous()
         v_width = inputs.v_caches[spec.layer].shape[3]
         prepared = self._prepare_kind(spec, q, v_TKH, v_width)
         if not prepared.rows and prepared.shared is None:
@@ -136,7 +123,7 @@ class TritonAttention:
             if len(lengths) == 1 and sum(length for _, length in prepared.fresh) == inputs.num_tokens:
                 return fresh.attend_whole(q, k_TKH, v_TKH, lengths.pop(), spec.scale).flatten(1)
         out = torch.empty((inputs.num_tokens, spec.num_heads, v_width), dtype=q.dtype, device=q.device)
-        self._launch(spec, inputs, prepared, q, out, raw)
+        self._launch(spec, inputs, prepared, q, out)
         if prepared.fresh:
             fresh.attend_fresh(q, k_TKH, v_TKH, prepared.fresh, spec.scale, out)
         return out.flatten(1)
@@ -156,15 +143,7 @@ class TritonAttention:
             raise RuntimeError("prepare() must run before the layers of a step")
         return self._inputs
 
-    def _launch(
-        self,
-        spec: Spec,
-        inputs: AttentionInputs,
-        prepared: _Prepared,
-        q: Tensor,
-        out: Tensor,
-        raw: Raw | None,
-    ) -> None:
+    def _launch(self, spec: Spec, inputs: AttentionInputs, prepared: _Prepared, q: Tensor, out: Tensor) -> None:
         k_scale, v_scale = inputs.scales(spec.layer)
         front = None
         plans = prepared.rows
@@ -191,7 +170,6 @@ class TritonAttention:
                 shared=front if each.prefixed or not is_rows else None,
                 zero_padding=is_rows and each is prepared.rows[0],
                 after_plan=prepared.just_planned and place == 0,
-                raw=raw,
             )
         if not prepared.rows and prepared.fresh:
             last = max(first + length for first, length in prepared.fresh)
@@ -216,15 +194,6 @@ class TritonAttention:
             width = power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
             found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, fresh_from)
         return found
-
-
-def _fuses(inputs: AttentionInputs) -> bool:
-    """Whether every row has one token at most, and all of them attend: then one program a KV head sees the new token."""
-    return FUSED_DECODE and inputs.max_query == 1 and inputs.tail is None
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_from: int) -> _Prepared:
