@@ -35,7 +35,7 @@ def _addresses(caches: tuple[int, ...], device: torch.device) -> Tensor:
 def copy_pages(caches: Sequence[Tensor], source_M: Tensor, target_M: Tensor) -> None:
     by_words: dict[int, list[int]] = {}
     for each in caches:
-        num_bytes = each[0].numel() * each.element_size()
+        num_bytes = each.stride(0) * each.element_size()
         if num_bytes % 4 or not each.is_contiguous():
             reference.copy_pages([each], source_M, target_M)
         else:
