@@ -3,6 +3,7 @@ prefills their step, never a decode or the engine."""
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,13 @@ def peak_of(runner: ModelRunner, step: Step) -> tuple[int, int]:
     torch.cuda.synchronize()
     del launched
     return torch.cuda.max_memory_allocated() - tensors, torch.cuda.max_memory_reserved() - reserved
+
+
+@pytest.fixture(autouse=True)
+def empty_device() -> None:
+    """What a test before has left is no part of this one's memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
