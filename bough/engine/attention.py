@@ -17,7 +17,7 @@ _PER_STEP = {
     "cpu": ("bough.kernels.attention.cpu", "CpuAttention"),
     "whole": ("bough.kernels.attention.whole", "WholeAttention"),
 }
-_PER_DEVICE = {"triton": ("bough.kernels.attention.triton_backend", "TritonAttention")}
+_PER_DEVICE = ("hopper", "triton")
 
 
 def attention_factory(name: str, device: torch.device) -> AttentionFactory:
@@ -26,7 +26,7 @@ def attention_factory(name: str, device: torch.device) -> AttentionFactory:
         factory: AttentionFactory = _class(*_PER_STEP[name])
         return factory
     if name in _PER_DEVICE:
-        backend = _class(*_PER_DEVICE[name])(device)
+        backend = _class("bough.kernels.attention.triton_backend", "TritonAttention")(device, hopper=name == "hopper")
 
         def prepared(inputs: AttentionInputs) -> AttentionBackend:
             backend.prepare(inputs)

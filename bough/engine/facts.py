@@ -18,7 +18,10 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def machine_facts(device: DeviceFacts, *, custom_kernels: bool) -> MachineFacts:
     """The device in the words of `config.resolve`. `custom_kernels`: kernels compiled on first use are allowed."""
     if device.kind == "cuda":
-        backends = ("triton", "torch") if custom_kernels and (device.capability or (0, 0)) >= (8, 0) else ("torch",)
+        capability = device.capability or (0, 0)
+        backends: tuple[str, ...] = ("triton", "torch") if custom_kernels and capability >= (8, 0) else ("torch",)
+        if custom_kernels and capability == (9, 0):
+            backends = ("hopper", *backends)
         fastest: DType = "bfloat16"
     else:
         backends = ("cpu", "torch") if custom_kernels and device.compiler else ("torch",)

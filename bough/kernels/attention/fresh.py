@@ -36,9 +36,12 @@ def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
     )
 
 
-def shortest(q_TNH: Tensor, v_TKV: Tensor) -> int:
-    """The fewest tokens of a row that is faster here than in the paged kernel, where the layer `suits`."""
-    return FRESH_FROM if fresh_hopper.is_ready(q_TNH, v_TKV) else CUDNN_FROM
+def shortest(q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -> int:
+    """The fewest tokens of a row that is faster here than in the paged kernel, where the layer `suits`.
+
+    Without `hopper`, here and below, the vendor's kernel is taken on Hopper too.
+    """
+    return FRESH_FROM if hopper and fresh_hopper.is_ready(q_TNH, v_TKV) else CUDNN_FROM
 
 
 def padded_length(length: int) -> int:
@@ -48,10 +51,17 @@ def padded_length(length: int) -> int:
 
 
 def attend_fresh(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, rows: list[tuple[int, int]], scale: float, out_TNV: Tensor
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKV: Tensor,
+    rows: list[tuple[int, int]],
+    scale: float,
+    out_TNV: Tensor,
+    *,
+    hopper: bool = True,
 ) -> None:
     """Fills `out_TNV` for the rows (first token, tokens)."""
-    if fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
+    if hopper and fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
         fresh_hopper.attend(q_TNH, k_TKH, v_TKV, tuple(rows), scale, out_TNV)
         return
     for first, length in rows:
@@ -60,9 +70,11 @@ def attend_fresh(
         out_TNV[first : first + length] = _sdpa(q, k, v, scale)[:length]
 
 
-def attend_whole(q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float) -> Tensor:
+def attend_whole(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float, *, hopper: bool = True
+) -> Tensor:
     """[T, N, V] where all tokens belong to fresh rows of one `length`."""
-    if fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
+    if hopper and fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
         out_TNV = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         rows = tuple((first, length) for first in range(0, q_TNH.shape[0], length))
         fresh_hopper.attend(q_TNH, k_TKH, v_TKV, rows, scale, out_TNV)

@@ -43,8 +43,10 @@ class _Prepared:
 class TritonAttention:
     """`AttentionBackend` over `AttentionInputs`. One object serves a device's stream: its buffers are reused."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, hopper: bool = True) -> None:
+        """`hopper`: kernels written for Hopper are used where they can be had and suit."""
         self._device = device
+        self._hopper = hopper
         self._inputs: AttentionInputs | None = None
         self._prepared: dict[tuple[Kind, int, int], _Prepared] = {}
         self._decode_plans: dict[Kind, Plan] = {}
@@ -84,11 +86,11 @@ class TritonAttention:
         In the last layer the result has the rows of the step's tail only, where it has one.
         """
         inputs = self._step()
-        hopper = decode_hopper.Raw(
+        raw = decode_hopper.Raw(
             q_TNH, k_TKH, v_TKH, positions_T, cos_sin_PR, q_norm, k_norm, eps, offset, interleaved
         )  # fmt: skip
-        if decode_hopper.suits(spec, inputs, hopper):
-            return self._decode(spec, inputs, hopper)
+        if self._hopper and decode_hopper.suits(spec, inputs, raw):
+            return self._decode(spec, inputs, raw)
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
             q_TNH,
@@ -121,11 +123,11 @@ class TritonAttention:
         if not prepared.rows and prepared.shared is None:
             lengths = {length for _, length in prepared.fresh}
             if len(lengths) == 1 and sum(length for _, length in prepared.fresh) == inputs.num_tokens:
-                return fresh.attend_whole(q, k_TKH, v_TKH, lengths.pop(), spec.scale).flatten(1)
+                return fresh.attend_whole(q, k_TKH, v_TKH, lengths.pop(), spec.scale, hopper=self._hopper).flatten(1)
         out = torch.empty((inputs.num_tokens, spec.num_heads, v_width), dtype=q.dtype, device=q.device)
         self._launch(spec, inputs, prepared, q, out)
         if prepared.fresh:
-            fresh.attend_fresh(q, k_TKH, v_TKH, prepared.fresh, spec.scale, out)
+            fresh.attend_fresh(q, k_TKH, v_TKH, prepared.fresh, spec.scale, out, hopper=self._hopper)
         return out.flatten(1)
 
     def _decode(self, spec: Spec, inputs: AttentionInputs, raw: decode_hopper.Raw) -> Tensor:
@@ -187,7 +189,9 @@ class TritonAttention:
     def _prepare_kind(self, spec: Spec, q: Tensor, v: Tensor, v_width: int) -> _Prepared:
         inputs = self._step()
         kind = Kind(spec.num_heads, spec.num_kv_heads, spec.window, spec.causal)
-        fresh_from = fresh.shortest(q, v) if inputs.host is not None and fresh.suits(spec, q, v) else _NEVER
+        fresh_from = _NEVER
+        if inputs.host is not None and fresh.suits(spec, q, v):
+            fresh_from = fresh.shortest(q, v, hopper=self._hopper)
         key = (kind, fresh_from, v_width)
         found = self._prepared.get(key)
         if found is None:
