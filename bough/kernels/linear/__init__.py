@@ -1,6 +1,7 @@
 """Matrix products with a weight [O, D]: few rows stream the weight at memory bandwidth, many go to the vendor's library.
 
-in: activations and weights of one dtype. out: [T, O] in that dtype, accumulated in float32. never: quantised weights.
+in: activations and weights of one dtype. out: [T, O] in that dtype, accumulated in float32. never: quantised weights, or
+weights that a kernel of the same step writes (they are read before the kernels in front have ended).
 """
 
 from __future__ import annotations
