@@ -120,6 +120,10 @@ class TritonAttention:
         q = q_TNH if q_TNH.stride(2) == 1 else q_TNH.contiguous()
         v_width = inputs.v_caches[spec.layer].shape[3]
         prepared = self._prepare_kind(spec, q, v_TKH, v_width)
+        if prepared.fresh:
+            k_scale, v_scale = inputs.scales(spec.layer)
+            k_TKH = _as_read(k_TKH, inputs.k_caches[spec.layer].dtype, k_scale)
+            v_TKH = _as_read(v_TKH, inputs.v_caches[spec.layer].dtype, v_scale)
         if not prepared.rows and prepared.shared is None:
             lengths = {length for _, length in prepared.fresh}
             if len(lengths) == 1 and sum(length for _, length in prepared.fresh) == inputs.num_tokens:
@@ -198,6 +202,13 @@ class TritonAttention:
             width = power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
             found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, fresh_from)
         return found
+
+
+def _as_read(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Keys or values as steps to come will read them from a cache of `dtype`: rows see the same, cached or not."""
+    if dtype == x.dtype:
+        return x
+    return ((x.float() / scale).clamp(-448.0, 448.0).to(dtype).float() * scale).to(x.dtype)
 
 
 def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_from: int) -> _Prepared:
