@@ -28,11 +28,11 @@ def to_cache(value, inverse_scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
 def _rounded_to_float8(value):
     """The nearest e4m3 value of a float32 one, ties to even. A conversion may go by way of 16 bits, and round twice."""
     bits = value.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    normal = bits.to(tl.float32, bitcast=True)
+    sign = bits & -0x80000000
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     # Below 2**-6 steps are 2**-9, which is what 24576.0 leaves of a sum.
-    small = (tl.abs(value) + 24576.0) - 24576.0
-    return tl.where(tl.abs(value) < 0.015625, tl.where(value < 0.0, -small, small), normal)
+    small = ((tl.abs(value) + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | sign
+    return tl.where(tl.abs(value) < 0.015625, small, normal).to(tl.float32, bitcast=True)
 
 
 @triton.jit
