@@ -17,7 +17,8 @@ COMMON = [(7 * i + 3) % 120 + 3 for i in range(70)]
 PROMPTS = [[*COMMON, 5, 17, 99], [42], [*COMMON, 5, 88], [100, 90, 80, 70], [*COMMON[:40], 9, 9, 30]]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
 SIZES = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256}
-BASE = {"device": "cuda", "attention": "triton"}
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+BASE = {"device": "cuda", "attention": "hopper" if HOPPER else "triton"}
 VARIANTS = {
     "graphs": {"graphs": True},
     "no overlap": {"graphs": True, "overlap": False},

@@ -50,13 +50,13 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
 SCORES = LogprobSpec(start=0)
 
 
-def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+def same_weights(ours: torch.nn.Module, theirs: Any) -> None:
     """Copies our weights to where transformers keeps them."""
     sizes = (CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], CONFIG["num_key_value_heads"])
     mine = dict(ours.named_parameters())
     pairs = {"model.embed_tokens.weight": mine["embed.matrix.weight"], "model.norm.weight": mine["norm.weight"]}
     pairs["lm_head.weight"] = mine["head.matrix.weight"]
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(theirs.config.num_hidden_layers):
         here, there = f"layers.{layer}", f"model.layers.{layer}"
         heads = mine[f"{here}.qkv.matrix.weight"].split([size * CONFIG["head_dim"] for size in sizes])
         gate, up = mine[f"{here}.gate_up.matrix.weight"].chunk(2)
@@ -97,6 +97,10 @@ def ours(folder: Path, dtype: torch.dtype) -> Any:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
+    return transformers_model(folder)
+
+
+def transformers_model(folder: Path) -> Any:
     """transformers' model in float32, with our weights."""
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
@@ -128,7 +132,7 @@ def setup(dtype: torch.dtype, **more: Any) -> Setup:
         context_length=1024,
         dtype=dtype,
         device="cuda",
-        attention="triton",
+        attention="hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton",
         graphs=True,
         **more,
     )
@@ -170,14 +174,17 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(folder: Path, reference: An
         assert behind.max() <= 6 * theirs_off.max(), "each token is the best one, but for rounding"
 
 
-def test_fp8_kv_is_transformers_with_rounded_keys_and_values(
-    folder: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 but for the cache, whose 8 bits transformers gets too."""
+def test_fp8_kv_is_transformers_with_rounded_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 but for the cache, whose 8 bits transformers gets too.
+
+    Four layers: more of them make a large difference of the few values that lie in the middle between two of 8 bits.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
     engine = InProcess(
-        ours(folder, torch.float32), CONFIG["vocab_size"], setup(torch.float32, kv_dtype=torch.float8_e4m3fn)
+        ours(tmp_path, torch.float32), CONFIG["vocab_size"], setup(torch.float32, kv_dtype=torch.float8_e4m3fn)
     )
     got = our_scores(engine)
+    reference = transformers_model(tmp_path)
     plain = [scores(reference, prompt) for prompt in PROMPTS]
     update = DynamicCache.update
 
@@ -187,5 +194,4 @@ def test_fp8_kv_is_transformers_with_rounded_keys_and_values(
     monkeypatch.setattr(DynamicCache, "update", rounded)
     for ours_off, prompt, exact in zip(got, PROMPTS, plain, strict=True):
         expected = scores(reference, prompt)
-        # Values in the middle between two of 8 bits fall by the last bits of float32, and what follows differs.
-        assert (ours_off - expected).abs().mean() < 0.25 * (exact - expected).abs().mean()
+        assert (ours_off - expected).abs().mean() < 0.1 * (exact - expected).abs().mean()
