@@ -12,7 +12,7 @@ _LONGEST = 8192
 _WEB = re.compile(
     r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
     r"(?P<target>[/?][!-\[\]-~]*)?",
-    re.IGNORECASE,
+    re.IGNORECASE | re.ASCII,  # without the latter, letters that are not ASCII have cases that are
 )
 """Printable ASCII without blanks and backslashes; no user, no password, no escapes in the host."""
 

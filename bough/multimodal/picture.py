@@ -82,7 +82,8 @@ def _broken(kind: str) -> MediaUnsupported:
 
 
 def _png(data: bytes) -> Measured:
-    """IHDR comes first; an animation says how many frames it has, and has as many controls. The larger count is believed."""
+    """IHDR comes first, and decoders believe a second one; an animation says how many frames it has, and has as many
+    controls. The largest of everything is believed."""
     if data[12:16] != b"IHDR":
         raise ValueError("no IHDR")
     width, height = struct.unpack_from(">II", data, 16)
@@ -95,6 +96,9 @@ def _png(data: bytes) -> Measured:
         elif name == b"fcTL":
             controls += 1
             inner = struct.unpack_from(">II", data, at + 12)
+            width, height = max(width, inner[0]), max(height, inner[1])
+        elif name == b"IHDR":
+            inner = struct.unpack_from(">II", data, at + 8)
             width, height = max(width, inner[0]), max(height, inner[1])
         elif name == b"IEND":
             break

@@ -448,6 +448,9 @@ async def test_a_slow_resolver_is_given_up_in_time() -> None:
         "/etc/passwd",
         "http://example.com/\x00",
         "blob:http://example.com/x",
+        "http://\u017fecret.example.com/",  # a long s, whose capital is an S
+        "http://\u212aeys.example.com/",  # a Kelvin sign, whose small letter is a k
+        "http://example.com/\u017f",
     ],
 )
 async def test_odd_urls_are_refused(url: str) -> None:

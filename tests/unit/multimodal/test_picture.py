@@ -101,6 +101,7 @@ def test_a_bomb_is_refused_by_its_header() -> None:
     for bomb in (
         png_of(60_000, 60_000),
         png_of(2**31 - 1, 2**31 - 1),
+        png_of(8, 8, chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))),
         encoded("GIF", (8, 8)).replace(struct.pack("<HH", 8, 8), struct.pack("<HH", 65_535, 65_535), 1),
     ):
         assert len(bomb) < 1000
