@@ -36,6 +36,8 @@ _LINGER_S = 2.0
 """How long a closing writer waits for its last messages to leave."""
 _RETRY_S = (0.01, 0.2)
 """Between two tries to reach the reader: at first, and at most."""
+_DOOR_PAUSE_S = 0.001
+"""Between two tries to let a writer in where there is no room for it: nobody else says when there is."""
 _READ_BYTES = 1 << 18
 _SOCKET_BYTES = 1 << 22
 """Asked of the kernel for each connection; it may give less."""
@@ -80,6 +82,7 @@ class _Reader(Generic[T]):
         self._max_bytes = max_bytes
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._connections: dict[int, _Connection] = {}
+        self._told_of_door = False
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._door.setblocking(False)
         with contextlib.suppress(FileNotFoundError):
@@ -113,6 +116,12 @@ class _Reader(Generic[T]):
         try:
             connected, _ = self._door.accept()
         except (BlockingIOError, ConnectionError):
+            return False
+        except OSError as error:  # no descriptor is left: it waits at the door, and what is open goes on
+            if not self._told_of_door:
+                self._told_of_door = True
+                _log.warning("a writer can't be let in yet: %s", error)
+            time.sleep(_DOOR_PAUSE_S)
             return False
         connected.setblocking(False)
         self._connections[connected.fileno()] = _Connection(connected)
@@ -238,12 +247,16 @@ class Inbox(_Reader[T]):
     def close(self) -> None:
         """Marks the inbox closed and wakes `drain`. Safe in signal handlers and from any thread."""
         self.closed = True
-        os.eventfd_write(self._wake, 1)
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def release(self) -> None:
         """Frees the socket. The reader's own thread only, after its loop."""
         self.closed = True
         self._free()
+        wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
 
 
 class AsyncInbox(_Reader[T]):
@@ -356,8 +369,9 @@ class Outbox:
                 raise ValueError("this writer was closed")
             self._held.extend(frames)
             if self._pump is None and not self._write():
-                self._pump = threading.Thread(target=self._keep_writing, name="outbox", daemon=True)
-                self._pump.start()
+                pump = threading.Thread(target=self._keep_writing, name="outbox", daemon=True)
+                pump.start()
+                self._pump = pump
 
     def _write(self) -> bool:
         """Gives the kernel what it takes. Returns whether that was everything."""
@@ -394,13 +408,15 @@ class Outbox:
         self._begun = count
 
     def _connect(self) -> bool:
-        attempt = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        attempt.setblocking(False)
-        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        attempt: socket.socket | None = None
         try:
+            attempt = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            attempt.setblocking(False)
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             attempt.connect(self._address)
-        except OSError:  # the reader is not there yet, not there any more, or has many at its door
-            attempt.close()
+        except OSError:  # the reader is not there (yet), has many at its door, or no descriptor is left here
+            if attempt is not None:
+                attempt.close()
             return False
         self._socket = attempt
         return True

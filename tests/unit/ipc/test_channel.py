@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -6,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -261,3 +263,58 @@ def _collect(inbox: Inbox[ToEngine], at_least: int) -> list[ToEngine]:
     while len(got) < at_least and time.monotonic() < deadline:
         got += inbox.drain(block_s=0.5)
     return got
+
+
+def test_nothing_is_left_open(endpoints: Endpoints) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = Outbox(endpoints.engine)
+    outbox.send(Abort(1))
+    assert _collect(inbox, 1) == [Abort(1)]
+    outbox.close()
+    inbox.release()
+    inbox.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_both_ends_outlive_a_lack_of_descriptors(endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = Outbox(endpoints.engine)
+    lacking = [True]
+
+    def scarce(make: Callable[..., socket.socket]) -> Callable[..., socket.socket]:
+        def made(*arguments: Any) -> Any:
+            if lacking[0]:
+                raise OSError(errno.EMFILE, "too many open files")
+            return make(*arguments)
+
+        return made
+
+    monkeypatch.setattr(socket, "socket", scarce(socket.socket))
+    outbox.send(Abort(1))
+    monkeypatch.undo()
+    inbox._door = _Full(inbox._door, lacking)  # type: ignore[assignment]
+    assert inbox.drain(block_s=0.3) == []
+    lacking[0] = False
+    assert _collect(inbox, 1) == [Abort(1)]
+    outbox.close()
+    inbox.release()
+
+
+class _Full:
+    """A listening socket in a process without descriptors."""
+
+    def __init__(self, door: socket.socket, lacking: list[bool]) -> None:
+        self._door = door
+        self._lacking = lacking
+
+    def accept(self) -> Any:
+        if self._lacking[0]:
+            raise OSError(errno.EMFILE, "too many open files")
+        return self._door.accept()
+
+    def fileno(self) -> int:
+        return self._door.fileno()
+
+    def close(self) -> None:
+        self._door.close()
