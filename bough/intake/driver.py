@@ -49,8 +49,11 @@ class Driver:
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begins `work` in the loop."""
+        """Begins `work` in the loop. Raises RuntimeError once closed, when nobody would ever turn it."""
         with self._lock:
+            if self._closed:
+                work.close()
+                raise RuntimeError("the event loop was closed")
             self._calls += 1
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         future.add_done_callback(self._one_less)
@@ -64,12 +67,18 @@ class Driver:
         self._turn_if_nobody_does()
 
     def close(self, wait_s: float) -> None:
-        """Ends the threads. Nothing may be run afterwards."""
+        """Ends the threads and the loop. Nothing may be run afterwards."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._wanted.release()
         self._thread.join(wait_s)
+        with self._lock:
+            is_turned_elsewhere = self._turning and not self._background
+        if not is_turned_elsewhere and not self._thread.is_alive():
+            self.loop.close()
 
     # -- in the caller's thread --------------------------------------------------------------------------------------
 

@@ -152,3 +152,16 @@ def test_idle_costs_nothing(driver: Driver) -> None:
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.05
+
+
+def test_the_end_leaves_nothing_open_and_nobody_waiting() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    made = Driver("test-driver")
+    made.run(where())
+    made.submit(where()).result(5)
+    made.close(wait_s=5)
+    made.close(wait_s=5)
+    with pytest.raises(RuntimeError, match="closed"):
+        made.run(where())
+    made.call_soon(print)
+    assert set(os.listdir("/proc/self/fd")) <= before
