@@ -15,6 +15,7 @@ from bough.kernels.attention import fresh, fresh_hopper
 from bough.kernels.attention.fresh_hopper import PLACES, TILE, Place, attend, cut, section
 from bough.kernels.choices import Facts
 from bough.kernels.cuda_source import CudaSourceError
+from bough.kernels.rotary.reference import write_kv
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 PARAMETER_BYTES = 4096
@@ -206,3 +207,17 @@ def test_other_devices_are_left_alone(recorded: Recorded, monkeypatch: pytest.Mo
     monkeypatch.setattr(fresh_hopper, "facts_of", lambda *_: Facts("cuda", (10, 0)))
     assert not fresh_hopper.suits(q, k, v)
     assert fresh.shortest(q, v) == fresh.CUDNN_FROM
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_fresh_keys_are_those_that_a_cache_gives_back(dtype: torch.dtype, scale: float) -> None:
+    pytest.importorskip("triton")
+    from bough.kernels.attention.triton_backend import _as_read
+
+    x = torch.tensor([0.0, 0.3, -17.5, 100.0, 440.0, 1000.0, -3000.0, 1e5], dtype=torch.bfloat16)[None, None]
+    cache = torch.zeros((1, 1, 1, 8), dtype=dtype)
+    write_kv(x, x, cache, cache.clone(), torch.tensor([0]), k_scale=scale)
+    assert torch.equal(_as_read(x, dtype, scale)[0, 0], (cache[0, 0, 0].float() * scale).bfloat16())

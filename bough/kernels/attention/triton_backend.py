@@ -208,7 +208,11 @@ def _as_read(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Keys or values as steps to come will read them from a cache of `dtype`: rows see the same, cached or not."""
     if dtype == x.dtype:
         return x
-    return ((x.float() / scale).clamp(-448.0, 448.0).to(dtype).float() * scale).to(x.dtype)
+    held = x.float() / scale
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        held = held.clamp(-limit, limit)
+    return (held.to(dtype).float() * scale).to(x.dtype)
 
 
 def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_from: int) -> _Prepared:
