@@ -99,20 +99,28 @@ def cached_cubin(path: Path, architecture: str, defines: Mapping[str, int]) -> b
     source = path.read_text()
     parts = (source, architecture, repr(sorted(defines.items())), str(torch.version.cuda))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = cache_directory() / "kernels"
-    target = folder / f"{path.stem}_{key}.cubin"
-    if target.exists():
-        return target.read_bytes()
-    made = compile_cubin(source, architecture, defines)
+    made: bytes | None = None
     try:
-        folder.mkdir(exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=folder, prefix=".cubin-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(made)
-        os.replace(draft, target)
+        target = cache_directory() / "kernels" / f"{path.stem}_{key}.cubin"
+        if target.exists():
+            return target.read_bytes()
+        made = compile_cubin(source, architecture, defines)
+        _keep(target, made)
     except OSError as error:
         log.info("compiled CUDA code is not kept: %s", error)
-    return made
+    return compile_cubin(source, architecture, defines) if made is None else made
+
+
+def _keep(target: Path, cubin: bytes) -> None:
+    target.parent.mkdir(exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=target.parent, prefix=".cubin-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(draft, target)
+    except OSError:
+        os.unlink(draft)
+        raise
 
 
 class _Attribute(ctypes.Structure):

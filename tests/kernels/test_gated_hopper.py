@@ -128,3 +128,23 @@ def test_compiled_code_is_kept_by_all_it_depends_on(tmp_path: Path, monkeypatch:
     source.write_text("two")
     assert cuda_source.cached_cubin(source, "sm_90a", {"A": 1}) == b"code 4"
     assert len(asked) == 4
+
+
+def test_code_is_compiled_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text("one")
+    monkeypatch.setattr(cuda_source, "compile_cubin", lambda *_: b"code")
+
+    def nowhere() -> Path:
+        raise PermissionError("everything is read-only")
+
+    monkeypatch.setattr(cuda_source, "cache_directory", nowhere)
+    assert cuda_source.cached_cubin(source, "sm_90a", {}) == b"code"
+
+    def is_full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(cuda_source, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(cuda_source.os, "replace", is_full)
+    assert cuda_source.cached_cubin(source, "sm_90a", {}) == b"code"
+    assert list((tmp_path / "kernels").iterdir()) == []

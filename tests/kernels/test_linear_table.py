@@ -61,3 +61,27 @@ def test_shipped_measurements_load(path: Path) -> None:
         rows, depth = map(int, shape.split("x"))
         assert name == table.entry_name(operation, int(tokens), rows, depth, getattr(torch, dtype))
         assert value is None or Config(**value).block_n > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"linear/4/6144x4096/bfloat16": {"block_n": 16, "block_k": 64, "num_warps": 4, "num_stages": 3, "gone": 0}}',
+        '{"linear/4/6144x4096/bfloat16": 7}',
+        "[]",
+        "{",
+    ],
+)
+def test_measurements_of_another_version_are_left_aside(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = table.table_path(CPU)
+    path.parent.mkdir()
+    path.write_text(text)
+    table.entries.cache_clear()
+    try:
+        assert table.entries(CPU) == {}
+        assert "left aside" in caplog.text
+    finally:
+        table.entries.cache_clear()

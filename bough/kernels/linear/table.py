@@ -7,6 +7,7 @@ directory, which `tune` writes and which wins. A lookup never measures, so it is
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict
 from functools import cache
@@ -17,6 +18,8 @@ import triton
 
 from bough.kernels.linear.ring import is_ready
 from bough.kernels.linear.skinny import Config
+
+log = logging.getLogger("bough.kernels")
 
 TOKEN_BUCKETS = (4, 16, 32, 64, 128, 256)
 
@@ -44,9 +47,13 @@ def entries(device: torch.device) -> Entries:
     shipped = Path(__file__).parent / "measured" / f"{device_name(device)}.json"
     found: Entries = {}
     for path in (shipped, table_path(device)):
-        if path.exists():
+        try:
             rows = json.loads(path.read_text()).items()
             found |= {key: None if value is None else Config(**value) for key, value in rows}
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # the user's, of another version or broken
+            log.warning("the measurements in %s are left aside: %s", path, error)
     return found
 
 
