@@ -172,9 +172,6 @@ DECODE_SHAPES = (
 )
 
 
-DECODE_BATCHES = ((1, 128, 400), (8, 128, 400), (64, 128, 400), (256, 128, 400), (1, 8192, 8192), (16, 8192, 8192))
-
-
 def bench_decode() -> Report:
     for page_size in (64, 16):
         for batch, low, high in (
