@@ -17,6 +17,8 @@ log = logging.getLogger("bough.kernels")
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ROWS = 64
 """Weight rows of a warpgroup."""
+MOST_TOKENS = 64
+"""The widest token block that the source knows."""
 
 
 @cache

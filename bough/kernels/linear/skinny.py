@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bough.kernels.activation.triton import gated
 from bough.kernels.launching import num_sms, pdl_options, power_of_two, trigger, wait
-from bough.kernels.linear.ring import is_ready, launch_ring
+from bough.kernels.linear import ring as hopper
 
 MOST_TOKENS = 256
 """The widest token block."""
@@ -216,7 +216,7 @@ def skinny(
     even = rows % config.block_n == 0 and depth % config.block_k == 0
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     tma = config.tma and even and aligned and device.type == "cuda"
-    ring = config.ring and tma and is_ready(device)
+    ring = config.ring and tma and tokens <= hopper.MOST_TOKENS and hopper.is_ready(device)
     block_t = power_of_two(tokens, 8 if ring else 16)
     k_steps = triton.cdiv(depth, config.block_k)
     tiles = triton.cdiv(rows, config.block_n)
@@ -230,7 +230,7 @@ def skinny(
     partial, counters = _SCRATCH.get(device, needed, tiles)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=device)
     if ring:
-        launch_ring(
+        hopper.launch_ring(
             x, weight, bias, residual, out, partial, counters,
             cut=(programs, per_chunk, total, k_steps), block=(block_t, config.block_n, config.block_k),
             stages=config.num_stages, silu_mul=silu_mul,
