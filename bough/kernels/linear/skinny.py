@@ -216,7 +216,8 @@ def skinny(
     even = rows % config.block_n == 0 and depth % config.block_k == 0
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     tma = config.tma and even and aligned and device.type == "cuda"
-    ring = config.ring and tma and tokens <= hopper.MOST_TOKENS and hopper.is_ready(device)
+    alike = all(term is None or term.dtype == x.dtype for term in (bias, residual))
+    ring = config.ring and tma and tokens <= hopper.MOST_TOKENS and alike and hopper.is_ready(device)
     block_t = power_of_two(tokens, 8 if ring else 16)
     k_steps = triton.cdiv(depth, config.block_k)
     tiles = triton.cdiv(rows, config.block_n)
