@@ -54,6 +54,20 @@ class Setup:
         calls[0]()
         return calls * max(1, 8 // len(calls))
 
+    def whole_layers(self, *, hopper: bool) -> list[Callable[[], object]]:
+        """As `layers` for decode rows, from the products' results on: rotation, KV write and attention."""
+        backend = TritonAttention(self.q.device, hopper=hopper)
+        backend.prepare(self.inputs)
+        kv = self.q[:, : self.spec.num_kv_heads]
+        positions = self.inputs.kv_len_R.long() - 1
+        cos_sin = torch.ones((self.inputs.max_kv, self.spec.head_dim), device=self.q.device)
+        calls: list[Callable[[], object]] = []
+        for layer in range(len(self.inputs.k_caches)):
+            spec = Layer(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, layer)
+            calls.append(partial(backend.forward_rope, spec, self.q, kv, kv, positions, cos_sin))
+        calls[0]()
+        return calls * max(1, 8 // len(calls))
+
 
 def decode_inputs(
     batch: int, low: int, high: int, page_size: int, spec: Layer, device: torch.device, *, copies: int

@@ -21,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bough.bench.kernel_inputs import LLAMA_8B, decode_inputs, extend_inputs, share_prefixes
@@ -28,6 +29,7 @@ from bough.kernels.activation import reference as activation_reference, silu_mul
 from bough.kernels.attention import triton_backend
 from bough.kernels.attention.fresh import attend_fresh
 from bough.kernels.attention.plan import Shape
+from bough.kernels.linear import linear_silu_mul
 from bough.kernels.linear.table import TOKEN_BUCKETS, early
 from bough.kernels.linear.tuning import LinearShape, candidates, measure, time_us, tune
 from bough.kernels.moe import fused_experts, topk_softmax
@@ -144,6 +146,17 @@ def bench_linear() -> Report:
                 f"tma, not, early: {others}",
             )
         yield Row("linear", f"step of Llama-3.1-8B T={tokens}", step, floor_step, library_step)
+    weights = [random(28672, 4096, scale=0.02) for _ in range(2)]
+    for tokens in (128, 256, 512, 2048, 8192):
+        x = random(tokens, 4096)
+        took = time_us([partial(linear_silu_mul, x, weight) for weight in weights])
+        library = time_us([partial(_library_silu_mul, x, weight) for weight in weights])
+        floor = max(28672 * 4096 * 2 / BANDWIDTH, 2 * tokens * 28672 * 4096 / MATRIX_RATE) * 1e6
+        yield Row("linear", f"gate_up and activation T={tokens}", took, floor, library)
+
+
+def _library_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    return silu_mul(F.linear(x, weight))
 
 
 def bench_tune() -> Report:
@@ -189,7 +202,10 @@ def bench_decode() -> Report:
             best = min(timed, key=lambda shape: timed[shape])
             note = " ".join(f"{_short(asdict(shape))}:{us:.1f}" for shape, us in timed.items())
             case = f"decode {batch} x {low}-{high} page {page_size}"
-            yield Row("decode", case, timed[best], setup.kv_bytes / BANDWIDTH * 1e6, None, note)
+            floor = setup.kv_bytes / BANDWIDTH * 1e6
+            yield Row("decode", case, timed[best], floor, None, note)
+            own, portable = (time_us(setup.whole_layers(hopper=hopper)) for hopper in (True, False))
+            yield Row("decode", f"{case}, with rotation", own, floor, portable, "portable kernels as the reference")
 
 
 def _with_shape(name: str, shape: Shape, layers: Callable[[], list[Callable[[], object]]]) -> float:
@@ -233,7 +249,7 @@ def bench_prefill() -> Report:
         took = time_us([partial(attend_fresh, q, k, v, [(0, length)], 0.09, torch.empty_like(q))] * 2)
         flops = 2 * length * length * 32 * 128
         yield Row(
-            "prefill", f"vendor {length}", took, flops / MATRIX_RATE * 1e6, None, f"{flops / took / 1e6:.0f} TFLOP/s"
+            "prefill", f"fresh {length}", took, flops / MATRIX_RATE * 1e6, None, f"{flops / took / 1e6:.0f} TFLOP/s"
         )
 
 
