@@ -10,8 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -162,19 +161,21 @@ def _encoded(
 
 
 def can_map(matrix: Tensor) -> bool:
-    """Whether the copy engine can read and write it."""
-    item = matrix.element_size()
-    aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * item % 16 == 0
-    return matrix.dim() == 2 and matrix.dtype in _TENSOR_MAP_TYPES and matrix.stride(1) == 1 and aligned
+    """Whether the copy engine can read and write it; a third dimension must lie dense in the second."""
+    item, strides = matrix.element_size(), matrix.stride()
+    if matrix.dtype not in _TENSOR_MAP_TYPES or strides[-1] != 1 or not 2 <= len(strides) <= 3:
+        return False
+    dense = len(strides) == 2 or strides[1] == matrix.shape[2]
+    return dense and strides[0] * item % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def tensor_map(matrix: Tensor, box_rows: int) -> TensorMap:
     """Tiles of box_rows x 128 bytes of a matrix for which `can_map`; outside it they read as zero and aren't written."""
-    rows, columns = matrix.shape
-    item = matrix.element_size()
-    stride = matrix.stride(0) if rows > 1 else columns
+    shape, item = matrix.shape, matrix.element_size()
+    columns = shape[1] if len(shape) == 2 else shape[1] * shape[2]
+    stride = matrix.stride(0) if shape[0] > 1 else columns
     return _encoded(
-        matrix.data_ptr(), rows, columns, stride * item, box_rows, SWIZZLED_BYTES // item,
+        matrix.data_ptr(), shape[0], columns, stride * item, box_rows, SWIZZLED_BYTES // item,
         _TENSOR_MAP_TYPES[matrix.dtype],
     )  # fmt: skip
 
@@ -188,6 +189,27 @@ def _held(argument: Argument) -> TensorMap | ctypes.c_int | ctypes.c_void_p | ct
     if isinstance(argument, int):
         return ctypes.c_int(argument)
     return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+
+
+_EARLY = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_SERIALIZATION, b"", (1,)))
+_IN_ORDER = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_SERIALIZATION, b"", (0,)))
+
+
+class _OnDevice:
+    """The driver, with a context that is the thread's current one for as long as it is entered."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: ctypes.c_void_p) -> None:
+        self._context = context
+
+    def __enter__(self) -> ctypes.CDLL:
+        driver = _driver()
+        _check(driver.cuCtxPushCurrent_v2(self._context), "the device's context")
+        return driver
+
+    def __exit__(self, *_: object) -> None:
+        _driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 class CudaKernel:
@@ -210,7 +232,8 @@ class CudaKernel:
 
     def most_clusters(self, cluster: int) -> int:
         """How many clusters run at once; `cluster` is the size that the kernel was compiled for."""
-        config = self._config(cluster, 0, _CLUSTER_DIMENSION, (cluster, 1, 1))
+        attributes = (_Attribute * 1)(_Attribute(_CLUSTER_DIMENSION, b"", (cluster, 1, 1)))
+        config = _LaunchConfig((cluster, 1, 1), (self._threads, 1, 1), self._shared_bytes, None, attributes, 1)
         found = ctypes.c_int()
         with self._on_device() as driver:
             result = driver.cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(config))
@@ -222,24 +245,16 @@ class CudaKernel:
 
         A tensor is passed as its address, None as a null pointer, a structure by value.
         """
-        config = self._config(blocks, stream, _PROGRAMMATIC_SERIALIZATION, (int(early),))
+        config = _LaunchConfig(
+            (blocks, 1, 1), (self._threads, 1, 1), self._shared_bytes, stream, _EARLY if early else _IN_ORDER, 1
+        )
         held = [_held(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(held))(
-            *(each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in held)
+            *[each.address if type(each) is TensorMap else ctypes.addressof(each) for each in held]  # type: ignore[arg-type]
         )
         with self._on_device() as driver:
             result = driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         _check(result, "launching")
 
-    @contextmanager
-    def _on_device(self) -> Iterator[ctypes.CDLL]:
-        driver = _driver()
-        _check(driver.cuCtxPushCurrent_v2(self._context), "the device's context")
-        try:
-            yield driver
-        finally:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-    def _config(self, blocks: int, stream: int, attribute: int, value: tuple[int, ...]) -> _LaunchConfig:
-        attributes = (_Attribute * 1)(_Attribute(attribute, b"", value))
-        return _LaunchConfig((blocks, 1, 1), (self._threads, 1, 1), self._shared_bytes, stream, attributes, 1)
+    def _on_device(self) -> _OnDevice:
+        return _OnDevice(self._context)

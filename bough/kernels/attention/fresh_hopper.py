@@ -91,7 +91,9 @@ def suits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
         is_ready(q_TNH, k_TKH)
         and q_TNH.shape[2] == v_TKH.shape[2]
         and q_TNH.dtype == k_TKH.dtype == v_TKH.dtype
-        and all(x.stride(1) == x.shape[2] and can_map(x.flatten(1)) for x in (q_TNH, k_TKH, v_TKH))
+        and can_map(q_TNH)
+        and can_map(k_TKH)
+        and can_map(v_TKH)
     )
 
 
@@ -109,7 +111,7 @@ def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, rows: Rows, scale: float
     kv_heads, pair = k_TKH.shape[1], _in_pairs(q_TNH, k_TKH)
     loaded = _loaded(device, q_TNH.dtype, head_dim, pair)
     share = TILE // (1 + pair)
-    maps = [tensor_map(x.flatten(1), tokens) for x, tokens in ((q_TNH, TILE), (k_TKH, share), (v_TKH, share))]
+    maps = (tensor_map(q_TNH, TILE), tensor_map(k_TKH, share), tensor_map(v_TKH, share))
     stream = torch.cuda.current_stream(device).cuda_stream
     args = _Args(
         out=out_TNH.data_ptr(), stream=loaded.counter(stream), heads=heads, heads_per_kv=heads // kv_heads,
