@@ -61,8 +61,8 @@ def page(chromium: Any) -> Iterator[Playground]:
 
 
 def test_an_answer_streams_and_is_the_api_s(page: Playground, tmp_path: Path) -> None:
-    page.sampling(temperature=0, max_tokens=60)
-    question = "Explain in two sentences why leaves are green."
+    page.sampling(temperature=0, max_tokens=240)
+    question = "Write a long story about the keeper of a lighthouse."
     page.ask(question)
     lengths: list[int] = []
 
@@ -74,7 +74,7 @@ def test_an_answer_streams_and_is_the_api_s(page: Playground, tmp_path: Path) ->
 
     until(grows, "the answer")
     assert len({length for length in lengths if length}) >= 4, f"it did not stream: {lengths}"
-    asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "top_p": 0.9, "max_tokens": 60}
+    asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "top_p": 0.9, "max_tokens": 240}
     told = httpx.post(f"{default_server()}/v1/chat/completions", json=asked, timeout=60).json()
     assert " ".join(page.answer().split()) == " ".join(told["choices"][0]["message"]["content"].split())
     usage = told["usage"]
