@@ -60,21 +60,24 @@ def page(chromium: Any) -> Iterator[Playground]:
 # -- talking to the default model -----------------------------------------------------------------
 
 
+_WATCH_THE_ANSWER = """
+window.answerLengths = [];
+new MutationObserver(() => {
+  const length = document.querySelector('.message.assistant .markdown')?.textContent.length;
+  if (length && window.answerLengths.at(-1) !== length) window.answerLengths.push(length);
+}).observe(document.body, {subtree: true, childList: true, characterData: true});
+"""
+
+
 def test_an_answer_streams_and_is_the_api_s(page: Playground, tmp_path: Path) -> None:
-    page.sampling(temperature=0, max_tokens=240)
-    question = "Write a long story about the keeper of a lighthouse."
+    page.sampling(temperature=0, max_tokens=60)
+    question = "Explain in two sentences why leaves are green."
+    page.run(_WATCH_THE_ANSWER)
     page.ask(question)
-    lengths: list[int] = []
-
-    def grows() -> bool:
-        lengths.append(
-            page.run("return document.querySelector('.message.assistant .markdown')?.textContent.length ?? 0")
-        )
-        return page.idle()
-
-    until(grows, "the answer")
-    assert len({length for length in lengths if length}) >= 4, f"it did not stream: {lengths}"
-    asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "top_p": 0.9, "max_tokens": 240}
+    until(page.idle, "the answer")
+    lengths = page.run("return window.answerLengths")
+    assert len(lengths) >= 4, f"it did not stream: {lengths}"
+    asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "top_p": 0.9, "max_tokens": 60}
     told = httpx.post(f"{default_server()}/v1/chat/completions", json=asked, timeout=60).json()
     assert " ".join(page.answer().split()) == " ".join(told["choices"][0]["message"]["content"].split())
     usage = told["usage"]
