@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,10 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.kernels.choices import facts_of
 from bough.platform.disk_cache import cache_directory
 
 log = logging.getLogger("bough.kernels")
 
+_COMMON = Path(__file__).with_name("hopper.cuh")
+"""What sources may include."""
 SWIZZLED_BYTES = 128
 """The width of a tile that the copy engine lays out for the tensor cores."""
 
@@ -72,7 +75,8 @@ def compile_cubin(source: str, architecture: str, defines: Mapping[str, int]) ->
     """Machine code of `source` for, say, "sm_90a". Needs NVRTC, but no device."""
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"bough.cu", 0, None, None):
+    text, name = (ctypes.c_char_p * 1)(_COMMON.read_bytes()), (ctypes.c_char_p * 1)(_COMMON.name.encode())
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"bough.cu", 1, text, name):
         raise CudaSourceError("NVRTC could not be started")
     try:
         options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines.items())]
@@ -96,7 +100,7 @@ def _nvrtc_text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> byte
 def cached_cubin(path: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
     """As `compile_cubin`, from the cache where it has it. Safe against several processes at once."""
     source = path.read_text()
-    parts = (source, architecture, repr(sorted(defines.items())), str(torch.version.cuda))
+    parts = (source, _COMMON.read_text(), architecture, repr(sorted(defines.items())), str(torch.version.cuda))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     made: bytes | None = None
     try:
@@ -258,3 +262,18 @@ class CudaKernel:
 
     def _on_device(self) -> _OnDevice:
         return _OnDevice(self._context)
+
+
+def runs_on(device: torch.device, load: Callable[[], object], otherwise: str) -> bool:
+    """Whether a device is a Hopper GPU on which `load` gets its kernels.
+
+    Where it is one and they can't be had, the log says why, and what happens `otherwise`.
+    """
+    if facts_of(device.type, device.index).capability != (9, 0) or torch.version.hip is not None:
+        return False
+    try:
+        load()
+    except CudaSourceError as error:
+        log.warning("%s: %s", otherwise, error)
+        return False
+    return True

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from bough.kernels import cuda_source
 from bough.kernels.attention import fresh, fresh_hopper
 from bough.kernels.attention.fresh_hopper import PLACES, TILE, Place, attend, cut, section
 from bough.kernels.choices import Facts
@@ -157,7 +158,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh_hopper, "facts_of", lambda *_: Facts("cuda", (9, 0)))
+    monkeypatch.setattr(cuda_source, "facts_of", lambda *_: Facts("cuda", (9, 0)))
 
 
 @pytest.mark.usefixtures("hopper", "stream")
@@ -204,7 +205,7 @@ def test_other_devices_are_left_alone(recorded: Recorded, monkeypatch: pytest.Mo
     q, k, v, _ = tensors(64)
     assert not fresh_hopper.suits(q, k, v)
     fresh_hopper._is_ready.cache_clear()
-    monkeypatch.setattr(fresh_hopper, "facts_of", lambda *_: Facts("cuda", (10, 0)))
+    monkeypatch.setattr(cuda_source, "facts_of", lambda *_: Facts("cuda", (10, 0)))
     assert not fresh_hopper.suits(q, k, v)
     assert fresh.shortest(q, v) == fresh.CUDNN_FROM
 

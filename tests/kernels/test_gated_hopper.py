@@ -128,6 +128,10 @@ def test_compiled_code_is_kept_by_all_it_depends_on(tmp_path: Path, monkeypatch:
     source.write_text("two")
     assert cuda_source.cached_cubin(source, "sm_90a", {"A": 1}) == b"code 4"
     assert len(asked) == 4
+    common = tmp_path / "common.cuh"
+    common.write_text("shared")
+    monkeypatch.setattr(cuda_source, "_COMMON", common)
+    assert cuda_source.cached_cubin(source, "sm_90a", {"A": 1}) == b"code 5"
 
 
 def test_code_is_compiled_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

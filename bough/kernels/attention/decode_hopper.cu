@@ -10,12 +10,7 @@
 //
 // Given: GROUP (query heads of a KV head, at most 8), KV_HEADS, STAGES, NORM (q and k have norms). Heads are 128 wide, bf16.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct alignas(64) TensorMap { u64 opaque[16]; };
+#include "hopper.cuh"
 
 #define LOWEST (-__int_as_float(0x7f800000))
 
@@ -41,77 +36,42 @@ struct Piece {  // of a unit, what the workers must know of each stage
   i64 location;
 };
 
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void init_barrier(u32 at, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(u32 at, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-
-__device__ __forceinline__ void wait_phase(u32 at, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(at), "r"(parity) : "memory");
-  } while (!done);
-}
-
-__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"((u64)map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+INLINE void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"((u64)from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ float widen(u32 value) { return __uint_as_float(value << 16); }
+INLINE float widen(u32 value) { return __uint_as_float(value << 16); }
 
-__device__ __forceinline__ u32 pack(float low, float high) {
+INLINE u32 pack(float low, float high) {
   u32 out;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
 }
 
-__device__ __forceinline__ float rounded(float value) { return widen(pack(value, 0.0f) & 0xffff); }
+INLINE float rounded(float value) { return widen(pack(value, 0.0f) & 0xffff); }
 
-__device__ __forceinline__ float exp2_(float x) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
-
-__device__ __forceinline__ void load4(u32 (&r)[4], u32 at) {
+INLINE void load4(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 
-__device__ __forceinline__ void load4_transposed(u32 (&r)[4], u32 at) {
+INLINE void load4_transposed(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 
 // Query rows 8 to 15 do not exist: their part of A is zero.
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+INLINE void multiply(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
 // Where 16 bytes of a token lie in a box: rows of 128 bytes, swizzled.
-__device__ __forceinline__ u32 place_of(int token, int sixteen) { return token * 128 + ((sixteen ^ (token & 7)) << 4); }
+INLINE u32 place_of(int token, int sixteen) { return token * 128 + ((sixteen ^ (token & 7)) << 4); }
 
 struct Inputs {
   const u16 *q, *k, *v;
@@ -133,12 +93,12 @@ struct Ring {
   Piece* pieces;
   int slot = 0, filled = 0;
   u32 parity = 0;
-  __device__ __forceinline__ void next() {
+  INLINE void next() {
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
 };
 
-__device__ __forceinline__ void feed(const Inputs& in, Ring& ring, const TensorMap* k_map, const TensorMap* v_map) {
+INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const TensorMap& v_map) {
   const int lane = threadIdx.x % 32;
   const int total = in.header[TOTAL], per_chunk = in.header[PER_CHUNK], aligned = in.header[ALIGNED];
   const int chunks = (total + per_chunk - 1) / per_chunk;
@@ -166,7 +126,7 @@ __device__ __forceinline__ void feed(const Inputs& in, Ring& ring, const TensorM
   auto take_slot = [&] {
     if (ring.filled >= STAGES) {
       end_early();
-      wait_phase(ring.empty + 8 * ring.slot, ring.parity ^ 1);
+      barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1);
     }
     ring.filled++;
   };
@@ -240,14 +200,14 @@ __device__ __forceinline__ void feed(const Inputs& in, Ring& ring, const TensorM
               piece.first_chunk = span.first, piece.last_chunk = span.last;
               piece.position = span.position, piece.location = span.location;
               const u32 to = ring.stages + ring.slot * TILE_BYTES, barrier = ring.full + 8 * ring.slot;
-              expect_bytes(barrier, TILE_BYTES + (piece.is_first ? QUERY_BYTES : 0) +
+              barrier_expect(barrier, TILE_BYTES + (piece.is_first ? QUERY_BYTES : 0) +
                                         (piece.is_newest ? 2 * KEY_BYTES : 0) +
                                         (piece.is_first || piece.is_newest ? ANGLE_BYTES : 0));
               const int column = span.kv_head * WIDTH;
-              copy_tile(to, k_map, column, row, barrier);
-              copy_tile(to + BOX_BYTES, k_map, column + 64, row, barrier);
-              copy_tile(to + 2 * BOX_BYTES, v_map, column, row, barrier);
-              copy_tile(to + 3 * BOX_BYTES, v_map, column + 64, row, barrier);
+              fetch(to, k_map, column, row, barrier);
+              fetch(to + BOX_BYTES, k_map, column + 64, row, barrier);
+              fetch(to + 2 * BOX_BYTES, v_map, column, row, barrier);
+              fetch(to + 3 * BOX_BYTES, v_map, column + 64, row, barrier);
               if (!is_early) ask_fresh(ring.slot);
               ring.next();
             }
@@ -268,12 +228,12 @@ __device__ __forceinline__ void feed(const Inputs& in, Ring& ring, const TensorM
     end_early();
     take_slot();
     ring.pieces[ring.slot].token = -1;
-    arrive(ring.full + 8 * ring.slot);
+    barrier_arrive(ring.full + 8 * ring.slot);
   }
 }
 
 // The rotated queries as A of a product: per 16 dimensions, those of (lane / 4) at lane % 4 * 2 and 8 further.
-__device__ __forceinline__ void load_queries(const Inputs& in, const unsigned char* extra, u32 (&q)[8][2]) {
+INLINE void load_queries(const Inputs& in, const unsigned char* extra, u32 (&q)[8][2]) {
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
   float x[8][4];
   const bool real = row < GROUP;
@@ -320,7 +280,7 @@ __device__ __forceinline__ void load_queries(const Inputs& in, const unsigned ch
 }
 
 // Lays the newest token's key and value into the stage and the cache; rows of V after it become zero, whatever they hold.
-__device__ __forceinline__ void add_newest(
+INLINE void add_newest(
     const Inputs& in, const Piece& piece, const unsigned char* extra, u32 stage, int row, int slice_end) {
   const int lane = threadIdx.x % 32, dim = lane * 4;
   const uint2 raw = *(const uint2*)(extra + KEY_AT + 2 * dim), value = *(const uint2*)(extra + VALUE_AT + 2 * dim);
@@ -364,7 +324,7 @@ struct State {
 };
 
 // A warp's 16 tokens of a stage, `seen` of which count.
-__device__ __forceinline__ void attend_slice(
+INLINE void attend_slice(
     const Inputs& in, State& state, const u32 (&q)[8][2], u32 stage, int slice, int seen) {
   const int lane = threadIdx.x % 32;
   float score[2][4] = {};
@@ -417,7 +377,7 @@ __device__ __forceinline__ void attend_slice(
 }
 
 // Puts the warps' results of a piece together, and those of all pieces of a unit where it was cut.
-__device__ __forceinline__ void finish(
+INLINE void finish(
     const Inputs& in, State& state, const Piece& piece, float* shared_acc, float* shared_stats, int* arrived) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
   state.norm += __shfl_xor_sync(~0u, state.norm, 1);
@@ -501,13 +461,13 @@ __device__ __forceinline__ void finish(
   workers_meet();
 }
 
-__device__ __forceinline__ void attend(
+INLINE void attend(
     const Inputs& in, Ring& ring, const unsigned char* extras, float* shared_acc, float* shared_stats, int* arrived) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / 4, slice = warp % 4 * 16;
   u32 q[8][2];
   State state;
   for (;; ring.next()) {
-    wait_phase(ring.full + 8 * ring.slot, ring.parity);
+    barrier_wait(ring.full + 8 * ring.slot, ring.parity);
     const Piece piece = ring.pieces[ring.slot];
     if (piece.token < 0) break;
     const unsigned char* extra = extras + ring.slot * EXTRA_BYTES;
@@ -526,7 +486,7 @@ __device__ __forceinline__ void attend(
       attend_slice(in, state, q, stage, slice, seen);
     }
     __syncwarp();
-    if (lane == 0) arrive(ring.empty + 8 * ring.slot);
+    if (lane == 0) barrier_arrive(ring.empty + 8 * ring.slot);
     if (piece.is_last) finish(in, state, piece, shared_acc, shared_stats, arrived);
   }
 }
@@ -538,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode(
   __shared__ Piece pieces[STAGES];
   __shared__ float shared_acc[WARPS * GROUP * PITCH], shared_stats[2 * WARPS * GROUP];
   __shared__ int arrived;
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_kernel_after_start();
   Ring ring;
   const u32 start = (u32)__cvta_generic_to_shared(memory);
   ring.stages = (start + 1023) & ~1023u;
@@ -547,14 +507,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode(
   ring.pieces = pieces;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      init_barrier(ring.full + 8 * i, 1);
-      init_barrier(ring.empty + 8 * i, WARPS);
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (threadIdx.x >= WORKERS) {
-    feed(in, ring, &k_map, &v_map);
+    feed(in, ring, k_map, v_map);
     return;
   }
   wait_for_kernel_before();

@@ -7,9 +7,8 @@ for the newest token, which comes from the products.
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -18,11 +17,8 @@ from torch import Tensor
 from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.plan import Plan, Shape
 from bough.kernels.attention.triton import Workspace
-from bough.kernels.choices import facts_of
-from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, tensor_map
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, runs_on, tensor_map
 from bough.kernels.launching import num_sms
-
-log = logging.getLogger("bough.kernels")
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _STAGES = 5
@@ -81,14 +77,8 @@ def _kernel(device: torch.device, group: int, kv_heads: int, norm: bool) -> Cuda
 @cache
 def _is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
-    if facts_of(device.type, device.index).capability != (9, 0):
-        return False
-    try:
-        _kernel(device, 4, 8, norm=False)
-    except CudaSourceError as error:
-        log.warning("decode rows are attended to by the portable kernel: %s", error)
-        return False
-    return True
+    load = partial(_kernel, device, 4, 8, norm=False)
+    return runs_on(device, load, "decode rows are attended to by the portable kernel")
 
 
 def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
@@ -104,10 +94,7 @@ def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
     typed = all(each.dtype == torch.bfloat16 for each in (*fresh, k_cache, v_cache))
     shaped = spec.head_dim == WIDTH == v_cache.shape[3] and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
     paged = inputs.page_size % SHAPE.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    aligned = all(
-        each.stride()[1:] == (WIDTH, 1) and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in fresh
-    )
-    return plain and typed and shaped and paged and aligned and _can_turn(raw)
+    return plain and typed and shaped and paged and all(map(can_map, fresh)) and _can_turn(raw)
 
 
 def _can_turn(raw: Raw) -> bool:

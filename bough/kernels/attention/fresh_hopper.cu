@@ -13,10 +13,8 @@
 // Defined by the compiler's flags: D (64 or 128), FP16 (0: bf16), CTAS (1 or 2), STAGES of the ring, PLACES in the list of
 // a launch, STREAMS that may launch at once.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "hopper.cuh"
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
 struct Tile { int first, number, tokens, head; };  // as in Place; no tokens: there are no more tiles
 
 constexpr int WGS = 2;  // that compute
@@ -36,7 +34,6 @@ constexpr u32 SHARE = N / CTAS;  // tokens of a KV block that one block fetches
 constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 1 + WGS;
 
 #define INFINITE __int_as_float(0x7f800000)
-#define INLINE __device__ __forceinline__
 #if FP16
 #define T "f16"
 #else
@@ -44,20 +41,6 @@ constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 1 + WGS;
 #endif
 
 // Barriers --------------------------------------------------------------------------------------------------------------
-
-INLINE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count)); }
-INLINE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
-INLINE void barrier_expect(u32 at, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-INLINE void barrier_wait(u32 at, u32 parity) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n"
-                 ::"r"(at), "r"(parity) : "memory");
-}
-INLINE void barrier_arrive_at(u32 at, u32 block) {  // of any block in the cluster
-    asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(at), "r"(block) : "memory");
-}
 
 INLINE u32 rank_in_cluster() {
     u32 rank = 0;
@@ -89,10 +72,6 @@ struct Ring {
 #define F32(x) F16(x, 0), F16(x, 16)
 #define F64(x) F32(x), F16(x, 32), F16(x, 48)
 
-INLINE void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-INLINE void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> INLINE void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-
 template <int COUNT> INLINE void pin(float (&x)[COUNT]) {  // nothing that reads x moves above this
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(x[i])::"memory");
@@ -120,12 +99,6 @@ INLINE u32 pack(float low, float high) {
     u32 both;
     asm("cvt.rn." T "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
-}
-
-INLINE float exp2_(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // The feeding warp ------------------------------------------------------------------------------------------------------
@@ -193,7 +166,7 @@ INLINE int next_ticket(u32 smem, const Args &args, u32 turn) {
                      ::"r"(at), "r"(full), "r"(index) : "memory");
     } else {
         barrier_expect(full, 4);
-        barrier_wait(full, turn >> 2 & 1);
+        barrier_wait_whole(full, turn >> 2 & 1);
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(index) : "r"(at) : "memory");
     }
     return index;
@@ -204,7 +177,7 @@ INLINE void feed(u32 smem, Tile *tiles, const TensorMap &q, const TensorMap &k, 
     int v_token = -1, v_head = 0;  // V of a block is asked for after K of the next
     auto load = [&](const TensorMap &map, int token, int head) {
         u32 full = smem + FULL + 8 * ring.stage;
-        barrier_wait(smem + EMPTY + 8 * ring.stage, ring.phase ^ 1);
+        barrier_wait_whole(smem + EMPTY + 8 * ring.stage, ring.phase ^ 1);
         barrier_expect(full, KV_BYTES);
         copy_share(smem + RING_AT + ring.stage * KV_BYTES, map, token, head, full);
         ring.next();
@@ -213,7 +186,7 @@ INLINE void feed(u32 smem, Tile *tiles, const TensorMap &q, const TensorMap &k, 
     for (u32 turn = 0;; turn++) {
         u32 slot = turn & 1, ready = smem + Q_FULL + 8 * slot;
         Tile tile = tile_at(args, index);
-        barrier_wait(smem + Q_EMPTY + 8 * slot, (turn >> 1 & 1) ^ 1);
+        barrier_wait_whole(smem + Q_EMPTY + 8 * slot, (turn >> 1 & 1) ^ 1);
         tiles[slot] = tile;
         if (tile.tokens == 0) {
             barrier_arrive(ready);
@@ -254,13 +227,13 @@ struct Worker {
         : args(a), smem(at), tiles(t), group(threadIdx.x / 128), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
 
     INLINE u32 stage() const { return smem + RING_AT + ring.stage * KV_BYTES; }
-    INLINE void wait_stage() const { barrier_wait(smem + FULL + 8 * ring.stage, ring.phase); }
+    INLINE void wait_stage() const { barrier_wait_whole(smem + FULL + 8 * ring.stage, ring.phase); }
     INLINE void release(u32 stage) const {
         if (CTAS > 1 && lane < CTAS) barrier_arrive_at(smem + EMPTY + 8 * stage, lane);
         if (CTAS == 1 && lane == 0) barrier_arrive(smem + EMPTY + 8 * stage);
     }
     INLINE Tile wait_tile(u32 turn) const {
-        barrier_wait(smem + Q_FULL + 8 * (turn & 1), turn >> 1 & 1);
+        barrier_wait_whole(smem + Q_FULL + 8 * (turn & 1), turn >> 1 & 1);
         return tiles[turn & 1];
     }
 
@@ -291,14 +264,14 @@ struct Worker {
         u64 keys = matrix(stage(), 0);
 #pragma unroll
         for (int i = 0; i < D / 16; i++) mma<0>(s, q + 4 * i, keys + ((i / 4 * KV_PANEL + i % 4 * 32) >> 4), i > 0);
-        mma_commit();
+        products_commit();
     }
 
     INLINE void queue_values(bool add) {
         u64 v = matrix(stage(), KV_PANEL);
 #pragma unroll
         for (int i = 0; i < N / 16; i++) mma<1>(o, p + 4 * i, v + ((i * 16 * 128) >> 4), i > 0 || add);
-        mma_commit();
+        products_commit();
     }
 
     // What follows the row's last token belongs to others: whatever it is, zero times it must be zero.
@@ -416,10 +389,10 @@ struct Worker {
         take_queries(0);
         take_turn();
         wait_stage();
-        mma_fence();
+        products_begin();
         queue_scores();
         pass_turn(false);
-        mma_wait<0>();
+        products_wait<0>();
         pin(s);
         release(ring.stage);
         ring.next();
@@ -439,16 +412,16 @@ struct Worker {
             int next_block = ends ? next.number : block - 1;
             take_turn();
             wait_stage();
-            mma_fence();
+            products_begin();
             queue_scores();
             u32 k_stage = ring.stage;
             ring.next();
             wait_stage();
             if (!adds) clear_tail(tile);
-            mma_fence();
+            products_begin();
             queue_values(adds);
             pass_turn(false);
-            mma_wait<1>();
+            products_wait<1>();
             pin(s);
             release(k_stage);
             float last_sum[2] = {sum[0], sum[1]};
@@ -456,7 +429,7 @@ struct Worker {
             mask(next, next_block);
             softmax();
             bool shrinks = settle();
-            mma_wait<0>();
+            products_wait<0>();
             pin(o);
             release(ring.stage);
             ring.next();
@@ -472,10 +445,10 @@ struct Worker {
         take_turn();
         wait_stage();
         if (!adds) clear_tail(tile);
-        mma_fence();
+        products_begin();
         queue_values(adds);
         pass_turn(true);
-        mma_wait<0>();
+        products_wait<0>();
         pin(o);
         store(tile, turn & 1, sum);
     }
@@ -504,8 +477,8 @@ fresh_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
         fence_async();
     }
     sync_all();
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for q, k, v, the counter, and all who still read `out`
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    wait_for_kernel_before();  // for q, k, v, the counter, and all who still read `out`
+    let_kernel_after_start();
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEEDING));
         if (threadIdx.x == CONSUMERS) feed(smem, tiles, q, k, v, args);

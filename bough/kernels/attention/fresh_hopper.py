@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bough.kernels.choices import facts_of
-from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, can_map, tensor_map
-
-log = logging.getLogger("bough.kernels")
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, runs_on, tensor_map
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE = 128
@@ -186,14 +182,7 @@ def _loaded(device: torch.device, dtype: torch.dtype, head_dim: int, pair: bool)
 
 @cache
 def _is_ready(device: torch.device, dtype: torch.dtype, head_dim: int, pair: bool) -> bool:
-    """Says why not, once, where it could be expected."""
-    if facts_of(device.type, device.index).capability != (9, 0) or torch.version.hip is not None:
-        return False
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in (64, 128):
         return False
-    try:
-        _loaded(device, dtype, head_dim, pair)
-    except CudaSourceError as error:
-        log.warning("rows without context are attended to by cuDNN: %s", error)
-        return False
-    return True
+    load = partial(_loaded, device, dtype, head_dim, pair)
+    return runs_on(device, load, "rows without context are attended to by cuDNN")

@@ -13,8 +13,7 @@
 //
 // Set by the door: FEATURES (96, 112 or 128), STAGES, PAIR_ALONG_T, GROUP (pairs' tiles along T before the next features), LAG.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "hopper.cuh"
 
 constexpr int CONSUMERS = 2;
 constexpr int RESULTS = FEATURES;  // of a thread: half of them gates, half ups
@@ -30,63 +29,26 @@ constexpr u32 OUT_BYTES = 64 * 64 * 2;  // 64 tokens x 64 features, as they are 
 constexpr int LAST = FEATURES - 64;
 constexpr u32 EMPTY_ARRIVALS = 2 * CONSUMERS * 4;  // each consuming warp of both blocks
 
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
+INLINE u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ u32 rank_in_pair() {
+INLINE u32 rank_in_pair() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-__device__ __forceinline__ void pair_sync() {
+INLINE void pair_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Arrives at the barrier that stands at the same place in block `rank` of the pair.
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank)
-        : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "AGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
-        : "memory");
-}
-
-__device__ __forceinline__ void announce(const TensorMap& map) {
+INLINE void announce(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void fetch(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier)
-        : "memory");
-}
-
 // Into both blocks of the pair, at the same place, counted by the barrier of each.
-__device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+INLINE void fetch_for_both(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
@@ -94,15 +56,10 @@ __device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap& map, int
         : "memory");
 }
 
-__device__ __forceinline__ void store_tile(const TensorMap& map, u32 from, int column, int row) {
+INLINE void store_tile(const TensorMap& map, u32 from, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
                  "r"(row), "r"(from)
                  : "memory");
-}
-
-// Rows of 128 bytes, swizzled in groups of 8 (1024 bytes); both operands have D innermost.
-__device__ __forceinline__ u64 operand(u32 address) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -134,7 +91,7 @@ __device__ __forceinline__ u64 operand(u32 address) {
 #endif
 
 // d = (add ? d : 0) + 64 tokens x 2 * FEATURES weight rows over 16 of D.
-__device__ __forceinline__ void multiply(float (&d)[RESULTS], u64 x, u64 weight, u32 add) {
+INLINE void multiply(float (&d)[RESULTS], u64 x, u64 weight, u32 add) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"
         "wgmma.mma_async.sync.aligned." PRODUCT ", 1, 1, 0, 0;\n}"
@@ -142,36 +99,33 @@ __device__ __forceinline__ void multiply(float (&d)[RESULTS], u64 x, u64 weight,
         : "l"(x), "l"(weight), "r"(add));
 }
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void all_but_the_last_products() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
-__device__ __forceinline__ void all_products(float (&d)[RESULTS]) {
+INLINE void all_products(float (&d)[RESULTS]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : ACCUMULATORS::"memory");
 }
 
 // Hardware barriers of one block: 1 .. CONSUMERS within a warpgroup, the next ones between a warpgroup and the one behind it.
-__device__ __forceinline__ void named_sync(int name, int threads) {
+INLINE void named_sync(int name, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_arrive(int name, int threads) {
+INLINE void named_arrive(int name, int threads) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ u32 rounded_pair(float low, float high) {
+INLINE u32 rounded_pair(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
 
 // 1 + exp(-gate), at most 2^62, so that the product of two of them has a reciprocal.
-__device__ __forceinline__ float one_plus_exp(float gate) {
+INLINE float one_plus_exp(float gate) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fminf(gate * -1.4426950408889634f, 62.0f)));
     return 1.0f + power;
 }
 
 // silu(gate) * up of two neighbours, the halves rounded to bf16 as if they had been stored. One reciprocal serves both.
-__device__ __forceinline__ u32 gated_pair(float gate0, float gate1, float up0, float up1) {
+INLINE u32 gated_pair(float gate0, float gate1, float up0, float up1) {
     const u32 gates = rounded_pair(gate0, gate1), ups = rounded_pair(up0, up1);
     const float g0 = __uint_as_float(gates << 16), g1 = __uint_as_float(gates & 0xFFFF0000u);
     const float u0 = __uint_as_float(ups << 16), u1 = __uint_as_float(ups & 0xFFFF0000u);
@@ -182,7 +136,7 @@ __device__ __forceinline__ u32 gated_pair(float gate0, float gate1, float up0, f
 }
 
 // 16 tokens x 16 features into rows of 64 features, from the eighth `j` on; a lane holds the address of one row of 8.
-__device__ __forceinline__ void lay_out(u32 row, int j, u32 lane, const u32 (&four)[4]) {
+INLINE void lay_out(u32 row, int j, u32 lane, const u32 (&four)[4]) {
     const u32 to = row + (((j + lane / 16) ^ (lane % 8)) << 4);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four[0]), "r"(four[1]),
                  "r"(four[2]), "r"(four[3])
@@ -194,7 +148,7 @@ struct Place {
     int row, column;
 };
 
-__device__ __forceinline__ Place place_of(int tile, int t_tiles, int f_tiles, u32 rank) {
+INLINE Place place_of(int tile, int t_tiles, int f_tiles, u32 rank) {
     const int group = tile / (GROUP * f_tiles), first = group * GROUP, height = min(GROUP, t_tiles - first);
     const int within = tile - first * f_tiles;
     const int f_forth = within / height, t = first + within - f_forth * height;
@@ -206,7 +160,7 @@ __device__ __forceinline__ Place place_of(int tile, int t_tiles, int f_tiles, u3
 // The turn of a ring: which stage is next, and which of its phases.
 struct Turn {
     u32 stage = 0, phase = 0;
-    __device__ __forceinline__ void next() {
+    INLINE void next() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 };
@@ -214,7 +168,7 @@ struct Turn {
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     gated_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
                  const __grid_constant__ TensorMap out_map, int t_tiles, int f_tiles, int steps, int features) {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    let_kernel_after_start();
     extern __shared__ char memory[];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u;
     const u32 staging = ring + STAGES * STAGE_BYTES;
@@ -260,7 +214,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             };
             Place place = place_of(pair, t_tiles, f_tiles, rank);
             for (u32 stage = 0; stage < STAGES; ++stage) fetch_weight(place, stage, stage);
-            asm volatile("griddepcontrol.wait;" ::: "memory");
+            wait_for_kernel_before();
             for (u32 stage = 0; stage < STAGES; ++stage) fetch_x(place, stage, stage);
             Turn turn{0, 1};
             int step = STAGES;
@@ -268,7 +222,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                 place = place_of(tile, t_tiles, f_tiles, rank);
 #pragma unroll 1
                 for (; step < steps; ++step, turn.next()) {
-                    barrier_wait(empty + turn.stage * 8, turn.phase ^ 1);
+                    barrier_wait_whole(empty + turn.stage * 8, turn.phase ^ 1);
                     fetch_weight(place, step, turn.stage);
                     fetch_x(place, step, turn.stage);
                 }
@@ -290,18 +244,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             for (int step = 0; step < steps; ++step, turn.next()) {
                 const u32 base = ring + turn.stage * STAGE_BYTES;
                 const u64 x = operand(base + group * 64 * ROW), weight = operand(base + X_BYTES);
-                barrier_wait(full + turn.stage * 8, turn.phase);
+                barrier_wait_whole(full + turn.stage * 8, turn.phase);
                 products_begin();
 #pragma unroll
                 for (int k = 0; k < BLOCK_K / 16; ++k) multiply(d, x + 2 * k, weight + 2 * k, step | k);
                 products_commit();
-                all_but_the_last_products();
-                if (step > 0 && lane < 2) barrier_arrive(empty + before * 8, lane);
+                products_wait<1>();
+                if (step > 0 && lane < 2) barrier_arrive_at(empty + before * 8, lane);
                 before = turn.stage;
                 if (LAG && group + 1 < CONSUMERS && step == LAG) named_arrive(CONSUMERS + group + 1, 256);
             }
             all_products(d);
-            if (lane < 2) barrier_arrive(empty + before * 8, lane);
+            if (lane < 2) barrier_arrive_at(empty + before * 8, lane);
 
             if (storing) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
             named_sync(1 + group, 128);

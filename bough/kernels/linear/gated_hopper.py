@@ -5,7 +5,6 @@ The kernel is `gated_hopper.cu`; this is its door: how the product is cut, and w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,10 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bough.kernels.choices import facts_of
-from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, can_map, tensor_map
-
-log = logging.getLogger("bough.kernels")
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, runs_on, tensor_map
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TOKENS = 128
@@ -106,17 +102,14 @@ def _is_ready(device: torch.device) -> bool:
 
     All tilings are loaded at once: later it might be in the middle of a graph's capture.
     """
-    if facts_of(device.type, device.index).capability != (9, 0):
-        return False
-    try:
+
+    def load() -> None:
         with ThreadPoolExecutor(len(TILINGS)) as pool:
             list(pool.map(lambda tiling: cached_cubin(SOURCE, "sm_90a", tiling.defines()), TILINGS))
         for tiling in TILINGS:
             _loaded(tiling, device)
-    except CudaSourceError as error:
-        log.warning("gate and up are activated in a pass of their own: %s", error)
-        return False
-    return True
+
+    return runs_on(device, load, "gate and up are activated in a pass of their own")
 
 
 @lru_cache(maxsize=4096)

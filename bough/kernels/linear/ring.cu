@@ -8,11 +8,7 @@
 // Given: BLOCK_T (tokens, 8 .. 64), BLOCK_K (columns a step, a multiple of 64), GROUPS (warpgroups of 64 weight rows),
 // STAGES, SILU (two halves of the weight, joined by the activation), FP16 (else bf16).
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap { u64 opaque[16]; };
+#include "hopper.cuh"
 
 constexpr int HALVES = SILU ? 2 : 1;
 constexpr int BLOCK_N = 64 * GROUPS;
@@ -24,39 +20,11 @@ constexpr int STAGE_BYTES = BOXES * (HALVES * W_BOX + X_BOX);
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int REGS = BLOCK_T / 2;
 
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void init_barrier(u32 at, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(u32 at, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-
-__device__ __forceinline__ void wait_phase(u32 at, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(at), "r"(parity) : "memory");
-  } while (!done);
-}
-
-__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
+INLINE void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"((u64)map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
-}
-
-// Rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
-__device__ __forceinline__ u64 describe(u32 at) {
-  return (u64)((at & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
 #if FP16
@@ -71,7 +39,7 @@ __device__ __forceinline__ u64 describe(u32 at) {
                "." TYPES " {" operands "}, " a ", " b ", p, 1, 1, 0, 0; }"                    \
                : __VA_ARGS__ : "l"(left), "l"(right), "r"(keep))
 
-__device__ __forceinline__ void multiply(float (&d)[REGS], u64 left, u64 right, int keep) {
+INLINE void multiply(float (&d)[REGS], u64 left, u64 right, int keep) {
 #if BLOCK_T == 8
   MULTIPLY("m64n8k16", "%0, %1, %2, %3", "%4", "%5", "%6", F4(0));
 #elif BLOCK_T == 16
@@ -86,7 +54,7 @@ __device__ __forceinline__ void multiply(float (&d)[REGS], u64 left, u64 right, 
 #endif
 }
 
-__device__ __forceinline__ u16 narrow(float value) {
+INLINE u16 narrow(float value) {
   u16 out;
 #if FP16
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
@@ -96,7 +64,7 @@ __device__ __forceinline__ u16 narrow(float value) {
   return out;
 }
 
-__device__ __forceinline__ float widen(u16 value) {
+INLINE float widen(u16 value) {
 #if FP16
   float out;
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
@@ -106,7 +74,7 @@ __device__ __forceinline__ float widen(u16 value) {
 #endif
 }
 
-__device__ __forceinline__ void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const u16* bias, const u16* residual,
@@ -114,13 +82,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ int arrived;
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_kernel_after_start();
   const u32 stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
   const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      init_barrier(full + 8 * i, 1);
-      init_barrier(empty + 8 * i, 4 * GROUPS);
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4 * GROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -137,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
     auto ask_weight = [&](int slot) {
       const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
-      expect_bytes(barrier, STAGE_BYTES);
+      barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
       for (int half = 0; half < HALVES; half++)
 #pragma unroll
@@ -165,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
     int slot = 0;
     u32 parity = 0;
     for (int i = early; i < steps; i++, advance()) {
-      wait_phase(empty + 8 * slot, parity);
+      barrier_wait(empty + 8 * slot, parity);
       ask_weight(slot);
       ask_x(slot, k);
       if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -182,28 +150,28 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
     float acc[HALVES][REGS];
     int before = slot;
     for (int i = 0; i < here; i++) {
-      wait_phase(full + 8 * slot, parity);
+      barrier_wait(full + 8 * slot, parity);
       const u32 from = stages + slot * STAGE_BYTES;
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      products_begin();
 #pragma unroll
       for (int box = 0; box < BOXES; box++)
 #pragma unroll
         for (int part = 0; part < 4; part++) {
-          const u64 right = describe(from + HALVES * BOXES * W_BOX + box * X_BOX) + 2 * part;
+          const u64 right = operand(from + HALVES * BOXES * W_BOX + box * X_BOX) + 2 * part;
 #pragma unroll
           for (int half = 0; half < HALVES; half++) {
-            const u64 left = describe(from + (half * BOXES + box) * W_BOX + group * 64 * ROW_BYTES) + 2 * part;
+            const u64 left = operand(from + (half * BOXES + box) * W_BOX + group * 64 * ROW_BYTES) + 2 * part;
             multiply(acc[half], left, right, i | box | part);
           }
         }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (i > 0 && lane == 0) arrive(empty + 8 * before);
+      products_commit();
+      products_wait<1>();
+      if (i > 0 && lane == 0) barrier_arrive(empty + 8 * before);
       before = slot;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    if (lane == 0) arrive(empty + 8 * before);
+    products_wait<0>();
+    if (lane == 0) barrier_arrive(empty + 8 * before);
     done += here;
 
     const int first = tile * k_steps / per_chunk, last = (tile * k_steps + k_steps - 1) / per_chunk;

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bough.kernels.choices import facts_of
-from bough.kernels.cuda_source import CudaKernel, CudaSourceError, cached_cubin, tensor_map
-
-log = logging.getLogger("bough.kernels")
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, runs_on, tensor_map
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ROWS = 64
@@ -24,14 +20,11 @@ MOST_TOKENS = 64
 @cache
 def is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
-    if facts_of(device.type, device.index).capability != (9, 0):
-        return False
-    try:
-        _kernel(device, half=False, block_t=8, block_n=_ROWS, block_k=128, stages=8, silu_mul=False)
-    except CudaSourceError as error:
-        log.warning("products of few tokens start later than they could: %s", error)
-        return False
-    return True
+    return runs_on(
+        device,
+        partial(_kernel, device, half=False, block_t=8, block_n=_ROWS, block_k=128, stages=8, silu_mul=False),
+        "products of few tokens start later than they could",
+    )
 
 
 @cache

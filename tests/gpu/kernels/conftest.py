@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,9 @@ def cases() -> ModuleType:
     sys.modules["triton_cases"] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")

@@ -11,7 +11,7 @@ from bough.kernels.attention import decode_hopper
 from bough.kernels.attention.inputs import AttentionInputs
 from bough.kernels.attention.triton_backend import TritonAttention
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("hopper")
 
 PAGE = 64
 CONTEXTS = [
@@ -23,12 +23,6 @@ CONTEXTS = [
     [1023] * 40,
     [random.Random(row).randrange(0, 900) for row in range(200)],
 ]
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ from torch import Tensor
 from bough.kernels.attention import fresh
 from bough.kernels.attention.fresh_hopper import PLACES, Rows, attend, suits
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is Hopper's"
-)
+pytestmark = pytest.mark.usefixtures("hopper")
 NAN = float("nan")
 BEFORE, AFTER = 3, 5
 BATCHES = [[1], [128], [2048], [127, 128, 129], [300, 5, 1777], [64, 65, 63, 513, 1, 2, 1000]]

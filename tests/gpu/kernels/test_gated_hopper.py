@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bough.kernels.linear.gated_hopper import TILINGS, Tiling, can_serve, gated, tiling_for
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("hopper")
 
 ALL = [*TILINGS, Tiling(128, True, 3, 0, 3), Tiling(112, False, 3, 0, 3), Tiling(96, True, 5, 2, 4)]
 
@@ -18,12 +18,6 @@ def _reference(x: Tensor, weight: Tensor) -> Tensor:
     halves = (x.double() @ weight.double().t()).to(torch.bfloat16).double()
     gate, up = halves.chunk(2, dim=1)
     return F.silu(gate) * up
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
 
 
 @pytest.mark.parametrize("tiling", ALL)

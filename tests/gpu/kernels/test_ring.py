@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from bough.kernels.linear.ring import is_ready
 from bough.kernels.linear.skinny import Config, skinny
 
-pytestmark = pytest.mark.gpu
-
 CONFIGS = [
     Config(64, 128, 4, 8, 1, tma=True, ring=True),
     Config(64, 64, 4, 8, 1, tma=True, ring=True),
@@ -22,9 +20,7 @@ CONFIGS = [
 
 
 @pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
+def _is_used(hopper: None) -> None:
     assert is_ready(torch.device("cuda", torch.cuda.current_device()))
 
 
