@@ -28,6 +28,11 @@ class KVShape:
     v_dim: int
 
 
+def are_chained(source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> bool:
+    """Whether one copy reads a page that another writes: it was evicted for one row and is copied from for the next."""
+    return not set(source_M.tolist()).isdisjoint(target_M.tolist())
+
+
 class KVPool:
     """Keys and values of all layers, [pages, page size, kv heads, head width] each. Page 0 takes what padding writes."""
 
@@ -47,8 +52,7 @@ class KVPool:
     def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
         """Copies whole pages in every layer; all are read before any is written."""
         pages = upload(np.stack([source_M, target_M]).astype(np.int64), self.keys[0].device)
-        # A page that was evicted for one row may be copied from for another.
-        copy = gather_pages if np.isin(source_M, target_M).any() else copy_pages
+        copy = gather_pages if are_chained(source_M, target_M) else copy_pages
         copy((*self.keys, *self.values), pages[0], pages[1])
 
     def move_tokens(self, source_M: Tensor, target_M: Tensor, angles: Sequence[Tensor | None]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bough.core.step import I32
 from bough.kernels.pages import copy_pages
-from bough.memory.mha import KVPool
+from bough.memory.mha import KVPool, are_chained
 from bough.platform.device import Device
 
 MOST = 16
@@ -42,7 +42,7 @@ class PageCopies:
     def copy(self, source_M: I32, target_M: I32) -> None:
         """Copies pages; all are read before any is written."""
         count = len(source_M)
-        if self._graph is None or self._pages is None or count > MOST or _chained(source_M, target_M):
+        if self._graph is None or self._pages is None or count > MOST or are_chained(source_M, target_M):
             self._pool.copy_pages(source_M, target_M)
             return
         host = self._machine.host_buffer(self._pages.nbytes).view(torch.int64).view(2, MOST)
@@ -50,8 +50,3 @@ class PageCopies:
         pages[0, :count], pages[1, :count], pages[:, count:] = source_M, target_M, 0
         self._pages.copy_(host, non_blocking=True)
         self._graph.replay()
-
-
-def _chained(source_M: I32, target_M: I32) -> bool:
-    """A page that is written is also read: which comes first is not the graph's to say."""
-    return not set(source_M.tolist()).isdisjoint(target_M.tolist())

@@ -82,9 +82,9 @@ def _is_ready(device: torch.device) -> bool:
 
 
 def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
-    """Whether the kernel can serve a layer of a step of decode rows."""
+    """Whether the kernel can serve a layer of a step in which no row has more than one token."""
     device = raw.q_TNH.device
-    if inputs.max_query > 1 or inputs.shared is not None or inputs.tail is not None or not _is_ready(device):
+    if inputs.shared is not None or inputs.tail is not None or not _is_ready(device):
         return False
     if inputs.num_tokens * spec.num_kv_heads > _UNITS_PER_SM * num_sms(device):
         return False

@@ -86,11 +86,12 @@ class TritonAttention:
         In the last layer the result has the rows of the step's tail only, where it has one.
         """
         inputs = self._step()
-        raw = decode_hopper.Raw(
-            q_TNH, k_TKH, v_TKH, positions_T, cos_sin_PR, q_norm, k_norm, eps, offset, interleaved
-        )  # fmt: skip
-        if self._hopper and decode_hopper.suits(spec, inputs, raw):
-            return self._decode(spec, inputs, raw)
+        if self._hopper and inputs.max_query == 1:
+            raw = decode_hopper.Raw(
+                q_TNH, k_TKH, v_TKH, positions_T, cos_sin_PR, q_norm, k_norm, eps, offset, interleaved
+            )  # fmt: skip
+            if decode_hopper.suits(spec, inputs, raw):
+                return self._decode(spec, inputs, raw)
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
             q_TNH,
