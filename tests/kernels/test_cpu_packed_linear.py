@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
 import gguf
 import numpy as np
 import pytest
@@ -129,6 +134,25 @@ def test_threads_change_nothing(tokens: int, rows: int) -> None:
     for fast, exact in results[1:]:
         assert torch.equal(fast, results[0][0])
         torch.testing.assert_close(exact, results[0][1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def threads_that_switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_that_switch_often")
+def test_threads_that_pack_at_once_get_memory_of_their_own() -> None:
+    arena = cpu._Arena()
+    with ThreadPoolExecutor(8) as pool:
+        taken = [
+            part for parts in pool.map(lambda _: [arena.take(4096) for _ in range(50)], range(1000)) for part in parts
+        ]
+    ranges = sorted((part.data_ptr(), part.data_ptr() + part.numel()) for part in taken)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
 
 def test_packed_weights_are_small() -> None:

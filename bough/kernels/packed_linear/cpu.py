@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -108,22 +109,27 @@ def dequantise(weight: PackedWeight) -> Tensor:
 
 
 class _Arena:
-    """Hands out memory for weights from large pieces, so that they lie in huge pages. A piece goes with its last weight."""
+    """Hands out memory for weights from large pieces, so that they lie in huge pages. A piece goes with its last weight.
+
+    Several threads load weights at once.
+    """
 
     PIECE_BYTES = 8 * PAGE_BYTES
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self._lock = Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Bytes that begin at a cache line."""
+        """Bytes that begin at a cache line, and are nobody else's."""
         if num_bytes > self.PIECE_BYTES // 4:
             return self._fresh(num_bytes)
-        if self._used + num_bytes > self._piece.numel():
-            self._piece, self._used = self._fresh(self.PIECE_BYTES), 0
-        taken = self._piece[self._used : self._used + num_bytes]
-        self._used += -(-num_bytes // _ALIGN) * _ALIGN
+        with self._lock:
+            if self._used + num_bytes > self._piece.numel():
+                self._piece, self._used = self._fresh(self.PIECE_BYTES), 0
+            taken = self._piece[self._used : self._used + num_bytes]
+            self._used += -(-num_bytes // _ALIGN) * _ALIGN
         return taken
 
     def _fresh(self, num_bytes: int) -> Tensor:
