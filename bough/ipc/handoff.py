@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from bough.config.concerns import Config
 from bough.core import errors
 from bough.core.errors import BoughError, ConfigError
 from bough.ipc.endpoints import Endpoints
+from bough.platform.whole_file import write_whole
 
 _LAUNCH = "launch.json"
 
@@ -72,7 +72,7 @@ class ErrorReport(Struct, kw_only=True, omit_defaults=True):
 
 
 def save_launch(launch: Launch) -> None:
-    _write(launch.endpoints.path(_LAUNCH), msgspec.json.encode(launch))
+    write_whole(launch.endpoints.path(_LAUNCH), msgspec.json.encode(launch))
 
 
 def load_launch(directory: str) -> Launch:
@@ -89,7 +89,7 @@ def load_launch(directory: str) -> Launch:
 
 def write_status(endpoints: Endpoints, status: Status) -> None:
     """Replaces the status at once: a reader sees the old one or the new one."""
-    _write(endpoints.status, msgspec.json.encode(status))
+    write_whole(endpoints.status, msgspec.json.encode(status))
 
 
 def read_status(endpoints: Endpoints) -> Status:
@@ -102,7 +102,7 @@ def read_status(endpoints: Endpoints) -> Status:
 
 def write_quarantine(endpoints: Endpoints, prints: frozenset[int]) -> None:
     """Tells the engine which requests not to take."""
-    _write(endpoints.quarantine, msgspec.json.encode(sorted(prints)))
+    write_whole(endpoints.quarantine, msgspec.json.encode(sorted(prints)))
 
 
 def read_quarantine(endpoints: Endpoints) -> frozenset[int]:
@@ -122,7 +122,7 @@ def write_error(endpoints: Endpoints, name: str, error: BaseException, traceback
             fix="start again with --log-level debug to see where",
         )
     report.traceback = traceback
-    _write(endpoints.error(name), msgspec.json.encode(report))
+    write_whole(endpoints.error(name), msgspec.json.encode(report))
 
 
 def read_error(endpoints: Endpoints, name: str) -> BoughError | None:
@@ -138,11 +138,3 @@ def read_error(endpoints: Endpoints, name: str) -> BoughError | None:
     if report.traceback:
         error.add_note(report.traceback)
     return error
-
-
-def _write(path: Path, data: bytes) -> None:
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    os.replace(fresh, path)

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from bough.kernels.choices import facts_of
 from bough.platform.disk_cache import cache_directory
+from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")
 
@@ -108,22 +108,11 @@ def cached_cubin(path: Path, architecture: str, defines: Mapping[str, int]) -> b
         if target.exists():
             return target.read_bytes()
         made = compile_cubin(source, architecture, defines)
-        _keep(target, made)
+        target.parent.mkdir(exist_ok=True)
+        write_whole(target, made)
     except OSError as error:
         log.info("compiled CUDA code is not kept: %s", error)
     return compile_cubin(source, architecture, defines) if made is None else made
-
-
-def _keep(target: Path, cubin: bytes) -> None:
-    target.parent.mkdir(exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=target.parent, prefix=".cubin-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        os.replace(draft, target)
-    except OSError:
-        os.unlink(draft)
-        raise
 
 
 class _Attribute(ctypes.Structure):

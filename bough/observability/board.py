@@ -7,12 +7,13 @@ whole numbers, since a cell is one aligned store. A writer that died leaves its 
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+
+from bough.platform.whole_file import write_whole
 
 SUFFIX = ".board"
 _HEAD = struct.Struct("<8sQQ")
@@ -37,20 +38,12 @@ class Board:
 
 
 def _create(path: Path, names: tuple[str, ...]) -> memoryview[float]:
-    """Makes the file complete under another name first, so that readers never see half of it."""
     text = msgspec.json.encode(names)
     start = -(-(_HEAD.size + len(text)) // _WORD) * _WORD
     size = start + _WORD * max(1, len(names))
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.ftruncate(descriptor, size)
-        shared = mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
-    shared[: _HEAD.size] = _HEAD.pack(_MAGIC, len(text), len(names))
-    shared[_HEAD.size : _HEAD.size + len(text)] = text
-    os.replace(fresh, path)
+    write_whole(path, (_HEAD.pack(_MAGIC, len(text), len(names)) + text).ljust(size, b"\0"))
+    with path.open("r+b") as file:
+        shared = mmap.mmap(file.fileno(), size)
     return memoryview(shared)[start : start + _WORD * len(names)].cast("d")
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from bough.observability.log import log_level, set_log_level
+from bough.platform.whole_file import write_whole
 
 _MOST_BYTES = 4096
 _WAIT_S = 1.0
@@ -139,6 +140,4 @@ def _keep(directory: Path, switch: LogSwitch) -> None:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         merged = msgspec.json.decode(kept.read_bytes(), type=LogSwitch)
     changes = {name: value for name, value in msgspec.structs.asdict(switch).items() if value is not None}
-    fresh = directory / f"{_KEPT}.{os.getpid()}"
-    fresh.write_bytes(msgspec.json.encode(msgspec.structs.replace(merged, **changes)))
-    os.replace(fresh, kept)
+    write_whole(kept, msgspec.json.encode(msgspec.structs.replace(merged, **changes)))

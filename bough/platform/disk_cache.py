@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bough.platform.whole_file import write_whole
+
 
 def cache_directory() -> Path:
     """`$XDG_CACHE_HOME/bough`, by default `~/.cache/bough`; a private temporary directory where that can't be written."""
@@ -43,9 +45,6 @@ def remember(name: str, key: str, value: Any) -> None:
         except (OSError, ValueError, TypeError):
             entries = {}
         entries[key] = value
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{name}-")
-        with os.fdopen(handle, "w") as file:
-            json.dump(entries, file, indent=1, sort_keys=True)
-        os.replace(draft, path)
+        write_whole(path, json.dumps(entries, indent=1, sort_keys=True).encode())
     except OSError:
         return

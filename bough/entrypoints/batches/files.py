@@ -13,6 +13,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from bough.core.errors import InvalidRequest, NotFound
+from bough.platform.whole_file import write_whole
 
 MAX_FILE_BYTES: Final = 200 * 1024 * 1024
 MAX_FILES: Final = 10_000
@@ -118,7 +119,7 @@ class FileStore:
             tenant=tenant,
         )
         os.replace(path, self._directory / f"{file_id}.data")
-        write_whole(self._directory / f"{file_id}.json", _encode(stored))
+        write_whole(self._directory / f"{file_id}.json", _encode(stored), durable=True)
         return stored
 
     def _read(self, file_id: str) -> StoredFile | None:
@@ -138,16 +139,6 @@ class FileStore:
             )
         if sum(sizes) > MAX_ALL_BYTES:
             raise _too_large("all files together", MAX_ALL_BYTES)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file at once: a reader sees the old content or the new."""
-    fresh = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    with open_private(fresh) as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(fresh, path)
 
 
 def open_private(path: Path, *, append: bool = False) -> BinaryIO:

@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from bough.core.errors import InvalidRequest, NotFound
-from bough.entrypoints.batches.files import StoredFile, write_whole
+from bough.entrypoints.batches.files import StoredFile
+from bough.platform.whole_file import write_whole
 
 MAX_OPEN: Final = 1000
 """Batches that have not ended."""
@@ -95,7 +96,7 @@ class BatchStore:
         return batch
 
     def save(self, batch: Batch) -> None:
-        write_whole(self._directory / f"{batch.id}.json", _encode(batch))
+        write_whole(self._directory / f"{batch.id}.json", _encode(batch), durable=True)
 
     def get(self, batch_id: str, tenant: str = "") -> Batch:
         """Raises `NotFound`: never there, or somebody else's."""
@@ -122,7 +123,7 @@ class BatchStore:
         return sorted((each for each in found if each.status in OPEN), key=lambda each: (each.created_at, each.id))
 
     def ask_to_cancel(self, batch: Batch) -> None:
-        write_whole(self._marker(batch), b"")
+        write_whole(self._marker(batch), b"", durable=True)
 
     def is_cancelling(self, batch: Batch) -> bool:
         return self._marker(batch).exists()

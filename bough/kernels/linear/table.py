@@ -18,6 +18,7 @@ import triton
 
 from bough.kernels.linear.ring import is_ready
 from bough.kernels.linear.skinny import Config
+from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")
 
@@ -62,9 +63,7 @@ def save(device: torch.device) -> Path:
     path = table_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     table = {key: None if config is None else asdict(config) for key, config in sorted(entries(device).items())}
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(table, indent=1))
-    draft.replace(path)
+    write_whole(path, json.dumps(table, indent=1).encode())
     return path
 
 
