@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bough.cli.serving import LocalServer
@@ -17,6 +18,7 @@ from bough.config.check import check_exposure
 from bough.config.concerns import Config
 from bough.core.errors import BoughError
 from bough.entrypoints.http.sockets import bind_all
+from bough.observability.log import log_level
 
 if TYPE_CHECKING:
     from bough.entrypoints.service import Service
@@ -41,6 +43,8 @@ class Supervisor:
         self._seen: Counter[int] = Counter()
         self._crashes: list[float] = []
         self._stopping = False
+        self._service: Service | None = None
+        """The last that has opened."""
         self.server = self._start()
 
     async def run(self, opened: Callable[[Service], None]) -> None:
@@ -49,6 +53,7 @@ class Supervisor:
 
         def on_open(service: Service) -> None:
             nonlocal was_open
+            self._service = service
             if not self._crashes:
                 opened(service)
             else:
@@ -85,6 +90,9 @@ class Supervisor:
         self._crashes.append(time.monotonic())
         self._seen.update(self.server.suspects)
         self._seen = Counter(dict(self._seen.most_common(_MOST_SUSPECTS)))
+        if self._service is not None:  # what /configure_logging changed stays
+            log = replace(self.config.log, log_level=log_level(), log_requests=self._service.log_requests)
+            self.config = replace(self.config, log=log)
         _log.error("%s; starting again", error.sentence())
 
     def _hopeless(self) -> bool:

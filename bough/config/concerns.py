@@ -28,6 +28,7 @@ EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "priority"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +239,7 @@ class MediaConfig:
 class LogConfig:
     """What is said, and how."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     """Least severe message that is printed."""
     log_format: Literal["text", "json"] = "text"
     """Form of log lines."""

@@ -8,9 +8,14 @@ import sys
 import time
 from typing import Any, TextIO
 
-from bough.config.concerns import LogConfig
+from bough.config.concerns import LogConfig, LogLevel
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LEVELS: dict[LogLevel, int] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 _LONGEST_LINE = 16_384
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """Attributes of any record; whatever else it has was given as `extra`."""
@@ -34,12 +39,12 @@ def set_up_logging(process: str, config: LogConfig, stream: TextIO | None = None
     set_log_level(config.log_level)
 
 
-def set_log_level(level: str) -> None:
-    """Least severe message of bough's that this process prints: debug, info, warning or error."""
+def set_log_level(level: LogLevel) -> None:
+    """Least severe message of bough's that this process prints."""
     logging.getLogger("bough").setLevel(_LEVELS[level])
 
 
-def log_level() -> str:
+def log_level() -> LogLevel:
     """The level that `set_log_level` chose."""
     chosen = logging.getLogger("bough").getEffectiveLevel()
     return next((name for name, level in _LEVELS.items() if level >= chosen), "error")

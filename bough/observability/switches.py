@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from bough.config.concerns import LogLevel
 from bough.observability.log import log_level, set_log_level
 from bough.platform.whole_file import write_whole
 
@@ -29,7 +29,7 @@ _telling = threading.Lock()
 class LogSwitch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What to change; what is not given stays as it is."""
 
-    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    log_level: LogLevel | None = None
     log_requests: bool | None = None
 
 

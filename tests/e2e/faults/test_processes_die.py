@@ -111,13 +111,23 @@ def test_a_stopped_engine_is_found_by_the_watchdog_and_comes_back() -> None:
 
 
 def test_a_stuck_engine_is_replaced_under_supervision() -> None:
-    with Server("--supervise", "--watchdog-timeout", "1.5") as server:
+    with Server("--supervise", "--watchdog-timeout", "1.5", "--admin-api-key", "b0ss") as server:
+
+        def logging(**fields: Any) -> dict[str, Any]:
+            headers = {"authorization": "Bearer b0ss"}
+            reply = httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=10)
+            told: dict[str, Any] = reply.json()
+            return told
+
+        assert logging(log_level="debug", log_requests=True)["success"]
         engine = server.children["engine"]
         os.kill(engine, signal.SIGSTOP)
         assert until(lambda: gone(engine), 10)
         assert until(lambda: server.status("/readyz") == 200, 60), server.log()
         assert server.ask(body()).status_code == 200
         assert "had not moved" in server.log()
+        kept = logging()
+        assert (kept["log_level"], kept["log_requests"]) == ("debug", True), "as it was changed before"
 
 
 def test_a_second_sigterm_ends_at_once() -> None:
