@@ -44,10 +44,13 @@ class Run:
     closed: bool = False
     """The program has returned: nothing will be appended any more."""
     executors: list[Executor] = field(default_factory=list)
+    _spawning: threading.Lock = field(default_factory=threading.Lock)
 
     def spawn(self, *, waits_for_fork: bool = False) -> Executor:
-        executor = Executor(self, len(self.executors), waits_for_fork)
-        self.executors.append(executor)
+        """A state with a number of its own, whichever threads fork at the same time."""
+        with self._spawning:
+            executor = Executor(self, len(self.executors), waits_for_fork)
+            self.executors.append(executor)
         return executor
 
     @property
@@ -339,23 +342,29 @@ class Executor:
 
     async def _drain(self) -> None:
         try:
-            while True:
-                with self._lock:
-                    if not self._queue:
-                        return
-                    expr, origin = self._queue.popleft()
+            while (following := self._next()) is not None:
+                expr, origin = following
                 try:
                     await self._evaluator.evaluate(expr, origin)
                 except Exception as error:
                     self._expression_failed(expr, origin, error)
                 else:
                     self._expression_done(expr)
-        except asyncio.CancelledError:
-            self.fail(LangError(what="the program was stopped", why="its run was cancelled"))
-        finally:
+        except BaseException as error:
             with self._lock:
                 self._draining = False
-                self._wake()
+                self.fail(LangError(what="the program was stopped", why="its run was cancelled"))
+            if not isinstance(error, asyncio.CancelledError):
+                raise
+
+    def _next(self) -> tuple[ir.Expr, Origin] | None:
+        """What comes next. None: nothing, and whoever appends from now on starts another task."""
+        with self._lock:
+            if self._queue:
+                return self._queue.popleft()
+            self._draining = False
+            self._wake()
+            return None
 
     def _expression_done(self, expr: ir.Expr) -> None:
         with self._lock:

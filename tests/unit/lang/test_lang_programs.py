@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import json
 import threading
+import time
 import traceback
+from contextvars import copy_context
 
 import lang_toy_model as toy
 import pytest
@@ -14,6 +16,7 @@ from lang_fake_server import FakeServer
 from pydantic import BaseModel
 
 import bough.lang as sgl
+from bough.lang import executor
 
 
 def toy_text(prompt: str, max_new_tokens: int) -> str:
@@ -582,3 +585,69 @@ def test_sync_programs_run_inside_a_running_loop(backend: sgl.RuntimeEndpoint) -
         return program.run(backend=backend)["a"]
 
     assert asyncio.run(notebook_cell()) == toy_text("x ", 2)
+
+
+class _Slow:
+    """A lock after whose release the loop's thread pauses, so that other threads get in between."""
+
+    def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
+        self._lock = lock
+        self.pause_s = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if threading.current_thread().name == "bough-lang":
+            time.sleep(self.pause_s)
+
+
+def test_what_is_appended_while_the_queue_runs_empty_is_executed(backend: sgl.RuntimeEndpoint) -> None:
+    @sgl.function
+    def program(s):
+        slow = s._engine._lock = _Slow(s._engine._lock)
+        slow.pause_s = 0.002
+        for number in range(24):
+            s += sgl.gen(f"v{number}", max_tokens=1)
+            s[f"v{number}"]
+            time.sleep(0.0003 * number)
+
+    done: list[sgl.ProgramState] = []
+    work = threading.Thread(target=lambda: done.append(program.run(backend=backend)), daemon=True)
+    work.start()
+    work.join(20)
+    assert not work.is_alive(), "nobody works off what was appended last"
+    assert len(done[0].text()) > 0
+
+
+def test_branches_that_fork_in_threads_of_their_own_all_begin(
+    backend: sgl.RuntimeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = executor.Executor.__init__
+
+    def slowly(self: executor.Executor, run: executor.Run, number: int, waits_for_fork: bool) -> None:
+        time.sleep(0.001)
+        made(self, run, number, waits_for_fork)
+
+    monkeypatch.setattr(executor.Executor, "__init__", slowly)
+
+    @sgl.function
+    def program(s):
+        branches = s.fork(4)
+
+        def deeper(branch):
+            for at, inner in enumerate(branch.fork(2)):
+                inner += f"{at}" + sgl.gen("word", max_tokens=1)
+                branch += inner["word"]
+
+        threads = [threading.Thread(target=copy_context().run, args=(deeper, branch)) for branch in branches]
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads), "two branches have one number: one never begins"
+        return len({branch.text() for branch in branches})
+
+    assert program.run(backend=backend).ret_value == 1
