@@ -89,9 +89,13 @@ class PrivateDirectory:
     def __init__(self) -> None:
         root = _short_root()
         sweep(root)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if os.fstat(self._lock).st_nlink:
+                break
+            os.close(self._lock)  # a server that starts at the same time has swept it up before it was locked
 
     @property
     def endpoints(self) -> Endpoints:

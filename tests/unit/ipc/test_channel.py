@@ -1,5 +1,6 @@
 import asyncio
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -236,6 +237,27 @@ def test_a_long_temporary_directory_is_avoided(monkeypatch: pytest.MonkeyPatch, 
     private = PrivateDirectory()
     assert len(private.endpoints.api(9999)) - len("ipc://") <= 107
     private.remove()
+
+
+def test_a_directory_swept_up_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    swept: list[int] = []
+    flock = fcntl.flock
+
+    def another_starts_meanwhile(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not swept:
+            swept.append(sweep(tmp_path))
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", another_starts_meanwhile)
+    private = PrivateDirectory()
+    assert swept == [1]
+    assert private.path.is_dir()
+    assert sweep(tmp_path) == 0
+    private.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sweeping_removes_only_what_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
