@@ -13,9 +13,6 @@ from collections.abc import Callable
 
 from bough.core.errors import Overloaded
 
-BYTES_PER_TOKEN = 3
-"""For estimating a prompt's tokens by its bytes: on the safe side for English, about right for code and other scripts."""
-
 
 class Place:
     """One admitted request's hold on the bounds. `began` and `end` may be called any number of times."""
@@ -102,8 +99,3 @@ class Admission:
         )
         error.retry_after_s = self.retry_after_s()
         return error
-
-
-def estimate_tokens(text: str) -> int:
-    """A cheap upper estimate of a text's tokens."""
-    return len(text) // BYTES_PER_TOKEN + 1 if text.isascii() else len(text.encode()) // BYTES_PER_TOKEN + 1

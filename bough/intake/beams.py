@@ -8,6 +8,7 @@ with `num_beams`, a length penalty of 1 and no early stopping.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,18 +16,20 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from bough.core.errors import BoughError, InvalidRequest
+from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.messages import Delta, End, Ids, ParsedEvent, TextSpec, TokenLogprobs, pack_ids, unpack_ids
 from bough.core.sampling import SamplingParams
+from bough.intake.compose import TAIL_IDS
 from bough.intake.request import Request
 from bough.intake.stream import Stream
 from bough.parsers import ResponseParser
 from bough.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
 MAX_CANDIDATES: Final = 1024
 """Best next tokens asked of each beam."""
 GIVEN_UP: Final = 499
-_TAIL_IDS: Final = 8
 
 Scored = list[tuple[int, float]]
 """Tokens and their log-probabilities, the best first."""
@@ -155,18 +158,21 @@ class Search:
         streams: Sequence[Stream],
         prompt: Ids,
         ask: Ask,
-        finished: Callable[[int, Delta], None],
+        answered: Callable[[int, Delta], None],
+        ended: Callable[[], None],
     ) -> None:
-        """`finished` hears of every answer, by its place among the streams."""
+        """`answered` hears of every answer, by its place among the streams; `ended`, once, that there will be no more."""
         self.rid = streams[0].rid
         self._search = search
         self._streams = streams
         self._prompt = prompt
         self._ask = ask
-        self._finished = finished
+        self._answered = answered
+        self._ended = ended
         self._cached = 0
         self._aborted = ""
         self._task = asyncio.ensure_future(self._run())
+        self._task.add_done_callback(self._done)
 
     def abort(self, reason: str) -> None:
         """Ends it; its streams end with `abort`."""
@@ -179,23 +185,26 @@ class Search:
             self._task.cancel()
 
     async def _run(self) -> None:
-        try:
-            while not self._search.done:
-                problem = await self._step()
-                if problem is not None:
-                    self._end_all(problem)
-                    return
-        except asyncio.CancelledError:
-            if not self._aborted:
-                raise
-            self._end_all(End(reason="abort", message=self._aborted, status=GIVEN_UP, code="aborted"))
-            return
-        except BoughError as error:
+        while not self._search.done:
+            problem = await self._step()
+            if problem is not None:
+                self._end_all(problem)
+                return
+        for at, beam in enumerate(self._search.best(len(self._streams))):
+            self._answered(at, self._delta(at, beam))
+
+    def _done(self, task: asyncio.Future[None]) -> None:
+        """However it ended, perhaps before it began."""
+        if task.cancelled():
+            if self._aborted:
+                self._end_all(End(reason="abort", message=self._aborted, status=GIVEN_UP, code="aborted"))
+        elif (error := task.exception()) is not None:
+            if not isinstance(error, BoughError):
+                _log.error("a beam search failed", exc_info=error)
+                error = RequestFailed(what="the beam search failed", fix="the server's log says why")
             for stream in self._streams:
                 stream.fail(error)
-            return
-        for at, beam in enumerate(self._search.best(len(self._streams))):
-            self._finished(at, self._delta(at, beam))
+        self._ended()
 
     async def _step(self) -> End | None:
         """One token for every beam; or how a request of the step ended badly."""
@@ -215,7 +224,7 @@ class Search:
 
     def _end_all(self, end: End) -> None:
         for at, stream in enumerate(self._streams):
-            self._finished(at, Delta(id=stream.id, end=end))
+            self._answered(at, Delta(id=stream.id, end=end))
 
     def _delta(self, at: int, beam: Beam) -> Delta:
         last = beam.tokens[-1]
@@ -246,7 +255,7 @@ def spoken(delta: Delta, request: Request, prompt: Ids, tokenizer: Tokenizer | N
     if delta.end.reason == "stop" and not text.no_stop_trim:
         ids = ids[:-1]
     flags = (text.skip_special_tokens, text.spaces_between_special_tokens)
-    tail = prompt[-_TAIL_IDS:].tolist()
+    tail = prompt[-TAIL_IDS:].tolist()
     said = tokenizer.decode([*tail, *ids], *flags).removeprefix(tokenizer.decode(tail, *flags))
     events: list[ParsedEvent] = []
     if text.reasoning_parser or text.tool_parser:

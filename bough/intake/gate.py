@@ -32,3 +32,13 @@ class IntakeStats:
     completion_tokens: int = 0
     cached_tokens: int = 0
     live: int = 0
+
+
+_BYTES_PER_TOKEN = 3
+"""On the safe side for English, about right for code and other scripts."""
+
+
+def estimate_tokens(text: str) -> int:
+    """About how many tokens a text has: what it counts for before it is tokenised. At least one."""
+    num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+    return num_bytes // _BYTES_PER_TOKEN + 1

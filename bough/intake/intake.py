@@ -7,13 +7,11 @@ import contextlib
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from bough.core.errors import BoughError, Conflict, DeadlineExceeded, InvalidRequest, Unavailable
 from bough.core.messages import (
@@ -31,20 +29,20 @@ from bough.core.messages import (
     Profile,
     Reply,
     Resume,
-    TextSpec,
     ToApi,
     ToEngine,
     Tokens,
     joined_namespace,
-    pack_ids,
     plain_deltas,
 )
 from bough.core.sampling import SamplingParams
 from bough.intake import beams
 from bough.intake.beams import Search
-from bough.intake.gate import Gate, IntakeStats, Place
-from bough.intake.joins import PREFIX as JOINED, Joins
+from bough.intake.compose import compose, for_answer, text_spec
+from bough.intake.gate import Gate, IntakeStats, Place, estimate_tokens
+from bough.intake.joins import Joins
 from bough.intake.limits import Limits
+from bough.intake.prepare import Preparer, goes_on_from_join
 from bough.intake.request import Request, pieces
 from bough.intake.sessions import SessionParams, Sessions, Turn
 from bough.intake.stream import Stream
@@ -56,9 +54,6 @@ from bough.tokenizer import Tokenizer, TokenizerPool
 _log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
-_NEVER = 2**31 - 1
-"""As `TextSpec.every`: only at the end."""
-_TAIL_IDS = 8
 _WATCH_EVERY_S = 0.25
 
 
@@ -99,11 +94,11 @@ class Intake:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._gone: BoughError | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._limits = Limits(context_length, vocab_size, tokenizer)
         self.pools = pools
-        self._processors = processors
         self.sessions = Sessions(self.abort)
         self.joins = Joins(self.call, tokenizer)
+        limits = Limits(context_length, vocab_size, tokenizer)
+        self._preparer = Preparer(limits, self._pool, self.sessions, self.joins, pools=pools, processors=processors)
         self._searches: set[Search] = set()
         self._turns: dict[int, tuple[SessionParams, Turn]] = {}
 
@@ -163,9 +158,7 @@ class Intake:
         still read; those that were sent before one is refused are given up.
         """
         self._check_alive()
-        self._check_kind(requests)
-        self._check_sessions(requests)
-        self._check_processors(requests)
+        self._preparer.check(requests)
         places = self._admit(requests)
         streams: list[list[Stream]] = []
         try:
@@ -183,14 +176,11 @@ class Intake:
     async def _submit_piece(
         self, requests: Sequence[Request], places: list[Place], streams: list[list[Stream]]
     ) -> None:
-        prompts = await self._prompts(requests)
-        ready = [self._limits.fitted(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
-        bad_words = [await self._bad_words(request) for request in requests]
+        prompts = await self._preparer.prompts(requests)
+        samplings = [await self._preparer.sampling(*each) for each in zip(requests, prompts, strict=True)]
         self._check_alive()
         outgoing: list[Generate] = []
-        for request, prompt, sampling, words in zip(requests, prompts, ready, bad_words, strict=True):
-            if words:
-                sampling = msgspec.structs.replace(sampling, bad_words=words)
+        for request, prompt, sampling in zip(requests, prompts, samplings, strict=True):
             if sampling.beam_width == 1:
                 streams.append(self._begin(request, prompt, sampling, places, outgoing))
             else:
@@ -300,40 +290,6 @@ class Intake:
         if self._gone is not None:
             raise self._gone
 
-    def _check_kind(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if self.pools is not None and self.pools != bool(request.pool):
-                raise InvalidRequest(
-                    what="the served model does not generate" if self.pools else "the served model does not pool",
-                    why="it makes embeddings or scores of whole texts" if self.pools else "it is served to generate",
-                    fix="use /v1/embeddings, /v1/classify or /v1/rerank"
-                    if self.pools
-                    else "serve an embedding, reranking or classification model, or start with --is-embedding",
-                )
-
-    def _check_processors(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            name = request.sampling.logit_processor
-            if name is not None and self._processors is not None and name not in self._processors:
-                raise InvalidRequest(
-                    what=f"there is no logit processor {name[:60]!r}",
-                    why=f"the server has: {', '.join(sorted(self._processors)) or 'none'}",
-                    fix="name one of them, or start the server with --logit-processors name=module:attribute",
-                    param="logit_processor",
-                )
-
-    def _check_sessions(self, requests: Sequence[Request]) -> None:
-        """Whoever goes on from a request is one request itself."""
-        if any(each.session is not None and not _joined(each) for each in requests) and (
-            len(requests) > 1 or requests[0].sampling.n > 1
-        ):
-            raise InvalidRequest(
-                what="a session goes on with one request at a time",
-                why="several prompts, or n above 1, would have one name",
-                fix="send them one by one",
-                param="session_params",
-            )
-
     def _new_id(self) -> int:
         return (self._worker << WORKER_SHIFT) | next(self._numbers)
 
@@ -343,7 +299,8 @@ class Intake:
         places: list[Place] = []
         try:
             for request in requests:
-                tokens = len(request.prompt) if not isinstance(request.prompt, str) else len(request.prompt) // 3 + 1
+                prompt = request.prompt
+                tokens = estimate_tokens(prompt) if isinstance(prompt, str) else len(prompt)
                 for _ in range(max(1, min(max(request.sampling.n, request.sampling.beam_width), 64))):
                     places.append(self._gate.admit(requests=1, tokens=tokens))
         except BaseException:
@@ -351,48 +308,6 @@ class Intake:
                 place.end()
             raise
         return places
-
-    async def _prompts(self, requests: Sequence[Request]) -> list[Ids]:
-        texts: dict[bool, list[int]] = {True: [], False: []}
-        prompts: list[Ids | None] = [None] * len(requests)
-        before = [await self._before(each) for each in requests]
-        for at, request in enumerate(requests):
-            if isinstance(request.prompt, str):
-                self._limits.check_text(request.prompt)
-                texts[request.add_special_tokens and not _some(before[at])].append(at)
-            else:
-                prompts[at] = self._limits.ids_of(request.prompt)
-        for special, places in texts.items():
-            if places:
-                assert self._pool is not None
-                encoded = await self._pool.encode_batch([str(requests[at].prompt) for at in places], special)
-                for at, ids in zip(places, encoded, strict=True):
-                    prompts[at] = np.asarray(ids, np.int32)
-        return [
-            prompt if not _some(prefix) else np.concatenate([prefix, prompt])
-            for prefix, prompt in zip(before, prompts, strict=True)
-            if prompt is not None
-        ]
-
-    async def _before(self, request: Request) -> Ids | None:
-        """What a session has before the request's own tokens."""
-        if _joined(request):
-            assert request.session is not None
-            return await self.joins.ids(request.namespace, request.session.id)
-        return None if request.session is None else self.sessions.prefix(request.session)
-
-    async def _bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of the bad words, each at a text's start and after a space."""
-        if not request.bad_words:
-            return request.sampling.bad_words
-        if self._pool is None:
-            raise InvalidRequest(
-                what="bad_words were given", why="the server has no tokenizer", fix="remove them", param="bad_words"
-            )
-        variants = [form for word in request.bad_words for form in (word, " " + word.lstrip())]
-        encoded = await self._pool.encode_batch(variants, add_special_tokens=False)
-        found = [tuple(ids) for ids in encoded if ids]
-        return tuple(dict.fromkeys([*request.sampling.bad_words, *found]))
 
     def _search(self, request: Request, prompt: Ids, sampling: SamplingParams, places: list[Place]) -> list[Stream]:
         """Begins a beam search: its steps are requests of their own, its answers come all at once."""
@@ -426,29 +341,27 @@ class Intake:
                 for stream in asked:
                     stream.abort()
 
-        def finished(at: int, delta: Delta) -> None:
+        def answered(at: int, delta: Delta) -> None:
+            if self.meter is not None:
+                self.meter.news(delta.id, len(delta.tokens) // 4, delta.end)
+            text = text_spec(request, prompt, sampling, self.tokenizer)
+            streams[at].deliver(beams.spoken(delta, request, prompt, self.tokenizer, text))
+
+        def ended() -> None:
             self._searches.discard(running)
             for place in held:
                 place.end()
-            if self.meter is not None:
-                self.meter.news(delta.id, len(delta.tokens) // 4, delta.end)
-            text = self._text_spec(request, sampling, prompt)
-            streams[at].deliver(beams.spoken(delta, request, prompt, self.tokenizer, text))
 
         def give_up(request_id: int, reason: str) -> None:
             if self.meter is not None:
                 self.meter.given_up(request_id, "given_up")
             running.give_up()
-            if all(stream.ended for stream in streams):
-                self._searches.discard(running)
-                for place in held:
-                    place.end()
 
         streams = [Stream(self._new_id(), rid, index, prompt, give_up) for index in range(sampling.n)]
         if self.meter is not None:
             for stream in streams:
                 self.meter.submitted(stream.id, len(prompt))
-        running = Search(search, streams, prompt, ask, finished)
+        running = Search(search, streams, prompt, ask, answered, ended)
         self._searches.add(running)
         return streams
 
@@ -466,45 +379,21 @@ class Intake:
         rid = request.rid or secrets.token_hex(16)
         turn = None
         namespace = request.namespace
-        if request.session is not None and _joined(request):
+        if request.session is not None and goes_on_from_join(request):
             namespace = joined_namespace(namespace, request.session.id)
         elif request.session is not None:
             turn = self.sessions.begin(request.session, rid, prompt)
-        packed = pack_ids(prompt)
-        text = self._text_spec(request, sampling, prompt)
-        now = time.time()
+        common = compose(
+            request, prompt, sampling,
+            rid=rid, namespace=namespace, eos_ids=self._eos_ids, tokenizer=self.tokenizer,
+        )  # fmt: skip
         trace = CURRENT.get()
         streams: list[Stream] = []
         for index in range(sampling.n):
             stream = Stream(self._new_id(), rid, index, prompt, self._give_up)
             if trace is not None and trace.submitted(stream.id, rid, len(prompt)):
                 stream.trace = trace
-            seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
-            each = sampling if sampling.n == 1 else msgspec.structs.replace(sampling, n=1, seed=seed)
-            message = Generate(
-                id=stream.id,
-                rid=rid,
-                prompt=packed,
-                sampling=each,
-                text=text,
-                stream=request.stream or bool(text is not None and (sampling.stop or sampling.stop_regex)),
-                logprobs=request.logprobs,
-                hidden_states=request.hidden_states,
-                namespace=namespace,
-                priority=request.priority,
-                deadline_s=request.deadline_s,
-                arrived_s=now,
-                eos_ids=() if sampling.ignore_eos else self._eos_ids,
-                follows=request.follows,
-                pool=request.pool,
-                second_at=request.second_at,
-                reasoning_end=request.reasoning_end,
-                reasoning_open=request.reasoning_forced,
-                thinking_budget=request.thinking_budget,
-                trace=stream.trace is not None,
-                keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool,
-            )
-            outgoing.append(message)
+            outgoing.append(for_answer(common, index, stream.id, trace=stream.trace is not None))
             self._streams[stream.id] = stream
             if turn is not None and request.session is not None:
                 self._turns[stream.id] = (request.session, turn)
@@ -517,29 +406,6 @@ class Intake:
             self.stats.live = len(self._streams)
             streams.append(stream)
         return streams
-
-    def _text_spec(self, request: Request, sampling: SamplingParams, prompt: Ids) -> TextSpec | None:
-        tokenizer = self.tokenizer
-        if tokenizer is None or request.pool:
-            return None
-        if not request.want_text and not (sampling.stop or sampling.stop_regex):
-            return None
-        tail = prompt[-_TAIL_IDS:] if tokenizer.codebook.form == "other" else prompt[:0]
-        return TextSpec(
-            stop=sampling.stop,
-            stop_regex=sampling.stop_regex,
-            skip_special_tokens=sampling.skip_special_tokens,
-            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
-            no_stop_trim=sampling.no_stop_trim,
-            logprob_text=request.logprob_text,
-            reasoning_parser=request.reasoning_parser,
-            reasoning_forced=request.reasoning_forced,
-            stream_reasoning=request.stream_reasoning,
-            tool_parser=request.tool_parser,
-            tools=request.tools,
-            every=request.every if request.stream else _NEVER,
-            prompt_tail=pack_ids(tail),
-        )
 
     def _give_up(self, request_id: int, reason: str) -> None:
         if request_id in self._streams:
@@ -602,12 +468,3 @@ class Intake:
                 status = read_status(self._endpoints)
                 if status.phase == "failed" and self._gone is None:
                     self.fail_all(BoughError(what=status.error))
-
-
-def _joined(request: Request) -> bool:
-    """Does it go on from a joined context?"""
-    return request.session is not None and request.session.id.startswith(JOINED)
-
-
-def _some(ids: Ids | None) -> TypeGuard[Ids]:
-    return ids is not None and len(ids) > 0

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bough.core.errors import InvalidRequest
-from bough.core.messages import LogprobSpec
+from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
+from bough.core.messages import Delta, Ids, LogprobSpec
 from bough.core.sampling import GrammarSpec, SamplingParams
-from bough.intake.beams import BeamSearch, check
+from bough.intake.beams import Ask, BeamSearch, Search, check
 from bough.intake.request import Request
 from bough.intake.sessions import SessionParams
+from bough.intake.stream import Stream
 
 VOCAB, EOS = 24, 3
+PROMPT = np.array([5, 6, 7], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +94,66 @@ def test_what_a_search_can_not_respect_is_refused(sampling: dict[str, Any], requ
     params = SamplingParams(**{"beam_width": 4, **sampling})
     with pytest.raises(InvalidRequest):
         check(Request(prompt="a", sampling=params, **request_), params, 1 + len(params.stop_token_ids))
+
+
+# -- a search under way ---------------------------------------------------------------------------
+
+
+class Watched:
+    """A search whose steps are asked of `ask`; counts how often it has ended."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ended = 0
+        self.stream = Stream(1, "rid", 0, PROMPT, lambda _id, _reason: None)
+        search = BeamSearch(width=2, max_new_tokens=4, stops=frozenset({EOS}))
+        self.search = Search(search, [self.stream], PROMPT, ask, self._answered, self._count)
+
+    def _answered(self, at: int, delta: Delta) -> None:
+        assert at == 0
+        self.stream.deliver(delta)
+
+    def _count(self) -> None:
+        self.ended += 1
+
+
+async def never(_prompts: Sequence[Ids]) -> list[Delta]:
+    await asyncio.Event().wait()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(Unavailable(what="the engine has stopped"), Unavailable), (IndexError("a defect"), RequestFailed)],
+)
+async def test_whoever_waits_for_a_failed_search_is_told(raised: Exception, told: type[BoughError]) -> None:
+    async def fail(_prompts: Sequence[Ids]) -> list[Delta]:
+        raise raised
+
+    watched = Watched(fail)
+    with pytest.raises(told):
+        await asyncio.wait_for(watched.stream.collect(), 5)
+    assert watched.ended == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_aborted_search_tells_its_streams_even_before_its_first_step(begun: bool) -> None:
+    watched = Watched(never)
+    if begun:
+        await asyncio.sleep(0)
+    watched.search.abort("enough")
+    whole = await asyncio.wait_for(watched.stream.collect(), 5)
+    assert whole.end is not None
+    assert (whole.end.reason, whole.end.message) == ("abort", "enough")
+    assert watched.ended == 1
+
+
+async def test_a_search_that_nobody_waits_for_ends() -> None:
+    watched = Watched(never)
+    watched.search.give_up()
+    await asyncio.sleep(0)
+    assert watched.ended == 0, "somebody waits"
+    watched.stream.abort()
+    watched.search.give_up()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert watched.ended == 1

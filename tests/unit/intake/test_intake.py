@@ -19,8 +19,9 @@ from bough.core.errors import (
 )
 from bough.core.messages import LogprobSpec, unpack_ids
 from bough.core.sampling import SamplingParams
-from bough.intake import Intake, Request
+from bough.intake import Intake, Place, Request
 from bough.intake.request import pieces
+from bough.ipc import Endpoints
 from bough.launch import Running
 from bough.tokenizer import Tokenizer
 from tests.unit.intake.conftest import WORKERS
@@ -260,6 +261,27 @@ class CountingGate:
             if self.open:
                 self.open = False
                 self.gate.now -= 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "least", "most"),
+    [("word " * 300, 300, 600), ("日本語" * 100, 300, 400), ("\ud800", 1, 2), ("", 1, 1), ([1, 2, 3], 3, 3)],
+)
+async def test_the_gate_hears_about_how_long_a_prompt_is_before_it_is_tokenised(
+    prompt: str | list[int], least: int, most: int
+) -> None:
+    heard: list[int] = []
+
+    class ShutGate:
+        def admit(self, *, requests: int, tokens: int) -> Place:
+            heard.append(tokens)
+            raise Overloaded(what="shut")
+
+    intake = Intake(Endpoints("nowhere"), tokenizer=None, context_length=4096, vocab_size=100, gate=ShutGate())
+    with pytest.raises(Overloaded):
+        await intake.submit(request(prompt))
+    assert len(heard) == 1
+    assert least <= heard[0] <= most
 
 
 async def test_the_gate_counts_from_submission_to_the_end(running: Running, smollm: Tokenizer) -> None:

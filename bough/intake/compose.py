@@ -1,0 +1,86 @@
+"""The messages that ask the engine for a request's answers."""
+
+from __future__ import annotations
+
+import time
+
+from msgspec import structs
+
+from bough.core.messages import Generate, Ids, TextSpec, pack_ids
+from bough.core.sampling import SamplingParams
+from bough.intake.request import Request
+from bough.tokenizer import Tokenizer
+
+TAIL_IDS = 8
+"""Of a prompt's end: enough for decoding what follows as it would be decoded behind all of it."""
+_NEVER = 2**31 - 1
+"""As `TextSpec.every`: only at the end."""
+
+
+def compose(
+    request: Request,
+    prompt: Ids,
+    sampling: SamplingParams,
+    *,
+    rid: str,
+    namespace: str,
+    eos_ids: tuple[int, ...],
+    tokenizer: Tokenizer | None,
+) -> Generate:
+    """What all of the request's answers have in common; `for_answer` makes the message of each."""
+    text = text_spec(request, prompt, sampling, tokenizer)
+    return Generate(
+        id=0,
+        rid=rid,
+        prompt=pack_ids(prompt),
+        sampling=sampling,
+        text=text,
+        stream=request.stream or bool(text is not None and (sampling.stop or sampling.stop_regex)),
+        logprobs=request.logprobs,
+        hidden_states=request.hidden_states,
+        namespace=namespace,
+        priority=request.priority,
+        deadline_s=request.deadline_s,
+        arrived_s=time.time(),
+        eos_ids=() if sampling.ignore_eos else eos_ids,
+        follows=request.follows,
+        pool=request.pool,
+        second_at=request.second_at,
+        reasoning_end=request.reasoning_end,
+        reasoning_open=request.reasoning_forced,
+        thinking_budget=request.thinking_budget,
+        keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool,
+    )
+
+
+def for_answer(common: Generate, index: int, request_id: int, *, trace: bool) -> Generate:
+    """The message for one of the `n` answers: a request of its own, with a seed of its own."""
+    sampling = common.sampling
+    if sampling.n > 1:
+        seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
+        sampling = structs.replace(sampling, n=1, seed=seed)
+    return structs.replace(common, id=request_id, sampling=sampling, trace=trace)
+
+
+def text_spec(request: Request, prompt: Ids, sampling: SamplingParams, tokenizer: Tokenizer | None) -> TextSpec | None:
+    """What the detokenizer is to do; None: the tokens alone are wanted, or can be had."""
+    if tokenizer is None or request.pool:
+        return None
+    if not request.want_text and not (sampling.stop or sampling.stop_regex):
+        return None
+    tail = prompt[-TAIL_IDS:] if tokenizer.codebook.form == "other" else prompt[:0]
+    return TextSpec(
+        stop=sampling.stop,
+        stop_regex=sampling.stop_regex,
+        skip_special_tokens=sampling.skip_special_tokens,
+        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        no_stop_trim=sampling.no_stop_trim,
+        logprob_text=request.logprob_text,
+        reasoning_parser=request.reasoning_parser,
+        reasoning_forced=request.reasoning_forced,
+        stream_reasoning=request.stream_reasoning,
+        tool_parser=request.tool_parser,
+        tools=request.tools,
+        every=request.every if request.stream else _NEVER,
+        prompt_tail=pack_ids(tail),
+    )

@@ -1,0 +1,140 @@
+"""Makes requests ready to be sent: what can't be served is refused, texts become token ids, parameters fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import msgspec
+import numpy as np
+
+from bough.core.errors import InvalidRequest
+from bough.core.messages import Ids
+from bough.core.sampling import SamplingParams
+from bough.intake.joins import PREFIX as JOINED, Joins
+from bough.intake.limits import Limits
+from bough.intake.request import Request
+from bough.intake.sessions import Sessions
+from bough.tokenizer import TokenizerPool
+
+
+class Preparer:
+    """Everything here raises `InvalidRequest` or a kind of it, and sends nothing."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        tokenizers: TokenizerPool | None,
+        sessions: Sessions,
+        joins: Joins,
+        *,
+        pools: bool | None,
+        processors: frozenset[str] | None,
+    ) -> None:
+        """`pools`: whether the model does; None: not known. `processors`: logit processors that may be named; None: any."""
+        self._limits = limits
+        self._tokenizers = tokenizers
+        self._sessions = sessions
+        self._joins = joins
+        self._pools = pools
+        self._processors = processors
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """What can be told at a glance, before anything is tokenised."""
+        for request in requests:
+            self._check_kind(request)
+            self._check_processor(request)
+        _check_sessions(requests)
+
+    async def prompts(self, requests: Sequence[Request]) -> list[Ids]:
+        """Each request's token ids, those of its session before its own."""
+        texts: dict[bool, list[int]] = {True: [], False: []}
+        prompts: list[Ids | None] = [None] * len(requests)
+        before = [await self._before(each) for each in requests]
+        for at, request in enumerate(requests):
+            if isinstance(request.prompt, str):
+                self._limits.check_text(request.prompt)
+                texts[request.add_special_tokens and not _some(before[at])].append(at)
+            else:
+                prompts[at] = self._limits.ids_of(request.prompt)
+        for special, places in texts.items():
+            if places:
+                assert self._tokenizers is not None, "texts are refused without a tokenizer"
+                encoded = await self._tokenizers.encode_batch([str(requests[at].prompt) for at in places], special)
+                for at, ids in zip(places, encoded, strict=True):
+                    prompts[at] = np.asarray(ids, np.int32)
+        return [
+            prompt if not _some(prefix) else np.concatenate([prefix, prompt])
+            for prefix, prompt in zip(before, prompts, strict=True)
+            if prompt is not None
+        ]
+
+    async def sampling(self, request: Request, prompt: Ids) -> SamplingParams:
+        """The request's parameters, with a length that fits and its bad words as tokens."""
+        fitted = self._limits.fitted(request, prompt)
+        if not request.bad_words:
+            return fitted
+        if self._tokenizers is None:
+            raise InvalidRequest(
+                what="bad_words were given", why="the server has no tokenizer", fix="remove them", param="bad_words"
+            )
+        forms = [
+            form for word in request.bad_words for form in (word, " " + word.lstrip())
+        ]  # at a text's start, within
+        encoded = await self._tokenizers.encode_batch(forms, add_special_tokens=False)
+        words = dict.fromkeys([*fitted.bad_words, *(tuple(ids) for ids in encoded if ids)])
+        return msgspec.structs.replace(fitted, bad_words=tuple(words))
+
+    async def _before(self, request: Request) -> Ids | None:
+        """What a session has before the request's own tokens."""
+        if request.session is None:
+            return None
+        if goes_on_from_join(request):
+            return await self._joins.ids(request.namespace, request.session.id)
+        return self._sessions.prefix(request.session)
+
+    def _check_kind(self, request: Request) -> None:
+        if self._pools is None or self._pools == bool(request.pool):
+            return
+        if self._pools:
+            raise InvalidRequest(
+                what="the served model does not generate",
+                why="it makes embeddings or scores of whole texts",
+                fix="use /v1/embeddings, /v1/classify or /v1/rerank",
+            )
+        raise InvalidRequest(
+            what="the served model does not pool",
+            why="it is served to generate",
+            fix="serve an embedding, reranking or classification model, or start with --is-embedding",
+        )
+
+    def _check_processor(self, request: Request) -> None:
+        name = request.sampling.logit_processor
+        if name is not None and self._processors is not None and name not in self._processors:
+            raise InvalidRequest(
+                what=f"there is no logit processor {name[:60]!r}",
+                why=f"the server has: {', '.join(sorted(self._processors)) or 'none'}",
+                fix="name one of them, or start the server with --logit-processors name=module:attribute",
+                param="logit_processor",
+            )
+
+
+def goes_on_from_join(request: Request) -> bool:
+    return request.session is not None and request.session.id.startswith(JOINED)
+
+
+def _check_sessions(requests: Sequence[Request]) -> None:
+    """Whoever goes on from a request is one request itself."""
+    if any(each.session is not None and not goes_on_from_join(each) for each in requests) and (
+        len(requests) > 1 or requests[0].sampling.n > 1
+    ):
+        raise InvalidRequest(
+            what="a session goes on with one request at a time",
+            why="several prompts, or n above 1, would have one name",
+            fix="send them one by one",
+            param="session_params",
+        )
+
+
+def _some(ids: Ids | None) -> TypeGuard[Ids]:
+    return ids is not None and len(ids) > 0
