@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import queue
+import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +18,7 @@ from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.server_args import build_config, flat
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
-from bough.intake.driver import Driver
+from bough.intake.driver import Driver, DriverClosed
 from bough.intake.joins import parse_join
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.launch import Programs, Running, start
@@ -38,6 +40,8 @@ class Engine:
         settings.setdefault("log_level", "warning")
         self.config = build_config(**settings)
         self._closed = False
+        self._closing = threading.Lock()
+        self._owner_pid = os.getpid()
         self._running: Running = start(self.config, num_api_workers=1, programs=programs)
         try:
             model = self._running.config.model
@@ -51,7 +55,11 @@ class Engine:
             self._defaults = self._model_defaults(self._checkpoint)
             self._running.wait_ready()
             self._driver = Driver("bough-engine")
-            self._intake = self._call(self._open_intake())
+            try:
+                self._intake = self._call(self._open_intake())
+            except BaseException:
+                self._driver.close(wait_s=5)
+                raise
         except BaseException:
             self._running.stop()
             raise
@@ -300,7 +308,7 @@ class Engine:
 
     def shutdown(self, drain_s: float = 0.0) -> None:
         """Ends the engine's processes; requests under way get `drain_s`. May be called twice."""
-        if self._closed:
+        if os.getpid() != self._owner_pid or not self._closing.acquire(blocking=False):
             return
         self._closed = True
         if drain_s == 0:
@@ -362,7 +370,14 @@ class Engine:
     def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:
         if self._closed:
             work.close()
-            raise Unavailable(what="the engine was shut down", fix="make a new Engine")
+            raise DriverClosed
+        if os.getpid() != self._owner_pid:
+            work.close()
+            raise Unavailable(
+                what="this engine belongs to another process",
+                why="this one was forked from it, and would take its answers",
+                fix="make an Engine in this process, or send requests to a server",
+            )
 
     def _close_intake(self) -> None:
         with contextlib.suppress(TimeoutError):

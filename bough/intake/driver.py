@@ -12,16 +12,31 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
+
+from bough.core.errors import Unavailable
 
 T = TypeVar("T")
 
 _LINGER_S = 0.1
 """After its last call, the background thread keeps turning for so long: what was cancelled ends meanwhile."""
+_END_S = 2.0
+"""Time for what is left to end when the loop is closed."""
+
+
+class DriverClosed(Unavailable):
+    """The loop was closed before the work had ended."""
+
+    def __init__(self) -> None:
+        super().__init__(what="the engine was shut down", fix="make a new Engine")
 
 
 class Driver:
-    """An event loop and its threads. All methods may be called from any thread, `run` also within another loop."""
+    """An event loop and its threads. All methods may be called from any thread, `run` also within another loop.
+
+    Not in a process that was forked meanwhile: the loop's descriptors are the parent's, too.
+    """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -49,14 +64,14 @@ class Driver:
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begins `work` in the loop. Raises RuntimeError once closed, when nobody would ever turn it."""
+        """Begins `work` in the loop. Raises `DriverClosed` once closed, when nobody would ever turn it."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._lock:
             if self._closed:
                 work.close()
-                raise RuntimeError("the event loop was closed")
+                raise DriverClosed
             self._calls += 1
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        future.add_done_callback(self._one_less)
+            self.loop.call_soon_threadsafe(self._begin, work, future)
         self._turn_if_nobody_does()
         return future
 
@@ -67,18 +82,14 @@ class Driver:
         self._turn_if_nobody_does()
 
     def close(self, wait_s: float) -> None:
-        """Ends the threads and the loop. Nothing may be run afterwards."""
+        """Ends the threads and the loop. Whoever waits gets `DriverClosed`, and so does whoever comes later."""
         with self._lock:
             if self._closed:
                 return
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._closed = True
-        self.loop.call_soon_threadsafe(self.loop.stop)
         self._wanted.release()
         self._thread.join(wait_s)
-        with self._lock:
-            is_turned_elsewhere = self._turning and not self._background
-        if not is_turned_elsewhere and not self._thread.is_alive():
-            self.loop.close()
 
     # -- in the caller's thread --------------------------------------------------------------------------------------
 
@@ -98,6 +109,10 @@ class Driver:
         try:
             with _interrupts_cancel(task, self.loop):
                 return self.loop.run_until_complete(task)
+        except RuntimeError:
+            if self._closed and not task.done():
+                raise DriverClosed from None
+            raise
         finally:
             if not task.done():
                 task.cancel()
@@ -106,6 +121,8 @@ class Driver:
                 unfinished = self._calls > 0 or not task.done()
             if unfinished:
                 self._turn_if_nobody_does()
+            if self._closed:
+                self._wanted.release()
 
     # -- in the background -------------------------------------------------------------------------------------------
 
@@ -116,9 +133,35 @@ class Driver:
             self._turning = self._background = True
         self._wanted.release()
 
-    def _one_less(self, _: concurrent.futures.Future[Any]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
+        """In the loop."""
+        if future.cancelled():
+            work.close()
+            with self._lock:
+                self._calls -= 1
+            return
+        task = self.loop.create_task(work)
+        task.add_done_callback(partial(self._ended, future))
+        future.add_done_callback(partial(self._cancel, task))
+
+    def _cancel(self, task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+        if future.cancelled():
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the task with it
+                self.loop.call_soon_threadsafe(task.cancel)
+
+    def _ended(self, future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+        """In the loop. Only now the call is done: one that is cancelled has things to tidy up."""
         with self._lock:
             self._calls -= 1
+        error = DriverClosed() if task.cancelled() else task.exception()
+        if task.cancelled() and not self._closed:
+            future.cancel()
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
 
     def _turn_in_background(self) -> None:
         while True:
@@ -130,8 +173,22 @@ class Driver:
                     if not self._calls:
                         self._turning = self._background = False
                         break
-            if self._closed:
+            with self._lock:
+                ends = self._closed and (self._background or not self._turning)
+            if ends:  # otherwise a caller still turns the loop, and says when it no longer does
+                self._end()
                 return
+
+    def _end(self) -> None:
+        """Ends what is left, so that nobody waits for ever, and the loop."""
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()  # what was submitted last begins, and no stop is left over
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+        self.loop.close()
 
     def _rest_when_idle(self) -> None:
         """In the loop, while the background thread turns it: stops it once there were no calls for a while."""

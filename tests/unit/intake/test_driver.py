@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bough.intake.driver import Driver
+from bough.intake.driver import Driver, DriverClosed
 
 
 @pytest.fixture
@@ -161,7 +161,80 @@ def test_the_end_leaves_nothing_open_and_nobody_waiting() -> None:
     made.submit(where()).result(5)
     made.close(wait_s=5)
     made.close(wait_s=5)
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(DriverClosed, match="shut down"):
         made.run(where())
     made.call_soon(print)
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_whoever_waits_at_the_end_is_told_so() -> None:
+    """One thread turns the loop, others wait for it, and some submit at the very end."""
+    for late_s in (0.0, 0.05):
+        made = Driver("test-driver")
+        told: list[str] = []
+
+        def wait(seconds: float, driver: Driver = made, told: list[str] = told) -> None:
+            try:
+                driver.run(where(seconds))
+            except DriverClosed:
+                told.append("closed")
+
+        threads = [threading.Thread(target=wait, args=(30.0,), daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(late_s)
+        made.close(wait_s=5)
+        for thread in threads:
+            thread.join(5)
+        assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+        assert told == ["closed"] * 4
+        assert made.loop.is_closed()
+
+
+async def test_a_coroutine_that_waits_at_the_end_is_told_so() -> None:
+    made = Driver("test-driver")
+    future = asyncio.wrap_future(made.submit(where(30.0)))
+    await asyncio.sleep(0.02)
+    made.close(wait_s=5)
+    with pytest.raises(DriverClosed):
+        await asyncio.wait_for(future, 5)
+
+
+def test_a_cancelled_call_tidies_up_although_the_turning_thread_leaves(driver: Driver) -> None:
+    tidied = threading.Event()
+    begun = threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            tidied.set()
+
+    async def turn() -> None:
+        """Leaves as soon as the other call was cancelled, before that has ended."""
+        future = driver.submit(work())
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        future.cancel()
+
+    driver.run(turn())
+    assert tidied.wait(2), "nobody turns the loop for what the call does at its end"
+    assert driver._calls == 0
+
+
+def test_a_call_cancelled_before_it_begins_never_does(driver: Driver) -> None:
+    begun: list[int] = []
+
+    async def work() -> None:
+        begun.append(1)
+
+    async def turn() -> None:
+        driver.submit(work()).cancel()
+        await asyncio.sleep(0.01)
+
+    driver.run(turn())
+    assert not begun
+    assert driver._calls == 0

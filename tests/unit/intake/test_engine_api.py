@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,37 @@ def test_a_large_batch_has_little_overhead(engine: Engine) -> None:
         assert len(answers) == 512  # type: ignore[arg-type]
     print(f"this process's share of 512 requests: {best * 1e3:.1f} ms")
     assert best < 0.5
+
+
+def num_selectors() -> int:
+    """Of the event loops in this process."""
+    return sum("eventpoll" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+
+def test_a_start_that_fails_at_the_last_moment_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_: Engine) -> None:
+        raise BoughError(what="no luck")
+
+    monkeypatch.setattr(Engine, "_open_intake", fail)
+    selectors, threads = num_selectors(), threading.active_count()
+    with pytest.raises(BoughError, match="no luck"):
+        Engine(programs=FAKE)
+    assert threading.active_count() <= threads
+    assert num_selectors() <= selectors
+
+
+def test_a_fork_of_the_owner_takes_none_of_its_answers() -> None:
+    with Engine(programs=FAKE) as made:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with pytest.raises(Unavailable, match="another process"):
+                    made.generate(input_ids=IDS)
+                began = time.monotonic()
+                made.shutdown()
+                status = 0 if time.monotonic() - began < 1 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert made.generate(input_ids=IDS, sampling_params={"max_new_tokens": 2})["output_ids"] == echo(IDS, 2)
