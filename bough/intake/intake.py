@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
 _WATCH_EVERY_S = 0.25
+_MOST_HELD_BYTES = 256 * 1024 * 1024
+"""Of requests that the engine has not taken: beyond, no more are sent."""
 
 
 class Intake:
@@ -128,7 +130,7 @@ class Intake:
     async def start(self) -> None:
         """Opens the channels. Call once, in the loop that will use the intake."""
         self._inbox: AsyncInbox[ToApi] = AsyncInbox(self._endpoints.api(self._worker), ToApi)
-        self._outbox = Outbox(self._endpoints.engine)
+        self._outbox = Outbox(self._endpoints.engine, max_held_bytes=_MOST_HELD_BYTES)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
@@ -334,8 +336,8 @@ class Intake:
         async def ask(prompts: Sequence[Ids]) -> list[Delta]:
             outgoing: list[Generate] = []
             asked = [self._begin(inner, each, one, [], outgoing, metered=False)[0] for each in prompts]
-            self._outbox.send_all(outgoing)
             try:
+                self._outbox.send_all(outgoing)
                 return [await stream.collect() for stream in asked]
             finally:
                 for stream in asked:

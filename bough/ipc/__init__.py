@@ -3,7 +3,6 @@
 in: msgspec structs. out: the same structs in another process. never: pickle, TCP, or the meaning of a message.
 """
 
-from bough.ipc.channel import AsyncInbox, Inbox, MessageTooLarge, Outbox
 from bough.ipc.child import run_child
 from bough.ipc.codec import Codec
 from bough.ipc.endpoints import Endpoints
@@ -19,6 +18,8 @@ from bough.ipc.handoff import (
     write_quarantine,
     write_status,
 )
+from bough.ipc.inbox import AsyncInbox, Inbox
+from bough.ipc.outbox import MessageTooLarge, Outbox
 
 __all__ = [
     "AsyncInbox",

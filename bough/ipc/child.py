@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from bough.core.errors import BoughError
-from bough.ipc.channel import flush
 from bough.ipc.handoff import Launch, load_launch, write_error
+from bough.ipc.outbox import flush
 from bough.observability.log import set_up_logging
 
 _PR_SET_PDEATHSIG = 1

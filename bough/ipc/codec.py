@@ -1,7 +1,11 @@
-"""Structs to msgpack and back. Numpy arrays travel as (dtype, shape, bytes) and come back as read-only views."""
+"""Structs to msgpack and back. Numpy arrays travel as (dtype, shape, bytes) and come back as read-only views.
+
+On a channel each encoded struct is a frame: its length, then its bytes.
+"""
 
 from __future__ import annotations
 
+import struct
 from typing import Any, Generic, TypeVar, get_origin
 
 import msgspec
@@ -9,6 +13,9 @@ import numpy as np
 
 T = TypeVar("T")
 
+FRAME_HEAD = struct.Struct("<Q")
+"""Before each frame: its length."""
+MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 _KINDS = "biuf"
 """Array types that may cross a border: booleans, integers, floats."""
 

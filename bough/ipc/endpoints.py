@@ -27,20 +27,20 @@ class Endpoints:
     @property
     def engine(self) -> str:
         """Read by rank 0: `ToEngine` from API workers and the detokenizer."""
-        return self._socket("engine")
+        return str(self.path("engine"))
 
     @property
     def detokenizer(self) -> str:
         """Read by the detokenizer: `ToDetokenizer` from rank 0."""
-        return self._socket("detok")
+        return str(self.path("detok"))
 
     def api(self, worker: int) -> str:
         """Read by an API worker: `ToApi` from the detokenizer, or from rank 0 where there is none."""
-        return self._socket(f"api.{worker}")
+        return str(self.path(f"api.{worker}"))
 
     def rank(self, rank: int) -> str:
         """Read by a worker rank: encoded steps from rank 0."""
-        return self._socket(f"rank.{rank}")
+        return str(self.path(f"rank.{rank}"))
 
     @property
     def rendezvous(self) -> str:
@@ -78,9 +78,6 @@ class Endpoints:
 
     def path(self, name: str) -> Path:
         return Path(self.directory) / name
-
-    def _socket(self, name: str) -> str:
-        return f"ipc://{self.directory}/{name}"
 
 
 class PrivateDirectory:

@@ -1,6 +1,8 @@
 import asyncio
+import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import socket
 import stat
@@ -15,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bough.core.errors import Unavailable
 from bough.core.messages import Abort, GetInfo, ToEngine
 from bough.ipc import AsyncInbox, Endpoints, Inbox, MessageTooLarge, Outbox
 from bough.ipc.endpoints import PrivateDirectory, sweep
@@ -52,7 +55,7 @@ def test_a_writer_may_come_before_the_reader(endpoints: Endpoints) -> None:
 def test_malformed_frames_are_dropped_and_counted(endpoints: Endpoints) -> None:
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
     raw = socket.socket(socket.AF_UNIX)
-    raw.connect(endpoints.engine.removeprefix("ipc://"))
+    raw.connect(endpoints.engine)
     for frame in (
         b"",
         b"\xff\xff",
@@ -82,7 +85,7 @@ def test_frames_may_arrive_in_pieces(endpoints: Endpoints, size: int) -> None:
 
     def write() -> None:
         with socket.socket(socket.AF_UNIX) as raw:
-            raw.connect(endpoints.engine.removeprefix("ipc://"))
+            raw.connect(endpoints.engine)
             for begin in range(0, len(stream), size):
                 raw.sendall(stream[begin : begin + size])
 
@@ -105,6 +108,31 @@ def test_a_writer_never_waits_for_its_reader(endpoints: Endpoints) -> None:
     assert time.monotonic() - started < 5
     outbox.close(wait_s=20)
     assert _collect(inbox, 200) == sent
+    inbox.release()
+
+
+def test_a_bounded_writer_refuses_more_until_its_reader_goes_on(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = Outbox(endpoints.engine, max_held_bytes=1 << 20)
+    number = itertools.count()
+
+    def send_until_refused() -> None:
+        while True:
+            outbox.send_all([Abort(next(number), "x" * 100_000)])
+
+    with pytest.raises(Unavailable, match="does not take requests"):
+        send_until_refused()
+    taken = next(number) - 1
+    assert 10 < taken < 200, "what the kernel takes, and a megabyte more"
+    outbox.send(Abort(taken))
+    assert [each.id for each in _collect(inbox, taken + 1)] == list(range(taken + 1))
+    deadline_s = time.monotonic() + 5
+    while time.monotonic() < deadline_s:  # the writer's thread counts what has left a moment later
+        with contextlib.suppress(Unavailable):
+            outbox.send_all([Abort(-1)])
+            break
+    assert _collect(inbox, 1) == [Abort(-1)]
+    outbox.close()
     inbox.release()
 
 
@@ -202,7 +230,7 @@ async def test_the_async_inbox_gets_all_messages(endpoints: Endpoints) -> None:
 def test_many_small_messages_a_second(endpoints: Endpoints) -> None:
     """Through another process and back to this one: at least as fast as a plain pipe of JSON lines would be."""
     program = (
-        "import sys; from bough.ipc import Endpoints, Outbox; from bough.ipc.channel import flush\n"
+        "import sys; from bough.ipc import Endpoints, Outbox; from bough.ipc.outbox import flush\n"
         "from bough.core.messages import Abort\n"
         "outbox = Outbox(Endpoints(sys.argv[1]).engine)\n"
         "for i in range(50_000): outbox.send(Abort(i))\n"
@@ -224,7 +252,7 @@ def test_many_small_messages_a_second(endpoints: Endpoints) -> None:
 def test_the_directory_is_private_and_short() -> None:
     private = PrivateDirectory()
     assert stat.S_IMODE(private.path.stat().st_mode) == 0o700
-    assert len(private.endpoints.api(9999)) - len("ipc://") <= 107
+    assert len(private.endpoints.api(9999)) <= 107
     private.remove()
     private.remove()
     assert not private.path.exists()
@@ -235,7 +263,7 @@ def test_a_long_temporary_directory_is_avoided(monkeypatch: pytest.MonkeyPatch, 
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     private = PrivateDirectory()
-    assert len(private.endpoints.api(9999)) - len("ipc://") <= 107
+    assert len(private.endpoints.api(9999)) <= 107
     private.remove()
 
 

@@ -1,7 +1,4 @@
-"""Channels over Unix sockets: many writers push to one reader.
-
-A writer's bytes go to the kernel in the thread that sends, and the reader takes them from there: no thread stands between
-the two. What the kernel has no room for waits in the writer's memory, for a thread that lives as long as there is such.
+"""The reading end of a channel: one reader binds a Unix socket, and many writers push to it.
 
 A frame that can't be decoded is dropped and counted, never raised: one broken writer must not stop the reader.
 """
@@ -14,51 +11,20 @@ import logging
 import os
 import select
 import socket
-import struct
-import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
-from bough.core.errors import BoughError
-from bough.ipc.codec import Codec, encoder
+from bough.ipc.codec import FRAME_HEAD, MAX_MESSAGE_BYTES, Codec
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 _MOST_PER_DRAIN = 4096
 """Messages after which no more are taken at once, so that a flood can't keep the reader from its own work."""
-_LINGER_S = 2.0
-"""How long a closing writer waits for its last messages to leave."""
-_RETRY_S = (0.01, 0.2)
-"""Between two tries to reach the reader: at first, and at most."""
 _DOOR_PAUSE_S = 0.001
 """Between two tries to let a writer in where there is no room for it: nobody else says when there is."""
 _READ_BYTES = 1 << 18
-_SOCKET_BYTES = 1 << 22
-"""Asked of the kernel for each connection; it may give less."""
-_FRAMES_PER_CALL = 256
-_HEAD = struct.Struct("<Q")
-"""Before each frame: its length."""
-
-
-class MessageTooLarge(BoughError):
-    """A message exceeds what a channel carries."""
-
-    status = 413
-    type = "invalid_request_error"
-    code = "message_too_large"
-
-
-def _path(address: str) -> str:
-    return address.removeprefix("ipc://")
-
-
-# -- reading --------------------------------------------------------------------------------------
 
 
 class _Connection:
@@ -86,8 +52,8 @@ class _Reader(Generic[T]):
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._door.setblocking(False)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(_path(address))
-        self._door.bind(_path(address))
+            os.unlink(address)
+        self._door.bind(address)
         self._door.listen(128)
         self._epoll = select.epoll()
         self._epoll.register(self._door.fileno(), select.EPOLLIN)
@@ -148,7 +114,7 @@ class _Reader(Generic[T]):
             connection.have += count
             if connection.have == len(connection.partial):
                 frame, connection.partial, connection.have = connection.partial, bytearray(), 0
-                self._decode(memoryview(frame)[_HEAD.size :], messages)
+                self._decode(memoryview(frame)[FRAME_HEAD.size :], messages)
             return True
         data = target[:count]
         if connection.partial:
@@ -160,19 +126,19 @@ class _Reader(Generic[T]):
 
     def _split(self, connection: _Connection, data: memoryview, messages: list[T]) -> None:
         begin, size = 0, len(data)
-        while size - begin >= _HEAD.size:
-            (length,) = _HEAD.unpack_from(data, begin)
+        while size - begin >= FRAME_HEAD.size:
+            (length,) = FRAME_HEAD.unpack_from(data, begin)
             if length > self._max_bytes:
                 self._part(connection, f"{length} bytes, at most {self._max_bytes} are taken")
                 return
-            end = begin + _HEAD.size + length
+            end = begin + FRAME_HEAD.size + length
             if end > size:
                 break
-            self._decode(data[begin + _HEAD.size : end], messages)
+            self._decode(data[begin + FRAME_HEAD.size : end], messages)
             begin = end
         if begin < size:
             rest = data[begin:]
-            if size - begin >= _HEAD.size and end - begin > _READ_BYTES:
+            if size - begin >= FRAME_HEAD.size and end - begin > _READ_BYTES:
                 connection.partial = bytearray(end - begin)
                 connection.partial[: len(rest)] = rest
                 connection.have = len(rest)
@@ -297,163 +263,3 @@ class AsyncInbox(_Reader[T]):
             self._loop.remove_reader(self._epoll.fileno())
             self._wake()
             self._free()
-
-
-# -- writing --------------------------------------------------------------------------------------
-
-_open: weakref.WeakSet[Outbox] = weakref.WeakSet()
-"""Writers that may still hold something, for `flush`."""
-
-
-class Outbox:
-    """The writing end. Never blocks: what the reader has not taken yet waits in memory. One thread at a time."""
-
-    def __init__(self, address: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._address = _path(address)
-        self._encode = encoder().encode
-        self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-        """Of everything below, between the sender and the pump."""
-        self._socket: socket.socket | None = None
-        self._held: deque[bytes] = deque()
-        """Frames that have not left, heads included..."""
-        self._begun = 0
-        """...and how many bytes of the first have."""
-        self._pump: threading.Thread | None = None
-        self._give_up_s = float("inf")
-        self._closed = False
-        _open.add(self)
-
-    def send(self, message: Any) -> None:
-        """Sends one struct. Raises `MessageTooLarge` instead of breaking the reader's connection."""
-        self._put([self._frame(message)])
-
-    def send_all(self, messages: Iterable[Any]) -> None:
-        """Sends many; the reader may see them at once."""
-        frames = []
-        for message in messages:
-            frames.append(self._frame(message))
-            if len(frames) == _FRAMES_PER_CALL:
-                self._put(frames)
-                frames = []
-        if frames:
-            self._put(frames)
-
-    def close(self, wait_s: float = _LINGER_S) -> None:
-        """Closes; in the background, the last messages get `wait_s` to leave."""
-        with self._lock:
-            self._closed = True
-            self._give_up_s = min(self._give_up_s, time.monotonic() + wait_s)
-            if self._pump is None:
-                self._disconnect()
-
-    def join(self, until_s: float) -> None:
-        """Waits for the last messages of a closed writer."""
-        pump = self._pump
-        if pump is not None:
-            pump.join(max(0.0, until_s - time.monotonic()))
-
-    def _frame(self, message: Any) -> bytes:
-        frame: bytes = self._encode(message)
-        if len(frame) > self._max_bytes:
-            raise MessageTooLarge(
-                what=f"a message of {len(frame)} bytes can't be sent between processes",
-                why=f"the limit is {self._max_bytes} bytes",
-                fix="ask for less at once (shorter prompt, fewer log-probabilities or hidden states)",
-            )
-        return _HEAD.pack(len(frame)) + frame
-
-    def _put(self, frames: list[bytes]) -> None:
-        with self._lock:
-            if self._closed:
-                raise ValueError("this writer was closed")
-            self._held.extend(frames)
-            if self._pump is None and not self._write():
-                pump = threading.Thread(target=self._keep_writing, name="outbox", daemon=True)
-                pump.start()
-                self._pump = pump
-
-    def _write(self) -> bool:
-        """Gives the kernel what it takes. Returns whether that was everything."""
-        while self._held:
-            if self._socket is None and not self._connect():
-                return False
-            assert self._socket is not None
-            try:
-                if len(self._held) == 1 and not self._begun:
-                    count = self._socket.send(self._held[0], socket.MSG_NOSIGNAL)
-                else:
-                    count = self._socket.sendmsg(self._views(), (), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return False
-            except OSError:
-                self._disconnect()
-                if self._begun:  # whoever would not take all of it must not get it again
-                    self._held.popleft()
-                    self._begun = 0
-                continue
-            self._forget(count)
-        return True
-
-    def _views(self) -> list[memoryview]:
-        views = [memoryview(self._held[at]) for at in range(min(len(self._held), _FRAMES_PER_CALL))]
-        views[0] = views[0][self._begun :]
-        return views
-
-    def _forget(self, count: int) -> None:
-        """So many bytes have left."""
-        count += self._begun
-        while self._held and count >= len(self._held[0]):
-            count -= len(self._held.popleft())
-        self._begun = count
-
-    def _connect(self) -> bool:
-        attempt: socket.socket | None = None
-        try:
-            attempt = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            attempt.setblocking(False)
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            attempt.connect(self._address)
-        except OSError:  # the reader is not there (yet), has many at its door, or no descriptor is left here
-            if attempt is not None:
-                attempt.close()
-            return False
-        self._socket = attempt
-        return True
-
-    def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _keep_writing(self) -> None:
-        """Until everything has left, or the writer was closed and its time is up."""
-        pause_s = _RETRY_S[0]
-        while True:
-            with self._lock:
-                done = self._write()
-                if done or time.monotonic() >= self._give_up_s:
-                    self._pump = None
-                    if self._closed:
-                        self._held.clear()
-                        self._disconnect()
-                    return
-                connected = self._socket
-            if connected is None:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _RETRY_S[1])
-            else:
-                pause_s = _RETRY_S[0]
-                room = select.poll()
-                room.register(connected, select.POLLOUT)
-                room.poll(50)
-
-
-def flush() -> None:
-    """Closes every writer of this process and waits (at most two seconds) until what they held has left."""
-    until_s = time.monotonic() + _LINGER_S
-    writers = list(_open)
-    for writer in writers:
-        writer.close()
-    for writer in writers:
-        writer.join(until_s)
