@@ -131,6 +131,8 @@ class StopPatterns:
         """Context that is out already, then text held back."""
         self._sent = 0
         self._spent_s = 0.0
+        self.match_chars = 0
+        """Length of the match, once there is one."""
 
     def feed(self, text: str) -> Found:
         """Raises `InvalidRequest` when the patterns take too long."""
@@ -146,6 +148,7 @@ class StopPatterns:
             raise _too_slow()
         if best is not None:
             start, end, source = best
+            self.match_chars = end - start
             found = self._seen[self._sent : end if self._keep else start]
             self._seen, self._sent = "", 0
             return Found(found, source)
@@ -193,33 +196,48 @@ def _too_slow() -> InvalidRequest:
 
 
 class Stops:
-    """Strings and patterns together; patterns that are plain text count as strings."""
+    """Strings and patterns together; patterns that are plain text count as strings. What is complete first wins; of those
+    that end together, what began first."""
 
     def __init__(self, words: tuple[str, ...], patterns: tuple[str, ...], *, keep_match: bool = False) -> None:
         plain = tuple(pattern for pattern in patterns if regex.escape(pattern, special_only=True) == pattern)
         words = tuple(dict.fromkeys([*words, *plain]))
         rest = tuple(pattern for pattern in patterns if pattern not in plain)
-        self._strings = StopStrings(words, keep_match=keep_match) if words else None
-        self._patterns = StopPatterns(rest, keep_match=keep_match) if rest else None
+        both = bool(words and rest)
+        self._keep = keep_match
+        self._strings = StopStrings(words, keep_match=keep_match or both) if words else None
+        self._patterns = StopPatterns(rest, keep_match=keep_match or both) if rest else None
+        self._held = ""
+        """With both: text that one of them, or neither, has let pass."""
+        self._by_strings = self._by_patterns = 0
+        """How much of it each has let pass."""
 
     def feed(self, text: str) -> Found:
         if self._patterns is None:
             return self._strings.feed(text) if self._strings is not None else Found(text)
         if self._strings is None:
             return self._patterns.feed(text)
-        # Patterns look at what the strings let pass: a held piece of text reaches them once it is free.
-        first = self._strings.feed(text)
-        second = self._patterns.feed(first.text)
-        if second.matched is not None:
-            return second
-        if first.matched is not None:
-            return Found(second.text + self._patterns.finish(), first.matched)
-        return second
+        word, pattern = self._strings.feed(text), self._patterns.feed(text)
+        self._held += text
+        self._by_strings += len(word.text)
+        self._by_patterns += len(pattern.text)
+        ends = []
+        if word.matched is not None:
+            ends.append((self._by_strings, self._by_strings - len(word.matched), word.matched))
+        if pattern.matched is not None:
+            ends.append((self._by_patterns, self._by_patterns - self._patterns.match_chars, pattern.matched))
+        if ends:
+            end, start, matched = min(ends)
+            return Found(self._held[: end if self._keep else start], matched)
+        free = min(self._by_strings, self._by_patterns)
+        self._by_strings -= free
+        self._by_patterns -= free
+        passed, self._held = self._held[:free], self._held[free:]
+        return Found(passed)
 
     def finish(self) -> Found:
-        """What is left. Text that only the end has freed may still match a pattern."""
-        held = self._strings.finish() if self._strings is not None else ""
-        if self._patterns is None:
-            return Found(held)
-        last = self._patterns.feed(held) if held else Found("")
-        return last if last.matched is not None else Found(last.text + self._patterns.finish())
+        """What is left."""
+        if self._strings is not None and self._patterns is not None:
+            return Found(self._held)
+        scan = self._strings or self._patterns
+        return Found(scan.finish() if scan is not None else "")

@@ -137,6 +137,33 @@ def test_strings_and_patterns_together() -> None:
     assert stops.finish() == ("ST", None)
 
 
+@given(st.text(alphabet="abc12 ", max_size=25), st.integers(1, 3), st.booleans())
+@settings(max_examples=500)
+@pytest.mark.parametrize("pattern", [r"\d+c", r"a+b", r"[ab]{3}c", r"[a1]", r"\bcab\b"])
+@pytest.mark.parametrize("words", [("abc",), ("b1", "c 2"), ("aa1", "1")])
+def test_whichever_is_complete_first_ends_the_text(
+    words: tuple[str, ...], pattern: str, text: str, size: int, keep: bool
+) -> None:
+    """Neither waits for text that the other holds back: the verdict falls in the piece that completes the stop."""
+    stops, said, seen = Stops(words, (pattern,), keep_match=keep), "", ""
+    for piece in (text[at : at + size] for at in range(0, len(text), size)):
+        seen += piece
+        found = stops.feed(piece)
+        said += found.text
+        ends = [(at + len(word), at, word) for word in words if (at := seen.find(word)) >= 0]
+        match = re.search(pattern, seen)
+        if match is not None:
+            ends.append((match.end(), match.start(), pattern))
+        if ends:
+            end, start, name = min(ends)
+            assert found.matched == name
+            assert said == seen[: end if keep else start]
+            return
+        assert found.matched is None
+        assert seen.startswith(said)
+    assert said + stops.finish().text == text
+
+
 def test_a_plain_pattern_counts_as_a_string() -> None:
     stops = Stops((), ("END",))
     assert stops.feed("xEN") == ("x", None)
