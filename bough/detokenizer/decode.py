@@ -57,14 +57,15 @@ class ByteDecoder:
         self._pending = b""
 
     def feed(self, ids: Sequence[int]) -> str:
-        texts = self._tables.texts
+        texts, pending = self._tables.texts, self._pending
         try:
-            if not self._pending and len(ids) == 1:
+            if not pending and len(ids) == 1:
                 text = texts[ids[0]]
                 if text is not None:
                     return text
             return "".join([self._one(token_id) for token_id in ids])
-        except IndexError:  # an id of the embedding's padding
+        except IndexError:  # an id of the embedding's padding; those before it are read again
+            self._pending = pending
             return "".join([self._one(token_id) for token_id in ids if token_id < len(texts)])
 
     def _one(self, token_id: int) -> str:

@@ -75,6 +75,8 @@ def test_ids_beyond_the_vocabulary_are_silent(smollm: Tokenizer) -> None:
     decoder = plain(DecoderFactory(smollm))
     assert decoder.feed([60_000]) == ""
     assert decoder.feed([*smollm.encode("a"), 60_000, *smollm.encode("b")]) == "ab"
+    head, *rest = smollm.encode("🎉")
+    assert decoder.feed([head, 60_000, *rest]) == "🎉", "what comes before them is not read twice"
 
 
 @pytest.fixture(scope="module")
