@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from bough.core.errors import InvalidRequest
 from bough.core.sampling import SamplingParams
 
 RequestId = int
@@ -66,6 +67,17 @@ class LogprobSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Report these tokens' log-probabilities at every scored position."""
     processed: bool = False
     """After temperature, penalties and masks, instead of the raw distribution."""
+
+    def check(self, vocab_size: int) -> None:
+        """Raises `InvalidRequest` for tokens that the model does not have."""
+        bad = [i for i in self.token_ids if not 0 <= i < vocab_size]
+        if bad:
+            raise InvalidRequest(
+                what=f"token_ids_logprob has token id {bad[0]}",
+                why=f"the vocabulary has ids 0 to {vocab_size - 1}",
+                fix="send ids of this model's tokenizer",
+                param="token_ids_logprob",
+            )
 
 
 class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -88,6 +88,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise _bad("repetition_penalty", f"{self.repetition_penalty}", "it must lie in (0, 2]")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise _bad("seed", f"{self.seed}", "it must fit in 64 bits")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise _bad("allowed_token_ids", "empty", "no token would be allowed")
         if vocab_size is not None:
             self._check_ids(vocab_size)
 

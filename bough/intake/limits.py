@@ -99,6 +99,8 @@ class Limits:
     def _check(self, request: Request) -> None:
         sampling = request.sampling
         sampling.check(self._vocab_size)
+        if request.logprobs is not None:
+            request.logprobs.check(self._vocab_size)
         bounds.count("rid_chars", request.rid, "rid")
         if request.every < 1:
             raise InvalidRequest(what="stream_interval is less than 1", fix="send 1 or more", param="stream_interval")

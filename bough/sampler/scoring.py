@@ -50,7 +50,7 @@ def score(logits: Tensor, tokens: Tensor, row: I32, specs: list[LogprobSpec]) ->
     """Scores `tokens[i]` under `logits[i]`, which belongs to row `row[i]` with `specs[i]`."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, tokens[:, None].long()).squeeze(1)
-    k = max((spec.top for spec in specs), default=0)
+    k = min(max((spec.top for spec in specs), default=0), logits.shape[1])
     if k:
         top_logprobs, top_ids = logprobs.topk(k, dim=-1)
     else:

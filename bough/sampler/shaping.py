@@ -25,7 +25,7 @@ LogitProcessor = Callable[[Tensor, list[Mapping[str, bool | int | float | str]]]
 """Takes logits [rows, vocab] and each row's `custom_params`; returns logits of the same shape."""
 
 HISTORY = 8
-"""Last tokens kept per rich slot: the longest banned word, in tokens, is one more."""
+"""Last tokens kept per rich slot, unless a banned word needs more: the longest, in tokens, is one more."""
 
 
 class History:
@@ -45,6 +45,7 @@ class History:
         self.last = torch.full((0, HISTORY), -1, dtype=torch.int64, device=device)
 
     def assign(self, setup: SlotSetup) -> None:
+        self._widen(max((len(word) for word in setup.sampling.bad_words), default=1) - 1)
         line = self._line_of.get(setup.slot)
         if line is None:
             if not self._free:
@@ -58,8 +59,9 @@ class History:
         if setup.output is not None and len(setup.output):
             output = self._up(setup.output)
             self.counts[line].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-            tail = output[-HISTORY:]
-            self.last[line, HISTORY - len(tail) :] = tail
+            width = self.last.shape[1]
+            tail = output[-width:]
+            self.last[line, width - len(tail) :] = tail
 
     def release(self, slot: int) -> None:
         line = self._line_of.pop(slot, None)
@@ -76,6 +78,12 @@ class History:
         """Notes that each line's row has drawn its token."""
         self.counts[lines, tokens] += 1
         self.last[lines] = torch.cat([self.last[lines, 1:], tokens[:, None]], dim=1)
+
+    def _widen(self, num_tokens: int) -> None:
+        """Keeps at least so many of every slot's last tokens. What slots in use have said before is not needed by them."""
+        more = num_tokens - self.last.shape[1]
+        if more > 0:
+            self.last = torch.nn.functional.pad(self.last, (more, 0), value=-1)
 
     def _grow(self) -> None:
         have, more = len(self.counts), max(8, len(self.counts))
@@ -215,9 +223,10 @@ class Shaper:
             return logits
         rows = self._up([row for row, _, _ in words])
         final = self._up([word[-1] for _, _, word in words])
-        heads = np.full((len(words), HISTORY), -2, np.int64)
+        width = self._history.last.shape[1]
+        heads = np.full((len(words), width), -2, np.int64)
         for i, (_, _, word) in enumerate(words):
-            heads[i, HISTORY - len(word) + 1 :] = word[:-1]
+            heads[i, width - len(word) + 1 :] = word[:-1]
         wanted = self._up(heads)
         last = self._history.last[self._history.lines([slot for _, slot, _ in words])]
         hit = ((wanted == last) | (wanted == -2)).all(dim=1)

@@ -99,6 +99,8 @@ def _check(queues: Queues, job: Job, wall: float) -> None:
         queues.screen(ask)
     _check_prompt(limits, job)
     ask.sampling.check(limits.vocab_size)
+    if ask.logprobs is not None:
+        ask.logprobs.check(limits.vocab_size)
     if ask.sampling.grammar is not None and queues.grammars is None:
         raise InvalidRequest(
             what="constrained output is switched off",

@@ -114,6 +114,25 @@ def test_a_banned_word_is_blocked_only_where_it_would_complete():
     assert banned() == [2]
 
 
+def test_banned_words_may_be_long_and_come_to_rows_that_have_spoken():
+    short = SlotSetup(slot=0, sampling=SamplingParams(bad_words=((10, 11, 12),)))
+    shaper = Shaper(VOCAB, CPU)
+    shaper.assign(short)
+    for token in (10, 11):
+        shaper.advance(ids(0), [short], torch.tensor([token]))
+    word = tuple(range(1, 14))
+    long = SlotSetup(slot=1, sampling=SamplingParams(bad_words=(word,)), output=ids(*word[:4]))
+    shaper.assign(long)
+    both = [short, long]
+    for at, token in enumerate(word[4:-1]):
+        shaped = shaper.shape(torch.zeros(2, VOCAB), ids(0, 1), both, [0, 0])
+        assert (shaped[0, 12] == -torch.inf) == (at == 0)
+        assert (shaped[1] > -torch.inf).all()
+        shaper.advance(ids(0, 1), both, torch.tensor([5, token]))
+    shaped = shaper.shape(torch.zeros(2, VOCAB), ids(0, 1), both, [0, 0])
+    assert torch.nonzero(shaped == -torch.inf).tolist() == [[1, 13]]
+
+
 def test_processors_see_their_rows_and_parameters():
     def push(logits, params):
         return logits + torch.tensor([[p["by"]] for p in params])
