@@ -106,10 +106,13 @@ class TextAnswer:
         if row is None and self._stops is None and self._parser is None and self._every <= 1 and self.verdict is None:
             self._num_tokens += len(ids)
             return Delta(id=self.id, text=self._decoder.feed(ids), tokens=packed)
-        if self.verdict is None:
+        undecided = self.verdict is None
+        if undecided:
             self._take_tokens(ids, packed, row.end if row is not None else None)
         if row is not None:
             self._take_extras(row)
+            if undecided and row.hidden_states is not None:  # where stops are watched, they come token by token
+                self._hidden += row.hidden_states
         end = row.end if row is not None else None
         if end is None:
             due = self._unsent >= self._every or self.verdict is not None
@@ -185,8 +188,6 @@ class TextAnswer:
                 self._logprobs.append(self._with_text(kept))
         if row.prompt_logprobs is not None:
             self._prompt_logprobs.append(self._with_text(row.prompt_logprobs))
-        if row.hidden_states is not None:
-            self._hidden += row.hidden_states
         self._embedding += row.embedding
 
     def _with_text(self, scores: TokenLogprobs) -> TokenLogprobs:

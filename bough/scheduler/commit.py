@@ -212,6 +212,8 @@ def _hold(job: Job) -> int:
     if not job.ask.stream:
         every = int(NEVER)
     watched = text is not None and bool(text.stop or text.stop_regex)
+    if watched and job.ask.hidden_states:  # no state of a token behind the stop may come with it
+        return 1
     return min(every, HELD_WITH_STOPS) if watched else every
 
 
