@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bough.cache.prefix import PrefixCache
+from bough.config.concerns import EvictionPolicy
 from bough.core.messages import (
     End,
     Generate,
@@ -55,6 +56,12 @@ class Setup:
     """None: `dtype`."""
     device: str = "cpu"
     graphs: bool = False
+    num_slots: int = 8
+    priority: bool = False
+    """Requests' priorities count, and preempt."""
+    eviction: EvictionPolicy = "lru"
+    conservativeness: float = 1.0
+    """Small: more rows are admitted than memory will do for, and retracted."""
 
 
 @dataclass
@@ -101,7 +108,7 @@ class InProcess:
     def __init__(self, model: Model, vocab_size: int, setup: Setup) -> None:
         assert isinstance(model, torch.nn.Module)
         device = Device("cuda" if setup.device == "cuda" else "cpu")
-        slots, per_slot = 8, -(-setup.context_length // setup.page_size)
+        slots, per_slot = setup.num_slots, -(-setup.context_length // setup.page_size)
         self.limits = RunnerLimits(
             num_slots=slots,
             num_pages=setup.num_pages or slots * per_slot + 1,
@@ -130,13 +137,15 @@ class InProcess:
             max_running=slots,
             chunk_tokens=setup.chunk_tokens,
             policy=setup.policy,  # type: ignore[arg-type]
+            priority=setup.priority,
+            conservativeness=setup.conservativeness,
             tpot_target_ms=0.0,
             group_min_tokens=setup.page_size if setup.shared_spans else 2**30,
             group_min_saved=0 if setup.shared_spans else 2**30,
         )
         self.queues = Queues(limits)
         self.cache = PrefixCache(
-            num_pages=limits.num_pages, page_size=setup.page_size, enabled=setup.radix_cache
+            num_pages=limits.num_pages, page_size=setup.page_size, enabled=setup.radix_cache, policy=setup.eviction
         )  # fmt: skip
         self.mailbox = Mailbox()
         self.stream = setup.stream
