@@ -79,14 +79,6 @@ class ModelFacts:
     config: Mapping[str, Any]
     """The config as it was read, for architectures with facts of their own."""
 
-    @property
-    def is_moe(self) -> bool:
-        return self.moe is not None
-
-    @property
-    def num_window_layers(self) -> int:
-        return sum(window is not None for window in self.windows)
-
     def num_parameters(self) -> int:
         """Weights of the model, by arithmetic on its shapes; biases and norms of heads are too few to count."""
         attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + 2 * self.hidden

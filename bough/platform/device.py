@@ -25,10 +25,6 @@ class Event(Protocol):
         """Whether the mark is reached. Never blocks."""
         ...
 
-    def block_stream(self) -> None:
-        """Makes what the current stream queues from now on start after the mark."""
-        ...
-
 
 class Stream(Protocol):
     """A queue of device work."""
@@ -131,9 +127,6 @@ class _CudaEvent:
     def done(self) -> bool:
         return bool(self._event.query())
 
-    def block_stream(self) -> None:
-        self._event.wait()
-
 
 class _NoStream:
     """The CPU's: work is done when the call returns."""
@@ -154,6 +147,3 @@ class _NoEvent:
 
     def done(self) -> bool:
         return True
-
-    def block_stream(self) -> None:
-        return

@@ -68,10 +68,6 @@ class ChatTemplate:
         read = frozenset().union(*self._variables.values())
         return read - _RESERVED - set(self._special_tokens)
 
-    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """Names in `kwargs` that the template never reads."""
-        return sorted(set(kwargs) - self.accepted_kwargs)
-
     @property
     def takes_tools(self) -> bool:
         """Whether the template shows tools to the model."""

@@ -35,19 +35,6 @@ def with_tools(messages: list[Json], description: str) -> list[Json]:
     return [{"role": "system", "content": description}, *messages]
 
 
-def text_size(messages: Sequence[Json]) -> int:
-    """Characters of text in the messages, for estimating tokens before they are rendered."""
-    size = 0
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str):
-            size += len(content)
-        elif isinstance(content, list):
-            size += sum(len(part["text"]) for part in content if "text" in part)
-        size += 16
-    return size
-
-
 def _message(message: Json, where: str) -> Json:
     role = message.get("role")
     if role not in _ROLES:
