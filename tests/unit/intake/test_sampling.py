@@ -56,8 +56,8 @@ WRONG: list[tuple[str, Any]] = [
     ("skip_special_tokens", "yes"), ("sampling_seed", 2**64), ("sampling_seed", "s"), ("custom_params", {"a": []}),
     ("regex", 5), ("json_schema", "{"), ("json_schema", "[1]"), ("json_schema", 5), ("choice", []), ("choice", [1]),
     ("ebnf", "x" * 100_000), ("repetition_penalty", 0), ("frequency_penalty", 3), ("stream_interval", 0),
-    ("bad_words", 3), ("allowed_token_ids", "a"), ("allowed_token_ids", []), ("logit_bias", {str(i): 1 for i in range(2000)}),
-    ("structural_tag", "true"), ("beam_width", 0), ("min_new_tokens", 500),
+    ("bad_words", 3), ("allowed_token_ids", "a"), ("allowed_token_ids", []),
+    ("logit_bias", {str(i): 1 for i in range(2000)}), ("structural_tag", "true"), ("beam_width", 0), ("min_new_tokens", 500),
 ]  # fmt: skip
 
 
