@@ -244,7 +244,9 @@ def _name(name: str, value: Any, most: str = "salt_chars") -> str:
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:
-    shown = repr(value) if not isinstance(value, list | tuple | dict | np.ndarray) else type(value).__name__
+    shown = repr(value)
+    if isinstance(value, list | tuple | dict | np.ndarray):
+        shown = f"{'a' if len(value) else 'an empty'} {type(value).__name__}"
     return InvalidRequest(
         what=f"{name} is {shown[:60]}", why=f"it must be {wanted}", fix=f"send a valid {name}", param=name
     )

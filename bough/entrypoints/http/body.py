@@ -25,6 +25,10 @@ _PATIENCE = 4
 """How many times the limit is read (and dropped) before the connection is closed."""
 _decode = msgspec.json.Decoder().decode
 _AT = re.compile(r" - at `\$(.*)`$")
+_NOT_WHOLE = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$([^`]*)`")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_MOST_REWRITTEN = 64
+"""How many numbers (or lists of them) of one body are rewritten as integers."""
 
 
 class Body(Generic[T]):
@@ -44,12 +48,24 @@ class Body(Generic[T]):
         return {IGNORED_HEADER: ",".join(name[:64].replace(",", "?") for name in names)}
 
 
+class PackedBody(InvalidRequest):
+    status = 415
+    code = "unsupported_content_encoding"
+
+
 async def read_bytes(request: Request, most: int) -> bytes:
     """The whole body, at most `most` bytes.
 
     A body that is a little too large is read to its end and dropped, so that its client can read the refusal; with one
     that is far too large the connection is closed. Either way no more than `most` bytes are kept.
     """
+    packed = request.headers.get("content-encoding", "identity")
+    if packed.lower() != "identity":
+        raise PackedBody(
+            what=f"the body's content-encoding is {packed[:40]!r}",
+            why="compressed bodies are not unpacked here",
+            fix="send it plain, without content-encoding",
+        )
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > most * _PATIENCE:
         raise too_large(most, close=True)
@@ -88,10 +104,7 @@ async def read_json(request: Request, kind: type[S], *, most: int, strict: bool)
 def parse_json(raw: bytes, kind: type[S], *, strict: bool) -> Body[S]:
     """Bytes of JSON as `kind`. Raises `InvalidRequest` saying where and why they are not."""
     data = parse_object(raw)
-    try:
-        value = msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+    value = _convert(data, kind)
     ignored = tuple(name for name in data if name not in known_fields(kind))
     if ignored:
         refuse_unserved(data, ignored)
@@ -103,6 +116,39 @@ def parse_json(raw: bytes, kind: type[S], *, strict: bool) -> Body[S]:
             param=ignored[0][:60],
         )
     return Body(value, ignored)
+
+
+def _convert(data: dict[str, Any], kind: type[S]) -> S:
+    """`data`, which may be changed, as `kind`. 5.0 is as good an integer as 5: JSON knows only numbers, and some clients
+    write all of theirs with a point."""
+    for _ in range(_MOST_REWRITTEN):
+        try:
+            return msgspec.convert(data, kind)
+        except msgspec.ValidationError as error:
+            if not _rewritten(data, str(error)):
+                raise _invalid(error) from error
+    return msgspec.convert(data, kind)
+
+
+def _rewritten(data: Any, problem: str) -> bool:
+    """Whether the value that the problem is about was a whole number, and is an integer now (its list's others, too)."""
+    found = _NOT_WHOLE.match(problem)
+    if found is None:
+        return False
+    steps: list[str | int] = [name or int(at) for name, at in _STEP.findall(found.group(1))]
+    try:
+        for step in steps[:-1]:
+            data = data[step]
+        value = data[steps[-1]]
+    except (LookupError, TypeError):
+        return False
+    if not isinstance(value, float) or not value.is_integer():
+        return False
+    if isinstance(data, list):
+        data[:] = [int(each) if isinstance(each, float) and each.is_integer() else each for each in data]
+    else:
+        data[steps[-1]] = int(value)
+    return True
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

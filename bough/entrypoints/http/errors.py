@@ -7,12 +7,14 @@ under the request's id, which the client gets.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from bough.core.errors import BodyTooLarge, BoughError, InvalidRequest, NotFound, Overloaded
 from bough.entrypoints.stream import DONE, ClientGone, event
@@ -25,6 +27,21 @@ CLIENT_GONE = 499
 
 ANTHROPIC_PREFIX = "/v1/messages"
 OLLAMA_PREFIX = "/api/"
+
+_OPENAI_WORDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_WORDS: dict[str, dict[str, str]] = {
+    "/v1/chat/completions": {**_OPENAI_WORDS, "prompt": "messages"},
+    "/invocations": {**_OPENAI_WORDS, "prompt": "messages"},
+    "/v1/completions": {**_OPENAI_WORDS, "input_ids": "prompt"},
+    "/v1/responses": dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    "/v1/messages": {"max_new_tokens": "max_tokens"},
+    "/api/chat": {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "sampling_seed": "seed"},
+    "/api/generate": {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "sampling_seed": "seed"},
+    "/generate": {"prompt": "text"},
+}
+"""Names of fields where a route's own differ from those of the engine, which the checks behind all routes use."""
+_NAME = re.compile(r"""(?<!['"\w-])[a-z]+(?:_[a-z]+)+(?!['"\w])""")
+"""A field's name within a sentence; what stands in quotes is the client's own."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -51,14 +68,15 @@ def as_bough(error: BaseException) -> BoughError:
 def error_body(error: BaseException, path: str = "") -> dict[str, object]:
     """The error in the words of the route's dialect: OpenAI's object, but Anthropic's and Ollama's on their paths."""
     shown = as_bough(error)
+    words = _WORDS.get(path, {}) if shown.status < 500 else {}
+    message = _NAME.sub(lambda found: words.get(found[0], found[0]), shown.sentence()) if words else shown.sentence()
     if path.startswith(ANTHROPIC_PREFIX):
         kind = _ANTHROPIC_TYPES.get(shown.status, "api_error" if shown.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": shown.sentence()}}
+        return {"type": "error", "error": {"type": kind, "message": message}}
     if path.startswith(OLLAMA_PREFIX):
-        return {"error": shown.sentence()}
-    return {
-        "error": {"message": shown.sentence(), "type": shown.type, "param": shown.param, "code": shown.code},
-    }
+        return {"error": message}
+    param = words.get(shown.param, shown.param) if shown.param else shown.param
+    return {"error": {"message": message, "type": shown.type, "param": param, "code": shown.code}}
 
 
 class BodyCutOff(BodyTooLarge):
@@ -70,6 +88,8 @@ def error_headers(error: BaseException) -> dict[str, str]:
         return {"connection": "close"}
     if isinstance(error, Overloaded):
         return {"retry-after": str(error.retry_after_s)}
+    if isinstance(error, MethodNotAllowed) and error.allowed:
+        return {"allow": error.allowed}
     if isinstance(error, BoughError) and error.status == 401:
         return {"www-authenticate": "Bearer"}
     return {}
@@ -112,18 +132,34 @@ async def on_error(request: Request, error: Exception) -> Response:
 class MethodNotAllowed(InvalidRequest):
     status = 405
     code = "method_not_allowed"
+    allowed = ""
+    """The methods that are, as in the header."""
 
 
 def _from_http(error: HTTPException, request: Request) -> BoughError:
     path = request.url.path
     if error.status_code == 404:
         return NotFound(
-            what=f"there is no {path}", why="no route has this path", fix="see /openapi.json for the routes"
+            what=f"there is no {_shortened(path)}", why="no route has this path", fix="see /openapi.json for the routes"
         )
     if error.status_code == 405:
-        return MethodNotAllowed(
-            what=f"{request.method} is not allowed on {path}",
-            why="this route takes other methods",
+        allowed = ", ".join(sorted(_methods(request)))
+        refused = MethodNotAllowed(
+            what=f"{request.method} is not allowed on {_shortened(path)}",
+            why=f"this route takes {allowed}" if allowed else "this route takes other methods",
             fix="see /openapi.json for the routes",
         )
+        refused.allowed = allowed
+        return refused
     return InvalidRequest(what=str(error.detail), why="the request can't be read as HTTP", fix="check the client")
+
+
+def _methods(request: Request) -> set[str]:
+    """What the routes of the request's path take."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in matching for method in route.methods or ()}
+
+
+def _shortened(path: str) -> str:
+    return path if len(path) <= 200 else path[:200] + "..."

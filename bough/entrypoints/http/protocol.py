@@ -7,6 +7,7 @@ to nothing, is told so (408) and disconnected, and a head that grows too large i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,8 +17,12 @@ from bough.core.errors import BoughError, InvalidRequest
 from bough.entrypoints.http.errors import error_response
 
 if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
     from uvicorn.config import Config
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from uvicorn.server import ServerState
+
+    Send = Callable[[ASGISendEvent], Coroutine[Any, Any, None]]
 
 LEAST_BYTES_A_SECOND = 1024
 """A body that comes slower than this is not being sent in earnest."""
@@ -68,21 +73,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        most = BOUNDS["header_bytes"].most
-        if self._part == "head" and self._head_bytes > most:
-            self._refuse(
-                HeadTooLarge(
-                    what="the request's head is too large",
-                    why=f"at most {most} bytes are read",
-                    fix="send fewer or shorter headers",
-                )
-            )
+        if self._head_is_too_large():
+            self._refuse_head()
         elif not self._part:
             self._disarm()
         elif self._timer is None or self._timed != self._part:
             self._arm()
 
     def send_400_response(self, msg: str) -> None:
+        if self._head_is_too_large():  # the parser gives up on long addresses first
+            self._refuse_head()
+            return
         self._refuse(NotHttp(what="the request can't be read", why="it is not HTTP/1.1", fix="check the client"))
 
     # -- the parser's side -----------------------------------------------------------------------------------------
@@ -92,9 +93,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._part = "head"
 
     def on_headers_complete(self) -> None:
+        super().on_headers_complete()
         self._part = "body"
         self._head_bytes = self._body_bytes = 0
-        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.send = _unframed(self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -133,6 +136,18 @@ class BoundedProtocol(HttpToolsProtocol):
             )
         )
 
+    def _head_is_too_large(self) -> bool:
+        return self._part == "head" and self._head_bytes > BOUNDS["header_bytes"].most
+
+    def _refuse_head(self) -> None:
+        self._refuse(
+            HeadTooLarge(
+                what="the request's head is too large",
+                why=f"at most {BOUNDS['header_bytes'].most} bytes are read",
+                fix="send a shorter address, and fewer or shorter headers",
+            )
+        )
+
     def _refuse(self, error: BoughError) -> None:
         """Says why, where nothing else has been said, and closes the connection."""
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
@@ -141,6 +156,23 @@ class BoundedProtocol(HttpToolsProtocol):
             head += [name + b": " + value + b"\r\n" for name, value in reply.raw_headers]
             self.transport.write(b"".join([*head, b"connection: close\r\n\r\n", bytes(reply.body)]))
         self.transport.close()
+
+
+def _unframed(cycle: RequestResponseCycle) -> Send:
+    """How a response of unknown length is sent to a client of HTTP/1.0, which knows no chunks: the connection's end is the
+    response's."""
+    framed, unframed = cycle.send, False
+
+    async def send(message: ASGISendEvent) -> None:
+        nonlocal unframed
+        if message["type"] == "http.response.start":
+            unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", []))
+            cycle.chunked_encoding = False if unframed else None
+        elif unframed and message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await framed(message)
+
+    return send
 
 
 def bounded(timeout_s: float) -> type[BoundedProtocol]:

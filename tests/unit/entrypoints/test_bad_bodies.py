@@ -78,7 +78,7 @@ def test_broken_bodies(http_client: httpx.Client, path: str, raw: bytes) -> None
         ({"messages": USER, "top_k": -7}, "top_k"),
         ({"messages": USER, "n": 0}, "n"),
         ({"messages": USER, "n": 10_000}, "n"),
-        ({"messages": USER, "seed": 2**70}, "sampling_seed"),
+        ({"messages": USER, "seed": 2**70}, "seed"),
         ({"messages": USER, "stop": [1]}, "stop[0]"),
         ({"messages": USER, "stop": ["a"] * 33}, "stop"),
         ({"messages": USER, "stop": "x" * 5000}, "stop"),
@@ -110,7 +110,7 @@ def test_broken_bodies(http_client: httpx.Client, path: str, raw: bytes) -> None
         ({"messages": USER, "rid": "x" * 300}, "rid"),
         ({"messages": USER, "cache_salt": "x" * 300}, "cache_salt"),
         ({"messages": [{"role": "user", "content": "a"}] * 5000}, "messages"),
-        ({"messages": [{"role": "user", "content": "long " * 2000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "long " * 2000}]}, "messages"),
     ],
 )  # fmt: skip
 def test_wrong_chat_fields(http_client: httpx.Client, body: dict[str, Any], param: str) -> None:

@@ -24,7 +24,11 @@ def list_models(service: Service) -> Handler:
 
 
 def get_model(service: Service) -> Handler:
+    listed = list_models(service)
+
     async def handle(request: Request) -> Response:
+        if not request.path_params["model"]:
+            return await listed(request)  # /v1/models/, as some clients write it
         return json_reply(card(service.served, served_name(service.served, request.path_params["model"])))
 
     return handle
