@@ -23,6 +23,10 @@ class BoughError(Exception):
         self.fix = fix
         self.param = param
 
+    def __str__(self) -> str:
+        """What tracebacks and logs end with."""
+        return self.sentence()
+
     def sentence(self) -> str:
         """One line for an HTTP body: what; why; fix."""
         return "; ".join(part for part in (self.what, self.why, self.fix) if part)

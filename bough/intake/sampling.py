@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Final
 
 from bough.core import bounds
@@ -76,13 +77,13 @@ def parse_sampling(given: Mapping[str, Any] | None, defaults: Mapping[str, Any] 
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
+    """Also of NumPy's kinds, and of whole numbers with a point."""
+    if isinstance(value, bool) or not isinstance(value, Real) or value % 1 != 0:
         raise _wrong(name, value, "an integer")
-    if not -(2**63) <= value < 2**63:
+    number = int(float(value)) if not isinstance(value, Integral) else int(value)
+    if not -(2**63) <= number < 2**63:
         raise _wrong(name, value, "an integer of 64 bits")
-    return value
+    return number
 
 
 def _top_k(name: str, value: Any) -> int:
@@ -98,9 +99,10 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+    plain = value if isinstance(value, int | float) or not isinstance(value, Real) else float(value)
+    if isinstance(plain, bool) or not isinstance(plain, int | float) or not abs(plain) <= _LARGEST:
         raise _wrong(name, value, "a number")
-    return float(value)
+    return float(plain)
 
 
 def _flag(name: str, value: Any) -> bool:
