@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bough.cli.remote import server_url
 from bough.config.concerns import MediaConfig
 from bough.core.errors import BoughError, ConfigError, Unavailable
 
@@ -56,6 +57,7 @@ class Conversation:
         import httpx
 
         headers = {"authorization": f"Bearer {key}"} if key else {}
+        url = server_url(url)
         self._client = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=600.0))
         self._url = url
         self._system = system

@@ -19,6 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def server_url(given: str) -> str:
+    """The server's address as somebody may have typed or copied it: without its scheme, or with the /v1 of its API."""
+    url = given.strip().rstrip("/")
+    url = url if "://" in url else f"http://{url}"
+    return url.removesuffix("/v1")
+
+
 class Remote:
     """Talks JSON over HTTP."""
 
@@ -27,7 +34,7 @@ class Remote:
 
         self.key = key or os.environ.get("BOUGH_ADMIN_API_KEY", "") or os.environ.get("BOUGH_API_KEY", "")
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        self.url = url.rstrip("/")
+        self.url = server_url(url)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
 
     def get(self, path: str, **query: str) -> dict[str, Any]:

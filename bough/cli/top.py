@@ -71,8 +71,9 @@ def picture(told: dict[str, Any], *, url: str, most_rows: int) -> RenderableType
         ("bough top", "bold"), f"  {told['model']}  {url}  {told['version']}  ", (state, style), overflow="fold"
     )
     numbers = Table.grid(padding=(0, 2))
-    for _ in range(4):
+    for _ in range(3):
         numbers.add_column(justify="left", no_wrap=True)
+    numbers.add_column(justify="left")  # where there is little room, this one wraps and no other is cut
     most = load["max_running_requests"]
     tokens = f"{load['num_used_tokens']:,} of {load['max_total_num_tokens']:,} tokens"
     queues, totals = load["queues"], load["totals"]

@@ -6,6 +6,7 @@ import ipaddress
 import json
 
 from bough.config.concerns import AUTO, Auto, Config
+from bough.config.flags import settings, show_value
 from bough.core.errors import ConfigError
 
 
@@ -119,10 +120,11 @@ def _parallel(config: Config) -> None:
 def _in_range(name: str, value: float | Auto, low: float, high: float | None) -> None:
     if value is AUTO or (value >= low and (high is None or value <= high)):
         return
+    setting = settings()[name]
     bounds = f"at least {low}" if high is None else f"between {low} and {high}"
     raise ConfigError(
         what=f"{name} is {value}",
         why=f"it must be {bounds}",
-        fix=f"for example --{name.replace('_', '-')} {low}",
+        fix=f"for example {setting.flag} {show_value(setting.default)}",
         param=name,
     )

@@ -89,7 +89,26 @@ ALIASES: Mapping[str, Alias] = {
     "disable_radix_cache": Alias("radix_cache", inverted=True),
     "disable_overlap_schedule": Alias("overlap_schedule", inverted=True),
     "disable_cuda_graph": Alias("cuda_graph", inverted=True),
+    "enforce_eager": Alias("cuda_graph", inverted=True),
+    "enable_prefix_caching": Alias("radix_cache"),
+    "block_size": Alias("page_size"),
+    "crash_dump_folder": Alias("crash_dir"),
 }
+
+NEARLY: Mapping[str, str] = {
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "max_prefill_tokens": "chunked_prefill_size",
+    "enable_trace": "otlp_endpoint",
+    "otlp_traces_endpoint": "otlp_endpoint",
+    "allowed_origins": "cors_origins",
+    "enable_custom_logit_processor": "logit_processors",
+    "ctx_size": "context_length",
+    "threads": "cpu_threads",
+    "parallel": "max_running_requests",
+    "alias": "served_model_name",
+}
+"""What other servers call something that means not quite the same here: named when somebody tries, never taken for it."""
 
 NOT_SETTINGS: Mapping[str, str] = {
     "enable_mixed_chunk": "prefill chunks and decodes share steps anyway",
@@ -144,7 +163,7 @@ def unknown_name(name: str) -> ConfigError:
     """The error for a name that is no setting, with what was probably meant."""
     shown = name if not name.startswith("--") else name.split("=")[0]
     near = nearest(name)
-    if near and shown.startswith("--"):
+    if near and shown.startswith("-"):
         near = "--" + near.replace("_", "-")
     return ConfigError(
         what=f"unknown option {shown}",
@@ -157,6 +176,8 @@ def unknown_name(name: str) -> ConfigError:
 def nearest(name: str, cutoff: float = 0.6) -> str | None:
     """The setting or alias spelled most like `name`, if any is close."""
     plain = name.strip().lstrip("-").split("=")[0].replace("-", "_").lower()
+    if plain in NEARLY:
+        return NEARLY[plain]
     plain = plain.removeprefix("no_")
     names = [*settings(), *ALIASES, *NOT_SETTINGS, "config", "profile", "dump_config"]
     close = difflib.get_close_matches(plain, names, n=1, cutoff=cutoff)

@@ -52,6 +52,12 @@ def test_one_quick_question(server: FakeServer, capsys: pytest.CaptureFixture[st
     assert server.engine.seen[-1].sampling.max_new_tokens == 5
 
 
+@pytest.mark.parametrize("typed", ["{}", "{}/", "{}/v1", "{}/v1/"])
+def test_the_address_may_be_the_banners_or_have_no_scheme(server: FakeServer, typed: str) -> None:
+    for url in (server.url, server.url.removeprefix("http://")):
+        assert "".join(text for _, text in Conversation(typed.format(url), "").ask("one")) == "heard 1."
+
+
 def test_a_whole_session(
     server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from bough.cli import replay
 from bough.cli.main import main
 from bough.cli.top import picture
 from bough.core.errors import ConfigError
+from bough.entrypoints.http import dump
 from bough.entrypoints.http.dump import DumpFiles, Recorded
 
 LOADS: dict[str, Any] = {
@@ -35,8 +40,8 @@ ROW = {
 }  # fmt: skip
 
 
-def drawn(told: dict[str, Any], rows: int = 20) -> str:
-    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def drawn(told: dict[str, Any], rows: int = 20, width: int = 110) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(picture(told, url="http://x", most_rows=rows))
     return console.export_text()
 
@@ -47,6 +52,20 @@ def test_top_draws_the_numbers() -> None:
                   "4,321 tokens, 5 retracted, 6 out of memory", "abc", "10.0", "and 5 more"):  # fmt: skip
         assert piece in text, piece
     assert "█" * 12 + "░" * 12 in text, "half of the memory"
+
+
+def test_top_fits_a_terminal_of_eighty_columns() -> None:
+    lines = drawn(LOADS, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    assert [line.split()[0] for line in lines[2:] if line[:1].strip()] == [
+        "running",
+        "queued",
+        "KV",
+        "cache",
+        "speed",
+        "so",
+    ]
 
 
 def test_top_without_the_list_of_requests() -> None:
@@ -88,6 +107,39 @@ def test_a_dump_is_private_rolls_over_and_reads_back(tmp_path: Path) -> None:
     read = lines(tmp_path / "dump")
     assert [line.body["n"] for line in read] == list(range(50))
     assert read[0].body["text"] == "ü" * 20
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_full, tried, write = threading.Event(), threading.Event(), os.write
+
+    def disk(descriptor: int, data: bytes) -> int:
+        if is_full.is_set() and threading.current_thread().name == "dump":
+            tried.set()
+            write(descriptor, data[:5])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(dump, "_MOST_WAITING", 4)
+    monkeypatch.setattr(os, "write", disk)
+    files = DumpFiles(tmp_path, "api")
+
+    def add(number: int) -> None:
+        files.add(Recorded(time=1.0, path="/generate", status=200, seconds=0.5, body={"n": number}))
+        time.sleep(0.01)
+
+    add(0)
+    is_full.set()
+    for number in range(1, 9):
+        add(number)
+    assert tried.wait(5)
+    is_full.clear()
+    add(9)
+    closing = threading.Thread(target=files.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive(), "the end waits for a writer that is gone"
+    assert [line.body["n"] for line in lines(tmp_path)] == [0, 9]
+    assert files.dropped == 8
 
 
 def test_a_dump_needs_a_place(tmp_path: Path) -> None:

@@ -14,6 +14,21 @@ def test_loopback(host: str) -> None:
     assert is_loopback(host)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("port", 70_000, "for example --port 30000"),
+        ("mem_fraction_static", 0.0001, "for example --mem-fraction-static auto"),
+        ("stream_interval", 0, "for example --stream-interval 1"),
+    ],
+)
+def test_the_example_is_one_that_works(name: str, value: object, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({name: value}, environ={})
+    assert caught.value.fix == advice
+    load_config({name: advice.split()[-1]}, environ={})
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "", "192.168.0.1"])
 def test_public_hosts_need_a_key(host: str) -> None:
     assert not is_loopback(host)

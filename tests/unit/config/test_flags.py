@@ -87,12 +87,19 @@ def test_a_misspelt_choice_gets_a_suggestion() -> None:
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [("--modl-path", "--model-path"), ("--chunked-prefil-size", "--chunked-prefill-size"), ("--prot", "--port"),
-     ("tp_sise", "tp_size"), ("--radix", "--radix-cache")],
+     ("tp_sise", "tp_size"), ("--radix", "--radix-cache"), ("-tp", "--tp"),
+     ("--gpu-memory-utilization", "--mem-fraction-static"), ("--max-num-batched-tokens=2048", "--chunked-prefill-size"),
+     ("--ctx-size", "--context-length")],
 )  # fmt: skip
 def test_unknown_names_get_the_nearest(typo: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         flags.lookup(typo)
     assert caught.value.fix == f"did you mean {meant}?"
+
+
+def test_nearly_the_same_is_named_and_exists() -> None:
+    assert set(flags.NEARLY.values()) <= set(flags.settings())
+    assert not set(flags.NEARLY) & {*flags.settings(), *flags.ALIASES}
 
 
 def test_a_hopeless_name_points_to_help() -> None:
