@@ -9,6 +9,7 @@ from bough.core.step import I32
 from bough.kernels.pages import copy_pages
 from bough.memory.mha import KVPool, are_chained
 from bough.platform.device import Device
+from bough.runner.capture import capture
 
 MOST = 16
 """Pages that the graph copies. Those that a step does not need are page 0 onto itself, which is nobody's."""
@@ -29,15 +30,7 @@ class PageCopies:
         if not caches:
             return
         pages = self._pages = torch.zeros((2, MOST), dtype=torch.int64, device=caches[0].device)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            copy_pages(caches, pages[0], pages[1])
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                copy_pages(caches, pages[0], pages[1])
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = graph
+        self._graph, _ = capture(lambda: copy_pages(caches, pages[0], pages[1]))
 
     def copy(self, source_M: I32, target_M: I32) -> None:
         """Copies pages; all are read before any is written."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bough.platform.device import Device, Event
+from bough.runner.capture import capture
 from bough.runner.forward import Extent, Forward
 from bough.runner.inputs import Layout, Sizes, StepTensors
 
@@ -175,14 +176,7 @@ class Graphs:
         extent = Extent(max_query=1 if key.decode else key.tokens, max_kv=self._context_length, shared=key.shared)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run(tensors, extent, key.kind)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                result = self._run(tensors, extent, key.kind)
-        torch.cuda.current_stream().wait_stream(stream)
+        graph, result = capture(lambda: self._run(tensors, extent, key.kind), self._pool)
         captured = self._captured[key] = Captured(layout, buffer, tensors, graph, result)
         return captured
 
