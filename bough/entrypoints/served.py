@@ -52,8 +52,18 @@ def make_served(
         fim=choose_format(config.server.completion_template, tokenizer),
         sampling_defaults=checkpoint.recommended_sampling if config.server.sampling_defaults == "model" else {},
         created=int(time.time()),
+        format="gguf" if checkpoint.kind == "gguf" else "safetensors",
+        stored_as=_stored_as(checkpoint) if checkpoint.kind == "gguf" else "",
         facts=facts,
     )
+
+
+def _stored_as(checkpoint: Checkpoint) -> str:
+    """The type that takes most of the bytes."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + tensor.nbytes
+    return max(sizes, key=lambda kind: sizes[kind], default="")
 
 
 def choose_reasoning_parser(setting: str, template: str) -> str | None:

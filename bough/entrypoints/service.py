@@ -56,6 +56,10 @@ class Served:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Native sampling parameters that the model's authors recommend."""
     created: int = 0
+    format: str = "safetensors"
+    """Of the files with its weights: safetensors or gguf."""
+    stored_as: str = ""
+    """The type that most of a GGUF file's weights have: Q4_K, F16 ..."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the engine said when it was ready."""
 

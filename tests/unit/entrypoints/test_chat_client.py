@@ -241,6 +241,21 @@ def test_reasoning_is_separate(thinking: openai.OpenAI) -> None:
     assert (said, thought) == ("Four.", "two and two")
 
 
+def test_reasoning_content_can_be_read_where_there_is_none(thinking: openai.OpenAI) -> None:
+    """As with SGLang: people read the attribute of every chunk, and the client raises if it is missing."""
+    for chunk in thinking.chat.completions.create(model="fake", messages=USER, stream=True, logprobs=True):
+        for choice in chunk.choices:
+            assert choice.delta.reasoning_content is None or choice.delta.content is None  # type: ignore[attr-defined]
+    for chunk in thinking.chat.completions.create(model="fake", messages=USER, stream=True):
+        for choice in chunk.choices:
+            assert choice.delta.reasoning_content is None or choice.delta.content is None  # type: ignore[attr-defined]
+    off = thinking.chat.completions.create(model="fake", messages=USER, reasoning_effort="none")
+    assert hasattr(off.choices[0].message, "reasoning_content")
+    with thinking.chat.completions.stream(model="fake", messages=USER) as stream:
+        final = stream.get_final_completion().choices[0].message
+    assert final.reasoning_content == "two and two"  # type: ignore[attr-defined]
+
+
 def test_reasoning_stays_in_the_text_if_asked(thinking: openai.OpenAI) -> None:
     answer = thinking.chat.completions.create(model="fake", messages=USER, extra_body={"separate_reasoning": False})
     assert answer.choices[0].message.content == "<think>two and two</think>\n\nFour."

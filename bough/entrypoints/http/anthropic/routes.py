@@ -38,7 +38,7 @@ def messages(service: Service) -> Handler:
             namespace=namespace_of(chat, tenant_of(request)),
             deadline_s=deadline_of(request),
         )
-        chat_form = make_form(chat, job, offered, model, report_cache=server.enable_cache_report)
+        chat_form = make_form(chat, job, offered, model, served=service.served, report_cache=server.enable_cache_report)
         form = MessageForm(chat=chat_form, max_tokens=asked.max_tokens)
         if asked.stream:
             return EventReply(_events(service, job, form), body.headers(), failed=error_event)

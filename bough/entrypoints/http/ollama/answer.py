@@ -51,7 +51,11 @@ class OllamaAnswer:
         error = failure(delta.end) if delta.end is not None else None
         if error is not None:
             raise error
-        scores = chat_logprob_items(delta.logprobs) if delta.logprobs is not None and self._form.logprobs else None
+        scores = (
+            chat_logprob_items(delta.logprobs, self._form.known)
+            if delta.logprobs is not None and self._form.logprobs
+            else None
+        )
         told: list[Json] = []
         for each in events_of(delta, self._form):
             piece = self._event(each)

@@ -84,8 +84,13 @@ async def _run(
     if prompt is not None:
         asked.input_ids = (await service.encode([prompt], True))[0]
     job, offered = make_request(asked, service)
-    job = replace(job, namespace=within_tenant(tenant_of(request), ""), deadline_s=deadline_of(request))
-    form = make_form(asked, job, offered, model, report_cache=True)
+    job = replace(
+        job,
+        namespace=within_tenant(tenant_of(request), ""),
+        deadline_s=deadline_of(request),
+        room="at_most" if job.room == "exact" else job.room,  # num_predict may exceed the context with Ollama
+    )
+    form = make_form(asked, job, offered, model, served=service.served, report_cache=True)
     answer = OllamaAnswer(kind, form, model)
     if asked.stream:
         return LinesReply(_lines(service, job, answer), body.headers(), failed=error_line)
@@ -208,10 +213,10 @@ def _card(service: Service) -> Json:
         "digest": hashlib.sha256(f"{served.name}\n{config.model.model}\n{config.model.revision}".encode()).hexdigest(),
         "details": {
             "parent_model": "",
-            "format": "gguf" if config.model.model.endswith(".gguf") else "safetensors",
+            "format": served.format,
             "family": family,
             "families": [family],
             "parameter_size": "",
-            "quantization_level": kind if config.model.quantization in ("auto", "none") else config.model.quantization,
+            "quantization_level": served.stored_as or kind,
         },
     }

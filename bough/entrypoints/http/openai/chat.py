@@ -26,6 +26,7 @@ from bough.entrypoints.http.openai.fields import (
 from bough.entrypoints.http.openai.messages import check_messages, with_tools
 from bough.entrypoints.http.openai.sampling import native_sampling
 from bough.entrypoints.http.openai.schema import ChatRequest
+from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.openai.tools import Offer, describe, offer
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
 from bough.entrypoints.reasoning import after_reasoning, budget_of, opens_reasoning
@@ -50,7 +51,7 @@ def chat_completions(service: Service) -> Handler:
         job = replace(
             job, namespace=namespace_of(asked, tenant_of(request)), deadline_s=deadline_of(request, asked.deadline_ms)
         )
-        form = make_form(asked, job, offered, model, report_cache=server.enable_cache_report)
+        form = make_form(asked, job, offered, model, served=service.served, report_cache=server.enable_cache_report)
         if asked.stream:
             return EventReply(_events(service, job, form), body.headers())
         answer = await while_connected(_answer(service, job, form), request.receive)
@@ -210,7 +211,9 @@ def _add_tool_constraint(sampling: dict[str, Any], offered: Offer) -> None:
         )
 
 
-def make_form(asked: ChatRequest, request: Request, offered: Offer, model: str, *, report_cache: bool) -> ChatForm:
+def make_form(
+    asked: ChatRequest, request: Request, offered: Offer, model: str, *, served: Served, report_cache: bool
+) -> ChatForm:
     """How the answers are to look."""
     options = asked.stream_options
     return ChatForm(
@@ -218,8 +221,10 @@ def make_form(asked: ChatRequest, request: Request, offered: Offer, model: str, 
         model=model,
         num_choices=request.sampling.n,
         parsed=bool(request.reasoning_parser or request.tool_parser),
+        reasons=request.reasoning_parser is not None,
         at_most_one_call=offered.at_most_one,
         logprobs=request.logprobs is not None,
+        known=bytes_of(served.tokenizer),
         token_ids=bool(asked.return_token_ids),
         prompt_ids=bool(asked.return_prompt_token_ids),
         report_cache=report_cache,

@@ -26,7 +26,7 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.entrypoints.endings import failure
-from bough.entrypoints.http.openai.shapes import chat_logprobs, finish_reason, join_scores, usage
+from bough.entrypoints.http.openai.shapes import BytesOf, bytes_of, chat_logprobs, finish_reason, join_scores, usage
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
 from bough.parsers import assemble
@@ -45,8 +45,12 @@ class ChatForm:
     num_choices: int = 1
     parsed: bool = False
     """Text comes as parsers' events."""
+    reasons: bool = False
+    """Reasoning is told apart: every message and every chunk says what of it there is, if only null."""
     at_most_one_call: bool = False
     logprobs: bool = False
+    known: BytesOf = field(default_factory=lambda: bytes_of(None))
+    """The bytes of scored tokens."""
     token_ids: bool = False
     prompt_ids: bool = False
     report_cache: bool = True
@@ -112,8 +116,8 @@ class ChatBody:
     def _choice(self, index: int, choice: _Collected) -> Json:
         parsed = assemble(choice.events)
         message: Json = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
+        if parsed.reasoning or self._form.reasons:
+            message["reasoning_content"] = parsed.reasoning or None
         if parsed.tool_calls:
             message["content"] = parsed.content or None
             message["tool_calls"] = [
@@ -123,7 +127,7 @@ class ChatBody:
         rendered: Json = {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(join_scores(choice.scores)) if self._form.logprobs else None,
+            "logprobs": chat_logprobs(join_scores(choice.scores), self._form.known) if self._form.logprobs else None,
             "finish_reason": finish_reason(choice.ended, called_tools=bool(parsed.tool_calls)),
             "matched_stop": choice.ended.matched,
         }
@@ -178,7 +182,8 @@ class ChatChunks:
         )[:-1]
         tail = b',"usage":null}\n\n' if form.include_usage else b"}\n\n"
         self._before = [self._lead(i) + b'"content":' for i in range(form.num_choices)]
-        self._after = b'},"logprobs":null,"finish_reason":null}]' + tail
+        nothing = b',"reasoning_content":null' if form.reasons else b""
+        self._after = nothing + b'},"logprobs":null,"finish_reason":null}]' + tail
         self._plain = not (form.usage_in_chunks or form.token_ids)
         self._begun = [False] * form.num_choices
         self._called = [False] * form.num_choices
@@ -197,7 +202,7 @@ class ChatChunks:
             self._begun[index] = True
             parts.append(self._first(index))
         told = events_of(delta, self._form)
-        logprobs = chat_logprobs(delta.logprobs) if self._form.logprobs else None
+        logprobs = chat_logprobs(delta.logprobs, self._form.known) if self._form.logprobs else None
         token_ids = unpack_ids(delta.tokens).tolist() if self._form.token_ids and delta.tokens else None
         self._counts[index] += len(delta.tokens) // 4
         if logprobs is not None or token_ids is not None:
@@ -253,6 +258,8 @@ class ChatChunks:
         finish: Json | None = None,
     ) -> bytes:
         form = self._form
+        if form.reasons:
+            shown = {"reasoning_content": None, **shown}
         choice: Json = {"index": index, "delta": shown, "logprobs": logprobs, "finish_reason": None, **(finish or {})}
         if token_ids is not None:
             choice["token_ids"] = token_ids

@@ -11,7 +11,15 @@ import msgspec
 from bough.core.messages import Delta, End, Ids, TokenLogprobs, unpack_ids
 from bough.entrypoints.endings import failure
 from bough.entrypoints.http.openai.chat_answer import meta_info
-from bough.entrypoints.http.openai.shapes import CompletionLogprobs, add_usage, finish_reason, join_scores, usage
+from bough.entrypoints.http.openai.shapes import (
+    BytesOf,
+    CompletionLogprobs,
+    add_usage,
+    bytes_of,
+    finish_reason,
+    join_scores,
+    usage,
+)
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
 
@@ -35,6 +43,8 @@ class CompletionForm:
     """The prompts' texts, to stand before their completions."""
     top_logprobs: int | None = None
     """None: no log-probabilities."""
+    known: BytesOf = field(default_factory=lambda: bytes_of(None))
+    """The bytes of scored tokens."""
     token_ids: bool = False
     prompt_ids: bool = False
     report_cache: bool = True
@@ -125,7 +135,7 @@ class CompletionBody:
         logprobs = None
         if form.top_logprobs is not None:
             scores = join_scores([*one.prompt_scores, *one.scores] if form.echo is not None else one.scores)
-            logprobs = CompletionLogprobs(top=form.top_logprobs).render(scores)
+            logprobs = CompletionLogprobs(top=form.top_logprobs, known=form.known).render(scores)
         choice: Json = {
             "index": index,
             "text": text if form.echo is None else form.echo[prompt] + text,
@@ -157,7 +167,7 @@ class CompletionChunks:
             b',"usage":null}\n\n' if form.include_usage else b"}\n\n"
         )
         self._plain = form.top_logprobs is None and not (form.usage_in_chunks or form.token_ids)
-        self._scores = [CompletionLogprobs(top=form.top_logprobs or 0) for _ in range(count)]
+        self._scores = [CompletionLogprobs(top=form.top_logprobs or 0, known=form.known) for _ in range(count)]
         self._begun = [False] * count
         self._counts = [0] * count
         self._ends: list[list[End]] = [[] for _ in range(form.num_prompts)]

@@ -26,6 +26,7 @@ from bough.entrypoints.http.openai.fields import (
 )
 from bough.entrypoints.http.openai.sampling import native_sampling
 from bough.entrypoints.http.openai.schema import CompletionRequest
+from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
 from bough.entrypoints.reasoning import budget_of, with_reasoning
 from bough.entrypoints.service import Service
@@ -180,6 +181,7 @@ def make_form(asked: CompletionRequest, requests: list[Request], service: Servic
         best_of=requests[0].sampling.n,
         echo=_echoes(service, requests) if asked.echo else None,
         top_logprobs=asked.logprobs,
+        known=bytes_of(service.served.tokenizer),
         token_ids=bool(asked.return_token_ids),
         prompt_ids=bool(asked.return_prompt_token_ids),
         report_cache=service.config.server.enable_cache_report,

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bough.core.messages import End, TokenLogprobs
+from bough.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+BytesOf = Callable[[int, str], bytes]
+"""The bytes of a token, by its id and its text."""
+
+
+def bytes_of(tokenizer: Tokenizer | None) -> BytesOf:
+    """How a tokenizer's tokens are told in bytes: also those that hold a part of a character only, whose text can't be."""
+
+    def look_up(token_id: int, text: str) -> bytes:
+        table = tokenizer.token_bytes() if tokenizer is not None and "\ufffd" in text else None
+        return table[token_id] if table is not None and 0 <= token_id < len(table) else text.encode()
+
+    return look_up
 
 
 def usage(ends: Iterable[End], *, with_cache: bool) -> Json:
@@ -45,21 +58,21 @@ def finish_reason(end: End, *, called_tools: bool = False) -> str:
     return end.reason
 
 
-def chat_logprobs(scores: TokenLogprobs | None) -> Json | None:
+def chat_logprobs(scores: TokenLogprobs | None, known: BytesOf) -> Json | None:
     """`choices[i].logprobs` of chat completions."""
     if scores is None:
         return None
-    return {"content": chat_logprob_items(scores), "refusal": None}
+    return {"content": chat_logprob_items(scores, known), "refusal": None}
 
 
-def chat_logprob_items(scores: TokenLogprobs) -> list[Json]:
+def chat_logprob_items(scores: TokenLogprobs, known: BytesOf) -> list[Json]:
     items: list[Json] = []
-    for at, (text, logprob) in enumerate(zip(scores.text, scores.logprobs, strict=True)):
-        item = _token(text, logprob)
+    for at, (token_id, text, logprob) in enumerate(zip(scores.token_ids, scores.text, scores.logprobs, strict=True)):
+        item = _token(text, logprob, known(token_id, text))
         item["top_logprobs"] = []
         if scores.top:
-            texts = scores.top_text[at]
-            item["top_logprobs"] = [_token(name, score) for name, (_, score) in zip(texts, scores.top[at], strict=True)]
+            others = zip(scores.top_text[at], scores.top[at], strict=True)
+            item["top_logprobs"] = [_token(name, score, known(other, name)) for name, (other, score) in others]
         items.append(item)
     return items
 
@@ -67,9 +80,11 @@ def chat_logprob_items(scores: TokenLogprobs) -> list[Json]:
 class CompletionLogprobs:
     """`choices[i].logprobs` of plain completions; keeps the text offset across chunks."""
 
-    def __init__(self, *, top: int, offset: int = 0) -> None:
+    def __init__(self, *, top: int, known: BytesOf) -> None:
         self._top = top
-        self._offset = offset
+        self._known = known
+        self._begun = 0
+        """Characters that have begun so far."""
 
     def render(self, scores: TokenLogprobs | None) -> Json | None:
         """The next positions' scores."""
@@ -77,9 +92,11 @@ class CompletionLogprobs:
             return None
         offsets: list[int] = []
         tops: list[dict[str, float] | None] = []
-        for at, text in enumerate(scores.text):
-            offsets.append(self._offset)
-            self._offset += len(text)
+        for at, (token_id, text) in enumerate(zip(scores.token_ids, scores.text, strict=True)):
+            raw = self._known(token_id, text)
+            goes_on = bool(raw) and _continues(raw[0]) and self._begun > 0
+            offsets.append(self._begun - goes_on)
+            self._begun += sum(not _continues(byte) for byte in raw)
             if not self._top:
                 continue
             chosen = scores.logprobs[at]
@@ -111,5 +128,10 @@ def join_scores(parts: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
     return joined
 
 
-def _token(text: str, logprob: float | None) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _continues(byte: int) -> bool:
+    """Whether a byte of UTF-8 is in the midst of a character."""
+    return byte & 0xC0 == 0x80
+
+
+def _token(text: str, logprob: float | None, raw: bytes) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(raw)}

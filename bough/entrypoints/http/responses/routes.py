@@ -57,7 +57,7 @@ def create(service: Service) -> Handler:
         chat = chat_request(asked, [*past, *new])
         job, offered = make_request(chat, service)
         job = replace(job, namespace=namespace_of(chat, tenant), deadline_s=deadline_of(request))
-        form = make_form(chat, job, offered, model, report_cache=server.enable_cache_report)
+        form = make_form(chat, job, offered, model, served=service.served, report_cache=server.enable_cache_report)
         growing = Growing(new_response(asked, model), form)
         kept = Kept(growing.response, [*past, *new], len(new), tenant)
         if asked.background:
