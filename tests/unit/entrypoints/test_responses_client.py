@@ -293,6 +293,17 @@ def test_cancelling() -> None:
         client.responses.create(model="fake", input="Hi", background=True)  # left running: the server ends all the same
 
 
+def test_what_is_deleted_while_it_runs_stays_deleted() -> None:
+    with serving(Answer(pieces=["x"] * 4000, delay_s=0.01)) as running, connected(running) as client:
+        made = client.responses.create(model="fake", input="Hi", background=True)
+        stream = client.responses.retrieve(made.id, stream=True)
+        assert next(iter(stream)).type == "response.created"
+        client.responses.delete(made.id)
+        assert list(stream)[-1].type != "response.completed"
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+
+
 def test_nothing_is_stored_where_it_could_not_be_found() -> None:
     for settings in ({"response_store_size": 0}, {"api_workers": 2}):
         with serving(**settings) as running, connected(running) as client:

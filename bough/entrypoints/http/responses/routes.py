@@ -212,7 +212,7 @@ def _in_background(service: Service, store: ResponseStore, job: Request, growing
                 _log.exception("a background response failed")
             kept.tell([event_bytes(each) for each in growing.fail(as_bough(error))])
         finally:
-            store.put(kept)
+            store.update(kept)
 
     kept.task = asyncio.ensure_future(run())
     kept.task.add_done_callback(lambda _: kept.wake())

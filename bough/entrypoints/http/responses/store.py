@@ -107,7 +107,7 @@ class ResponseStore:
             )
 
     def put(self, kept: Kept) -> None:
-        """Keeps a response; call again once it has ended, when its size is known."""
+        """Keeps a response; one that is kept while it runs is updated once it has ended, when its size is known."""
         if not self.enabled:
             return
         self._forget(kept.id)
@@ -118,6 +118,11 @@ class ResponseStore:
         self._num_bytes += size
         self._items.update({item["id"]: item for item in own if isinstance(item.get("id"), str)})
         self._evict()
+
+    def update(self, kept: Kept) -> None:
+        """Notes what a kept response has grown to; one that was deleted meanwhile stays so."""
+        if self._kept.get(kept.id) is kept:
+            self.put(kept)
 
     def get(self, response_id: str, tenant: str, param: str = "response_id") -> Kept:
         """Raises `NotFound`: never there, gone, or somebody else's."""
