@@ -44,11 +44,11 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     request it waits for) and raises `ClientGone`. The request's body must have been read."""
     here = asyncio.current_task()
     assert here is not None, "a coroutine runs in a task"
-    has_left = False
+    has_left = is_done = False
 
     def leave(watcher: asyncio.Future[None]) -> None:
         nonlocal has_left
-        if not watcher.cancelled():
+        if not watcher.cancelled() and not is_done:  # it may be called once more although it was removed
             has_left = True
             here.cancel()
 
@@ -61,6 +61,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             raise ClientGone from None
         raise
     finally:
+        is_done = True
         watcher.remove_done_callback(leave)
         watcher.cancel()
 

@@ -128,6 +128,26 @@ async def test_work_is_cancelled_when_nobody_waits() -> None:
     assert cancelled.is_set()
 
 
+async def test_a_client_that_goes_in_the_moment_of_the_answer_ends_nothing_else() -> None:
+    loop = asyncio.get_running_loop()
+    answered, gone = loop.create_future(), loop.create_future()
+
+    async def receive() -> dict[str, Any]:
+        await gone
+        return {"type": "http.disconnect"}
+
+    async def work() -> int:
+        return int(await answered)
+
+    def both() -> None:
+        gone.set_result(None)
+        answered.set_result(7)
+
+    loop.call_later(0.01, both)
+    assert await while_connected(work(), receive) == 7
+    await asyncio.sleep(0.01)  # what a handler does next: it is not cancelled for a client that it needs no more
+
+
 def leave_early(url: str, body: dict[str, Any]) -> None:
     """Posts, reads for a moment, and closes the connection."""
     patience = httpx.Timeout(5, read=0.1)
