@@ -6,6 +6,8 @@ since keys are among them. Files belong to their owner alone, and a thread write
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import queue
 import threading
@@ -19,10 +21,13 @@ import msgspec
 from bough.core.errors import ConfigError
 from bough.entrypoints.http.security import App, Receive, Scope, Send
 
+_log = logging.getLogger(__name__)
+
 FILE_BYTES = 64 * 1024 * 1024
 """A file that has grown this large is followed by another."""
 _MOST_WAITING = 10_000
 """Requests that wait for the disk; beyond that, lines are dropped and counted."""
+_PATIENCE_S = 10.0
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
@@ -48,6 +53,8 @@ class DumpFiles:
         self._name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}-{os.getpid()}"
         self._file_bytes = file_bytes
         self._number = 0
+        self._told = False
+        """That the disk takes nothing."""
         self._waiting: queue.Queue[Recorded | None] = queue.Queue(_MOST_WAITING)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,9 +77,11 @@ class DumpFiles:
             self.dropped += 1
 
     def close(self) -> None:
-        """Writes what is left."""
-        self._waiting.put(None)
-        self._thread.join(10)
+        """Writes what is left, as far as the disk takes it in some seconds."""
+        give_up_s = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=_PATIENCE_S)
+            self._thread.join(max(0.0, give_up_s - time.monotonic()))
 
     def _open(self) -> int:
         self._number += 1
@@ -81,13 +90,30 @@ class DumpFiles:
 
     def _write(self) -> None:
         while (line := self._waiting.get()) is not None:
-            data = _encode(line) + b"\n"
-            if self._size and self._size + len(data) > self._file_bytes:
-                os.close(self._file)
-                self._file, self._size = self._open(), 0
-            os.write(self._file, data)
-            self._size += len(data)
+            try:
+                self._append(_encode(line) + b"\n")
+            except OSError as error:
+                self.dropped += 1
+                if not self._told:
+                    self._told = True
+                    _log.error("requests are not being dumped: %s", error)
         os.close(self._file)
+
+    def _append(self, data: bytes) -> None:
+        """A line, whole or not at all."""
+        if self._size and self._size + len(data) > self._file_bytes:
+            following = self._open()
+            os.close(self._file)
+            self._file, self._size = following, 0
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+        self._told = False
 
 
 class Dump:
