@@ -110,7 +110,8 @@ class LocalServer:
         self._stopper.start()
         if self._loop is not None and self._worker is not None:
             worker, at_once = self._worker, self._asked > 1
-            self._loop.call_soon_threadsafe(lambda: worker.drain(now=at_once))
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(lambda: worker.drain(now=at_once))
 
     @property
     def seconds(self) -> float:
