@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -19,6 +20,7 @@ MAX_FILE_BYTES: Final = 200 * 1024 * 1024
 MAX_FILES: Final = 10_000
 MAX_ALL_BYTES: Final = 10 * 1024**3
 
+_ABANDONED_S: Final = 24 * 3600.0
 _ID: Final = re.compile(r"file-[0-9a-f]{32}")
 _encode = msgspec.json.Encoder().encode
 
@@ -78,9 +80,12 @@ class FileStore:
         return self._adopt(part, file_id, filename, purpose, tenant)
 
     def adopt(self, path: Path, file_id: str, *, filename: str, purpose: str, tenant: str = "") -> None:
-        """Takes over a file that was written elsewhere in the same file system. Does nothing if it has done so before."""
+        """Takes over a file that was written elsewhere in the same file system; goes on where a crash has stopped it."""
+        taken = self._directory / f"{file_id}.data"
         if path.exists():
             self._adopt(path, file_id, filename, purpose, tenant)
+        elif taken.exists() and self._read(file_id) is None:
+            self._adopt(taken, file_id, filename, purpose, tenant)
 
     def get(self, file_id: str, tenant: str = "", param: str = "file_id") -> StoredFile:
         """Raises `NotFound`: never there, deleted, or somebody else's."""
@@ -101,6 +106,13 @@ class FileStore:
     def delete(self, stored: StoredFile) -> None:
         for name in (f"{stored.id}.json", f"{stored.id}.data"):
             (self._directory / name).unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Removes what uploads left behind that a crash cut short."""
+        for part in self._directory.glob("*.part"):
+            with contextlib.suppress(OSError):
+                if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                    part.unlink()
 
     def list(self, tenant: str = "", purpose: str = "") -> list[StoredFile]:
         """Files, the latest first."""

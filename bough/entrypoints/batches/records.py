@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import re
 import time
 import uuid
@@ -13,6 +16,8 @@ import msgspec
 from bough.core.errors import InvalidRequest, NotFound
 from bough.entrypoints.batches.files import StoredFile
 from bough.platform.whole_file import write_whole
+
+_log = logging.getLogger(__name__)
 
 MAX_OPEN: Final = 1000
 """Batches that have not ended."""
@@ -121,6 +126,18 @@ class BatchStore:
         found = [batch for batch in map(self._read, names) if batch is not None]
         self._ended.update(batch.id for batch in found if batch.status not in OPEN)
         return sorted((each for each in found if each.status in OPEN), key=lambda each: (each.created_at, each.id))
+
+    def own(self) -> int | None:
+        """The right to work batches off: a descriptor, until it is closed. None: another process has it."""
+        right = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(right, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(right)
+            return None
+        except OSError as error:
+            _log.warning("batches can't be locked, so no other server may work on them: %s", error)
+        return right
 
     def ask_to_cancel(self, batch: Batch) -> None:
         write_whole(self._marker(batch), b"", durable=True)

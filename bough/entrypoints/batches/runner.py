@@ -38,7 +38,7 @@ Call = Callable[[str, Json, str], Awaitable[tuple[int, str, Json]]]
 
 
 class BatchRunner:
-    """Runs in one process per directory."""
+    """Works in one process per directory; in others it waits for its turn."""
 
     def __init__(
         self, files: FileStore, batches: BatchStore, call: Call, endpoints: frozenset[str], *, at_once: int = 32
@@ -61,17 +61,30 @@ class BatchRunner:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        while True:
-            waiting = self._batches.unfinished()
-            for batch in waiting:
+        while (right := self._batches.own()) is None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        try:
+            await asyncio.to_thread(self._files.tidy)
+            while True:
+                await self._work_all()
+        finally:
+            os.close(right)
+
+    async def _work_all(self) -> None:
+        waiting = self._batches.unfinished()
+        rests = not waiting
+        for batch in waiting:
+            try:
+                await self._work(batch)
+            except Exception:
+                _log.exception("batch %s failed", batch.id)
+                batch.errors = [_problem("internal_error", "the server failed to work on this batch", None)]
                 try:
-                    await self._work(batch)
-                except Exception:
-                    _log.exception("batch %s failed", batch.id)
-                    batch.errors = [_problem("internal_error", "the server failed to work on this batch", None)]
                     self._enter(batch, "failed")
-            if not waiting:
-                await asyncio.sleep(_LOOK_EVERY_S)
+                except OSError:  # the disk takes nothing: it is tried again
+                    rests = True
+        if rests:
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     # -- one batch --------------------------------------------------------------------------------
 

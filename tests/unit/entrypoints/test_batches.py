@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import json
+import os
 import stat
 import time
 from collections.abc import Iterator
@@ -17,9 +19,10 @@ import openai
 import pytest
 from scripted_server import Answer, FakeServer, serving
 
-from bough.core.errors import Overloaded
+from bough.core.errors import NotFound, Overloaded
 from bough.core.messages import Generate
 from bough.entrypoints.batches import BatchRunner, BatchStore, FileStore, runner as runner_module
+from bough.entrypoints.batches.files import new_file_id
 from bough.entrypoints.http.app import handlers
 from bough.entrypoints.http.batches import start_batches
 
@@ -265,6 +268,94 @@ async def test_busy_servers_are_asked_again(tmp_path: Path) -> None:
     await runner.close()
     assert batches.get(batch.id).completed == 1
     assert asked == 2
+
+
+async def until(done: Any) -> None:
+    for _ in range(300):
+        if done():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it does not happen")
+
+
+async def test_two_servers_on_one_directory_answer_every_line_once(tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def caller(name: str) -> Any:
+        async def call(endpoint: str, body: dict[str, Any], tenant: str) -> tuple[int, str, dict[str, Any]]:
+            asked.append((name, body["messages"][0]["content"]))
+            await asyncio.sleep(0.005)
+            return 200, "id", {}
+
+        return call
+
+    files, batches = FileStore(tmp_path), BatchStore(tmp_path)
+    lines = [json.dumps(line(str(number))).encode() + b"\n" for number in range(40)]
+    source = files.add(lines, filename="x", purpose="batch")
+    runners = [BatchRunner(files, BatchStore(tmp_path), caller(name), frozenset({CHAT}), at_once=4) for name in "ab"]
+    for each in runners:
+        each.start()
+    first = batches.create(source, CHAT, {})
+    await until(lambda: batches.get(first.id).status == "completed")
+    assert sorted(int(number) for _, number in asked) == list(range(40))
+    await runners[0].close()
+    second = batches.create(source, CHAT, {})
+    await until(lambda: batches.get(second.id).status == "completed")
+    assert {name for name, _ in asked[40:]} == {"b"}, "the other one takes over"
+    await runners[1].close()
+
+
+async def test_a_crash_between_taking_a_file_over_and_noting_it(tmp_path: Path) -> None:
+    files = FileStore(tmp_path)
+    part = tmp_path / "batches.out"
+    for crashes in (False, True):
+        part.write_bytes(b"answers\n")
+        name = new_file_id()
+        if crashes:
+            part.rename(tmp_path / "files" / f"{name}.data")
+        for _ in range(2):
+            files.adopt(part, name, filename="out.jsonl", purpose="batch_output")
+        assert files.get(name).bytes == 8
+        assert files.path(files.get(name)).read_bytes() == b"answers\n"
+    files.delete(files.get(name))
+    files.adopt(part, name, filename="out.jsonl", purpose="batch_output")
+    with pytest.raises(NotFound):
+        files.get(name)
+
+
+async def test_abandoned_uploads_are_removed(tmp_path: Path) -> None:
+    files, batches = FileStore(tmp_path), BatchStore(tmp_path)
+    old, new = (tmp_path / "files" / f"file-{letter * 32}.part" for letter in "ab")
+    for each in (old, new):
+        each.write_bytes(b"half")
+    os.utime(old, (time.time() - 90_000,) * 2)
+    runner = BatchRunner(files, batches, lambda *_: asyncio.sleep(0), frozenset({CHAT}))  # type: ignore[arg-type,return-value]
+    runner.start()
+    await until(lambda: not old.exists())
+    await runner.close()
+    assert new.exists()
+
+
+async def test_a_full_disk_stops_no_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call(*_: Any) -> tuple[int, str, dict[str, Any]]:
+        return 200, "id", {}
+
+    files, batches = FileStore(tmp_path), BatchStore(tmp_path)
+    batch = batches.create(files.add([json.dumps(line("a")).encode()], filename="x", purpose="batch"), CHAT, {})
+    save, refused = BatchStore.save, []
+
+    def full(self: BatchStore, batch: Any) -> None:
+        if len(refused) < 3:
+            refused.append(batch.status)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, batch)
+
+    monkeypatch.setattr(BatchStore, "save", full)
+    runner = BatchRunner(files, batches, call, frozenset({CHAT}))
+    runner.start()
+    await until(lambda: batches.get(batch.id).status not in ("validating", "in_progress", "finalizing"))
+    await runner.close()
+    assert len(refused) == 3
 
 
 async def test_batches_expire(tmp_path: Path) -> None:
