@@ -6,7 +6,8 @@ in: `Request`s. out: `Stream`s of `Delta`s, replies to control calls. never: HTT
 from bough.intake.gate import Gate, IntakeStats, Place
 from bough.intake.intake import Intake
 from bough.intake.native import NativeAnswer, NativeBatch, native_batch
-from bough.intake.pooling import Pooled, Pooler, PoolOptions
+from bough.intake.pool_texts import PoolOptions
+from bough.intake.pooling import Pooled, Pooler
 from bough.intake.request import Request, Room
 from bough.intake.sampling import ANY_JSON, Sampling, parse_sampling
 from bough.intake.stream import Stream

@@ -9,7 +9,9 @@ import numpy as np
 
 from bough.config.pooling_facts import PoolingFacts
 from bough.core.errors import InvalidRequest
-from bough.intake.pooling import Input, Pooled, as_weights
+from bough.intake.pool_texts import Input
+from bough.intake.pooling import Pooled
+from bough.intake.scores import as_weights
 
 Json = dict[str, Any]
 

@@ -5,67 +5,39 @@ A pooling model answers with one vector a text. A generative one scores by the p
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from bough.config.pooling_facts import PoolingFacts, RerankTokens, ScoreScale, Task
+from bough.config.pooling_facts import PoolingFacts, RerankTokens, Task
 from bough.core import bounds
 from bough.core.errors import (
     BoughError,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
-    PromptTooLong,
     RequestFailed,
     Unavailable,
 )
-from bough.core.messages import Delta, LogprobSpec
+from bough.core.messages import Delta, Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.intake.intake import Intake
+from bough.intake.pool_texts import PLAIN, Input, PoolOptions, Text, TextEncoder, bad_field
 from bough.intake.request import Request
 from bough.intake.rerank_prompt import BUILT_IN, Renderer, choose_prompt, label_id
+from bough.intake.scores import Floats, cosine, probabilities, scaled, shortened, sparse_dot
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-Text: TypeAlias = str | Sequence[int]
-"""A text, or token ids."""
-Input: TypeAlias = Text | tuple[str, str]
-"""A text, token ids, or a pair of texts."""
-
-WHOLE = -1
-"""As `PoolOptions.truncate`: to the context's length."""
-_SHORT_CHARS = 4096
 _NEXT_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 _NOTHING = SamplingParams(max_new_tokens=0, temperature=0.0, ignore_eos=True)
 _WORTH_SHARING = 64
 """Tokens not computed again for which a common beginning is computed ahead of the prompts."""
 _SEAM_TOKENS = 4
 """What a text may grow by when its tokens are joined to others anew."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolOptions:
-    """What a client may say about how its texts are taken."""
-
-    truncate: int | None = None
-    """Cut texts to this many tokens (`WHOLE`: to what fits); None: refuse those that don't fit."""
-    add_special_tokens: bool = True
-    prompt_name: str | None = None
-    """Which of the model's prompts goes before each text; None: its default one, if it has any."""
-    rid: str = ""
-    priority: int = 0
-    namespace: str = ""
-    deadline_s: float = 0.0
-
-
-PLAIN = PoolOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +69,12 @@ class Pooler:
         self.pooling = msgspec.convert(told, PoolingFacts) if told is not None else None
         self._tokens = msgspec.convert(tokens, RerankTokens) if tokens is not None else None
         self._intake = intake
+        self._texts = TextEncoder(
+            intake.tokenizer,
+            context_length=intake.context_length,
+            vocab_size=intake.vocab_size,
+            append_eos=self.pooling is not None and self.pooling.append_eos,
+        )
         self._keeps = bool(facts.get("kv_join"))
         self._prompt = choose_prompt(rerank_template, model)
         if self._prompt is None and self.pooling is None:
@@ -108,7 +86,7 @@ class Pooler:
     async def pool(self, inputs: Sequence[Input], options: PoolOptions = PLAIN) -> list[Pooled]:
         """The model's raw result for each input: an embedding, sparse pairs, or logits of labels."""
         pooling = self.needs("embed", "sparse", "classify")
-        encoded = await self._encode(inputs, options, self._prefix(options) if pooling.task == "embed" else "")
+        encoded = await self._texts.encode(inputs, options, self._prefix(options) if pooling.task == "embed" else "")
         requests = [
             Request(
                 prompt=ids, second_at=second_at, pool=pooling.task, want_text=False, priority=options.priority,
@@ -177,23 +155,22 @@ class Pooler:
         """For each item, appended to the query: the probabilities that the next token is each of the labels.
 
         A classifier scores its own labels instead. The query is computed first, then the items' own tokens, side by
-        side. `delimiter`: a token between query and item, which
-        are tokenised apart then.
+        side. `delimiter`: a token between query and item, which are tokenised apart then.
         """
         if delimiter is not None:
             if item_first:
-                raise _bad("multi_item_scoring_delimiter", "it follows the query", "leave item_first out")
+                raise bad_field("multi_item_scoring_delimiter", "it follows the query", "leave item_first out")
             query, items = await self._delimited(query, items, delimiter, options)
         texts = [_join(query, item, item_first) for item in items]
         if self.pooling is not None:
             self.needs("classify")
             if label_ids is not None:
-                raise _bad("label_token_ids", "a classifier scores its own labels", "leave it out")
+                raise bad_field("label_token_ids", "a classifier scores its own labels", "leave it out")
             found = await self.pool(texts, options)
             rows = [scaled(each.values, "softmax" if softmax else "identity").tolist() for each in found]
             return Scored(rows, sum(each.prompt_tokens for each in found))
         if not label_ids:
-            raise _bad("label_token_ids", "it says whose probabilities are wanted", "send at least one token id")
+            raise bad_field("label_token_ids", "it says whose probabilities are wanted", "send at least one token id")
         bounds.count("label_token_ids", label_ids, "label_token_ids")
         return await self._next_token(texts, tuple(label_ids), softmax, options)
 
@@ -202,8 +179,8 @@ class Pooler:
     ) -> tuple[Text, list[Text]]:
         """Token ids of the query, and of each item with the delimiter before it."""
         plain = replace(options, add_special_tokens=False)
-        ids, _ = (await self._encode([query], options, ""))[0]
-        inner = await self._encode(items, plain, "")
+        ids, _ = (await self._texts.encode([query], options, ""))[0]
+        inner = await self._texts.encode(items, plain, "")
         return ids.tolist(), [[delimiter, *item.tolist()] for item, _ in inner]
 
     async def _by_classifier(
@@ -245,7 +222,7 @@ class Pooler:
         self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
     ) -> list[str]:
         """The prompts of pairs. Where they must be cut it is the document that is, never what follows it."""
-        tokenizer, most = self._intake.tokenizer, self._most(options)
+        tokenizer, most = self._intake.tokenizer, self._texts.limit(options)
         texts = [renderer.render(*pair, instruct) for pair in pairs]
         if most is None or tokenizer is None:
             return texts
@@ -262,7 +239,7 @@ class Pooler:
     async def _next_token(
         self, texts: Sequence[Text], labels: tuple[int, ...], softmax: bool, options: PoolOptions
     ) -> Scored:
-        encoded = await self._encode(texts, options, "")
+        encoded = await self._texts.encode(texts, options, "")
         spec = LogprobSpec(token_ids=labels)
         shared = await self._compute_shared([ids for ids, _ in encoded], options)
         requests = [
@@ -279,11 +256,11 @@ class Pooler:
                 raise RequestFailed(what="the engine returned no scores for this request")
             by_id = dict(delta.logprobs.chosen[0])
             logprobs = np.array([by_id[label] for label in labels], np.float64)
-            rows.append((_softmax(logprobs) if softmax else np.exp(logprobs)).tolist())
+            rows.append((probabilities(logprobs) if softmax else np.exp(logprobs)).tolist())
         cached = sum(delta.end.cached_tokens for delta in deltas if delta.end is not None)
         return Scored(rows, sum(len(ids) for ids, _ in encoded), cached)
 
-    async def _compute_shared(self, prompts: Sequence[npt.NDArray[np.int32]], options: PoolOptions) -> str:
+    async def _compute_shared(self, prompts: Sequence[Ids], options: PoolOptions) -> str:
         """Computes what all prompts begin with, ahead of them, and returns the name to follow; "" if it isn't worth it.
 
         The scheduler would have them share it as well, but in whole pages only.
@@ -326,77 +303,8 @@ class Pooler:
             return pooling.default_prompt
         if options.prompt_name not in pooling.prompts:
             known = ", ".join(sorted(pooling.prompts)) or "none"
-            raise _bad("prompt_name", f"the model's prompts are: {known}", "send one of them, or leave it out")
+            raise bad_field("prompt_name", f"the model's prompts are: {known}", "send one of them, or leave it out")
         return pooling.prompts[options.prompt_name]
-
-    async def _encode(
-        self, inputs: Sequence[Input], options: PoolOptions, prefix: str
-    ) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """Ids of each input and where its second text begins. Raises if one doesn't fit."""
-        most = self._most(options)
-        texts = [text for each in inputs if (text := as_text(each, prefix)) is not None]
-        encoded = iter(await self._tokenise(texts, options, most))
-        found: list[tuple[npt.NDArray[np.int32], int]] = []
-        for each in inputs:
-            ids, second_at = next(encoded) if as_text(each, "") is not None else (self._checked(each, most), 0)
-            if len(ids) > self._intake.context_length:
-                raise PromptTooLong(
-                    what=f"the input has {len(ids)} tokens, at most {self._intake.context_length} fit",
-                    why=f"the context is {self._intake.context_length} tokens",
-                    fix='shorten it, or send "truncate_prompt_tokens": -1 to have it cut',
-                    param="input",
-                )
-            found.append((np.asarray(ids, np.int32), second_at))
-        return found
-
-    def _most(self, options: PoolOptions) -> int | None:
-        limit = self._intake.context_length
-        if options.truncate is None:
-            return None
-        if options.truncate == WHOLE:
-            return limit
-        if not 1 <= options.truncate <= limit:
-            raise _bad("truncate_prompt_tokens", f"texts have 1 to {limit} tokens", f"send -1, or 1 to {limit}")
-        return options.truncate
-
-    async def _tokenise(
-        self, texts: Sequence[str | tuple[str, str]], options: PoolOptions, most: int | None
-    ) -> list[tuple[list[int], int]]:
-        tokenizer = self._intake.tokenizer
-        if not texts:
-            return []
-        if tokenizer is None:
-            raise InvalidRequest(
-                what="the input is text",
-                why="the server has no tokenizer (--skip-tokenizer-init)",
-                fix="send token ids",
-                param="input",
-            )
-        special = options.add_special_tokens
-        closing = tokenizer.eos_id if self.pooling is not None and self.pooling.append_eos and special else None
-        room = most if closing is None or most is None else most - 1
-
-        def encode() -> list[tuple[list[int], int]]:
-            found = tokenizer.encode_whole(texts, add_special_tokens=special, most=room)
-            return [
-                (ids if closing is None or ids[-1:] == [closing] else [*ids, closing], second_at)
-                for ids, second_at in found
-            ]
-
-        short = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
-        return encode() if short <= _SHORT_CHARS else await asyncio.to_thread(encode)
-
-    def _checked(self, ids: Input, most: int | None) -> list[int]:
-        vocab = self._intake.vocab_size
-        for each in ids:
-            if isinstance(each, bool) or not isinstance(each, int | np.integer) or not 0 <= each < vocab:
-                raise InvalidRequest(
-                    what=f"the input has token id {str(each)[:40]}",
-                    why=f"the vocabulary has ids 0 to {vocab - 1}",
-                    fix="send ids of this model's tokenizer",
-                    param="input",
-                )
-        return [int(each) for each in ids][:most]
 
     async def _collect(self, requests: Sequence[Request]) -> tuple[list[Delta], list[str]]:
         """Whole answers, all of them or the first failure; those left are given up."""
@@ -416,69 +324,16 @@ class Pooler:
                 stream.abort()
 
 
-# -- arithmetic -----------------------------------------------------------------------------------
-
-
-def shortened(values: Floats, dimensions: int, normalised: bool) -> Floats:
-    """The first numbers of an embedding, brought back to length 1 if it had it."""
-    cut: Floats = values[:dimensions]
-    length = float(np.linalg.norm(cut))
-    return (cut / length).astype(np.float32) if normalised and length > 0 else cut
-
-
-def scaled(logits: Floats, scale: ScoreScale) -> Floats:
-    """Scores of logits."""
-    match scale:
-        case "identity":
-            return logits
-        case "sigmoid":
-            out: Floats = (1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
-            return out
-        case "softmax":
-            return _softmax(logits.astype(np.float64)).astype(np.float32)
-
-
-def cosine(first: Floats, second: Floats) -> float:
-    lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
-    return float(np.dot(first, second)) / lengths if lengths else 0.0
-
-
-def as_weights(pairs: Floats) -> dict[int, float]:
-    """Sparse pairs (ids, then values) as a dict."""
-    ids, values = np.split(pairs, 2)
-    return dict(zip(ids.astype(np.int64).tolist(), values.tolist(), strict=True))
-
-
-def sparse_dot(first: Floats, second: Floats) -> float:
-    mine, theirs = as_weights(first), as_weights(second)
-    return sum(weight * theirs.get(token, 0.0) for token, weight in mine.items())
-
-
-def as_text(given: Input, prefix: str) -> str | tuple[str, str] | None:
-    """What is to be tokenised, a text with its prefix; None: the input is token ids already."""
-    if isinstance(given, str):
-        return prefix + given
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
-        return given[0], str(given[1])
-    return None
-
-
-def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    powers: npt.NDArray[np.float64] = np.exp(logits - logits.max())
-    powers /= powers.sum()
-    return powers
-
-
 def _join(query: Text, item: Text, item_first: bool) -> Text:
     first, second = (item, query) if item_first else (query, item)
     if isinstance(first, str) and isinstance(second, str):
         return first + second
     if isinstance(first, str) or isinstance(second, str):
-        raise _bad("items", "query and items must both be texts, or both be token ids", "send one kind")
+        raise bad_field("items", "query and items must both be texts, or both be token ids", "send one kind")
     return [*first, *second]
 
 
-def _common(prompts: Sequence[npt.NDArray[np.int32]]) -> int:
+def _common(prompts: Sequence[Ids]) -> int:
     """How many tokens all prompts begin with, one of each left over."""
     size = min(map(len, prompts), default=1) - 1
     for each in prompts[1:]:
@@ -489,10 +344,6 @@ def _common(prompts: Sequence[npt.NDArray[np.int32]]) -> int:
 
 def _rid(rid: str, at: int, count: int) -> str:
     return f"{rid}_{at}" if rid and count > 1 else rid
-
-
-def _bad(param: str, why: str, fix: str) -> InvalidRequest:
-    return InvalidRequest(what=f"{param} is missing or wrong", why=why, fix=fix, param=param)
 
 
 _BY_STATUS: dict[int, type[BoughError]] = {

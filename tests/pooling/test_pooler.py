@@ -16,7 +16,7 @@ from bough.config.pooling_facts import PoolingFacts
 from bough.core.errors import BoughError, ConfigError, InvalidRequest, Overloaded, PromptTooLong
 from bough.core.messages import Delta, End, TokenLogprobs
 from bough.intake import Pooler, PoolOptions, Request
-from bough.intake.pooling import as_weights, cosine, scaled
+from bough.intake.scores import as_weights, cosine, scaled
 from bough.tokenizer import Tokenizer, load_tokenizer
 from bough.tokenizer.tokenizer import shares
 
@@ -81,9 +81,10 @@ def pooler(tokenizer: Tokenizer | None, rule: Rule, template: str = "auto", **fa
 
 
 def generative(
-    tokenizer: Tokenizer, rule: Rule, template: str = "auto", name: str = "tiny"
+    tokenizer: Tokenizer, rule: Rule, template: str = "auto", name: str = "tiny", context_length: int = CONTEXT
 ) -> tuple[Pooler, FakeIntake]:
     intake = FakeIntake(tokenizer, rule)
+    intake.context_length = context_length
     return Pooler(intake, {"pooling": None}, model=name, rerank_template=template), intake  # type: ignore[arg-type]
 
 
@@ -186,8 +187,7 @@ async def test_a_generative_model_says_yes_or_no(tokenizer: Tokenizer, tmp_path:
         chosen = [[(each, float(scores[each])) for each in request.logprobs.token_ids]]
         return Delta(id=1, logprobs=TokenLogprobs([0], [0.0], chosen=chosen), end=End(reason="length"))
 
-    pool, intake = generative(tokenizer, rule, name="Qwen3-Reranker-0.6B")
-    intake.context_length = 128
+    pool, intake = generative(tokenizer, rule, name="Qwen3-Reranker-0.6B", context_length=128)
     found = await pool.relevance([("who?", "he")], instruct="find him")
     assert found.scores[0] == pytest.approx([0.75])
     asked = tokenizer.decode(intake.seen[0].prompt, skip_special_tokens=False)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from bough.entrypoints.http.pooling.schema import Inputs, PoolingBody
 from bough.entrypoints.http.replies import deadline_of, tenant_of
 from bough.entrypoints.service import Service
 from bough.intake import Pooler, PoolOptions
-from bough.intake.pooling import WHOLE, Input
+from bough.intake.pool_texts import WHOLE, Input
 
 
 def pooler_of(service: Service) -> Pooler:

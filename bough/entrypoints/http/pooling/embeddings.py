@@ -19,7 +19,7 @@ from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import while_connected
 from bough.intake.pooled_native import native_inputs, native_pooled
-from bough.intake.pooling import Floats, as_weights
+from bough.intake.scores import Floats, as_weights
 
 
 def embeddings(service: Service) -> Handler:

@@ -18,7 +18,7 @@ from bough.entrypoints.http.replies import deadline_of, json_reply, tenant_of
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import while_connected
 from bough.intake import PoolOptions
-from bough.intake.pooling import WHOLE
+from bough.intake.pool_texts import WHOLE
 
 
 class OllamaEmbedRequest(Struct, kw_only=True):
