@@ -1,6 +1,6 @@
 """Facts about the machine: the only place that asks which device this is, and the object that hands out its queues.
 
-in: /proc, the CUDA driver, one probe in a child process. out: `DeviceFacts`, `Device`, a prepared environment.
+in: /proc, the CUDA driver, one probe in a child process. out: `DeviceFacts`, `Device`, a prepared environment, whole files.
 never: imports torch before `Device` or a measurement is asked for.
 """
 
