@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,40 @@ def test_a_library_is_built_once_and_named_by_what_it_depends_on(
     (sources / "one.cpp").write_text("this is not C++\n")
     with pytest.raises(BuildFailed, match="error"):
         build(recipe)
+
+
+@pytest.mark.skipif(library() is None, reason="no compiler")
+def test_threads_build_once_and_what_is_broken_or_abandoned_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, folder = tmp_path / "src", tmp_path / "cache" / "bough" / "kernels"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" __attribute__((visibility("default"))) int one() { return 1; }\n')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setattr(shared_library, "load", lambda path: ctypes.CDLL(str(path)))
+    commands: list[list[str]] = []
+    run = compiler._run
+    monkeypatch.setattr(compiler, "_run", lambda command: (commands.append(command), run(command)))
+    abandoned, busy = folder / ".build-old", folder / ".build-new"
+    for each in (abandoned, busy):
+        each.mkdir(parents=True)
+    os.utime(abandoned, (time.time() - 3600,) * 2)
+    library.cache_clear()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = [each.result() for each in [threads.submit(library) for _ in range(4)]]
+        assert all(each is not None and each.one() == 1 for each in found)
+        assert len(commands) == 2, "compiled and linked once"
+        (built,) = folder.glob("*.so")
+        assert set(folder.iterdir()) == {built, busy}
+        (sources / "one.cpp").write_text("int nothing;\n")
+        build(find_recipe(openmp_runtime())).write_bytes(b"")
+        library.cache_clear()
+        assert library() is not None
+        assert len(commands) == 6, "an empty library is built again"
+    finally:
+        library.cache_clear()
 
 
 def test_forbidden_kernels_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ FLAGS = (
 )  # fmt: skip
 NATIVE = ("-march=native",)
 TIMEOUT_S = 300.0
+_WORKPLACE = ".build-"
 
 
 class BuildFailed(Exception):
@@ -65,8 +68,9 @@ def build(recipe: Recipe) -> Path:
     target = folder / f"bough_cpu_{recipe.key()}.so"
     if target.exists():
         return target
+    _sweep(folder)
     log.info("compiling the CPU kernels (once for this machine, some seconds)")
-    workplace = Path(tempfile.mkdtemp(dir=folder, prefix=".build-"))
+    workplace = Path(tempfile.mkdtemp(dir=folder, prefix=_WORKPLACE))
     try:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [workplace / f"{source.stem}.o" for source in sources]
@@ -82,6 +86,14 @@ def build(recipe: Recipe) -> Path:
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
     return target
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what compilations left behind that were killed: nothing has been written there for longer than one takes."""
+    for workplace in folder.glob(f"{_WORKPLACE}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - workplace.stat().st_mtime > 2 * TIMEOUT_S:
+                shutil.rmtree(workplace, ignore_errors=True)
 
 
 def _run(command: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types that the kernels read and write, by their number in the C++ code."""
 
 _forbidden = False
+_building = threading.Lock()
 
 
 def forbid_custom_kernels() -> None:
@@ -36,10 +38,21 @@ def library() -> ctypes.CDLL | None:
     if _forbidden:
         return None
     try:
-        return load(build(find_recipe(openmp_runtime())))
+        with _building:  # of threads that ask first at the same time, the others find it in the cache
+            return _built(find_recipe(openmp_runtime()))
     except (BuildFailed, OSError) as error:
         log.warning("CPU kernels could not be compiled, so torch's own are used, which are slower: %s", error)
         return None
+
+
+def _built(recipe: Recipe) -> ctypes.CDLL:
+    path = build(recipe)
+    try:
+        return load(path)
+    except OSError as error:  # a loss of power may have left an empty one
+        log.info("the CPU kernels in %s are broken and compiled again: %s", path, error)
+        path.unlink(missing_ok=True)
+        return load(build(recipe))
 
 
 def load(path: Path) -> ctypes.CDLL:
