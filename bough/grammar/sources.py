@@ -9,7 +9,7 @@ from bough.grammar.ebnf import parse_ebnf
 from bough.grammar.errors import BadGrammar
 from bough.grammar.keywords import MAX_BYTES, JsonSchema, load
 from bough.grammar.regex import parse_regex
-from bough.grammar.rules import Grammar, alt, num_states, prune, text
+from bough.grammar.rules import Chars, Grammar, Text, alt, num_states, prune, text, walk
 from bough.grammar.schema import any_object, schema_grammar
 
 MAX_STATES = 200_000
@@ -17,6 +17,13 @@ MAX_STATES = 200_000
 
 def grammar_of(kind: GrammarKind, source: str, max_whitespace: int) -> Grammar:
     """The grammar of a schema, a pattern, a choice or EBNF. Raises `BadGrammar`."""
+    grammar = _grammar(kind, source, max_whitespace)
+    if not any(isinstance(node, Text | Chars) for rule in grammar.rules.values() for node in walk(rule)):
+        raise BadGrammar("only the empty text fits it, and an answer has at least one token")
+    return grammar
+
+
+def _grammar(kind: GrammarKind, source: str, max_whitespace: int) -> Grammar:
     match kind:
         case "json_schema":
             return of_schema(load(source), max_whitespace)

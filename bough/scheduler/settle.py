@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from bough.cache.prefix import PrefixCache
-from bough.core.errors import RequestFailed
+from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.messages import End, EndReason, RowOutput
 from bough.core.step import I32, Bool, Outcome
 from bough.scheduler.commit import ChunkRow, Flight
@@ -22,7 +22,7 @@ from bough.scheduler.leave import (
     take_extras,
     trace_chunk,
 )
-from bough.scheduler.queues import Leaving, Queues, Running
+from bough.scheduler.queues import Job, Leaving, Queues, Running
 from bough.scheduler.scores import add_output, add_prompt, add_unpredicted
 
 
@@ -139,10 +139,28 @@ def _accept(queues: Queues, step: int, where: I32, tokens: I32, stops: Bool, end
         except Exception:
             accepted = False
         if not accepted:
-            error = RequestFailed(what=f"the sampled token {token} is outside the grammar", fix="send it again")
+            error = _misfit(row.job, token)
             failed[at] = make_end(row.job, queues.slots.output(slot), now, "error", error=error)
             ended[at] = True
     return failed
+
+
+def _misfit(job: Job, token: int) -> BoughError:
+    """Why a token came that the grammar does not allow: the request left none to draw, or something is broken."""
+    asked = job.ask.sampling
+    given = {
+        "allowed_token_ids": asked.allowed_token_ids,
+        "bad_words": asked.bad_words,
+        "logit_processor": asked.logit_processor,
+    }
+    others = [name for name, value in given.items() if value]
+    if not others:
+        return RequestFailed(what=f"the sampled token {token} is outside the grammar", fix="send it again")
+    return InvalidRequest(
+        what="no token can continue the answer",
+        why=f"of those that its grammar allows next, none is left by {' and '.join(others)}",
+        fix="let them agree, or leave one out",
+    )
 
 
 def _gather_scores(outcome: Outcome, queues: Queues, rows: I32, where: I32) -> None:

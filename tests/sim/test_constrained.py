@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from bough.core.messages import LogprobSpec
@@ -82,6 +83,23 @@ def test_a_matcher_that_breaks_fails_its_request_only(depth: int) -> None:
     assert bad.end.reason == "error"
     assert "no state" in bad.end.message
     assert good.tokens == alone(good, Gate(ParityMatcher(30, 0)), 20)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_leaves_no_token_is_the_clients_error(depth: int) -> None:
+    sim = Sim(depth=depth)
+    grammar = GrammarSpec(kind="regex", source="30,0,0")
+    bound, free = (sim.ask(PROMPT, max_new=20, grammar=grammar) for _ in range(2))
+    bound.ask.sampling = msgspec.structs.replace(bound.ask.sampling, allowed_token_ids=(1, 2))
+    for _ in range(6):
+        sim.turn()
+    for client in (bound, free):
+        gate = sim.queues.gates[sim.queues.where[client.ask.id].slot]
+        gate._matcher.accept = lambda token: False  # type: ignore[union-attr,method-assign]
+    sim.run()
+    assert (bound.end.reason, bound.end.status) == ("error", 400)
+    assert "none is left by allowed_token_ids" in bound.end.message
+    assert (free.end.reason, free.end.status) == ("error", 500)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

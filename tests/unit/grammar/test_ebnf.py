@@ -64,6 +64,17 @@ def test_mistakes_are_named(source: str, what: str) -> None:
     assert what in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("ebnf", "root ::= "), ("ebnf", 'root ::= ""'), ("ebnf", 'root ::= a*\na ::= ""\nb ::= "x"'),
+     ("regex", "()"), ("regex", "^$"), ("regex", "(|)*"), ("regex", "a{0}")],
+)  # fmt: skip
+def test_grammars_of_nothing_but_the_empty_text(kind: Any, source: str) -> None:
+    with pytest.raises(BadGrammar, match="only the empty text"):
+        grammar_of(kind, source, 8)
+    assert grammar_of("regex", "a?", 8).rules
+
+
 @pytest.mark.parametrize("source", ['root ::= a\na ::= "x" a', "root ::= root", 'root ::= a b\na ::= "x"\nb ::= "y" b'])
 def test_grammars_without_an_end(source: str) -> None:
     with pytest.raises(BadGrammar, match="no finite answer"):
