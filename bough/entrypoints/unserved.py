@@ -41,6 +41,7 @@ UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
         "prompts are scored by other fields",
         "send echo with logprobs to /v1/completions, or logprob_start_len to /generate",
     ),
+    "grammar": ("constraints go by other names here", "send it as ebnf, or use regex or response_format"),
     "use_beam_search": ("beams are asked for by their number", "send beam_width"),
     "truncate_prompt_tokens": ("prompts of generating requests are never cut", "shorten the prompt"),
     "session_params": ("here a request brings its whole prompt", "send the whole prompt, or use /generate"),

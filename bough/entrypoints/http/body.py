@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import typing
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from types import UnionType
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -126,7 +129,7 @@ def _convert(data: dict[str, Any], kind: type[S]) -> S:
             return msgspec.convert(data, kind)
         except msgspec.ValidationError as error:
             if not _rewritten(data, str(error)):
-                raise _invalid(error) from error
+                raise _invalid(error, kind) from error
     return msgspec.convert(data, kind)
 
 
@@ -184,7 +187,7 @@ def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
-def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+def _invalid(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> InvalidRequest:
     text = str(error)
     found = _AT.search(text)
     path = found.group(1).removeprefix(".") if found else ""
@@ -193,12 +196,33 @@ def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
     if missing:
         field = f"{path}.{missing.group(1)}" if path else missing.group(1)
         return InvalidRequest(what=f"{field} is missing", why="it is required", fix=f"send {field}", param=field)
+    choices = _choices(kind, path) if problem.startswith("Invalid enum value") else []
+    fix = f"send a valid {path}" if path else "send a valid body"
     return InvalidRequest(
         what=f"{path or 'the body'} has the wrong type or value",
         why=problem[:1].lower() + problem[1:],
-        fix=f"send a valid {path}" if path else "send a valid body",
+        fix=f"send one of {', '.join(choices)}" if choices else fix,
         param=path or None,
     )
+
+
+def _choices(kind: type[msgspec.Struct], path: str) -> list[str]:
+    """The values that the field at this path of a body may have, where it is one of a few."""
+    types: list[Any] = [kind]
+    for name, _ in _STEP.findall(f".{path}"):
+        hints = [typing.get_type_hints(each) for each in types if name and hasattr(each, "__struct_fields__")]
+        types = _members([each[name] for each in hints if name in each]) if name else types
+    return [str(choice) for each in types if typing.get_origin(each) is Literal for choice in typing.get_args(each)]
+
+
+def _members(types: Sequence[Any]) -> list[Any]:
+    """What unions and lists are made of."""
+    found: list[Any] = []
+    for each in types:
+        origin = typing.get_origin(each)
+        inner = origin in (list, tuple, UnionType, typing.Union)
+        found += _members(typing.get_args(each)) if inner else [each]
+    return found
 
 
 def _name_of(data: object) -> str:

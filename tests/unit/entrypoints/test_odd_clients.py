@@ -203,3 +203,38 @@ def test_ollama_is_told_how_weights_are_stored() -> None:
     with serving(served={"format": "gguf", "stored_as": "Q4_1"}) as running:
         details = httpx.get(f"{running.url}/api/tags").json()["models"][0]["details"]
     assert (details["format"], details["quantization_level"]) == ("gguf", "Q4_1")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "choices"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "tool_choice": "any"}, "none, auto, required"),
+        ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "code_interpreter"}]}, "function"),
+    ],
+)
+def test_a_wrong_word_is_told_the_right_ones(
+    client: httpx.Client, path: str, body: dict[str, Any], choices: str
+) -> None:
+    response = client.post(path, json=body)
+    assert response.status_code == 400
+    assert f"send one of {choices}" in response.json()["error"]["message"]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+
+def test_a_schema_beside_json_object_counts(client: httpx.Client, server: FakeServer) -> None:
+    """As llama.cpp takes it."""
+    body = {"messages": USER, "response_format": {"type": "json_object", "schema": SCHEMA}}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    asked = server.engine.seen[-1].sampling.grammar
+    assert asked is not None
+    assert (asked.kind, json.loads(asked.source)) == ("json_schema", SCHEMA)
+
+
+@pytest.mark.parametrize("constraint", [{"grammar": 'root ::= "a"'}, {"structured_outputs": {"foo": "[0-9]"}}])
+def test_a_constraint_that_is_not_known_is_refused(client: httpx.Client, constraint: dict[str, Any]) -> None:
+    for path, body in (("/v1/chat/completions", {"messages": USER}), ("/v1/completions", {"prompt": "Hi"})):
+        response = client.post(path, json=body | constraint)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] in constraint

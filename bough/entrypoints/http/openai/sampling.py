@@ -47,6 +47,13 @@ def native_sampling(body: Common, max_new_tokens: int | None) -> dict[str, Any]:
 def _add_guides(body: Common, given: dict[str, Any]) -> None:
     """vLLM's names of constraints, the older ones and `structured_outputs`."""
     asked = body.structured_outputs or StructuredOutputs()
+    if body.structured_outputs is not None and asked == StructuredOutputs():
+        raise InvalidRequest(
+            what="structured_outputs has no constraint",
+            why="an answer would be free where it is not meant to be",
+            fix="send one of json, json_object, regex, choice, grammar and structural_tag in it, or leave it out",
+            param="structured_outputs",
+        )
     for schema in (body.guided_json, asked.json):
         if schema is not None:
             given["json_schema"] = _source(schema)
@@ -72,7 +79,11 @@ def constraint(response_format: dict[str, Any]) -> dict[str, str]:
         case "text":
             return {}
         case "json_object":
-            return {"json_schema": ANY_JSON}
+            schema = response_format.get("schema")  # as llama.cpp has it
+            if not isinstance(schema, dict):
+                return {"json_schema": ANY_JSON}
+            bounds.depth(schema, "schema_depth", "response_format")
+            return {"json_schema": _source(schema)}
         case "json_schema":
             wrapper = response_format.get("json_schema")
             schema = wrapper.get("schema", wrapper.get("schema_")) if isinstance(wrapper, dict) else None
