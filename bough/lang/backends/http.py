@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
-from weakref import WeakKeyDictionary
 
 from bough.lang.errors import BackendError
 from bough.lang.loop import run_sync
@@ -44,9 +44,9 @@ class HttpClient:
         self._max_connections = max_connections
         self._retries = retries
         self._timeout_s = timeout_s
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = (
-            WeakKeyDictionary()
-        )
+        self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = {}
+        self._lock = threading.Lock()
+        """Of the clients: loops run in threads of their own."""
 
     async def get(self, path: str) -> Any:
         return await self._json("GET", path, None)
@@ -70,11 +70,12 @@ class HttpClient:
                 yield event
 
     def close(self) -> None:
-        """Close the connections of the shared loop; those of other loops go with their loops."""
+        """Close the connections of the shared loop; those of a loop that has ended go when the next one comes."""
         run_sync(self._aclose())
 
     async def _aclose(self) -> None:
-        pair = self._clients.pop(asyncio.get_running_loop(), None)
+        with self._lock:
+            pair = self._clients.pop(asyncio.get_running_loop(), None)
         if pair is not None:
             await pair[0].aclose()
 
@@ -137,13 +138,16 @@ class HttpClient:
         import httpx
 
         loop = asyncio.get_running_loop()
-        pair = self._clients.get(loop)
+        with self._lock:
+            pair = self._clients.get(loop)
         if pair is None:
             client = httpx.AsyncClient(
                 headers=self._headers, timeout=httpx.Timeout(self._timeout_s, connect=10.0), **self._pool()
             )
             pair = (client, asyncio.Semaphore(self._max_connections))
-            self._clients[loop] = pair
+            with self._lock:
+                self._clients = {each: kept for each, kept in self._clients.items() if not each.is_closed()}
+                self._clients[loop] = pair
         return pair
 
     def _pool(self) -> dict[str, Any]:

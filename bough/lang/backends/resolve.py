@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from bough.lang.backends.base import Backend
 from bough.lang.backends.engine import EngineBackend, EngineLike
@@ -11,7 +12,23 @@ from bough.lang.backends.runtime import Runtime
 from bough.lang.config import global_config
 from bough.lang.errors import LangError
 
-_engines: WeakKeyDictionary[Any, EngineBackend] = WeakKeyDictionary()
+
+class _Wrapped:
+    """Backends of engines, one each for as long as somebody uses it. Only the last is kept: no forgotten engine but that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: WeakValueDictionary[int, EngineBackend] = WeakValueDictionary()
+        self._last: EngineBackend | None = None
+
+    def get(self, engine: EngineLike) -> EngineBackend:
+        with self._lock:
+            self._last = self._by_id.get(id(engine)) or EngineBackend(engine)
+            self._by_id[id(engine)] = self._last
+            return self._last
+
+
+_wrapped = _Wrapped()
 
 
 def as_backend(handed: Any) -> Backend:
@@ -21,9 +38,7 @@ def as_backend(handed: Any) -> Backend:
     if isinstance(handed, Runtime):
         return handed.endpoint
     if isinstance(handed, EngineLike):
-        if handed not in _engines:
-            _engines[handed] = EngineBackend(handed)
-        return _engines[handed]
+        return _wrapped.get(handed)
     raise LangError(
         what=f"a {type(handed).__name__} is not a backend",
         why="programs run on a server, an engine or an API",

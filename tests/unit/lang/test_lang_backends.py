@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
+import os
 import socket
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from pydantic import BaseModel, TypeAdapter
 
 import bough.lang as sgl
 from bough.lang.backends.http import retry_delay_s
+from bough.lang.backends.resolve import as_backend
 
 
 class Answer(BaseModel):
@@ -433,3 +437,32 @@ def test_runtime_starts_and_stops_a_server(tmp_path: Path) -> None:
     runtime.shutdown()
     with pytest.raises(sgl.LangError, match="exit code 3"):
         sgl.Runtime(command=command, model_path="broken", trust_remote_code=True)
+
+
+def test_event_loops_that_have_ended_leave_no_connections(fake: FakeServer) -> None:
+    endpoint = sgl.RuntimeEndpoint(fake.url)
+
+    async def ask() -> None:
+        await endpoint.async_server_info()
+
+    def num_sockets() -> int:
+        gc.collect()
+        return sum("socket" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+    asyncio.run(ask())
+    before = num_sockets()
+    for _ in range(8):
+        asyncio.run(ask())
+    assert num_sockets() <= before + 2, "each loop's connection is still open"
+    endpoint.shutdown()
+
+
+def test_a_forgotten_engine_is_forgotten(fake: FakeServer) -> None:
+    engines = [make("engine", fake) for _ in range(3)]
+    are_there = [weakref.ref(engine) for engine in engines]
+    for engine in engines:
+        assert as_backend(engine) is as_backend(engine)
+        assert capital.run(country="Spain", backend=engine, max_new_tokens=2)["city"]
+    del engine, engines
+    gc.collect()
+    assert [each() is None for each in are_there[:2]] == [True, True], "only the last that was used is kept"
