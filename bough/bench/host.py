@@ -81,39 +81,20 @@ def measure(
     `shared_len` tokens of every prompt are the same; `waiting` more requests find no slot. Rows follow the JSON `schema`,
     if there is one. `around` is called with the turn of the loop to be run in its place.
     """
-    context = prompt_len + 8 * steps + 64
-    per_slot = -(-context // page_size)
-    runner_limits = RunnerLimits(
-        num_slots=rows,
-        num_pages=rows * per_slot + 2,
-        page_size=page_size,
-        pages_per_slot=per_slot,
-        context_length=context,
-        max_step_tokens=max(8192, 2 * rows),
-        vocab_size=vocab_size,
+    new_tokens = 8 * steps + 63
+    sampling = SamplingParams(
+        max_new_tokens=new_tokens,
+        ignore_eos=True,
+        grammar=GrammarSpec(kind="json_schema", source=schema) if schema else None,
     )
+    asks = _asks(rows + waiting, prompt_len, shared_len, vocab_size, sampling)
+    runner_limits = _runner_limits(rows, prompt_len + new_tokens + 1, page_size, vocab_size)
     limits = Limits.of(runner_limits, SchedulerConfig(tpot_target_ms=0.0, schedule_conservativeness=0.0))
     queues = Queues(limits, grammars)
-    cache = PrefixCache(num_pages=runner_limits.num_pages, page_size=page_size)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, vocab_size, shared_len)
-    asks: list[ToEngine] = [
-        Generate(
-            id=i,
-            rid=str(i),
-            prompt=pack_ids(np.concatenate([shared, rng.integers(0, vocab_size, prompt_len - shared_len)])),
-            sampling=SamplingParams(
-                max_new_tokens=context - prompt_len - 1,
-                ignore_eos=True,
-                grammar=GrammarSpec(kind="json_schema", source=schema) if schema else None,
-            ),
-        )
-        for i in range(rows + waiting)
-    ]
     loop = Loop(
         runner=make_runner(runner_limits),
         queues=queues,
-        cache=cache,
+        cache=PrefixCache(num_pages=runner_limits.num_pages, page_size=page_size),
         limits=limits,
         inbox=_Inbox(asks),
         outbox=_Outbox(),
@@ -145,6 +126,33 @@ def measure(
         **phases,
         "host_us": sum(phases.values()) - phases["wait_us"],
     }
+
+
+def _asks(count: int, prompt_len: int, shared_len: int, vocab_size: int, sampling: SamplingParams) -> list[ToEngine]:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, vocab_size, shared_len)
+    return [
+        Generate(
+            id=i,
+            rid=str(i),
+            prompt=pack_ids(np.concatenate([shared, rng.integers(0, vocab_size, prompt_len - shared_len)])),
+            sampling=sampling,
+        )
+        for i in range(count)
+    ]
+
+
+def _runner_limits(rows: int, context: int, page_size: int, vocab_size: int) -> RunnerLimits:
+    per_slot = -(-context // page_size)
+    return RunnerLimits(
+        num_slots=rows,
+        num_pages=rows * per_slot + 2,
+        page_size=page_size,
+        pages_per_slot=per_slot,
+        context_length=context,
+        max_step_tokens=max(8192, 2 * rows),
+        vocab_size=vocab_size,
+    )
 
 
 def measure_paced(

@@ -17,8 +17,8 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8
 
 GRAPH_BYTES_PER_SIZE = 24 * MIB
 """What a captured graph keeps, beyond the buffers that all of them share."""
-
-
+MOST_RUNNING: Mapping[str, int] = {"cuda": 1024, "cpu": 64}
+"""Requests computed at the same time, by device: more would not be faster."""
 SCORED_AT_ONCE: Mapping[str, int] = {"cuda": 512, "cpu": 128}
 """Prompt positions whose logits exist at the same time, by device."""
 PENALISED_AT_ONCE = 1 << 22
@@ -118,14 +118,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     as_weights: Decision[KvDType] = Decision(dtype, "that of the activations")
     kv_dtype = settle("kv_cache_dtype", config.model.kv_cache_dtype, "auto", as_weights)
     quantization = settle("quantization", config.model.quantization, "auto", choose_quantization(model))
-    backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine))
-    if backend not in machine.attention_backends:
-        raise ConfigError(
-            what=f"attention backend {backend} does not work here",
-            why=f"on this {machine.device.upper()} there are: {', '.join(machine.attention_backends)}",
-            fix="leave --attention-backend out, or choose one of them",
-            param="attention_backend",
-        )
+    backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine, config))
     page_size = settle("page_size", config.cache.page_size, AUTO, choose_page_size(machine, backend, model))
     chunk = settle("chunked_prefill_size", config.scheduler.chunked_prefill_size, AUTO, choose_chunk(machine))
     threads = settle("cpu_threads", device.cpu_threads, AUTO, choose_threads(machine, config))
@@ -147,9 +140,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     plan = plan_memory(facts)
     settle("context_length", config.model.context_length, AUTO, choose_context(plan, model))
     settle("max_total_tokens", config.cache.max_total_tokens, AUTO, Decision(plan.kv_tokens, plan.because))
-    fraction = math.ceil((plan.weight_bytes + plan.kv_bytes) * 1000 / plan.total_bytes) / 1000
-    because = f"weights and KV take {show_bytes(plan.weight_bytes + plan.kv_bytes)}"
-    fraction = settle("mem_fraction_static", device.mem_fraction_static, AUTO, Decision(fraction, because))
+    fraction = settle("mem_fraction_static", device.mem_fraction_static, AUTO, choose_fraction(plan))
     running = settle("max_running_requests", config.scheduler.max_running_requests, AUTO, choose_running(machine, plan))
 
     resolved = replace(
@@ -207,7 +198,15 @@ def choose_quantization(model: ModelPlanFacts) -> Decision[str]:
     return Decision("none", "the checkpoint is not quantised")
 
 
-def choose_attention(machine: MachineFacts) -> Decision[str]:
+def choose_attention(machine: MachineFacts, config: Config) -> Decision[str]:
+    wanted = config.device.attention_backend
+    if wanted not in ("auto", *machine.attention_backends):
+        raise ConfigError(
+            what=f"attention backend {wanted} does not work here",
+            why=f"on this {machine.device.upper()} there are: {', '.join(machine.attention_backends)}",
+            fix="leave --attention-backend out, or choose one of them",
+            param="attention_backend",
+        )
     best = machine.attention_backends[0]
     return Decision(best, f"best of {', '.join(machine.attention_backends)} on {machine.arch or machine.device}")
 
@@ -248,8 +247,13 @@ def choose_context(plan: MemoryPlan, model: ModelPlanFacts) -> Decision[int]:
     return Decision(plan.context_length, f"as much of the model's {model.context_length:,} as the memory holds")
 
 
+def choose_fraction(plan: MemoryPlan) -> Decision[float]:
+    taken = plan.weight_bytes + plan.kv_bytes
+    return Decision(math.ceil(taken * 1000 / plan.total_bytes) / 1000, f"weights and KV take {show_bytes(taken)}")
+
+
 def choose_running(machine: MachineFacts, plan: MemoryPlan) -> Decision[int]:
-    most = 64 if machine.device == "cpu" else 1024
+    most = MOST_RUNNING[machine.device]
     by_memory = max(1, plan.kv_tokens // 256)
     if by_memory < most:
         return Decision(by_memory, f"{plan.kv_tokens:,} tokens of KV cache, at 256 each")
@@ -323,7 +327,7 @@ def plan_facts(
     longest = model.context_length if context is AUTO else context
     step_tokens = longest if chunk == -1 else min(chunk, longest)
     running = config.scheduler.max_running_requests
-    rows = (64 if machine.device == "cpu" else 1024) if running is AUTO else running
+    rows = MOST_RUNNING[machine.device] if running is AUTO else running
     kv_heads = -(-model.num_kv_heads // ranks)
     kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
     packed_bytes = model.packed_bytes if packed else 0
