@@ -20,10 +20,13 @@ struct Piece {
   int32_t kv_last;
   int32_t first, last;  // key positions; for prompts: query tokens of the row
   float* part;          // of the row's first head of this kv head (decode), of the group (span), or null
+  int64_t tile_step;    // between a decode's parts of single tiles; 0: one part of all of them
   int64_t cost;
 };
 
-struct RowParts {  // a decode row whose result is merged from several parts
+// A decode row whose result is merged from several parts: the tiles of its shared span or of its first stretch, folded, then
+// every later tile by itself, since folding is done in order.
+struct RowParts {
   int32_t row, count;
   float* first;  // [count][heads][part_floats]
 };
@@ -81,16 +84,22 @@ int32_t window_start(const Layer& l, int32_t position) {
 
 bool by_vectors(const Layer& l) { return l.heads / l.kv_heads <= 8; }
 
+// Tokens of a group's span that are shared: whole tiles, since what a tile gathers is not put together from pieces.
+int32_t shared_tokens(const Step& s, int32_t group) {
+  return s.group_start[group + 1] - s.group_start[group] < 2 ? 0 : tile_start(s.group_tokens[group]);
+}
+
 // Spans worth sharing, if the layer has no window (a window may end inside the span).
 void plan_groups(const Step& s, const Layer& l) {
   plan.group_of.assign(s.rows, -1);
   plan.shared.assign(s.rows, 0);
   if (!s.group_rows || l.window > 0) return;
   for (int32_t g = 0; g < s.groups; g++) {
-    if (s.group_tokens[g] <= 0 || s.group_start[g + 1] - s.group_start[g] < 2) continue;
+    const int32_t tokens = shared_tokens(s, g);
+    if (tokens == 0) continue;
     for (int32_t i = s.group_start[g]; i < s.group_start[g + 1]; i++) {
       plan.group_of[s.group_rows[i]] = g;
-      plan.shared[s.group_rows[i]] = s.group_tokens[g];
+      plan.shared[s.group_rows[i]] = tokens;
     }
   }
 }
@@ -98,20 +107,41 @@ void plan_groups(const Step& s, const Layer& l) {
 // How a decode row's keys are cut: stretches of positions, and heads where positions alone don't give every thread work.
 struct Cut {
   int32_t begin;      // first position that is its own
-  int32_t step;       // positions of a stretch
+  int32_t step;       // positions of a stretch: whole tiles
   int32_t stretches;
   int32_t heads;      // kv heads of a piece
+  int32_t parts;      // to be merged; 0: none
 };
 
 Cut cut_row(const Step& s, const Layer& l, int32_t row, int64_t decodes, int threads) {
-  const int32_t keys = s.kv_len[row], begin = std::max(plan.shared[row], window_start(l, keys - 1)), own = keys - begin;
+  const int32_t keys = s.kv_len[row], begin = std::max(plan.shared[row], window_start(l, keys - 1));
+  const int32_t own = keys - tile_start(begin);
   const int64_t wanted = threads == 1 ? 1 : (4 * threads + decodes - 1) / decodes;
-  const int32_t step = int32_t(std::max<int64_t>(64, round_up((own + wanted - 1) / wanted, 64)));
+  const int32_t step = int32_t(std::max<int64_t>(kKvTile, round_up((own + wanted - 1) / wanted, kKvTile)));
   const int32_t stretches = (own + step - 1) / step;
   int32_t heads = l.kv_heads;
   if (!by_vectors(l)) heads = 1;
   else if (stretches > 0 && stretches * 2 < wanted) heads = int32_t(std::max<int64_t>(1, l.kv_heads * stretches * 2 / wanted));
-  return {begin, step, stretches, heads};
+  const int32_t tiles = (own + kKvTile - 1) / kKvTile;
+  const int32_t parts = plan.shared[row] ? 1 + tiles : stretches > 1 ? 1 + tiles - step / kKvTile : 0;
+  return {begin, step, stretches, heads, parts};
+}
+
+// The pieces of a decode row. mine: where its parts go, or null.
+void plan_decode(const Layer& l, int32_t row, int32_t keys, const Cut& cut, float* mine) {
+  const int group = l.heads / l.kv_heads;
+  const int64_t floats = part_floats(l), slot = l.heads * floats;
+  if (mine) plan.merges.push_back({row, cut.parts, mine});
+  for (int32_t h = 0; h < l.kv_heads; h += cut.heads)
+    for (int32_t i = 0; i < cut.stretches; i++) {
+      const int32_t start = tile_start(cut.begin) + i * cut.step, last = std::min(keys, start + cut.step);
+      const int32_t first = std::max(cut.begin, start), end = std::min(l.kv_heads, h + cut.heads);
+      const bool folded = i == 0 && !plan.shared[row];  // the beginning of the row; others continue it
+      const int32_t before = i - (plan.shared[row] ? 0 : 1);  // stretches of single tiles before this one
+      float* part = !mine ? nullptr : mine + (folded ? 0 : 1 + before * (cut.step / kKvTile)) * slot + h * group * floats;
+      plan.pieces.push_back({kDecode, row, h, end, first, last, part, folded ? 0 : slot,
+                             int64_t(last - first) * (end - h) * group * 2});
+    }
 }
 
 void plan_step(const Step& s, const Layer& l, int threads) {
@@ -126,11 +156,9 @@ void plan_step(const Step& s, const Layer& l, int threads) {
   for (int32_t r = 0; r < s.rows; r++) {
     if (s.query_start[r + 1] - s.query_start[r] != 1 || s.kv_len[r] == 0) continue;
     const Cut cut = cut_row(s, l, r, decodes, threads);
-    const int shared = plan.group_of[r] >= 0 ? 1 : 0, count = cut.stretches + shared;
-    if (shared || count > 1) {
-      plan.row_parts[r] = used;
-      used += count * l.heads * floats;
-    }
+    if (cut.parts == 0) continue;
+    plan.row_parts[r] = used;
+    used += cut.parts * l.heads * floats;
   }
   float* parts = parts_scratch.get<float>(used + 1);
   for (int32_t r = 0; r < s.rows; r++) {
@@ -141,28 +169,19 @@ void plan_step(const Step& s, const Layer& l, int threads) {
       for (int32_t q = (queries - 1) / tile * tile; q >= 0; q -= tile)
         for (int32_t h = 0; h < l.kv_heads; h++) {
           const int32_t end = std::min(queries, q + tile), seen = l.causal ? keys - queries + end : keys;
-          plan.pieces.push_back({kPrompt, r, h, h + 1, q, end, nullptr, int64_t(end - q) * group * seen});
+          plan.pieces.push_back({kPrompt, r, h, h + 1, q, end, nullptr, 0, int64_t(end - q) * group * seen});
         }
       continue;
     }
     const Cut cut = cut_row(s, l, r, decodes, threads);
-    float* mine = plan.row_parts[r] < 0 ? nullptr : parts + plan.row_parts[r];
-    const int shared = plan.group_of[r] >= 0 ? 1 : 0;
-    if (mine) plan.merges.push_back({r, cut.stretches + shared, mine});
-    for (int32_t h = 0; h < l.kv_heads; h += cut.heads)
-      for (int32_t i = 0; i < cut.stretches; i++) {
-        const int32_t first = cut.begin + i * cut.step, last = std::min(keys, first + cut.step);
-        const int32_t end = std::min(l.kv_heads, h + cut.heads);
-        float* part = mine ? mine + ((i + shared) * l.heads + h * group) * floats : nullptr;
-        plan.pieces.push_back({kDecode, r, h, end, first, last, part, int64_t(last - first) * (end - h) * group * 2});
-      }
+    plan_decode(l, r, keys, cut, plan.row_parts[r] < 0 ? nullptr : parts + plan.row_parts[r]);
   }
   if (s.group_rows && l.window <= 0)
     for (int32_t g = 0; g < s.groups; g++) {
-      const int32_t members = s.group_start[g + 1] - s.group_start[g];
-      if (s.group_tokens[g] <= 0 || members < 2) continue;
+      const int32_t members = s.group_start[g + 1] - s.group_start[g], tokens = shared_tokens(s, g);
+      if (tokens == 0) continue;
       for (int32_t h = 0; h < l.kv_heads; h++)
-        plan.pieces.push_back({kGroupSpan, g, h, h + 1, 0, s.group_tokens[g], parts, int64_t(s.group_tokens[g]) * members * group});
+        plan.pieces.push_back({kGroupSpan, g, h, h + 1, 0, tokens, parts, 0, int64_t(tokens) * members * group});
     }
   std::stable_sort(plan.pieces.begin(), plan.pieces.end(), [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
 }
@@ -183,18 +202,18 @@ void run_piece(const Step& s, const Layer& l, const Plan& whole, const Piece& p)
   const int group = l.heads / l.kv_heads;
   if (p.kind == kDecode) {
     if (by_vectors(l)) {
-      attend_decode(s, l, {p.index, p.kv_head, p.kv_last, p.first, p.last}, {p.part, part_floats(l)});
+      attend_decode(s, l, {p.index, p.kv_head, p.kv_last, p.first, p.last}, {p.part, part_floats(l), p.tile_step});
       return;
     }
     QueryRow* rows = rows_scratch.get<QueryRow>(group);
     for (int g = 0; g < group; g++) rows[g] = {s.query_start[p.index], p.kv_head * group + g, p.first, p.last};
-    attend_tiles(s, l, rows, group, s.slots[p.index], p.kv_head, p.first, p.last, {p.part, part_floats(l)});
+    attend_tiles(s, l, rows, group, s.slots[p.index], p.kv_head, p.first, p.last, {p.part, part_floats(l), p.tile_step});
     return;
   }
   if (p.kind == kPrompt) {
     QueryRow* rows = rows_scratch.get<QueryRow>((p.last - p.first) * group);
     const int count = prompt_rows(s, l, p, rows);
-    attend_tiles(s, l, rows, count, s.slots[p.index], p.kv_head, rows[0].lo, rows[count - 1].hi, {nullptr, 0});
+    attend_tiles(s, l, rows, count, s.slots[p.index], p.kv_head, rows[0].lo, rows[count - 1].hi, {nullptr, 0, 0});
     return;
   }
   // A shared span: each row's first part. Rows lie anywhere, so results go through a buffer of their own.
@@ -206,30 +225,24 @@ void run_piece(const Step& s, const Layer& l, const Plan& whole, const Piece& p)
   for (int32_t i = 0; i < members; i++)
     for (int g = 0; g < group; g++)
       rows[i * group + g] = {s.query_start[s.group_rows[begin + i]], p.kv_head * group + g, p.first, p.last};
-  attend_tiles(s, l, rows, members * group, s.slots[s.group_rows[begin]], p.kv_head, p.first, p.last, {results, floats});
+  attend_tiles(s, l, rows, members * group, s.slots[s.group_rows[begin]], p.kv_head, p.first, p.last, {results, floats, 0});
   for (int32_t i = 0; i < members; i++) {
     const int64_t at = whole.row_parts[s.group_rows[begin + i]];
     std::memcpy(p.part + at + p.kv_head * group * floats, results + i * group * floats, sizeof(float) * group * floats);
   }
 }
 
-void merge(const Step& s, const Layer& l, const RowParts& m) {
-  const int64_t floats = part_floats(l), token = s.query_start[m.row];
-  for (int32_t h = 0; h < l.heads; h++) {
-    float top = -1e30f, total = 0;
-    for (int i = 0; i < m.count; i++) top = std::max(top, m.first[(int64_t(i) * l.heads + h) * floats + l.v_dim]);
-    float* into = m.first + h * floats;
-    for (int i = 0; i < m.count; i++) {
-      const float* part = m.first + (int64_t(i) * l.heads + h) * floats;
-      const float weight = exponential(splat(part[l.v_dim] - top))[0];
-      total += part[l.v_dim + 1] * weight;
-      for (int c = 0; c < l.v_dim; c += 16)
-        store(into + c, i == 0 ? load(part + c) * weight : load(into + c) + load(part + c) * weight);
-    }
-    const float inverse = total > 0 ? 1.0f / total : 0.0f;
-    for (int c = 0; c < l.v_dim; c += 16)
-      write_vector(l.out, (token * l.heads + h) * l.v_dim + c, l.dtype, load(into + c) * inverse);
+void merge(const Step& s, const Layer& l, const RowParts& m, int64_t head) {
+  const int64_t floats = part_floats(l);
+  float *sums = m.first + head * floats, top = sums[l.v_dim + kLanes];
+  for (int i = 1; i < m.count; i++) {
+    const float *part = sums + i * l.heads * floats, own = part[l.v_dim + kLanes], now = std::max(top, own);
+    const F32 shrinks = exponential(F32{top - now, own - now});
+    for (int c = 0; c < l.v_dim + kLanes; c += 16)
+      store(sums + c, fold(load(sums + c), shrinks[0], load(part + c), shrinks[1]));
+    top = now;
   }
+  write_output(l, s.query_start[m.row], head, sums, load(sums + l.v_dim));
 }
 
 void clear_rest(const Step& s, const Layer& l) {  // tokens of no row, and of rows without keys
@@ -259,7 +272,10 @@ BOUGH_EXPORT void bough_attention(const Step* step, const Layer* layer) {
   const int threads = cost * l.dim < 60000 ? 1 : available;
   const Plan& mine = plan;
   for_each(threads, int64_t(mine.pieces.size()), 1, [&](int64_t i) { run_piece(s, l, mine, mine.pieces[i]); });
-  for (const RowParts& m : plan.merges) merge(s, l, m);
+  int64_t merged = 0;
+  for (const RowParts& m : plan.merges) merged += m.count * l.heads * part_floats(l);
+  for_each(merged < 65536 ? 1 : available, int64_t(mine.merges.size()) * l.heads, 1,
+           [&](int64_t i) { merge(s, l, mine.merges[i / l.heads], i % l.heads); });
 }
 
 thread_local Scratch rope_scratch;

@@ -1,4 +1,9 @@
 // Attention of a step's queries over paged keys and values.
+//
+// A query's result does not depend on how the step was cut. Its keys come in tiles of 64, cut where positions are multiples
+// of 64. What a tile gathers depends on the tile alone: scores add the products of a head's columns in order; its own largest
+// score makes them weights; sums add values in order. Tiles are folded one after the other, from the first. Both kernels
+// do this, and whoever puts parts together.
 #pragma once
 
 #include "simd.h"
@@ -34,11 +39,12 @@ struct QueryRow {
   int32_t token, head, lo, hi;
 };
 
-// Where a stretch of attention leaves its result: the output itself, or a part to be merged: v_dim sums, then the largest
-// score and the sum of weights.
+// Where a stretch of attention leaves its result: the output itself, or a part to be merged: v_dim sums, the sums of weights
+// by lane, the largest score.
 struct Target {
-  float* part;       // null: write the output
-  int64_t row_step;  // between the parts of neighbouring query rows
+  float* part;        // null: write the output
+  int64_t row_step;   // between the parts of neighbouring query rows
+  int64_t tile_step;  // between the parts of neighbouring tiles; 0: one part of all tiles
 };
 
 inline int64_t location(const Step& s, int32_t slot, int64_t position) {
@@ -46,7 +52,16 @@ inline int64_t location(const Step& s, int32_t slot, int64_t position) {
   return int64_t(page) * s.page_size + position % s.page_size;
 }
 
-inline int64_t part_floats(const Layer& l) { return l.v_dim + 2; }
+constexpr int kLanes = 16;
+
+inline int64_t part_floats(const Layer& l) { return l.v_dim + 2 * kLanes; }
+
+inline int32_t tile_start(int32_t position) { return position / kKvTile * kKvTile; }
+
+// before: what was gathered so far; more: what another tile adds, whose largest score was smaller or larger by so much.
+BOUGH_INLINE F32 fold(F32 before, float shrink, F32 more, float shrink_more) {
+  return fused(more, splat(shrink_more), before * shrink);
+}
 
 inline float read_value(const void* p, int64_t at, int32_t dtype) {
   if (dtype == kF32) return static_cast<const float*>(p)[at];
@@ -66,7 +81,19 @@ inline void write_vector(void* p, int64_t at, int32_t dtype, F32 v) {
   else store_half(static_cast<uint16_t*>(p) + at, v);
 }
 
-// Positions first .. last - 1 of a decode row, for kv heads kv_first .. kv_last - 1.
+// Sums and the sums of weights behind them become a query head's output.
+inline void write_output(const Layer& l, int64_t token, int64_t head, const float* sums, F32 totals) {
+  const float total = sum_lanes(totals), inverse = total > 0 ? 1.0f / total : 0.0f;
+  for (int c = 0; c < l.v_dim; c += 16) write_vector(l.out, (token * l.heads + head) * l.v_dim + c, l.dtype, load(sums + c) * inverse);
+}
+
+inline void write_part(const Layer& l, float* part, const float* sums, F32 totals, float top) {
+  std::memcpy(part, sums, l.v_dim * sizeof(float));
+  store(part + l.v_dim, totals);
+  part[l.v_dim + kLanes] = top;
+}
+
+// Positions first .. last - 1 of a decode row, for kv heads kv_first .. kv_last - 1. Only the row's first may lie within a tile.
 struct DecodePiece {
   int32_t row, kv_first, kv_last, first, last;
 };
@@ -74,7 +101,7 @@ struct DecodePiece {
 // Attention of one decode row, by vectors. At most 8 query heads may share a kv head.
 void attend_decode(const Step& s, const Layer& l, const DecodePiece& piece, const Target& target);
 
-// Attention of many query rows that read the same pages, by register tiles.
+// Attention of many query rows that read the same pages, by register tiles. Positions before `first` are not read.
 void attend_tiles(const Step& s, const Layer& l, const QueryRow* rows, int count, int32_t slot, int32_t kv_head, int32_t first,
                   int32_t last, const Target& target);
 

@@ -10,66 +10,82 @@ namespace {
 
 thread_local Scratch scratch;
 
-// Rows of keys or values that lie in pages: where each of up to 64 positions begins.
+// Rows of keys or values that lie in pages: where each of 64 positions begins. Instead of those beyond lowest .. last - 1, the
+// nearest of these.
 template <typename E>
 struct Rows {
   const E* at[kKvTile];
 
-  void find(const Step& s, int32_t slot, int32_t first, int count, const E* cache, int64_t step) {
-    const int padded = (count + 15) / 16 * 16;
-    for (int i = 0; i < padded; i++) at[i] = cache + location(s, slot, first + std::min(i, count - 1)) * step;
+  void find(const Step& s, int32_t slot, int32_t first, int32_t lowest, int32_t last, const E* cache, int64_t step) {
+    for (int i = 0; i < kKvTile; i++) at[i] = cache + location(s, slot, std::max(lowest, std::min(first + i, last - 1))) * step;
   }
 };
 
-// Asks for a row that is needed soon: pages lie anywhere, and the heads of a token side by side, so that the processor
-// does not see what comes next.
-template <typename E>
-BOUGH_INLINE void expect(const E* row, int width) {
-  for (int c = 0; c < width; c += 64 / int(sizeof(E))) __builtin_prefetch(row + c);
-}
+// Sixteens of keys side by side. Scores that don't wait for one another: an addition takes several cycles.
+template <int G>
+constexpr int kSideBySide = !kWide || G > 3 ? 1 : G == 1 ? 4 : 2;
 
-// Scores of 16 keys against `heads` queries; HV: vectors of a head's width (0: known at run time only).
-template <Dtype D, int HV>
-BOUGH_INLINE void score16(const typename Element<D>::type* const* keys, const typename Element<D>::type* const* next,
-                          int64_t offset, const float* q, int heads, int vectors, float* out) {
-  const int n = HV ? HV : vectors;
-  F32 part[8][16];
-  for (int i = 0; i < 16; i++) {
-    if (next) expect(next[i] + offset, 16 * n);
-    const typename Element<D>::type* row = keys[i] + offset;
-    F32 key[HV ? HV : 1];
-    if constexpr (HV != 0) {
+// Scores of a tile's keys against G queries: every score is a chain of its own, keys being transposed on their way. Asks for the
+// keys of the next tile meanwhile, a line now and then.
+template <Dtype D, int G>
+void score_tile(const typename Element<D>::type* const* keys, const typename Element<D>::type* const* next, int count, int64_t offset,
+                const float* q, int dim, float* out) {
+  constexpr int columns = kColumns<D>, side = kSideBySide<G>, line = 64 / int(sizeof(typename Element<D>::type));
+  constexpr int steps = std::max(1, line / columns), asked = 16 / steps;
+  for (int b = 0; b < count; b += 16 * side) {
+    F32 sum[side][G] = {};
+    for (int d = 0; d < dim; d += columns) {
+      const int turn = d / columns % steps;
+#pragma GCC unroll 4
+      for (int n = 0; n < side; n++) {
+        F32 column[columns];
+        load_columns<D>(keys + b + 16 * n, offset + d, column);
+        for (int i = 0; i < asked; i++) __builtin_prefetch(next[b + 16 * n + asked * turn + i] + offset + d / line * line);
+#pragma GCC unroll 16
+        for (int c = 0; c < columns; c++)
 #pragma GCC unroll 8
-      for (int c = 0; c < HV; c++) key[c] = load_as<D>(row + 16 * c);
+          for (int g = 0; g < G; g++) sum[n][g] += column[c] * q[g * dim + d + c];
+      }
     }
-    for (int g = 0; g < heads; g++) {
-      F32 sum{};
-#pragma GCC unroll 8
-      for (int c = 0; c < n; c++) sum += (HV ? key[HV ? c : 0] : load_as<D>(row + 16 * c)) * load(q + 16 * (g * n + c));
-      part[g][i] = sum;
-    }
+#pragma GCC unroll 4
+    for (int n = 0; n < side; n++)
+      for (int g = 0; g < G; g++) store(out + g * kKvTile + b + 16 * n, sum[n][g]);
   }
-  for (int g = 0; g < heads; g++) store(out + g * kKvTile, sum_each(part[g]));
 }
 
-template <Dtype D, int HV>
-BOUGH_INLINE void add_values(const typename Element<D>::type* const* values, int64_t offset, const float* weights, int count,
-                             int vectors, float* out) {
+template <Dtype D>
+using ScoreTile = decltype(&score_tile<D, 1>);
+
+template <Dtype D>
+constexpr ScoreTile<D> kScoreTile[8] = {score_tile<D, 1>, score_tile<D, 2>, score_tile<D, 3>, score_tile<D, 4>,
+                                        score_tile<D, 5>, score_tile<D, 6>, score_tile<D, 7>, score_tile<D, 8>};
+
+// Values from .. count - 1 by their weights, folded into what was summed so far. HV: vectors of a value (0: known at run time
+// only). Asks for those of the next tile meanwhile: pages lie anywhere, and the heads of a token side by side, so that the
+// processor does not see what comes next.
+template <Dtype D, int HV, bool Asks>
+BOUGH_INLINE void add_values(const typename Element<D>::type* const* values, const typename Element<D>::type* const* next, int64_t offset,
+                             const float* weights, int from, int count, int vectors, float shrink, float shrink_more, float* out) {
+  constexpr int line = 64 / int(sizeof(typename Element<D>::type));
+  auto ask = [&](int i, int width) {
+    if constexpr (Asks)
+      for (int c = 0; c < width; c += line) __builtin_prefetch(next[i] + offset + c);
+  };
   if constexpr (HV != 0) {
-    F32 acc[HV];
-#pragma GCC unroll 8
-    for (int c = 0; c < HV; c++) acc[c] = load(out + 16 * c);
-    for (int i = 0; i < count; i++) {
+    F32 acc[HV] = {};
+    for (int i = from; i < count; i++) {
+      ask(i, 16 * HV);
 #pragma GCC unroll 8
       for (int c = 0; c < HV; c++) acc[c] += load_as<D>(values[i] + offset + 16 * c) * weights[i];
     }
 #pragma GCC unroll 8
-    for (int c = 0; c < HV; c++) store(out + 16 * c, acc[c]);
+    for (int c = 0; c < HV; c++) store(out + 16 * c, fold(load(out + 16 * c), shrink, acc[c], shrink_more));
   } else {
+    for (int i = from; i < count; i++) ask(i, 16 * vectors);
     for (int c = 0; c < vectors; c++) {
-      F32 acc = load(out + 16 * c);
-      for (int i = 0; i < count; i++) acc += load_as<D>(values[i] + offset + 16 * c) * weights[i];
-      store(out + 16 * c, acc);
+      F32 acc{};
+      for (int i = from; i < count; i++) acc += load_as<D>(values[i] + offset + 16 * c) * weights[i];
+      store(out + 16 * c, fold(load(out + 16 * c), shrink, acc, shrink_more));
     }
   }
 }
@@ -77,57 +93,60 @@ BOUGH_INLINE void add_values(const typename Element<D>::type* const* values, int
 // What the query heads of the row have gathered so far.
 struct Gathered {
   float *q, *out;       // [heads][dim], [heads][v_dim]
-  float *top, *total;   // [heads]
+  float *total, *top;   // [heads][16], [heads]
 };
 
-// Takes one tile of keys and values into the heads that read kv head `kv`.
+// Takes one tile of keys and values, without those before `from`, into the heads that read kv head `kv`.
 template <Dtype D, int HV>
 BOUGH_INLINE void take_tile(const Layer& l, const Rows<typename Element<D>::type>& keys, const Rows<typename Element<D>::type>& values,
-                            const Rows<typename Element<D>::type>* next, int after, int count, int group, bool is_first,
-                            int64_t k_offset, int64_t v_offset, const Gathered& state, float* scores) {
-  typedef typename Element<D>::type E;
-  const int vectors = l.dim / 16, v_vectors = l.v_dim / 16, sixteens = (count + 15) / 16;
-  for (int b = 0; b < sixteens; b++)
-    score16<D, HV>(keys.at + 16 * b, 16 * b < after ? next[0].at + 16 * b : nullptr, k_offset, state.q, group, vectors,
-                   scores + 16 * b);
-  for (int i = 0; i < after; i++) expect<E>(next[1].at[i] + v_offset, l.v_dim);
+                            const Rows<typename Element<D>::type>* next, int from, int count, int group, int64_t k_offset,
+                            int64_t v_offset, const Gathered& state, float* scores) {
+  const int v_vectors = l.v_dim / 16, sixteens = (count + 15) / 16;
+  kScoreTile<D>[group - 1](keys.at, next[0].at, count, k_offset, state.q, l.dim, scores);
   for (int g = 0; g < group; g++) {
     float* score = scores + g * kKvTile;
     if (l.softcap > 0)
       for (int b = 0; b < sixteens; b++)
         store(score + 16 * b, l.softcap * hyperbolic_tangent(load(score + 16 * b) / l.softcap));
+    for (int i = 0; i < from; i++) score[i] = -__builtin_inff();
     for (int i = count; i < 16 * sixteens; i++) score[i] = -__builtin_inff();
     F32 high = load(score);
     for (int b = 1; b < sixteens; b++) high = maximum(high, load(score + 16 * b));
-    const float now = std::max(state.top[g], max_lanes(high));
-    const float shrink = exponential(splat(state.top[g] - now))[0];
+    const float own = std::max(-1e30f, max_lanes(high)), now = std::max(state.top[g], own);
+    const F32 shrinks = exponential(F32{state.top[g] - now, own - now});
     F32 sum{};
     for (int b = 0; b < sixteens; b++) {
-      const F32 weight = exponential(load(score + 16 * b) - now);
+      const F32 weight = exponential(load(score + 16 * b) - own);
       store(score + 16 * b, weight);
       sum += weight;
     }
-    state.total[g] = state.total[g] * shrink + sum_lanes(sum);
+    store(state.total + 16 * g, fold(load(state.total + 16 * g), shrinks[0], sum, shrinks[1]));
     state.top[g] = now;
-    float* o = state.out + g * l.v_dim;
-    if (!is_first)
-      for (int c = 0; c < v_vectors; c++) store(o + 16 * c, load(o + 16 * c) * shrink);
-    if (HV && l.v_dim == l.dim) add_values<D, HV>(values.at, v_offset, score, count, v_vectors, o);
-    else add_values<D, 0>(values.at, v_offset, score, count, v_vectors, o);
+    auto add = [&]<int N, bool Asks>() {
+      add_values<D, N, Asks>(values.at, next[1].at, v_offset, score, from, count, v_vectors, shrinks[0], shrinks[1],
+                             state.out + g * l.v_dim);
+    };
+    const bool wide = HV && l.v_dim == l.dim;
+    if (wide && g == 0) add.template operator()<HV, true>();
+    else if (wide) add.template operator()<HV, false>();
+    else if (g == 0) add.template operator()<0, true>();
+    else add.template operator()<0, false>();
   }
 }
 
-void finish(const Layer& l, int32_t token, int head, const Gathered& state, const Target& target, int number) {
-  if (target.part) {
-    float* part = target.part + number * target.row_step;
-    std::memcpy(part, state.out, l.v_dim * sizeof(float));
-    part[l.v_dim] = *state.top;
-    part[l.v_dim + 1] = *state.total;
-    return;
+void clear_sums(const Layer& l, int heads, const Gathered& all) {
+  std::memset(all.out, 0, sizeof(float) * heads * l.v_dim);
+  std::memset(all.total, 0, sizeof(float) * heads * kLanes);
+  std::fill(all.top, all.top + heads, -1e30f);
+}
+
+void finish(const Layer& l, int32_t token, int first_head, int heads, const Gathered& all, const Target& target, int64_t number) {
+  for (int h = 0; h < heads; h++) {
+    const float* out = all.out + h * l.v_dim;
+    const F32 totals = load(all.total + 16 * h);
+    if (!target.part) write_output(l, token, first_head + h, out, totals);
+    else write_part(l, target.part + h * target.row_step + number * target.tile_step, out, totals, all.top[h]);
   }
-  const int64_t at = (int64_t(token) * l.heads + head) * l.v_dim;
-  const float inverse = *state.total > 0 ? 1.0f / *state.total : 0.0f;
-  for (int c = 0; c < l.v_dim; c += 16) write_vector(l.out, at + c, l.dtype, load(state.out + c) * inverse);
 }
 
 // Tile by tile, and all the heads for each: the heads of a token lie side by side in memory.
@@ -136,39 +155,41 @@ void attend(const Step& s, const Layer& l, const DecodePiece& piece, const Targe
   typedef typename Element<D>::type E;
   const int group = l.heads / l.kv_heads, kv_heads = piece.kv_last - piece.kv_first, heads = kv_heads * group;
   const int first_head = piece.kv_first * group;
-  const int32_t token = s.query_start[piece.row], slot = s.slots[piece.row];
-  float* q = scratch.get<float>(heads * (l.dim + l.v_dim + 2) + group * kKvTile + 64);
-  const Gathered all{q, q + heads * l.dim, q + heads * (l.dim + l.v_dim), q + heads * (l.dim + l.v_dim + 1)};
-  float* scores = all.total + (heads + 15) / 16 * 16;
+  const int32_t token = s.query_start[piece.row], slot = s.slots[piece.row], begin = tile_start(piece.first);
+  float* q = scratch.get<float>(heads * (l.dim + l.v_dim + kLanes + 1) + group * kKvTile + 64);
+  float* total = q + heads * (l.dim + l.v_dim);
+  const Gathered all{q, q + heads * l.dim, total, total + heads * kLanes};
+  float* scores = all.top + (heads + 15) / 16 * 16;
   for (int h = 0; h < heads; h++) {
     const int64_t at = token * l.q_token + (first_head + h) * l.q_head;
     for (int c = 0; c < l.dim; c += 16) store(q + h * l.dim + c, read_vector(l.q, at + c, l.dtype) * l.scale);
-    for (int c = 0; c < l.v_dim; c += 16) store(all.out + h * l.v_dim + c, F32{});
-    all.top[h] = -1e30f;
-    all.total[h] = 0;
   }
+  clear_sums(l, heads, all);
   const E *k_cache = static_cast<const E*>(l.k_cache), *v_cache = static_cast<const E*>(l.v_cache);
   Rows<E> rows[2][2];  // keys and values, of this tile and of the next
   auto find = [&](Rows<E>* found, int32_t p) {
-    const int count = std::min<int32_t>(kKvTile, piece.last - p);
-    found[0].find(s, slot, p, count, k_cache, int64_t(l.kv_heads) * l.dim);
-    found[1].find(s, slot, p, count, v_cache, int64_t(l.kv_heads) * l.v_dim);
+    found[0].find(s, slot, p, piece.first, piece.last, k_cache, int64_t(l.kv_heads) * l.dim);
+    found[1].find(s, slot, p, piece.first, piece.last, v_cache, int64_t(l.kv_heads) * l.v_dim);
   };
-  find(rows[0], piece.first);
+  find(rows[0], begin);
   int at = 0;
-  for (int32_t p = piece.first; p < piece.last; p += kKvTile, at ^= 1) {
-    const int count = std::min<int32_t>(kKvTile, piece.last - p);
-    const int after = std::max<int32_t>(0, std::min<int32_t>(kKvTile, piece.last - p - kKvTile));
-    if (after) find(rows[at ^ 1], p + kKvTile);
+  for (int32_t p = begin; p < piece.last; p += kKvTile, at ^= 1) {
+    const int count = std::min<int32_t>(kKvTile, piece.last - p), from = std::max(0, piece.first - p);
+    const bool more = p + kKvTile < piece.last;
+    if (more) find(rows[at ^ 1], p + kKvTile);
+    const Rows<E>* next = rows[more ? at ^ 1 : at];
     for (int kv = 0; kv < kv_heads; kv++) {
       const int h = kv * group;
-      const Gathered state{q + h * l.dim, all.out + h * l.v_dim, all.top + h, all.total + h};
-      take_tile<D, HV>(l, rows[at][0], rows[at][1], rows[at ^ 1], after, count, group, p == piece.first,
+      const Gathered state{q + h * l.dim, all.out + h * l.v_dim, all.total + h * kLanes, all.top + h};
+      take_tile<D, HV>(l, rows[at][0], rows[at][1], next, from, count, group,
                        int64_t(piece.kv_first + kv) * l.dim, int64_t(piece.kv_first + kv) * l.v_dim, state, scores);
     }
+    if (target.tile_step) {
+      finish(l, token, first_head, heads, all, target, (p - begin) / kKvTile);
+      clear_sums(l, heads, all);
+    }
   }
-  for (int h = 0; h < heads; h++)
-    finish(l, token, first_head + h, {nullptr, all.out + h * l.v_dim, all.top + h, all.total + h}, target, h);
+  if (!target.tile_step) finish(l, token, first_head, heads, all, target, 0);
 }
 
 template <Dtype D>

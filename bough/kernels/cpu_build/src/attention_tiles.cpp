@@ -45,22 +45,26 @@ void gather_queries(const Layer& l, const QueryRow* rows, int count, int tiles, 
     float* column = t.q + int64_t(i / kRowTile) * l.dim * kRowTile + i % kRowTile;
     const int64_t at = i < count ? rows[i].token * l.q_token + rows[i].head * l.q_head : 0;
     for (int d = 0; d < l.dim; d++) column[d * kRowTile] = i < count ? read_value(l.q, at + d, l.dtype) * l.scale : 0.0f;
-    store(t.total + 16 * i, F32{});
   }
+}
+
+void clear_sums(const Layer& l, int tiles, const Tiles& t) {
   for (int i = 0; i < tiles; i++) store(t.top + 16 * i, splat(-1e30f));
+  std::memset(t.total, 0, sizeof(float) * tiles * kRowTile * kLanes);
   std::memset(t.out, 0, sizeof(float) * tiles * kRowTile * l.v_dim);
 }
 
-// Keys of 64 positions column by column, values row by row; zeros beyond `count`.
+// Keys of 64 positions column by column, values row by row; zeros beyond `count`. Instead of those before `lowest`, that one.
 template <Dtype D>
-void gather_keys(const Step& s, const Layer& l, int32_t slot, int32_t kv_head, int32_t first, int count, const Tiles& t) {
+void gather_keys(const Step& s, const Layer& l, int32_t slot, int32_t kv_head, int32_t first, int count, int32_t lowest,
+                 const Tiles& t) {
   typedef typename Element<D>::type E;
   const E *k_cache = static_cast<const E*>(l.k_cache) + int64_t(kv_head) * l.dim;
   const E *v_cache = static_cast<const E*>(l.v_cache) + int64_t(kv_head) * l.v_dim;
   for (int base = 0; base < kKvTile; base += 16) {
     const E* keys[16];
     for (int i = 0; i < 16; i++) {
-      const int64_t at = base + i < count ? location(s, slot, first + base + i) : -1;
+      const int64_t at = base + i < count ? location(s, slot, std::max(lowest, first + base + i)) : -1;
       keys[i] = at < 0 ? nullptr : k_cache + at * l.kv_heads * l.dim;
       if (at >= 0)
         for (int c = 0; c < l.v_dim; c += 16)
@@ -91,9 +95,14 @@ BOUGH_INLINE void mask_row(const Layer& l, const QueryRow& row, int32_t first, i
   }
 }
 
-// Scores become weights; what was summed so far shrinks to the new largest score.
-BOUGH_INLINE void soften(const Layer& l, const QueryRow* rows, int real, int32_t first, int count, float* scores, float* out,
-                         float* top, float* total) {
+// By how much the largest score of a tile, and the largest one before, fall behind the larger of the two: 16 rows each.
+struct Shrinks {
+  alignas(64) float before[16], more[16];
+};
+
+// Scores become weights, whose sums are folded into those so far.
+BOUGH_INLINE void soften(const Layer& l, const QueryRow* rows, int real, int32_t first, int count, float* scores, float* top,
+                         float* total, Shrinks& shrinks) {
   F32 highest[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) highest[i] = splat(-1e30f);
@@ -105,42 +114,62 @@ BOUGH_INLINE void soften(const Layer& l, const QueryRow* rows, int real, int32_t
     for (int c = 0; c < 4; c++) store(score + 16 * c, v[c]);
     highest[i] = maximum(maximum(v[0], v[1]), maximum(v[2], v[3]));
   }
-  alignas(64) float now[16], shrink[16];
-  const F32 before = load(top), after = maximum(before, max_each(highest));
-  store(now, after);
-  store(shrink, exponential(before - after));
+  alignas(64) float own[16];
+  const F32 before = load(top), mine = maximum(max_each(highest), splat(-1e30f)), after = maximum(before, mine);
+  store(own, mine);
+  store(shrinks.before, exponential(before - after));
+  store(shrinks.more, exponential(mine - after));
   store(top, after);
   for (int i = 0; i < real; i++) {
     float* score = scores + i * kKvTile;
     F32 sum{};
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-      const F32 weight = exponential(load(score + 16 * c) - now[i]);
+      const F32 weight = exponential(load(score + 16 * c) - own[i]);
       store(score + 16 * c, weight);
       sum += weight;
     }
-    store(total + 16 * i, load(total + 16 * i) * shrink[i] + sum);
-    if (shrink[i] != 1.0f)
-      for (int c = 0; c < l.v_dim; c += 16) store(out + i * l.v_dim + c, load(out + i * l.v_dim + c) * shrink[i]);
+    store(total + 16 * i, fold(load(total + 16 * i), shrinks.before[i], sum, shrinks.more[i]));
   }
   for (int i = real; i < kRowTile; i++) std::memset(scores + i * kKvTile, 0, sizeof(float) * kKvTile);
 }
 
-void finish(const Layer& l, const QueryRow* rows, int count, const Tiles& t, const Target& target) {
+// Values by their weights, NV vectors of their columns, folded into what was summed so far.
+template <int NV>
+BOUGH_INLINE void add_values(const Layer& l, int keys, const float* weights, const float* values, const Shrinks& shrinks, float* out) {
+  F32 acc[kRowTile][NV] = {};
+  accumulate<kRowTile, NV, kKvTile, 1>(keys, weights, values, l.v_dim, 16, acc);
+#pragma GCC unroll 12
+  for (int m = 0; m < kRowTile; m++)
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; n++) {
+      float* at = out + m * l.v_dim + 16 * n;
+      store(at, fold(load(at), shrinks.before[m], acc[m][n], shrinks.more[m]));
+    }
+}
+
+void finish(const Layer& l, const QueryRow* rows, int count, const Tiles& t, const Target& target, int64_t number) {
   for (int i = 0; i < count; i++) {
     const float* out = t.out + int64_t(i) * l.v_dim;
-    const float total = sum_lanes(load(t.total + 16 * i));
-    if (target.part) {
-      float* part = target.part + i * target.row_step;
-      std::memcpy(part, out, sizeof(float) * l.v_dim);
-      part[l.v_dim] = t.top[i / kRowTile * 16 + i % kRowTile];
-      part[l.v_dim + 1] = total;
-      continue;
-    }
-    const int64_t at = (int64_t(rows[i].token) * l.heads + rows[i].head) * l.v_dim;
-    const float inverse = total > 0 ? 1.0f / total : 0.0f;
-    for (int c = 0; c < l.v_dim; c += 16) write_vector(l.out, at + c, l.dtype, load(out + c) * inverse);
+    const F32 totals = load(t.total + 16 * i);
+    if (!target.part) write_output(l, rows[i].token, rows[i].head, out, totals);
+    else write_part(l, target.part + i * target.row_step + number * target.tile_step, out, totals,
+                    t.top[i / kRowTile * 16 + i % kRowTile]);
   }
+}
+
+// One tile of keys for a register tile of query rows.
+BOUGH_INLINE void take_tile(const Layer& l, const QueryRow* rows, int real, int32_t first, int keys, const float* q, float* out,
+                            float* top, float* total, const Tiles& t) {
+  for (int n = 0; n < (keys + 31) / 32; n++)
+    multiply<kRowTile, 2, 1, kRowTile>(l.dim, q, t.keys + 32 * n, kKvTile, 16, t.scores + 32 * n, kKvTile, false);
+  if (keys <= 32)
+    for (int i = 0; i < kRowTile; i++) std::memset(t.scores + i * kKvTile + 32, 0, sizeof(float) * 32);
+  Shrinks shrinks;
+  soften(l, rows, real, first, keys, t.scores, top, total, shrinks);
+  int c = 0;
+  for (; c + 32 <= l.v_dim; c += 32) add_values<2>(l, keys, t.scores, t.values + c, shrinks, out + c);
+  if (c < l.v_dim) add_values<1>(l, keys, t.scores, t.values + c, shrinks, out + c);
 }
 
 template <Dtype D>
@@ -149,29 +178,25 @@ void attend(const Step& s, const Layer& l, const QueryRow* rows, int count, int3
   const int tiles = (count + kRowTile - 1) / kRowTile;
   const Tiles t = divide(l, tiles);
   gather_queries(l, rows, count, tiles, t);
-  for (int32_t p = first; p < last; p += kKvTile) {
+  clear_sums(l, tiles, t);
+  for (int32_t p = tile_start(first); p < last; p += kKvTile) {
     const int keys = std::min<int32_t>(kKvTile, last - p);
-    gather_keys<D>(s, l, slot, kv_head, p, keys, t);
+    gather_keys<D>(s, l, slot, kv_head, p, keys, first, t);
     for (int tile = 0; tile < tiles; tile++) {
       const QueryRow* these = rows + tile * kRowTile;
       const int real = std::min(kRowTile, count - tile * kRowTile);
       bool any = false;
       for (int i = 0; i < real; i++) any |= these[i].lo < p + keys && these[i].hi > p;
       if (!any) continue;
-      const float* q = t.q + int64_t(tile) * l.dim * kRowTile;
-      float* out = t.out + int64_t(tile) * kRowTile * l.v_dim;
-      for (int n = 0; n < (keys + 31) / 32; n++)
-        multiply<kRowTile, 2, 1, kRowTile>(l.dim, q, t.keys + 32 * n, kKvTile, 16, t.scores + 32 * n, kKvTile, false);
-      if (keys <= 32)
-        for (int i = 0; i < kRowTile; i++) std::memset(t.scores + i * kKvTile + 32, 0, sizeof(float) * 32);
-      soften(l, these, real, p, keys, t.scores, out, t.top + 16 * tile, t.total + 16 * kRowTile * tile);
-      int c = 0;
-      for (; c + 32 <= l.v_dim; c += 32)
-        multiply<kRowTile, 2, kKvTile, 1>(keys, t.scores, t.values + c, l.v_dim, 16, out + c, l.v_dim, true);
-      if (c < l.v_dim) multiply<kRowTile, 1, kKvTile, 1>(keys, t.scores, t.values + c, l.v_dim, 16, out + c, l.v_dim, true);
+      take_tile(l, these, real, p, keys, t.q + int64_t(tile) * l.dim * kRowTile, t.out + int64_t(tile) * kRowTile * l.v_dim,
+                t.top + 16 * tile, t.total + 16 * kRowTile * tile, t);
+    }
+    if (target.tile_step) {
+      finish(l, rows, count, t, target, (p - tile_start(first)) / kKvTile);
+      clear_sums(l, tiles, t);
     }
   }
-  finish(l, rows, count, t, target);
+  if (!target.tile_step) finish(l, rows, count, t, target, 0);
 }
 
 }  // namespace

@@ -5,16 +5,10 @@
 
 namespace bough {
 
-// c[m][16 n ..] (+)= sum over k of a(m, k) * b(k, 16 n ..), for MT rows and NV vectors of columns.
+// acc[m][n] += sum over k of a(m, k) * b(k, 16 n ..), for MT rows and NV vectors of columns, k after k.
 // a(m, k) is a[m * AM + k * AK]; row k of vector n of b is b + k * b_step + n * b_vector.
 template <int MT, int NV, int AM, int AK>
-BOUGH_INLINE void multiply(int64_t depth, const float* a, const float* b, int64_t b_step, int64_t b_vector, float* c,
-                           int64_t c_step, bool add) {
-  F32 acc[MT][NV];
-#pragma GCC unroll 12
-  for (int m = 0; m < MT; m++)
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; n++) acc[m][n] = add ? load(c + m * c_step + 16 * n) : F32{};
+BOUGH_INLINE void accumulate(int64_t depth, const float* a, const float* b, int64_t b_step, int64_t b_vector, F32 (*acc)[NV]) {
   for (int64_t k = 0; k < depth; k++) {
     F32 row[NV];
 #pragma GCC unroll 4
@@ -26,6 +20,18 @@ BOUGH_INLINE void multiply(int64_t depth, const float* a, const float* b, int64_
       for (int n = 0; n < NV; n++) acc[m][n] += row[n] * x;
     }
   }
+}
+
+// c[m][16 n ..] (+)= that sum.
+template <int MT, int NV, int AM, int AK>
+BOUGH_INLINE void multiply(int64_t depth, const float* a, const float* b, int64_t b_step, int64_t b_vector, float* c,
+                           int64_t c_step, bool add) {
+  F32 acc[MT][NV];
+#pragma GCC unroll 12
+  for (int m = 0; m < MT; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; n++) acc[m][n] = add ? load(c + m * c_step + 16 * n) : F32{};
+  accumulate<MT, NV, AM, AK>(depth, a, b, b_step, b_vector, acc);
 #pragma GCC unroll 12
   for (int m = 0; m < MT; m++)
 #pragma GCC unroll 4

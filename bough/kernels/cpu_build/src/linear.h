@@ -1,4 +1,7 @@
 // What the linear kernels share: activations in, a small tile of results out.
+//
+// A token's results are the same bits in any company: every sum goes over the columns in order, by itself, however many tokens
+// and rows are taken side by side.
 #pragma once
 
 #include "packed.h"
@@ -28,14 +31,15 @@ inline int tile_tokens(int64_t left) {
 
 constexpr int64_t kSmallMatrix = 16 << 20;  // bytes
 
-// body(group) for all groups of rows, whose weights pass by once. They are taken so many at a time that the work is shared
-// evenly, and enough to stream from memory. Of a small matrix, every thread reads a span of its own; of a large one, all
+// body(i) for all groups of rows, or for all runs of `side_by_side` groups, whose weights pass by once. They are taken so many at
+// a time that the work is shared evenly, and enough to stream from memory. Of a small matrix, every thread reads a span of its own; of a large one, all
 // threads stay close together, since what is left of it in the shared cache lies in one piece.
 template <typename Body>
-inline void share_groups(const Weight& w, int threads, const Body& body) {
-  const int64_t groups = num_groups(w), even = groups / (8 * threads), step = even < 1 ? 1 : even > 64 ? 64 : even;
-  if (groups * group_quants(w) <= kSmallMatrix) for_spans(threads, groups, step, body);
-  else for_each(threads, groups, step, body);
+inline void share_groups(const Weight& w, int threads, int64_t side_by_side, const Body& body) {
+  const int64_t runs = (num_groups(w) + side_by_side - 1) / side_by_side, most = 64 / side_by_side;
+  const int64_t even = runs / (8 * threads), step = even < 1 ? 1 : even > most ? most : even;
+  if (num_groups(w) * group_quants(w) <= kSmallMatrix) for_spans(threads, runs, step, body);
+  else for_each(threads, runs, step, body);
 }
 
 // fn.template operator()<MT>() for a tile size at run time.
@@ -50,13 +54,14 @@ BOUGH_INLINE void for_tile(int mt, const Fn& fn) {
   }
 }
 
+constexpr int kAhead = 4096;  // bytes
+
 // Asks for weights before they are needed, a tile at a time. Wider tiles are sequential enough for the processor's own
 // foresight, which this would only disturb.
 template <int Bytes>
 BOUGH_INLINE void expect_weights(const uint8_t* tile) {
-  constexpr int ahead = 4096;
   if constexpr (Bytes < 512)
-    for (int line = 0; line < Bytes; line += 64) __builtin_prefetch(tile + ahead + line);
+    for (int line = 0; line < Bytes; line += 64) __builtin_prefetch(tile + kAhead + line);
 }
 
 BOUGH_INLINE F32 load_x(const LinearCall& call, int64_t token, int64_t col) {

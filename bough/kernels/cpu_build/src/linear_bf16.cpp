@@ -72,7 +72,9 @@ void in_tiles(const LinearCall& call, int threads) {
 }  // namespace
 
 bool linear_bf16(const LinearCall& call, int threads) {
-  if (call.tokens <= 2 * kFewTokens) in_tiles<kFewTokens>(call, threads);
+  if (call.tokens == 1) in_tiles<1>(call, threads);
+  else if (call.tokens <= 4) in_tiles<4>(call, threads);
+  else if (call.tokens <= 2 * kFewTokens) in_tiles<kFewTokens>(call, threads);
   else in_tiles<kMaxTokens>(call, threads);
   return true;
 }

@@ -9,83 +9,81 @@
 namespace bough {
 namespace {
 
-// Sums that don't wait for one another: an addition takes several cycles, and few tokens give few sums.
+// Groups of rows side by side. Sums that don't wait for one another: an addition takes several cycles, and few tokens give few
+// sums.
 template <int MT>
-constexpr int kChains = MT == 1 ? 4 : MT <= 4 ? 2 : 1;
+constexpr int kSideBySide = MT == 1 ? 4 : MT <= 4 ? 2 : 1;
 
-// acc[chain][token] += 16 rows' weights of one block times MT tokens' activations; x[32][MT].
-template <int K, int MT>
-BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* quants, const TileScales& s, const float* x) {
+// acc[group][token] += 16 rows' weights of one block times MT tokens' activations; x[32][MT].
+template <int K, int MT, int NG>
+BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* const* quants, const TileScales* s, const float* x) {
   constexpr Traits t = kTraits[K];
-  constexpr int chains = kChains<MT>;
+  auto add = [&](int column, int g, F32 weights) {
+#pragma GCC unroll 8
+    for (int m = 0; m < MT; m++) acc[g][m] += weights * x[column * MT + m];
+  };
   if constexpr (is_plain(K)) {
-    const uint16_t* in = reinterpret_cast<const uint16_t*>(quants);
 #pragma GCC unroll 4
     for (int pair = 0; pair < 16; pair++) {
-      F32 even, odd;
-      if constexpr (K == kF32Weight) {
-        even = load(reinterpret_cast<const float*>(quants) + 32 * pair);
-        odd = load(reinterpret_cast<const float*>(quants) + 32 * pair + 16);
-      } else if constexpr (K == kF16Weight) {
-        even = load_half(in + 32 * pair);
-        odd = load_half(in + 32 * pair + 16);
-      } else {
-        const U32 both = *reinterpret_cast<const U32u*>(in + 32 * pair);
-        even = (F32)(both << 16);
-        odd = (F32)(both & 0xffff0000u);
-      }
-#pragma GCC unroll 8
-      for (int i = 0; i < MT; i++) acc[2 * pair % chains][i] += even * x[2 * pair * MT + i];
-#pragma GCC unroll 8
-      for (int i = 0; i < MT; i++) acc[(2 * pair + 1) % chains][i] += odd * x[(2 * pair + 1) * MT + i];
-    }
-  } else {
-    U8 v[8];
-    unpack_tile<K>(quants, v);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-      F32 sum[chains][MT] = {};
-      const F32 d = t.half_blocks && half ? s.d2 : s.d;
 #pragma GCC unroll 4
-      for (int j = 4 * half; j < 4 * half + 4; j++) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-          F32 q = to_float((I32)(((U32)v[j] >> (8 * i)) & 255) - t.offset);
-          if constexpr (t.has_min) q = d * q + s.m;
-#pragma GCC unroll 8
-          for (int m = 0; m < MT; m++) sum[i % chains][m] += q * x[(4 * j + i) * MT + m];
+      for (int g = 0; g < NG; g++) {
+        if constexpr (K == kBF16Weight) {
+          const U32 both = *reinterpret_cast<const U32u*>(quants[g] + 64 * pair);
+          add(2 * pair, g, (F32)(both << 16));
+          add(2 * pair + 1, g, (F32)(both & 0xffff0000u));
+        } else {
+          constexpr Dtype d = K == kF32Weight ? kF32 : kF16;
+          const auto* in = reinterpret_cast<const typename Element<d>::type*>(quants[g]) + 32 * pair;
+          add(2 * pair, g, load_as<d>(in));
+          add(2 * pair + 1, g, load_as<d>(in + 16));
         }
       }
-#pragma GCC unroll 4
-      for (int c = 0; c < chains; c++)
+    }
+  } else {
 #pragma GCC unroll 8
-        for (int m = 0; m < MT; m++) acc[c][m] += t.has_min ? sum[c][m] : sum[c][m] * d;
+    for (int j = 0; j < 8; j++) {
+      U8 v[NG];
+#pragma GCC unroll 4
+      for (int g = 0; g < NG; g++) v[g] = unpack_vector<K>(quants[g], j);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+        for (int g = 0; g < NG; g++) {
+          const F32 q = to_float((I32)(((U32)v[g] >> (8 * i)) & 255) - t.offset), d = t.half_blocks && j >= 4 ? s[g].d2 : s[g].d;
+          add(4 * j + i, g, t.has_min ? d * q + s[g].m : d * q);
+        }
     }
   }
 }
 
+// MT tokens against a run of groups. Past the last group, that one again, for nobody.
 template <int K, int MT>
-void group_direct(const LinearCall& call, const float* x, int64_t first, int64_t group) {
+void groups_direct(const LinearCall& call, const float* x, int64_t first, int64_t start) {
   constexpr Traits t = kTraits[K];
+  constexpr int NG = kSideBySide<MT>;
   const Weight& w = *call.weight;
-  const uint8_t* quants = w.quants + group * group_quants(w);
-  F32 acc[kChains<MT>][MT] = {};
-  if constexpr (is_plain(K)) {
-    for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
-      expect_weights<t.tile_bytes>(quants);
-      add_block<K, MT>(acc, quants, TileScales{}, x + b * kBlock * MT);
-    }
-  } else {
-    ScaleReader<K> scales(w.scales + group * group_scales(w), 0);
-    for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
-      expect_weights<t.tile_bytes>(quants);
-      add_block<K, MT>(acc, quants, scales.next(b), x + b * kBlock * MT);
-    }
+  const int64_t last = num_groups(w) - 1, to_next_run = (NG - 1) * group_quants(w);
+  const uint8_t* quants[NG];
+  ScaleReader<K> readers[NG];
+  for (int g = 0; g < NG; g++) {
+    const int64_t group = std::min(start + g, last);
+    quants[g] = w.quants + group * group_quants(w);
+    readers[g] = ScaleReader<K>(w.scales + group * group_scales(w), 0);
   }
-  for (int i = 0; i < MT && first + i < call.tokens; i++) {
-    for (int c = 1; c < kChains<MT>; c++) acc[0][i] += acc[c][i];
-    write_result(call, first + i, group * kGroup, acc[0][i]);
+  F32 acc[NG][MT] = {};
+  for (int64_t b = 0; b < num_blocks(w); b++) {
+    TileScales scales[NG] = {};
+#pragma GCC unroll 4
+    for (int g = 0; g < NG; g++) {
+      expect_weights<t.tile_bytes>(quants[g] + ((b + kAhead / t.tile_bytes < num_blocks(w)) ? 0 : to_next_run));
+      if constexpr (!is_plain(K)) scales[g] = readers[g].next(b);
+    }
+    add_block<K, MT, NG>(acc, quants, scales, x + b * kBlock * MT);
+#pragma GCC unroll 4
+    for (int g = 0; g < NG; g++) quants[g] += t.tile_bytes;
   }
+  for (int g = 0; g < NG && start + g <= last; g++)
+    for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, (start + g) * kGroup, acc[g][i]);
 }
 
 // MT tokens' activations, column after column: out[cols][MT]; missing tokens are zero.
@@ -116,8 +114,8 @@ void few_tokens(const LinearCall& call, int threads) {
   const int64_t tiles = (call.tokens + MT - 1) / MT;
   float* x = x_scratch.get<float>(tiles * MT * w.cols);
   for (int64_t i = 0; i < tiles; i++) interleave(call, i * MT, MT, x + i * MT * w.cols);
-  share_groups(w, threads, [&](int64_t g) {
-    for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, x + i * MT * w.cols, i * MT, g);
+  share_groups(w, threads, kSideBySide<MT>, [&](int64_t run) {
+    for (int64_t i = 0; i < tiles; i++) groups_direct<K, MT>(call, x + i * MT * w.cols, i * MT, run * kSideBySide<MT>);
   });
 }
 
@@ -178,5 +176,5 @@ BOUGH_EXPORT void bough_packed_linear(const Weight* weight, const void* x, void*
   const double work = double(tokens) * double(weight->rows) * double(weight->cols);
   const int threads = work < 30000 ? 1 : usable_threads();
   if (!exact && !is_plain(weight->kind)) linear_int8(call, threads);
-  else if (exact || weight->kind != kBF16Weight || tokens <= 4 || !linear_bf16(call, threads)) linear_exact(call, threads);
+  else if (exact || weight->kind != kBF16Weight || !linear_bf16(call, threads)) linear_exact(call, threads);
 }

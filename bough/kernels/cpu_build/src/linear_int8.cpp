@@ -136,7 +136,7 @@ void few_tokens(const LinearCall& call, int threads) {
   const int64_t blocks = num_blocks(w), tiles = (call.tokens + MT - 1) / MT;
   ActBlock<MT>* act = act_scratch.get<ActBlock<MT>>(tiles * blocks);
   for (int64_t i = 0; i < tiles; i++) quantise_tile<MT>(call, i * MT, act + i * blocks);
-  share_groups(w, threads, [&](int64_t g) {
+  share_groups(w, threads, 1, [&](int64_t g) {
     for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, act + i * blocks, i * MT, g);
   });
 }

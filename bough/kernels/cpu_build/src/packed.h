@@ -89,6 +89,14 @@ BOUGH_INLINE void unpack_tile(const uint8_t* q, U8* out) {
   }
 }
 
+// One of them.
+template <int K>
+BOUGH_INLINE U8 unpack_vector(const uint8_t* q, int j) {
+  U8 all[8];
+  unpack_tile<K>(q, all);
+  return all[j];
+}
+
 // Scales of one tile, of 16 rows each: d (twice for kinds with half blocks) and m.
 struct TileScales {
   F32 d, d2, m;
@@ -101,6 +109,7 @@ struct ScaleReader {
   const uint8_t* at;
   F32 d{}, m{};
 
+  BOUGH_INLINE ScaleReader() : at(nullptr) {}
   BOUGH_INLINE ScaleReader(const uint8_t* group, int64_t block)
       : at(group + block * t.scale_bytes + block / 8 * t.header_bytes) {}
 

@@ -295,11 +295,81 @@ BOUGH_INLINE void exchange_all(F32* v) {
     if (!(i & N)) exchange<N>(v[i], v[i + N]);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+BOUGH_INLINE void transpose8(const float* in, float* out) {  // 8 x 8, rows 16 apart
+  __m256 r[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(in + 16 * i);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps(out + 16 * i, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(out + 16 * (i + 4), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+#endif
+
 BOUGH_INLINE void transpose(F32* v) {  // 16 x 16, in place
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  alignas(64) float in[256], out[256];
+  std::memcpy(in, v, sizeof in);
+  for (int i = 0; i < 2; i++)
+    for (int j = 0; j < 2; j++) transpose8(in + 128 * i + 8 * j, out + 128 * j + 8 * i);
+  std::memcpy(v, out, sizeof out);
+#else
   exchange_all<8>(v);
   exchange_all<4>(v);
   exchange_all<2>(v);
   exchange_all<1>(v);
+#endif
+}
+
+// Columns that load_columns takes at a time: where vectors are wide, 16 bytes of each row.
+template <Dtype D>
+constexpr int kColumns = !kWide ? 16 : D == kF32 ? 4 : 8;
+
+// A few columns of 16 rows: lane i of v[c] is rows[i][offset + c].
+template <Dtype D>
+BOUGH_INLINE void load_columns(const typename Element<D>::type* const* rows, int64_t offset, F32* v) {
+#if defined(__AVX512F__)
+  auto quarter = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
+  __m512 four[4];  // rows i, i + 4, i + 8, i + 12
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    four[i] = _mm512_insertf32x4(_mm512_castps128_ps512(quarter(i)), quarter(i + 4), 1);
+    four[i] = _mm512_insertf32x4(_mm512_insertf32x4(four[i], quarter(i + 8), 2), quarter(i + 12), 3);
+  }
+  const __m512d a = (__m512d)_mm512_unpacklo_ps(four[0], four[1]), b = (__m512d)_mm512_unpackhi_ps(four[0], four[1]);
+  const __m512d x = (__m512d)_mm512_unpacklo_ps(four[2], four[3]), y = (__m512d)_mm512_unpackhi_ps(four[2], four[3]);
+  const __m512i columns[4] = {(__m512i)_mm512_unpacklo_pd(a, x), (__m512i)_mm512_unpackhi_pd(a, x),
+                              (__m512i)_mm512_unpacklo_pd(b, y), (__m512i)_mm512_unpackhi_pd(b, y)};
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    if constexpr (D == kF32) {
+      v[c] = (F32)columns[c];
+    } else if constexpr (D == kBF16) {
+      v[2 * c] = (F32)_mm512_slli_epi32(columns[c], 16);
+      v[2 * c + 1] = (F32)((U32)columns[c] & 0xffff0000u);
+    } else {
+      v[2 * c] = (F32)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(columns[c]));
+      v[2 * c + 1] = (F32)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(columns[c], 16)));
+    }
+  }
+#else
+  for (int i = 0; i < 16; i++) v[i] = load_as<D>(rows[i] + offset);
+  transpose(v);
+#endif
 }
 
 template <int N>
@@ -381,6 +451,29 @@ BOUGH_INLINE U8 or_where(U8 w, const uint8_t* p, uint8_t value) {
 
 BOUGH_INLINE U8 shift_right(U8 v, int n, uint8_t keep) { return (U8)((U16x32)v >> n) & keep; }
 BOUGH_INLINE U8 shift_left(U8 v, int n, uint8_t keep) { return (U8)((U16x32)v << n) & keep; }
+
+// ---- one rounding -------------------------------------------------------------------------------------------------
+
+// x y + z with one rounding where the machine has such an instruction. Of a sum of two products, the compiler would choose
+// which one is not rounded, and not everywhere the same.
+BOUGH_INLINE F32 fused(F32 x, F32 y, F32 z) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__)
+  __m256 a[2], b[2], c[2];
+  std::memcpy(a, &x, 64);
+  std::memcpy(b, &y, 64);
+  std::memcpy(c, &z, 64);
+  for (int i = 0; i < 2; i++) c[i] = _mm256_fmadd_ps(a[i], b[i], c[i]);
+  std::memcpy(&z, c, 64);
+  return z;
+#elif defined(__FP_FAST_FMAF)
+  for (int i = 0; i < 16; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+  return z;
+#else
+  return x * y + z;
+#endif
+}
 
 // ---- functions ----------------------------------------------------------------------------------------------------
 
