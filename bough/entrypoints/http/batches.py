@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from bough.entrypoints.batches.files import MAX_FILE_BYTES
 from bough.entrypoints.http.body import read_json, too_large
 from bough.entrypoints.http.errors import as_bough, error_body, status_of
 from bough.entrypoints.http.openai.chat import Handler
+from bough.entrypoints.http.paging import page
 from bough.entrypoints.http.replies import json_reply, tenant_of
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
@@ -172,7 +173,7 @@ def list_files(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         files, _ = stores_of(service)
         found = await asyncio.to_thread(files.list, tenant_of(request), request.query_params.get("purpose", ""))
-        return json_reply(_page(request, found, lambda each: each.id, lambda each: each.shown()))
+        return json_reply(page(request, found, lambda each: each.id, lambda each: each.shown(), most=_MOST_LISTED))
 
     return handle
 
@@ -258,7 +259,7 @@ def list_batches(service: Service) -> Handler:
         _, batches = stores_of(service)
         mine = [each for each in await asyncio.to_thread(batches.all) if each.tenant == tenant_of(request)]
         shown = lambda each: each.shown(cancelling=batches.is_cancelling(each))
-        return json_reply(_page(request, mine[::-1], lambda each: each.id, shown))
+        return json_reply(page(request, mine[::-1], lambda each: each.id, shown, most=_MOST_LISTED))
 
     return handle
 
@@ -291,30 +292,3 @@ def cancel_batch(service: Service) -> Handler:
         return json_reply(batch.shown(cancelling=True))
 
     return handle
-
-
-def _page(request: Request, found: Sequence[T], name: Callable[[T], str], shown: Callable[[T], Json]) -> Json:
-    """A part of a list, as `limit`, `after` and `order` ask for."""
-    query = request.query_params
-    limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_LISTED:
-        raise InvalidRequest(
-            what=f"limit is {limit[:20]!r}",
-            why=f"it must be 1 to {_MOST_LISTED}",
-            fix="send a valid limit",
-            param="limit",
-        )
-    rows = list(found)
-    if query.get("order") == "asc":
-        rows.reverse()
-    if query.get("after"):
-        places = [at for at, each in enumerate(rows) if name(each) == query["after"]]
-        rows = rows[places[0] + 1 :] if places else []
-    page = rows[: int(limit)]
-    return {
-        "object": "list",
-        "data": [shown(each) for each in page],
-        "first_id": name(page[0]) if page else None,
-        "last_id": name(page[-1]) if page else None,
-        "has_more": len(rows) > len(page),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from types import UnionType
 from typing import Any, Generic, Literal, TypeVar
@@ -108,7 +108,12 @@ def parse_json(raw: bytes, kind: type[S], *, strict: bool) -> Body[S]:
     """Bytes of JSON as `kind`. Raises `InvalidRequest` saying where and why they are not."""
     data = parse_object(raw)
     value = _convert(data, kind)
-    ignored = tuple(name for name in data if name not in known_fields(kind))
+    return Body(value, unknown_fields(data, known_fields(kind), strict=strict))
+
+
+def unknown_fields(data: Mapping[str, Any], known: Collection[str], *, strict: bool) -> tuple[str, ...]:
+    """Fields that will be ignored. Raises `InvalidRequest` for what must not be, and under `strict` for any."""
+    ignored = tuple(name for name in data if name not in known)
     if ignored:
         refuse_unserved(data, ignored)
     if ignored and strict:
@@ -118,7 +123,7 @@ def parse_json(raw: bytes, kind: type[S], *, strict: bool) -> Body[S]:
             fix="remove it",
             param=ignored[0][:60],
         )
-    return Body(value, ignored)
+    return ignored
 
 
 def _convert(data: dict[str, Any], kind: type[S]) -> S:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from bough.core import bounds
 from bough.core.errors import Conflict, Forbidden, InvalidRequest
 from bough.entrypoints.endings import failure
-from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json
+from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json, unknown_fields
 from bough.entrypoints.http.openai.chat import Handler, render
 from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from bough.entrypoints.http.openai.tools import offer
@@ -24,7 +24,6 @@ from bough.entrypoints.http.security import is_admin
 from bough.entrypoints.reasoning import with_reasoning
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event, while_connected
-from bough.entrypoints.unserved import refuse_unserved
 from bough.intake import NativeAnswer, NativeBatch, native_batch
 from bough.intake.joins import parse_join
 from bough.intake.native import NATIVE_FIELDS, namespace_of
@@ -262,15 +261,7 @@ def _deadline_ms(data: dict[str, Any]) -> float | None:
 
 
 def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
-    ignored = tuple(name for name in data if name not in NATIVE_FIELDS)
-    refuse_unserved(data, ignored)
-    if ignored and strict:
-        raise InvalidRequest(
-            what=f"unknown field {ignored[0][:60]!r}",
-            why="the server runs with --strict-api",
-            fix="remove it",
-            param=ignored[0][:60],
-        )
+    ignored = unknown_fields(data, NATIVE_FIELDS, strict=strict)
     return Body({name: value for name, value in data.items() if name in NATIVE_FIELDS}, ignored)
 
 

@@ -205,7 +205,8 @@ def test_wrong_batches(tmp_path: Path) -> None:
         ):  # fmt: skip
             assert httpx.post(f"{running.url}/v1/batches", json={**good, **wrong}).status_code == status
         assert httpx.get(f"{running.url}/v1/batches/batch_x").status_code == 404
-        assert httpx.get(f"{running.url}/v1/batches?limit=0").status_code == 400
+        for limit in ("0", "10001", "-1", "many", "9" * 5000):
+            assert httpx.get(f"{running.url}/v1/batches", params={"limit": limit}).status_code == 400
 
 
 def test_cancelling(tmp_path: Path) -> None:

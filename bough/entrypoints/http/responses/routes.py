@@ -16,6 +16,7 @@ from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.errors import as_bough
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
 from bough.entrypoints.http.openai.fields import namespace_of, served_name
+from bough.entrypoints.http.paging import page
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
 from bough.entrypoints.http.responses.answer import Growing, event_bytes, new_response
 from bough.entrypoints.http.responses.convert import chat_request, input_items
@@ -135,31 +136,8 @@ def list_input(service: Service) -> Handler:
 
     async def handle(request: HttpRequest) -> Response:
         kept = store.get(request.path_params["id"], tenant_of(request))
-        query = request.query_params
-        limit = query.get("limit", "20")
-        if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_LISTED:
-            raise InvalidRequest(
-                what=f"limit is {limit[:20]!r}",
-                why=f"it must be 1 to {_MOST_LISTED}",
-                fix="send a valid limit",
-                param="limit",
-            )
         items = [{"id": f"item_{at}", **item} for at, item in enumerate(kept.items)]
-        if query.get("order", "desc") != "asc":
-            items.reverse()
-        if query.get("after"):
-            places = [at for at, item in enumerate(items) if item["id"] == query["after"]]
-            items = items[places[0] + 1 :] if places else []
-        page = items[: int(limit)]
-        return json_reply(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": len(items) > len(page),
-            }
-        )
+        return json_reply(page(request, items[::-1], lambda item: item["id"], lambda item: item, most=_MOST_LISTED))
 
     return handle
 
