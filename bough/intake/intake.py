@@ -290,7 +290,7 @@ class Intake:
 
     def _check_alive(self) -> None:
         if self._gone is not None:
-            raise self._gone
+            raise self._gone.with_traceback(None)  # it would grow with everyone who is told, and keep their requests
 
     def _new_id(self) -> int:
         return (self._worker << WORKER_SHIFT) | next(self._numbers)
@@ -334,6 +334,7 @@ class Intake:
         one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
         async def ask(prompts: Sequence[Ids]) -> list[Delta]:
+            self._check_alive()
             outgoing: list[Generate] = []
             asked = [self._begin(inner, each, one, [], outgoing, metered=False)[0] for each in prompts]
             try:

@@ -263,6 +263,23 @@ class CountingGate:
                 self.gate.now -= 1
 
 
+async def test_a_search_that_begins_as_the_engine_goes_is_told(intake: Intake) -> None:
+    (stream,) = await intake.submit(Request(prompt=IDS, sampling=SamplingParams(beam_width=2, max_new_tokens=4)))
+    intake.fail_all(Unavailable(what="gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        await asyncio.wait_for(stream.collect(), 5)
+
+
+async def test_telling_many_that_the_engine_is_gone_takes_no_memory(intake: Intake) -> None:
+    intake.fail_all(Unavailable(what="gone"))
+    depths = []
+    for _ in range(3):
+        with pytest.raises(Unavailable) as told:
+            await intake.submit(Request(prompt=IDS))
+        depths.append(len(told.traceback))
+    assert len(set(depths)) == 1, "every refusal keeps the frames of those before it"
+
+
 @pytest.mark.parametrize(
     ("prompt", "least", "most"),
     [("word " * 300, 300, 600), ("日本語" * 100, 300, 400), ("\ud800", 1, 2), ("", 1, 1), ([1, 2, 3], 3, 3)],
