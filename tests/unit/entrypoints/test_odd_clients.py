@@ -238,3 +238,13 @@ def test_a_constraint_that_is_not_known_is_refused(client: httpx.Client, constra
         response = client.post(path, json=body | constraint)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] in constraint
+
+
+def test_an_embedder_says_so_and_names_its_fields() -> None:
+    pooling = {"task": "embed", "family": "Qwen3", "modes": ["last"], "width": 4, "labels": []}
+    with serving(facts={"pooling": pooling}) as running, httpx.Client(base_url=running.url, timeout=20) as client:
+        assert client.post("/api/show", json={"model": "fake"}).json()["capabilities"] == ["embedding"]
+        for path, field in (("/v1/embeddings", "input"), ("/encode", "text")):
+            response = client.post(path, json={field: ""})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == field

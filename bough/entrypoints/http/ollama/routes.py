@@ -170,6 +170,8 @@ def show(service: Service) -> Handler:
             capabilities.append("tools")
         if served.reasoning_parser:
             capabilities.append("thinking")
+        if served.facts.get("pooling") is not None:
+            capabilities = ["embedding"]
         return json_reply(
             {
                 "modelfile": f"FROM {served.name}\n",
