@@ -37,8 +37,8 @@ _WORDS: dict[str, dict[str, str]] = {
     "/v1/messages": {"max_new_tokens": "max_tokens"},
     "/api/chat": {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "sampling_seed": "seed"},
     "/api/generate": {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "sampling_seed": "seed"},
-    **dict.fromkeys(("/generate", "/encode", "/classify"), {"prompt": "text"}),
-    **dict.fromkeys(("/v1/embeddings", "/v1/classify", "/v1/moderations"), {"prompt": "input", "input_ids": "input"}),
+    **{path: {"prompt": "text"} for path in ("/generate", "/encode", "/classify")},
+    **{path: {"prompt": "input"} for path in ("/v1/embeddings", "/v1/classify", "/v1/moderations")},
 }
 """Names of fields where a route's own differ from those of the engine, which the checks behind all routes use."""
 _NAME = re.compile(r"""(?<!['"\w-])[a-z]+(?:_[a-z]+)+(?!['"\w])""")
