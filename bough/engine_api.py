@@ -16,9 +16,10 @@ import bough
 from bough.config.flags import show_value
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.server_args import build_config, flat
-from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
+from bough.core.errors import BoughError, InvalidRequest, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
 from bough.intake.driver import Driver, DriverClosed
+from bough.intake.endings import as_error
 from bough.intake.joins import parse_join
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.launch import Programs, Running, start
@@ -91,7 +92,7 @@ class Engine:
 
         `sampling_params`, `rid` and the logprob options may be lists with one entry a prompt. With `stream`, an iterator
         of such dicts, each with all text so far; in a batch they carry `index`. Leaving the iterator early ends the
-        requests. Raises `InvalidRequest`, and `RequestFailed` if a lone request failed.
+        requests. Raises `InvalidRequest`, and what a lone request failed with: `RequestFailed`, `DeadlineExceeded`, ...
         """
         batch = self._batch(
             prompt, input_ids, sampling_params, stream=stream, return_logprob=return_logprob,
@@ -464,7 +465,7 @@ class Engine:
             for stream, answer in pairs:
                 delta = await stream.collect()
                 if batch.one_answer and delta.end is not None and delta.end.reason == "error":
-                    raise _as_error(delta.end.status, delta.end.message)
+                    raise as_error(delta.end)
                 rendered.append(answer.add(delta))
         finally:
             for stream, _ in pairs:
@@ -479,7 +480,7 @@ class Engine:
             async with stream:
                 async for delta in stream:
                     if batch.one_answer and delta.end is not None and delta.end.reason == "error":
-                        raise _as_error(delta.end.status, delta.end.message)
+                        raise as_error(delta.end)
                     news = answer.add(delta)
                     put(news if batch.one_answer else {**news, "index": index})
 
@@ -517,8 +518,3 @@ class Engine:
             work.result()
         finally:
             work.cancel()
-
-
-def _as_error(status: int, message: str) -> BoughError:
-    kind = InvalidRequest if 400 <= status < 500 else RequestFailed
-    return kind(what=message or "the request failed")

@@ -20,6 +20,7 @@ from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.messages import Delta, End, Ids, ParsedEvent, TextSpec, TokenLogprobs, pack_ids, unpack_ids
 from bough.core.sampling import SamplingParams
 from bough.intake.compose import TAIL_IDS
+from bough.intake.endings import GIVEN_UP
 from bough.intake.request import Request
 from bough.intake.stream import Stream
 from bough.parsers import ResponseParser
@@ -29,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 MAX_CANDIDATES: Final = 1024
 """Best next tokens asked of each beam."""
-GIVEN_UP: Final = 499
 
 Scored = list[tuple[int, float]]
 """Tokens and their log-probabilities, the best first."""

@@ -17,15 +17,12 @@ import numpy as np
 from bough.config.pooling_facts import PoolingFacts, RerankTokens, Task
 from bough.core import bounds
 from bough.core.errors import (
-    BoughError,
-    DeadlineExceeded,
     InvalidRequest,
-    Overloaded,
     RequestFailed,
-    Unavailable,
 )
 from bough.core.messages import Delta, Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
+from bough.intake.endings import as_error
 from bough.intake.intake import Intake
 from bough.intake.pool_texts import PLAIN, Input, PoolOptions, Text, TextEncoder, bad_field
 from bough.intake.request import Request
@@ -316,7 +313,7 @@ class Pooler:
             for stream in streams:
                 delta = await stream.collect()
                 if delta.end is not None and delta.end.reason in ("abort", "error"):
-                    raise _failed(delta.end.status, delta.end.message)
+                    raise as_error(delta.end)
                 deltas.append(delta)
             return deltas, [stream.rid for stream in streams]
         finally:
@@ -344,15 +341,3 @@ def _common(prompts: Sequence[Ids]) -> int:
 
 def _rid(rid: str, at: int, count: int) -> str:
     return f"{rid}_{at}" if rid and count > 1 else rid
-
-
-_BY_STATUS: dict[int, type[BoughError]] = {
-    400: InvalidRequest,
-    429: Overloaded,
-    503: Unavailable,
-    504: DeadlineExceeded,
-}
-
-
-def _failed(status: int, message: str) -> BoughError:
-    return _BY_STATUS.get(status, RequestFailed)(what=message or "the request failed")

@@ -11,13 +11,13 @@ from typing import Any
 
 from bough.core.bounds import BOUNDS
 from bough.core.errors import InvalidRequest
-from bough.entrypoints.endings import failure
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.entrypoints.grpc.convert import error_of, request_of, response_of
 from bough.entrypoints.grpc.errors import shown
 from bough.entrypoints.grpc.guard import tenant_of
 from bough.entrypoints.service import Service
 from bough.intake import Request
+from bough.intake.endings import failure
 
 _MOST_AT_ONCE = BOUNDS["grpc_requests"].most
 """Requests under way over one stream, and news that wait for the client to read them."""

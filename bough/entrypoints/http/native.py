@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import Conflict, Forbidden, InvalidRequest
-from bough.entrypoints.endings import failure
 from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json, unknown_fields
 from bough.entrypoints.http.openai.chat import Handler, render
 from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
@@ -25,6 +24,7 @@ from bough.entrypoints.reasoning import with_reasoning
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event, while_connected
 from bough.intake import NativeAnswer, NativeBatch, native_batch
+from bough.intake.endings import failure
 from bough.intake.joins import parse_join
 from bough.intake.native import NATIVE_FIELDS, namespace_of
 from bough.tokenizer import Tokenizer

@@ -18,9 +18,9 @@ from bough.core.messages import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from bough.entrypoints.endings import failure
 from bough.entrypoints.http.errors import ANTHROPIC_PREFIX, error_body
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
+from bough.intake.endings import failure
 from bough.parsers import assemble
 
 Json = dict[str, Any]

@@ -25,10 +25,10 @@ from bough.core.messages import (
     ToolCallEnd,
     unpack_ids,
 )
-from bough.entrypoints.endings import failure
 from bough.entrypoints.http.openai.shapes import BytesOf, bytes_of, chat_logprobs, finish_reason, join_scores, usage
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
+from bough.intake.endings import failure
 from bough.parsers import assemble
 
 Json = dict[str, Any]

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from bough.core.messages import Delta, End, Ids, TokenLogprobs, unpack_ids
-from bough.entrypoints.endings import failure
 from bough.entrypoints.http.openai.chat_answer import meta_info
 from bough.entrypoints.http.openai.shapes import (
     BytesOf,
@@ -22,6 +21,7 @@ from bough.entrypoints.http.openai.shapes import (
 )
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
+from bough.intake.endings import failure
 
 Json = dict[str, Any]
 

@@ -22,10 +22,10 @@ from bough.core.messages import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from bough.entrypoints.endings import GIVEN_UP, failure
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
+from bough.intake.endings import GIVEN_UP, failure
 
 _encode = msgspec.json.Encoder().encode
 

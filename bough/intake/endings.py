@@ -37,5 +37,10 @@ def failure(end: End) -> BoughError | None:
     was generated so far."""
     if end.reason not in ("abort", "error") or (end.reason == "abort" and end.status in (0, GIVEN_UP)):
         return None
+    return as_error(end)
+
+
+def as_error(end: End) -> BoughError:
+    """What a bad end would have been had it been raised."""
     kind = _BY_CODE.get(end.code) or _BY_STATUS.get(end.status) or RequestFailed
     return kind(what=end.message or "the request failed")
