@@ -42,7 +42,7 @@ def compose(
         priority=request.priority,
         deadline_s=request.deadline_s,
         arrived_s=time.time(),
-        eos_ids=() if sampling.ignore_eos else eos_ids,
+        eos_ids=eos_ids if _heeds_eos(sampling) else (),
         follows=request.follows,
         pool=request.pool,
         second_at=request.second_at,
@@ -51,6 +51,12 @@ def compose(
         thinking_budget=request.thinking_budget,
         keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool,
     )
+
+
+def _heeds_eos(sampling: SamplingParams) -> bool:
+    """An end token that is ignored still completes a grammar, and is no part of the answer then."""
+    grammar = sampling.grammar
+    return not sampling.ignore_eos or (grammar is not None and not grammar.after_reasoning)
 
 
 def for_answer(common: Generate, index: int, request_id: int, *, trace: bool) -> Generate:

@@ -132,6 +132,8 @@ class Book:
         """Raises `AssertionError` that says what is wrong with an answer, if anything is."""
         fields = asked.fields
         params = Params(**(fields.get("sampling_params") or {}))
+        if params.constrained and "thinking" not in fields:
+            params.ignore_eos = False  # it completes the grammar
         whole, prompt, output = asked.whole, asked.prompt, asked.output
         end = whole.end
         assert end is not None
@@ -176,6 +178,12 @@ class Book:
         assert meta["prompt_tokens"] == len(asked.prompt)
         if asked.fields.get("return_logprob"):
             assert [entry[1] for entry in meta["output_token_logprobs"]] == asked.output
+        pieces = asked.as_json(incremental=True)
+        assert "".join(piece["text"] for piece in pieces) == whole.text
+        assert [token for piece in pieces for token in piece["output_ids"]] == asked.output
+        for name, entries in meta.items():
+            if name.endswith("_logprobs"):
+                assert [entry for piece in pieces for entry in piece["meta_info"][name]] == entries
 
     def check_states(self, asked: Asked, states: Floats) -> None:
         wanted = asked.fields.get("return_hidden_states")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from by_the_book import Book
 from in_process import Setup
-from whole_engine import Family, WholeEngine, grammars_for, make_family
+from whole_engine import EOS, Family, WholeEngine, grammars_for, make_family
 from workloads import Event, Workload, make_workload, run
 
 from bough.core.errors import InvalidRequest
@@ -64,6 +64,17 @@ def test_hidden_states_end_where_a_stop_string_does(llama: Bench, stream: bool, 
 def test_ids_that_the_tokenizer_lacks_add_nothing_to_the_text(llama: Bench) -> None:
     params = {**GREEDY, "allowed_token_ids": [325, 140, 170, 230, 330], "repetition_penalty": 2.0}
     check(llama, *(ask(input_ids=[at], sampling_params=params, stream=at % 2 == 0) for at in range(3, 9)))
+
+
+def test_a_constrained_answer_does_not_show_the_token_that_completed_it(llama: Bench) -> None:
+    """The book asks whether the text fits the constraint. `ignore_eos` can't mean that a grammar never ends."""
+    shown = {**GREEDY, "ignore_eos": True, "skip_special_tokens": False}
+    ending = {"logit_bias": {str(EOS): 100.0}}
+    events = [
+        ask(input_ids=[9], sampling_params={**shown, **ending, "choice": ["naïve café", "naïve"]}),
+        ask(input_ids=[9], sampling_params={**shown, **ending, "regex": "(ab|cd)+x?"}),
+    ]
+    check(llama, *events)
 
 
 BESIDE = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}

@@ -25,6 +25,8 @@ from bough.core.sampling import GrammarSpec
 from bough.core.step import Launched, Mask, Outcome, Runner, Step
 from bough.detokenizer.process import Answers
 from bough.grammar import Grammars, Settings, Vocabulary
+from bough.grammar.matcher import TokenMatcher
+from bough.grammar.queue import _Ready
 from bough.intake.intake import Intake
 from bough.intake.native import NativeAnswer, native_batch
 from bough.intake.request import Request
@@ -102,6 +104,13 @@ class PatientGrammars:
         self._ready = [(left, answer) for left, answer in self._ready if left >= 0]
         return out
 
+    def fresh(self, spec: GrammarSpec) -> Matcher:
+        """A matcher of a grammar that has been compiled, without what others have found out about its places."""
+        ready, tools = self.inner._known((spec.kind, spec.source)), self.inner._tools
+        assert isinstance(ready, _Ready)
+        assert tools is not None
+        return TokenMatcher(ready.automaton.matcher(), tools.vocabulary)
+
     def cancel(self, request_id: int) -> None:
         self._ready = [(left, answer) for left, answer in self._ready if answer.id != request_id]
 
@@ -129,9 +138,9 @@ class Asked:
     def whole(self) -> Delta:
         return merge(self.deltas)
 
-    def as_json(self) -> list[dict[str, Any]]:
+    def as_json(self, *, incremental: bool = False) -> list[dict[str, Any]]:
         """What `/generate` would send, one object a delta."""
-        native = NativeAnswer(self.stream, self.request)
+        native = NativeAnswer(self.stream, self.request, incremental=incremental)
         return [native.add(delta) for delta in self.deltas]
 
     @property
@@ -306,9 +315,11 @@ class WholeEngine:
         self.aio.close()
 
     def ask(self, **fields: Any) -> list[Asked]:
-        """Raises what the intake refuses. `thinking` is what a chat template and a parser would add to the request."""
-        native = {name: value for name, value in fields.items() if name != "thinking"}
+        """Raises what the intake refuses. `thinking` is what a chat template and a parser would add to the request,
+        `follows` names a request without output that it goes on from."""
+        native = {name: value for name, value in fields.items() if name not in ("thinking", "follows")}
         requests = [_reasoning(each, fields.get("thinking")) for each in native_batch(native).requests]
+        requests = [replace(each, follows=fields.get("follows", "")) for each in requests]
         made = []
         streams_of = self.aio.run_until_complete(self.intake.submit_batch(requests))
         for request, streams in zip(requests, streams_of, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from by_the_book import Book, Pages, Params, fits
 from in_process import Setup
-from whole_engine import EOS, VOCAB, Asked, Family, Fault, WholeEngine
+from whole_engine import EOS, VOCAB, Asked, Family, Fault, PatientGrammars, WholeEngine
 
 from bough.core.errors import BoughError
 from bough.core.grammar import Matcher
@@ -28,8 +28,19 @@ SCHEMAS = [
     },
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
     {"enum": ["the answer", "the other one", 12]},
+    {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "naïve"]}, "maxItems": 2},
+            "note": {"type": "string", "maxLength": 5},
+            "of": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"a": {"const": "the end"}}}]},
+        },
+        "required": ["note"],
+    },
+    {"type": "number", "minimum": -3.5, "maximum": 120},
 ]
-REGEXES = ["The answer is [a-f]{2,5}, certainly[.!]", "(ab|cd)+x?", "[0-9]{1,3}-[0-9]{2} the end", "a{3}"]
+REGEXES = ["The answer is [a-f]{2,5}, certainly[.!]", "(ab|cd)+x?", "[0-9]{1,3}-[0-9]{2} the end", "a{3}",
+           "(the |then |there ){1,4}end", ".{0,6}", "[^a-z]{2}(true|truth|false)"]  # fmt: skip
 CHOICES = [["the first of them", "the second", "the"], ["yes", "no"], ["naïve café", "naïve"]]
 WORDS = ["the", "answer", "is", "not", "known", "café", "日本", "story", "12", "{", "true", "end", "\n"]
 
@@ -59,9 +70,9 @@ class Workload:
 def make_setup(rng: random.Random) -> Setup:
     page_size = rng.choice([1, 2, 3, 4, 5, 8, 16])
     context = rng.choice([64, 96, 128])
-    num_slots = rng.choice([1, 2, 3, 5, 8])
+    num_slots = rng.choice([1, 2, 3, 5, 8, 20])
     whole = num_slots * -(-context // page_size) + 1
-    tokens = rng.choice([0, 40, 64, 100, 160])
+    tokens = rng.choice([0, 16, 40, 64, 100, 160])
     num_pages = 0 if tokens == 0 else min(whole, -(-tokens // page_size) + 1)
     return Setup(
         page_size=page_size,
@@ -88,7 +99,7 @@ class Maker:
         self.encode = lambda text: family.library.encode(text, add_special_tokens=False).ids
         pages = Pages.of(setup, setup.num_pages or 10**6)
         self.room = min(pages.context_length, pages.capacity)
-        self.roots = [self._ids(rng.randint(1, self.room // 2)) for _ in range(3)]
+        self.roots = [self._ids(rng.randint(1, rng.choice([self.room // 2, self.room]))) for _ in range(3)]
 
     def _ids(self, count: int) -> list[int]:
         return [self.rng.randrange(3, VOCAB) for _ in range(count)]
@@ -96,10 +107,12 @@ class Maker:
     def prompt(self) -> list[int] | str:
         rng = self.rng
         if rng.random() < 0.2:
-            return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 8)))
+            text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 8)))
+            if len(self.encode(text)) <= self.room:
+                return text
         root = rng.choice(self.roots)
         ids = root[: rng.randint(0, len(root))] + self._ids(rng.choice([0, 0, 1, 2, 5]))
-        ids = ids[: self.room - 1] or self._ids(1)
+        ids = ids[: self.room - rng.choice([0, 1, 1])] or self._ids(1)
         if rng.random() < 0.4:
             self.roots[rng.randrange(3)] = ids
         return ids
@@ -122,6 +135,12 @@ class Maker:
         if rng.random() < 0.15:
             fields["rid"] = f"r{rng.randrange(10**9)}"
         return fields
+
+    def kept(self) -> dict[str, Any]:
+        """A prompt that is only computed, under a name."""
+        ids = self._ids(self.rng.randint(1, self.room // 2))
+        params = {"max_new_tokens": 0, "temperature": 0.0}
+        return {"input_ids": ids, "sampling_params": params, "rid": f"k{self.rng.randrange(10**9)}"}
 
     def _thinking(self, prompt: list[int] | str, params: dict[str, Any]) -> dict[str, Any]:
         """A mark that may have begun in the prompt, and that nothing else ends."""
@@ -189,8 +208,6 @@ class Maker:
             else:
                 params[kind] = rng.choice(REGEXES if kind == "regex" else CHOICES)
             params.pop("bad_words", None)
-            if params.get("ignore_eos"):
-                params.pop("skip_special_tokens", None)  # the end token of a grammar would be shown
         return params
 
     def _ends(self, params: dict[str, Any]) -> None:
@@ -231,13 +248,28 @@ def make_workload(seed: int, family: Family) -> Workload:
             events.append(Event(turn, "pause", {"mode": mode}))
             turn += rng.randint(0, 4)
             events.append(Event(turn, "resume"))
-        elif chance < 0.97:
+        elif chance < 0.955:
+            kept = maker.kept()
+            events.append(Event(turn, "ask", kept))
+            for _ in range(rng.choice([1, 2])):
+                turn += rng.choice([0, 2, 6])
+                events.append(Event(turn, "ask", _following(rng, kept, maker.request())))
+        elif chance < 0.975:
             events.append(Event(turn, "again", {"which": rng.randrange(10**6)}))
         else:
             where = {"which": rng.randrange(10**6), "offset": rng.choice([0, 0, 1, -1, 3])}
             events.append(Event(turn, "go on", where | {"ask": maker.request()}))
     backend = rng.choice(["xgrammar", "xgrammar", "llguidance"])
     return Workload(seed, setup, rng.choice([0, 0, 1, 3]), backend, events, _faults(rng))
+
+
+def _following(rng: random.Random, kept: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """The request, but its prompt goes on from the kept one."""
+    prompt = kept["input_ids"] + [rng.randrange(3, VOCAB) for _ in range(rng.choice([0, 1, 3]))]
+    fields = {name: value for name, value in request.items() if name not in ("text", "cache_salt", "rid")}
+    params = {**request["sampling_params"], "max_new_tokens": min(8, request["sampling_params"]["max_new_tokens"])}
+    params["min_new_tokens"] = min(params.get("min_new_tokens", 0), params["max_new_tokens"])
+    return {**fields, "input_ids": prompt, "sampling_params": params, "follows": kept["rid"]}
 
 
 def _faults(rng: random.Random) -> dict[int, Fault]:
@@ -372,13 +404,9 @@ def _judge(workload: Workload, engine: WholeEngine, book: Book, result: Result) 
 
 
 def _matcher(engine: WholeEngine, asked: Asked) -> Matcher:
-    """A fresh matcher for the request's grammar."""
+    """A fresh matcher for the request's grammar, which shares nothing with others' but the automaton."""
     spec: GrammarSpec | None = parse_sampling(asked.fields["sampling_params"]).params.grammar
     queue = engine.parts.queues.grammars
     assert spec is not None
-    assert queue is not None
-    queue.submit(-1, spec)
-    while True:
-        for answer in queue.poll():
-            assert hasattr(answer, "matcher"), answer
-            return answer.matcher
+    assert isinstance(queue, PatientGrammars)
+    return queue.fresh(spec)
