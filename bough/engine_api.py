@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import bough
-from bough.config.flags import show_value
 from bough.config.hf import Checkpoint, open_checkpoint
-from bough.config.server_args import build_config, flat
+from bough.config.server_args import build_config, public_json
 from bough.core.errors import BoughError, InvalidRequest, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
 from bough.intake.driver import Driver, DriverClosed
@@ -253,11 +252,7 @@ class Engine:
     def get_server_info(self) -> Json:
         """Settings, what was decided at start-up, and the engine's numbers right now."""
         internal = self._call(self._intake.info())
-        settings = {
-            name: value if isinstance(value, bool | int | float | str) else show_value(value)
-            for name, value in flat(self.config).items()
-            if name not in ("api_key", "admin_api_key")
-        }
+        settings = public_json(self.config)
         return {"version": bough.__version__, **settings, **self._running.facts, "internal_states": [internal]}
 
     def get_model_info(self) -> Json:

@@ -31,6 +31,9 @@ from bough.config.flags import (
 from bough.config.presets import preset
 from bough.core.errors import ConfigError
 
+SECRETS = frozenset({"api_key", "admin_api_key"})
+"""Settings that nobody is shown."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
@@ -154,6 +157,19 @@ def flat(config: Config) -> dict[str, Value]:
     return {name: getattr(getattr(config, setting.group), name) for name, setting in settings().items()}
 
 
+def public(config: Config) -> dict[str, Value]:
+    """Every setting that anybody may see, by name: all but the keys."""
+    return {name: value for name, value in flat(config).items() if name not in SECRETS}
+
+
+def public_json(config: Config) -> dict[str, bool | int | float | str]:
+    """Like `public`, as JSON has it: what is no number or text is written as on the command line."""
+    return {
+        name: value if isinstance(value, bool | int | float | str) else show_value(value)
+        for name, value in public(config).items()
+    }
+
+
 def assemble(values: Mapping[str, Value]) -> Config:
     """A `Config` from settings by name; the others keep their defaults."""
     by_group: dict[str, dict[str, Value]] = {}
@@ -211,7 +227,7 @@ def dump_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
         if setting.group != group:
             group = setting.group
             lines.append(f"# {group}")
-        if name in ("api_key", "admin_api_key"):
+        if name in SECRETS:
             lines.append(f"# {name}: not written here; set {setting.variable}")
             continue
         value = getattr(getattr(config, group), name)

@@ -6,14 +6,11 @@ import time
 from importlib import import_module
 from typing import Any
 
-from bough.config.flags import show_value
-from bough.config.server_args import flat
+from bough.config.server_args import public_json
 from bough.core.errors import BoughError
 from bough.entrypoints.service import Service
 
 Json = dict[str, Any]
-
-_SECRETS = ("api_key", "admin_api_key")
 
 
 async def loads(service: Service) -> Json:
@@ -79,17 +76,12 @@ async def loads(service: Service) -> Json:
 async def server_info(service: Service) -> Json:
     """Every setting, the decisions behind them, memory, and the engine's numbers."""
     served, health = service.served, service.health()
-    settings: Json = {
-        name: value if isinstance(value, bool | int | float | str) else show_value(value)
-        for name, value in flat(service.config).items()
-        if name not in _SECRETS
-    }
     try:
         states = [await service.intake.info()]
     except BoughError as error:
         states = [{"error": error.what}]
     return {
-        **settings,
+        **public_json(service.config),
         "version": import_module("bough").__version__,
         "served_model_name": served.name,
         "context_length": served.context_length,

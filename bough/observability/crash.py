@@ -12,13 +12,12 @@ from typing import Any
 
 from bough.config.concerns import Config
 from bough.config.flags import show_value
-from bough.config.server_args import flat
+from bough.config.server_args import public
 from bough.core.errors import BoughError
 from bough.observability.flight import RecordedStep
 
 _KEPT = 50
 """Bundles kept in a directory; older ones go."""
-_SECRETS = frozenset({"api_key", "admin_api_key"})
 _MOST_STACK_CHARS = 100_000
 
 
@@ -38,7 +37,6 @@ def write_bundle(
     Raises `OSError` where the directory can't be written.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = flat(config)
     bundle = {
         "version": version,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -46,7 +44,7 @@ def write_bundle(
         "cause": {"what": error.what, "why": error.why, "fix": error.fix},
         "python": platform.python_version(),
         "system": platform.platform(),
-        "settings": {name: show_value(value) for name, value in settings.items() if name not in _SECRETS},
+        "settings": {name: show_value(value) for name, value in public(config).items()},
         "facts": {name: facts[name] for name in sorted(facts) if isinstance(facts[name], str | int | float)},
         "monotonic_s": time.monotonic(),
         "last_steps": [step.as_json() for step in steps],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,17 @@ import bough
 from bough.config.concerns import AUTO, Config
 from bough.config.flags import settings
 from bough.config.presets import PRESETS
-from bough.config.server_args import ServerArgs, assemble, build_config, dump_yaml, flat, load_config, read_file
+from bough.config.server_args import (
+    ServerArgs,
+    assemble,
+    build_config,
+    dump_yaml,
+    flat,
+    load_config,
+    public,
+    public_json,
+    read_file,
+)
 from bough.core.errors import ConfigError
 
 
@@ -166,3 +177,14 @@ def test_values_out_of_range(bad: dict[str, object]) -> None:
     assert error.what
     assert error.why
     assert error.fix
+
+
+def test_keys_are_shown_to_nobody() -> None:
+    config = build_config(api_key="s3cret", admin_api_key="s3cret too", context_length=77)
+    secret = {name for name in settings() if any(word in name for word in ("key", "secret", "password"))}
+    assert secret, "there are keys"
+    assert public(config).keys() == flat(config).keys() - secret
+    shown = json.dumps(public_json(config))
+    assert '"context_length": 77' in shown
+    assert "s3cret" not in shown
+    assert "s3cret" not in dump_yaml(config)
