@@ -22,7 +22,13 @@ from bough.kernels.norm import cpu as norm
 from bough.kernels.packed_linear import cpu as packed
 from bough.kernels.rotary import cpu as rotary
 from bough.kernels.sampling import cpu as sampling
-from tests.kernels import test_cpu_attention, test_cpu_packed_linear, test_cpu_sampling, test_cpu_small_ops
+from tests.kernels import (
+    test_cpu_attention,
+    test_cpu_packed_linear,
+    test_cpu_same_bits,
+    test_cpu_sampling,
+    test_cpu_small_ops,
+)
 
 ROOT = Path(__file__).parents[2]
 USES_KERNELS = """
@@ -152,6 +158,12 @@ def test_other_instruction_sets_compute_the_same(machine: str, monkeypatch: pyte
     spec = test_cpu_attention.Spec()
     for rows in test_cpu_attention.SHAPES.values():
         test_cpu_attention.check(test_cpu_attention.make_case(rows, spec), spec, attention.CpuAttention)
+    for kind in ("Q4_1", "Q6_K", "F16"):
+        for exact in (True, False):
+            test_cpu_same_bits.test_products(kind, exact, 37, 768)
+    for layer in ("plain", "both", "many heads"):
+        test_cpu_same_bits.test_attention(test_cpu_same_bits.LAYERS[layer], torch.float32)
+        test_cpu_same_bits.test_attention(test_cpu_same_bits.LAYERS[layer], torch.bfloat16)
     case = test_cpu_attention.make_case([(1, 150), (1, 140)], spec, share=128, cache_dtype=torch.bfloat16)
     test_cpu_attention.check(case, spec, attention.CpuAttention)
     for dtype in test_cpu_small_ops.DTYPES:
