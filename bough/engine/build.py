@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,12 @@ from bough.config.concerns import Config
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.memory_plan import MemoryPlan
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import Resolved, resolve
+from bough.config.resolve import MachineFacts, Resolved, resolve
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
 from bough.core.step import Runner, RunnerLimits
 from bough.distributed.mesh import Mesh, join_mesh
+from bough.engine.agree import agree
 from bough.engine.attention import attention_factory
 from bough.engine.early import Early
 from bough.engine.facts import machine_facts, plan_facts
@@ -120,7 +121,10 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
     """The whole life of one engine rank, once this module is imported."""
     start = StartUp(launch, rank, {"importing the engine": round(importing_s, 3)})
     with start.phase("reading the checkpoint's headers", 0.05):
-        checkpoint, resolved = decide(launch.config, early.facts())
+        ranks = launch.config.parallel.tp_size
+        checkpoint, resolved = decide(
+            launch.config, early.facts(), lambda seen: agree(seen, launch.endpoints, rank, ranks)
+        )
     config = resolved.config
     if not config.device.custom_kernels:
         forbid_custom_kernels()
@@ -149,8 +153,11 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
     serve_steps(launch, start, checkpoint, resolved, runner)
 
 
-def decide(config: Config, facts: DeviceFacts) -> tuple[Checkpoint, Resolved]:
-    """Opens the checkpoint and settles every open setting; reads headers only."""
+def decide(
+    config: Config, facts: DeviceFacts, agreed: Callable[[MachineFacts], MachineFacts] | None = None
+) -> tuple[Checkpoint, Resolved]:
+    """Opens the checkpoint and settles every open setting; reads headers only. `agreed`: where others decide the same,
+    the machine as all of them see it."""
     checkpoint = open_checkpoint(
         config.model.model,
         revision=config.model.revision,
@@ -160,6 +167,8 @@ def decide(config: Config, facts: DeviceFacts) -> tuple[Checkpoint, Resolved]:
     custom = config.device.custom_kernels and not config.device.safe_mode
     keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
     machine = machine_facts(facts, custom_kernels=custom)
+    if agreed is not None:
+        machine = agreed(machine)
     planned = plan_facts(checkpoint, config.model.model, keep_packed=keep_packed)
     pooling = pooling_of(config, checkpoint)
     if pooling is not None:

@@ -65,6 +65,10 @@ class Endpoints:
         """Fingerprints of requests that the engine has died of."""
         return self.path("quarantine.json")
 
+    def machine(self, rank: int) -> Path:
+        """The machine as a rank has found it."""
+        return self.path(f"machine.{rank}.json")
+
     def board(self, name: str) -> Path:
         """The numbers that the process `name` counts."""
         return self.path(f"{name}.board")
