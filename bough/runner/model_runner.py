@@ -214,6 +214,8 @@ class LaunchedStep:
         self._tokens: Tensor | None = None
         self._scores: Scores | None = None
         self._failed: dict[int, str] = {}
+        self._barred: tuple[list[int], Tensor] | None = None
+        """Rows with a list of allowed tokens, and whether anything is left of it."""
         self.prompt_scores: Scores | None = None
         self.hidden: HiddenWanted | None = None
         self._done = runner.machine.event()
@@ -256,8 +258,15 @@ class LaunchedStep:
             output_logprobs=self._host(self._scores),
             prompt_logprobs=self._host(self.prompt_scores),
             hidden_states=self.hidden.by_row() if self.hidden is not None else {},
-            failed=self._failed,
+            failed=self._failed | self._without_choice(),
         )
+
+    def _without_choice(self) -> dict[int, str]:
+        if self._barred is None:
+            return {}
+        rows, barred = self._barred
+        why = "every token of allowed_token_ids is forbidden by something else that it asked for"
+        return {row: why for row, none_left in zip(rows, barred.tolist(), strict=True) if none_left}
 
     def _host(self, scores: Scores | None) -> LogprobArrays | None:
         return scores.arrays() if scores is not None else None
@@ -273,6 +282,10 @@ class LaunchedStep:
             sampled = np.searchsorted(plain.rows, self._step.constrained).astype(np.int64)
             spare = logits is not raw or all(setup.logprobs is None for setup in setups)
             logits = apply_masks(logits, upload(sampled, runner.device), upload(masks, runner.device), in_place=spare)
+        listed = [int(at) for at, s in zip(plain.rich, setups, strict=True) if s.sampling.allowed_token_ids is not None]
+        if listed:
+            best = logits[upload(np.array(listed, np.int64), runner.device)].amax(-1)
+            self._barred = plain.rows[listed].tolist(), download(best == -torch.inf)
         tokens = runner.forward.draw(logits, self._tensors)
         if setups:
             runner.shaper.advance(plain.rich, setups, tokens)

@@ -77,6 +77,26 @@ def test_a_constrained_answer_does_not_show_the_token_that_completed_it(llama: B
     check(llama, *events)
 
 
+def test_where_nothing_is_left_of_the_allowed_tokens_the_request_fails_alone(llama: Bench) -> None:
+    engine = WholeEngine(llama[0], Setup(), grammars=llama[2]["xgrammar"])
+    only = {**GREEDY, "allowed_token_ids": [EOS, 67]}
+    wrong = [
+        {**only, "stop_token_ids": [67], "min_new_tokens": 3},
+        {**only, "choice": ["yes", "no"]},
+        {**only, "temperature": 1.0, "stop_token_ids": [67], "min_new_tokens": 1},
+    ]
+    asked = [engine.ask(input_ids=[5, 6], sampling_params=params)[0] for params in (only, *wrong)]
+    engine.settle_down()
+    assert set(asked[0].output) <= {EOS, 67}
+    for each in asked[1:]:
+        end = each.whole.end
+        assert end is not None
+        assert (end.reason, each.output) == ("error", [])
+        assert "allowed_token_ids" in end.message
+    engine.check_quiet()
+    engine.close()
+
+
 BESIDE = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}
 
 
