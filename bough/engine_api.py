@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import bough
-from bough.config.hf import Checkpoint, open_checkpoint
+from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.server_args import build_config, public_json
 from bough.core.errors import BoughError, InvalidRequest, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
@@ -22,7 +22,7 @@ from bough.intake.endings import as_error
 from bough.intake.joins import parse_join
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.launch import Programs, Running, start
-from bough.tokenizer import Tokenizer, load_tokenizer
+from bough.tokenizer import Tokenizer, tokenizer_of
 
 Json = dict[str, Any]
 Answers = Json | list[Json]
@@ -45,13 +45,8 @@ class Engine:
         self._running: Running = start(self.config, num_api_workers=1, programs=programs)
         try:
             model = self._running.config.model
-            self._checkpoint = open_checkpoint(
-                model.model,
-                revision=model.revision,
-                load_format=model.load_format,
-                overrides=model.json_model_override_args,
-            )
-            self.tokenizer: Tokenizer | None = self._load_tokenizer(self._checkpoint)
+            self._checkpoint = checkpoint_of(model)
+            self.tokenizer: Tokenizer | None = tokenizer_of(self.config.model, self._checkpoint)
             self._defaults = self._model_defaults(self._checkpoint)
             self._running.wait_ready()
             self._driver = Driver("bough-engine")
@@ -323,17 +318,6 @@ class Engine:
         self.shutdown()
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _load_tokenizer(self, checkpoint: Checkpoint) -> Tokenizer | None:
-        model = self.config.model
-        if model.skip_tokenizer_init:
-            return None
-        return load_tokenizer(
-            model.tokenizer or checkpoint,
-            trust_remote_code=model.trust_remote_code,
-            revision=model.revision if model.tokenizer else "",
-            chat_template=model.chat_template,
-        )
 
     def _model_defaults(self, checkpoint: Checkpoint) -> Json:
         if self.config.server.sampling_defaults != "model":

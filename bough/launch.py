@@ -28,7 +28,7 @@ from typing import Any
 
 import bough
 from bough.config.concerns import Config
-from bough.config.hf import open_checkpoint
+from bough.config.hf import checkpoint_of
 from bough.core.errors import BoughError, Unavailable
 from bough.core.messages import Shutdown
 from bough.ipc import (
@@ -95,10 +95,7 @@ def located(config: Config, progress: Callable[[int, int], None] | None = None) 
     `progress` hears of bytes downloaded, and of bytes in all.
     """
     model = config.model
-    checkpoint = open_checkpoint(
-        model.model, revision=model.revision, load_format=model.load_format, overrides=model.json_model_override_args,
-        progress=progress,
-    )  # fmt: skip
+    checkpoint = checkpoint_of(model, progress)
     if not model.model or Path(model.model).expanduser().exists():
         return config
     named = dataclasses.replace(

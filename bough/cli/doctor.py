@@ -81,19 +81,14 @@ def machine(config: Config) -> Iterator[Finding]:
 def fits(config: Config) -> Iterator[Finding]:
     """Whether the model that `config` names can be served here, by its headers and arithmetic alone."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from bough.config.hf import open_checkpoint
+    from bough.config.hf import checkpoint_of
     from bough.config.resolve import MachineFacts, resolve
     from bough.engine.facts import plan_facts
 
     name = config.model.model or "the default model"
     try:
         facts = detect(config.device.device)
-        checkpoint = open_checkpoint(
-            config.model.model,
-            revision=config.model.revision,
-            load_format=config.model.load_format,
-            overrides=config.model.json_model_override_args,
-        )
+        checkpoint = checkpoint_of(config.model)
         supported = checkpoint.facts.architecture
         packed = facts.kind == "cpu" and config.model.quantization != "none"
         device = MachineFacts(

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from bough.config.concerns import ModelConfig
 from bough.config.download import Progress, download, first_line
 from bough.config.gguf_config import config_from_gguf, generation_config_from_gguf
 from bough.config.gguf_header import GgufHeader, read_gguf_header
@@ -134,6 +135,17 @@ def open_checkpoint(
     if lone is not None:
         return _open_gguf(lone, name, load_format, patch)
     return _open_directory(path, name, load_format, patch)
+
+
+def checkpoint_of(model: ModelConfig, progress: Progress | None = None) -> Checkpoint:
+    """The checkpoint that a configuration names, opened by `open_checkpoint`."""
+    return open_checkpoint(
+        model.model,
+        revision=model.revision,
+        load_format=model.load_format,
+        overrides=model.json_model_override_args,
+        progress=progress,
+    )
 
 
 def default_model_path() -> Path:

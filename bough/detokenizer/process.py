@@ -6,7 +6,6 @@ import gc
 import logging
 import signal
 
-from bough.config.hf import open_checkpoint
 from bough.core.errors import BoughError, RequestFailed
 from bough.core.messages import (
     Began,
@@ -23,7 +22,7 @@ from bough.core.messages import (
 from bough.detokenizer.answer import PlainAnswer, TextAnswer
 from bough.detokenizer.decode import DecoderFactory
 from bough.ipc import Inbox, Launch, Outbox
-from bough.tokenizer import Tokenizer, load_tokenizer
+from bough.tokenizer import Tokenizer, tokenizer_of
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ def run(launch: Launch) -> None:
     """Detokenises until SIGTERM, then what has arrived by then."""
     inbox: Inbox[ToDetokenizer] = Inbox(launch.endpoints.detokenizer, ToDetokenizer)
     signal.signal(signal.SIGTERM, lambda *_: inbox.close())
-    answers = Answers(_tokenizer(launch))
+    answers = Answers(tokenizer_of(launch.config.model))
     engine = Outbox(launch.endpoints.engine)
     workers: dict[int, Outbox] = {}
     # Tables of a few hundred thousand texts would make every full collection slow.
@@ -154,15 +153,3 @@ def run(launch: Launch) -> None:
             break
     for outbox in (engine, *workers.values()):
         outbox.close(wait_s=_LAST_WORDS_S)
-
-
-def _tokenizer(launch: Launch) -> Tokenizer | None:
-    model = launch.config.model
-    if model.skip_tokenizer_init:
-        return None
-    if model.tokenizer:
-        return load_tokenizer(model.tokenizer, trust_remote_code=model.trust_remote_code, revision=model.revision)
-    checkpoint = open_checkpoint(
-        model.model, revision=model.revision, load_format=model.load_format, overrides=model.json_model_override_args
-    )
-    return load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)

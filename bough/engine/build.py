@@ -19,7 +19,7 @@ import torch
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import Config
-from bough.config.hf import Checkpoint, open_checkpoint
+from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.memory_plan import MemoryPlan
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
@@ -158,12 +158,7 @@ def decide(
 ) -> tuple[Checkpoint, Resolved]:
     """Opens the checkpoint and settles every open setting; reads headers only. `agreed`: where others decide the same,
     the machine as all of them see it."""
-    checkpoint = open_checkpoint(
-        config.model.model,
-        revision=config.model.revision,
-        load_format=config.model.load_format,
-        overrides=config.model.json_model_override_args,
-    )
+    checkpoint = checkpoint_of(config.model)
     custom = config.device.custom_kernels and not config.device.safe_mode
     keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
     machine = machine_facts(facts, custom_kernels=custom)

@@ -16,16 +16,11 @@ def grammars_of(config: Config, checkpoint: Checkpoint, vocab_size: int) -> Gram
     if config.server.grammar_backend == "none" or config.model.skip_tokenizer_init:
         return None
     from bough.grammar import Grammars, Settings, Vocabulary
-    from bough.tokenizer import load_tokenizer
-
-    model = config.model
+    from bough.tokenizer import tokenizer_of
 
     def load() -> Vocabulary:
-        tokenizer = load_tokenizer(
-            model.tokenizer or checkpoint,
-            trust_remote_code=model.trust_remote_code,
-            revision=model.revision if model.tokenizer else "",
-        )
+        tokenizer = tokenizer_of(config.model, checkpoint)
+        assert tokenizer is not None, "asked for above"
         return Vocabulary(tokenizer, vocab_size, checkpoint.eos_ids)
 
     server = config.server

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from bough.config.concerns import Config
-from bough.config.hf import Checkpoint, open_checkpoint
+from bough.config.hf import Checkpoint, checkpoint_of
 from bough.entrypoints.fim import choose_format
 from bough.entrypoints.service import Served
 from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning_format, tool_format
-from bough.tokenizer import Tokenizer, load_tokenizer
+from bough.tokenizer import Tokenizer, tokenizer_of
 
 DEFAULT_NAME = "default"
 """A model name that always works, for clients that insist on sending one."""
@@ -19,19 +19,8 @@ DEFAULT_NAME = "default"
 
 def load_model_side(config: Config) -> tuple[Checkpoint, Tokenizer | None]:
     """Reads the checkpoint's headers and loads its tokenizer; takes a while, needs no engine."""
-    model = config.model
-    checkpoint = open_checkpoint(
-        model.model, revision=model.revision, load_format=model.load_format, overrides=model.json_model_override_args
-    )
-    if model.skip_tokenizer_init:
-        return checkpoint, None
-    tokenizer = load_tokenizer(
-        model.tokenizer or checkpoint,
-        trust_remote_code=model.trust_remote_code,
-        revision="" if not model.tokenizer else model.revision,
-        chat_template=model.chat_template,
-    )
-    return checkpoint, tokenizer
+    checkpoint = checkpoint_of(config.model)
+    return checkpoint, tokenizer_of(config.model, checkpoint)
 
 
 def make_served(

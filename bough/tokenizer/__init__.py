@@ -5,8 +5,8 @@ never: torch, requests, or transformers where a tokenizer.json or GGUF metadata 
 """
 
 from bough.tokenizer.chat_template import ChatTemplate
-from bough.tokenizer.load import load_tokenizer
+from bough.tokenizer.load import load_tokenizer, tokenizer_of
 from bough.tokenizer.pool import TokenizerPool
 from bough.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Tokenizer", "TokenizerPool", "load_tokenizer"]
+__all__ = ["ChatTemplate", "Tokenizer", "TokenizerPool", "load_tokenizer", "tokenizer_of"]

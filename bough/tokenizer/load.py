@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import tokenizers
 
+from bough.config.concerns import ModelConfig
 from bough.config.gguf_header import read_gguf_header
-from bough.config.hf import Checkpoint
+from bough.config.hf import Checkpoint, checkpoint_of
 from bough.core.errors import ConfigError
 from bough.tokenizer.builtin_templates import BUILTIN_TEMPLATES
 from bough.tokenizer.chat_template import ChatTemplate
@@ -35,6 +36,21 @@ def load_tokenizer(
             return _from_gguf(source.gguf[source.files.index(source.tokenizer)].metadata, source.eos_ids, replacement)
         return _load(source.tokenizer, source.eos_ids, trust_remote_code, replacement)
     return _load(_locate(source, revision), (), trust_remote_code, replacement)
+
+
+def tokenizer_of(model: ModelConfig, checkpoint: Checkpoint | None = None) -> Tokenizer | None:
+    """The tokenizer that a configuration names, by default its checkpoint's, which is opened if it is not given.
+
+    None: none is wanted (--skip-tokenizer-init). Raises `ConfigError`.
+    """
+    if model.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        model.tokenizer or checkpoint or checkpoint_of(model),
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision if model.tokenizer else "",
+        chat_template=model.chat_template,
+    )
 
 
 def _load(
