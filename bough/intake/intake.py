@@ -354,6 +354,9 @@ class Intake:
             self._searches.discard(running)
             for place in held:
                 place.end()
+            if self.meter is not None:
+                for stream in streams:
+                    self.meter.given_up(stream.id, "error")  # unless its end has been heard of
 
         def give_up(request_id: int, reason: str) -> None:
             if self.meter is not None:

@@ -23,6 +23,8 @@ from bough.intake import Intake, Place, Request
 from bough.intake.request import pieces
 from bough.ipc import Endpoints
 from bough.launch import Running
+from bough.observability.metrics import Sheet
+from bough.observability.requests import RequestMeter
 from bough.tokenizer import Tokenizer
 from tests.unit.intake.conftest import WORKERS
 
@@ -399,3 +401,25 @@ async def test_a_large_batch_costs_little(intake: Intake) -> None:
     assert best < 0.25
     assert intake.stats.submitted >= 3 * 512
     assert intake.stats.live == 0
+
+
+class Nobody:
+    """An engine's end that takes everything and never answers."""
+
+    def send(self, message: object) -> None: ...
+
+    def send_all(self, messages: list[object]) -> None: ...
+
+
+async def test_a_search_that_fails_is_no_longer_live() -> None:
+    gate, sheet = CountingGate(2), Sheet(None, "api")
+    intake = Intake(Endpoints("nowhere"), tokenizer=None, context_length=64, vocab_size=100, gate=gate)
+    intake._outbox = Nobody()  # type: ignore[assignment]
+    intake.meter = RequestMeter(sheet)
+    (stream,) = await intake.submit(request([1, 2, 3], beam_width=2))
+    await asyncio.sleep(0)
+    assert (gate.now, sheet.board.read()["num_live_reqs"]) == (2, 1)
+    intake.fail_all(Unavailable(what="gone"))
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(stream.collect(), 5)
+    assert (gate.now, sheet.board.read()["num_live_reqs"]) == (0, 0)
