@@ -28,8 +28,6 @@ class Processor:
     physical_cores: int
     """Distinct cores in the affinity mask, no more than the control group's quota."""
     logical_cpus: int
-    virtual: bool
-    """Runs under a hypervisor."""
 
     @property
     def arch(self) -> str:
@@ -59,7 +57,6 @@ def processor() -> Processor:
         flags=flags & frozenset(NAMED_FLAGS),
         physical_cores=cores,
         logical_cpus=len(allowed),
-        virtual="hypervisor" in flags,
     )
 
 

@@ -77,11 +77,22 @@ def test_measurements_of_another_version_are_left_aside(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = table.table_path(CPU)
-    path.parent.mkdir()
     path.write_text(text)
     table.entries.cache_clear()
     try:
         assert table.entries(CPU) == {}
         assert "left aside" in caplog.text
+    finally:
+        table.entries.cache_clear()
+
+
+def test_without_a_directory_for_them_there_are_no_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken() -> Path:
+        raise PermissionError("somebody else's")
+
+    monkeypatch.setattr(table, "cache_directory", taken)
+    table.entries.cache_clear()
+    try:
+        assert table.entries(CPU) == {}
     finally:
         table.entries.cache_clear()

@@ -6,9 +6,9 @@ directory, which `tune` writes and which wins. A lookup never measures, so it is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import triton
 
 from bough.kernels.linear.ring import is_ready
 from bough.kernels.linear.skinny import Config
+from bough.platform.disk_cache import cache_directory
 from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")
@@ -38,8 +39,8 @@ def device_name(device: torch.device) -> str:
 
 
 def table_path(device: torch.device) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "bough" / f"linear-{device_name(device)}-triton-{triton.__version__}.json"
+    """Where the user's measurements lie. Raises `OSError` where there is no directory of the user's to keep them in."""
+    return cache_directory() / f"linear-{device_name(device)}-triton-{triton.__version__}.json"
 
 
 @cache
@@ -47,7 +48,10 @@ def entries(device: torch.device) -> Entries:
     """The measured entries of a device; shared and mutable, so that tuning takes effect at once."""
     shipped = Path(__file__).parent / "measured" / f"{device_name(device)}.json"
     found: Entries = {}
-    for path in (shipped, table_path(device)):
+    paths = [shipped]
+    with contextlib.suppress(OSError):
+        paths.append(table_path(device))
+    for path in paths:
         try:
             rows = json.loads(path.read_text()).items()
             found |= {key: None if value is None else Config(**value) for key, value in rows}
@@ -61,7 +65,6 @@ def entries(device: torch.device) -> Entries:
 def save(device: torch.device) -> Path:
     """Writes the device's entries, replacing the file in one move."""
     path = table_path(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
     table = {key: None if config is None else asdict(config) for key, config in sorted(entries(device).items())}
     write_whole(path, json.dumps(table, indent=1).encode())
     return path

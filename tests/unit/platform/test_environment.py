@@ -20,7 +20,6 @@ AMX_CPU = Processor(
     flags=frozenset({"avx512_vnni", "amx_tile", "amx_bf16"}),
     physical_cores=2,
     logical_cpus=2,
-    virtual=True,
 )
 
 
