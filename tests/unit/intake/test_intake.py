@@ -180,7 +180,9 @@ async def test_leaving_a_stream_aborts(intake: Intake) -> None:
 
 async def test_a_reader_that_is_behind_gets_news_in_one_piece(intake: Intake) -> None:
     (stream,) = await intake.submit(request(max_new_tokens=40, stream=True))
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(10):
+        while intake.num_live:
+            await asyncio.sleep(0.01)
     deltas = [delta async for delta in stream]
     assert len(deltas) == 1
     assert unpack_ids(deltas[0].tokens).tolist() == echo(IDS, 40)
