@@ -30,7 +30,7 @@ _BLOCKED_S = 0.001
 
 
 class EngineBroken(BoughError):
-    """Steps keep failing: the process had better start afresh."""
+    """Steps keep failing, or a runner says that no other can follow: the process had better start afresh."""
 
 
 class Laps(Struct):
@@ -222,13 +222,16 @@ class Loop:
         step = entry.flight.step
         self.hooks.problem(f"step {step.index} ({step.num_rows} rows) failed: {type(error).__name__}: {error}")
         fail_step(entry.flight, error, self.queues, self.cache, now=now)
-        if is_out_of_memory(error):
+        broken = isinstance(error, EngineBroken)
+        if is_out_of_memory(error) and not broken:
             return  # smaller steps follow, and a request that meets it again fails: it ends by itself
         self._failures += 1
-        if self._failures >= _FAILURES_IN_A_ROW:
+        if broken or self._failures >= _FAILURES_IN_A_ROW:
             self._in_flight.clear()
             abort_all(self.queues, self.cache, "the engine broke down", now=now)
             self._send()
+            if broken:
+                raise error
             raise EngineBroken(
                 what=f"{self._failures} steps in a row have failed", why=f"{type(error).__name__}: {error}"
             ) from error

@@ -7,11 +7,13 @@ never have to travel between them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from msgspec import Struct
 
 from bough.core.step import Launched, Mask, Outcome, Runner, Step
+from bough.engine.loop import EngineBroken
 from bough.ipc import Inbox, Outbox
 
 
@@ -20,8 +22,9 @@ class RunStep(Struct, tag="step"):
 
 
 class Masks(Struct, tag="masks"):
-    """Grammar masks for the oldest step that lacks them."""
+    """Grammar masks for a step. Those before it that still lack theirs have failed on rank 0, and get none."""
 
+    index: int
     masks: Mask
 
 
@@ -33,7 +36,11 @@ ToWorker = RunStep | Masks | Stop
 
 
 class BroadcastRunner:
-    """Rank 0's runner: every step goes to the other ranks before it is launched here."""
+    """Rank 0's runner: every step goes to the other ranks before it is launched here.
+
+    A step that fails here, and goes on there, breaks the engine: what one rank sends next, another would take for
+    something else.
+    """
 
     def __init__(self, runner: Runner, workers: Sequence[Outbox]) -> None:
         self._runner = runner
@@ -41,7 +48,8 @@ class BroadcastRunner:
 
     def launch(self, step: Step) -> Launched:
         self._send(RunStep(step))
-        return _BroadcastLaunched(self._runner.launch(step), self)
+        with _in_step():
+            return _BroadcastLaunched(self._runner.launch(step), self)
 
     def clear(self) -> None:
         self._runner.clear()
@@ -56,8 +64,18 @@ class BroadcastRunner:
         for worker in self._workers:
             worker.send(message)
 
-    def send_masks(self, masks: Mask) -> None:
-        self._send(Masks(masks))
+    def send_masks(self, index: int, masks: Mask) -> None:
+        self._send(Masks(index, masks))
+
+
+@contextmanager
+def _in_step() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise EngineBroken(
+            what="a step failed on one of several ranks", why=f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class _BroadcastLaunched:
@@ -74,8 +92,9 @@ class _BroadcastLaunched:
         return self._launched.needs_masks
 
     def sample(self, masks: Mask) -> None:
-        self._runner.send_masks(masks)
-        self._launched.sample(masks)
+        self._runner.send_masks(self.step.index, masks)
+        with _in_step():
+            self._launched.sample(masks)
 
     def wait(self) -> Outcome:
         return self._launched.wait()
@@ -91,7 +110,9 @@ def run_worker(inbox: Inbox[ToWorker], runner: Runner) -> None:
                     launched = runner.launch(step)
                     if launched.needs_masks:
                         unmasked.append(launched)
-                case Masks(masks=masks):
+                case Masks(index=index, masks=masks):
+                    while unmasked[0].step.index != index:
+                        unmasked.popleft()
                     unmasked.popleft().sample(masks)
                 case Stop():
                     return

@@ -303,6 +303,16 @@ def test_three_failures_in_a_row_break_the_engine() -> None:
     assert [c.end.reason for c in clients] == ["error", "error", "error", "abort", "abort"]
 
 
+def test_a_runner_can_say_that_the_engine_is_broken() -> None:
+    from bough.engine.loop import EngineBroken
+
+    sim = Sim(num_slots=1, fail_launch=lambda step: EngineBroken(what="the ranks are apart, out of memory"))
+    clients = [sim.ask(PROMPT[: 3 + i], max_new=5) for i in range(3)]
+    with pytest.raises(EngineBroken, match="apart"):
+        sim.run()
+    assert [c.end.reason for c in clients] == ["error", "abort", "abort"]
+
+
 def test_one_row_of_a_step_can_fail() -> None:
     sim = Sim()
     good, bad = sim.ask(PROMPT, max_new=9), sim.ask(PROMPT[1:], max_new=9)
