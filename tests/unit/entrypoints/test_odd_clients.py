@@ -248,3 +248,12 @@ def test_an_embedder_says_so_and_names_its_fields() -> None:
             response = client.post(path, json={field: ""})
             assert response.status_code == 400
             assert response.json()["error"]["param"] == field
+
+
+def test_server_info_has_the_names_that_sglangs_tools_read(client: httpx.Client) -> None:
+    told = client.get("/get_server_info").json()
+    model = client.get("/get_model_info").json()
+    assert {name: told[name] for name in ("model_path", "tokenizer_path", "served_model_name")} == {
+        name: model[name] for name in ("model_path", "tokenizer_path", "served_model_name")
+    }
+    assert "max_total_num_tokens" in told
