@@ -20,7 +20,7 @@ from bough.entrypoints.http.openai.fields import (
     check_sizes,
     hidden_states_of,
     namespace_of,
-    refuse_unserved,
+    refuse_unserved_chat,
     served_name,
 )
 from bough.entrypoints.http.openai.messages import check_messages, with_tools
@@ -64,7 +64,7 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
     """The body as a request, its prompt rendered by the model's template, and the tools it offers. Raises
     `InvalidRequest`."""
     served = service.served
-    refuse_unserved(asked)
+    refuse_unserved_chat(asked)
     check_sizes(asked)
     offered = offer(asked, served.tool_parser)
     prompt = asked.input_ids if asked.input_ids is not None else render(asked, served, offered)

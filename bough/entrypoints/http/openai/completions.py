@@ -21,7 +21,6 @@ from bough.entrypoints.http.openai.fields import (
     check_sizes,
     hidden_states_of,
     namespace_of,
-    refuse_unserved,
     served_name,
 )
 from bough.entrypoints.http.openai.sampling import native_sampling
@@ -79,7 +78,6 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
 
 def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
     """The body as requests, one a prompt. Raises `InvalidRequest`."""
-    refuse_unserved(asked)
     check_sizes(asked)
     _refuse_tools(asked)
     n = asked.n or 1

@@ -36,10 +36,8 @@ def check_sizes(asked: Common) -> None:
         bounds.count("salt_chars", getattr(asked, name), name)
 
 
-def refuse_unserved(asked: Common) -> None:
-    """Raises `InvalidRequest` for what is asked but does not exist here, instead of ignoring it."""
-    if not isinstance(asked, ChatRequest):
-        return
+def refuse_unserved_chat(asked: ChatRequest) -> None:
+    """Raises `InvalidRequest` for what a chat asks for but does not exist here, instead of ignoring it."""
     _refuse(asked.audio, "audio", "the served model gives text only", "leave it out")
     _refuse(asked.functions, "functions", "it was replaced by tools", "send tools")
     _refuse(asked.function_call, "function_call", "it was replaced by tool_choice", "send tool_choice")
