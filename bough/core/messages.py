@@ -97,6 +97,8 @@ class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_parser: str | None = None
     tools: str = ""
     """JSON list of the tools, for parsers that type arguments by schema; empty: no tools."""
+    calls_only: bool = False
+    """The answer is held to calls: where it ends within one that was not told yet, that is no content either."""
     every: int = 1
     """Send a delta every this many tokens (and at the end)."""
     prompt_tail: bytes = b""

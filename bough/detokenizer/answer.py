@@ -241,6 +241,7 @@ def _parser(spec: TextSpec) -> ResponseParser | None:
         tool_list=tool_specs(spec.tools) if spec.tools else (),
         force_reasoning=spec.reasoning_forced or None,
         stream_reasoning=spec.stream_reasoning,
+        calls_only=spec.calls_only,
     )
 
 

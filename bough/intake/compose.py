@@ -87,6 +87,7 @@ def text_spec(request: Request, prompt: Ids, sampling: SamplingParams, tokenizer
         stream_reasoning=request.stream_reasoning,
         tool_parser=request.tool_parser,
         tools=request.tools,
+        calls_only=request.calls_only,
         every=request.every if request.stream else _NEVER,
         prompt_tail=pack_ids(tail),
     )

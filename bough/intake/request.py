@@ -51,6 +51,8 @@ class Request:
     tool_parser: str | None = None
     tools: str = ""
     """JSON list of the tools."""
+    calls_only: bool = False
+    """The sampling's grammar holds the answer to calls of them."""
     reasoning_end: tuple[int, ...] = ()
     thinking_budget: int = -1
     session: SessionParams | None = None

@@ -15,9 +15,13 @@ from bough.parsers.tools import tool_parser
 class ResponseParser:
     """The parser of one request. Either part may be absent; with neither, all text is Content."""
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: Parser | None = None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: Parser | None = None, *, calls_only: bool = False
+    ) -> None:
+        """`calls_only`: a grammar holds the answer to calls, so what the text's end leaves unread was going to be one."""
         self._reasoning = reasoning
         self._tools = tools
+        self._calls_only = calls_only
 
     @classmethod
     def named(
@@ -28,6 +32,7 @@ class ResponseParser:
         tool_list: Sequence[ToolSpec] = (),
         force_reasoning: bool | None = None,
         stream_reasoning: bool = True,
+        calls_only: bool = False,
         new_id: IdFactory | None = None,
     ) -> ResponseParser:
         """From the parsers' names."""
@@ -36,6 +41,7 @@ class ResponseParser:
             if reasoning
             else None,
             tool_parser(tools, tool_list, new_id=new_id) if tools else None,
+            calls_only=calls_only,
         )
 
     @classmethod
@@ -47,6 +53,7 @@ class ResponseParser:
             tool_list=tool_specs(spec.tools) if spec.tool_parser else (),
             force_reasoning=spec.reasoning_forced,
             stream_reasoning=spec.stream_reasoning,
+            calls_only=spec.calls_only,
             new_id=new_id,
         )
 
@@ -79,7 +86,8 @@ class ResponseParser:
             for told in self._tools.feed(event.text) if isinstance(event, Content) else [event]:
                 sink.add(told)
         for told in self._tools.finish() if last else []:
-            sink.add(told)
+            if not (self._calls_only and isinstance(told, Content)):
+                sink.add(told)
         return sink.take()
 
 

@@ -208,6 +208,13 @@ def test_reasoning_and_content_are_told_apart(smollm: Tokenizer) -> None:
     assert {type(event) for event in whole} == {Reasoning, Content}
 
 
+@pytest.mark.parametrize(("calls_only", "content"), [(True, ""), (False, "<tool_call>")])
+def test_a_forced_call_cut_before_its_name_is_no_content(smollm: Tokenizer, calls_only: bool, content: str) -> None:
+    answers = begin(smollm, tool_parser="hermes", calls_only=calls_only)
+    answers.handle(tokens(1, smollm.encode("<tool_call>"), end=LENGTH))
+    assert assemble([event for delta in news(answers)[0] for event in delta.events]).content == content
+
+
 def test_a_stop_string_ends_parsing_too(smollm: Tokenizer) -> None:
     answers = begin(smollm, reasoning_parser="qwen3", stop=("STOP",))
     events = []

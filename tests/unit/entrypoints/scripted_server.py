@@ -229,6 +229,7 @@ def _parser(message: Generate) -> ResponseParser | None:
         tool_list=tool_specs(spec.tools),
         force_reasoning=spec.reasoning_forced,
         stream_reasoning=spec.stream_reasoning,
+        calls_only=spec.calls_only,
         new_id=lambda *_: f"call_{next(numbers)}",
     )
 

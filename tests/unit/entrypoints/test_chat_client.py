@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -348,6 +349,19 @@ def test_forced_calls_are_constrained(thinking: openai.OpenAI, thinker: FakeServ
     assert grammar.kind == "structural_tag"
     tags = json.loads(grammar.source)["format"]["tags"]
     assert len(tags) == (2 if choice == "required" else 1)
+
+
+@pytest.mark.parametrize("said", ["<tool_ca", "<tool_call>", '<tool_call>\n{"name": "get_we'])
+def test_a_forced_call_cut_before_its_name_leaves_no_content(said: str) -> None:
+    with serving(lambda message, prompt: Answer(pieces=list(said), reason="length", matched=None)) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        asked: Any = {"model": "fake", "messages": USER, "tools": [WEATHER], "tool_choice": "required"}
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert (choice.message.content or "", choice.message.tool_calls or []) == ("", [])
+        assert choice.finish_reason == "length"
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+        assert chunks[-1].finish_reason == "length"
 
 
 def test_tools_for_a_template_without_a_place_for_them(server: FakeServer, client: openai.OpenAI) -> None:

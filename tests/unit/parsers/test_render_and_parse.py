@@ -9,7 +9,7 @@ import jinja2
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bough.parsers import TOOL_FORMATS, ToolSpec, assemble, call_format, tool_parser
+from bough.parsers import TOOL_FORMATS, ResponseParser, ToolSpec, assemble, call_format, tool_parser
 
 SPEC = ToolSpec(
     "make_note",
@@ -194,3 +194,38 @@ def test_reads_what_its_call_format_forces(name: str, calls: list[dict[str, Any]
 
 def test_every_format_can_be_written_by_a_grammar() -> None:
     assert not [name for name in TOOL_FORMATS if call_format(name, [SPEC]) is None]
+
+
+TWO_CALLS = [
+    {"name": "make_note", "arguments": {"text": "a b", "count": 3, "items": [1, {"x": None}]}},
+    {"name": "list_notes", "arguments": {}},
+]
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize("reasoning", [None, "same"])
+def test_a_forced_call_that_is_cut_short_leaves_no_content(name: str, reasoning: str | None) -> None:
+    """Wherever it ends: within the opening mark, before the name, within the arguments, between two calls."""
+    format = call_format(name, [SPEC, OTHER])
+    assert format is not None
+    thinks = "gpt-oss" if name == "gpt-oss" else "qwen3"
+    forced = [format.section_begin + call.begin for call in format.calls]
+    rendered = ENVIRONMENT.from_string(TEMPLATES[name]).render(calls=TWO_CALLS)
+    for text in (*forced, rendered):
+        for end in range(len(text) + 1):
+            for step in (1, max(end, 1)):
+                parser = ResponseParser.named(
+                    reasoning=thinks if reasoning else None, tools=name, tool_list=[SPEC, OTHER], calls_only=True
+                )
+                cut = text[:end]
+                events = [event for at in range(0, end, step) for event in parser.feed(cut[at : at + step])]
+                parsed = assemble(events + parser.finish())
+                assert (parsed.content, parsed.reasoning) == ("", ""), cut
+                assert all(call.name in ("make_note", "list_notes") for call in parsed.tool_calls)
+    assert [call.name for call in parsed.tool_calls] == ["make_note", "list_notes"]
+
+
+def test_an_answer_that_may_be_text_keeps_what_turned_out_to_be_no_call() -> None:
+    for calls_only, content in ((False, "It is <tool_call>"), (True, "It is ")):
+        parser = ResponseParser.named(tools="hermes", tool_list=[SPEC], calls_only=calls_only)
+        assert assemble(parser.feed("It is <tool_call>") + parser.finish()).content == content

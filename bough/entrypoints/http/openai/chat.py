@@ -96,6 +96,7 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
         thinking_budget=budget if reasons else -1,
         tool_parser=offered.parser,
         tools=offered.source,
+        calls_only=offered.forced,
     )
     return request, offered
 
