@@ -86,8 +86,8 @@ class Driver:
         with self._lock:
             if self._closed:
                 return
+            self._closed = True  # before the stop: a thread that is stopped by it asks why
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._closed = True
         self._wanted.release()
         self._thread.join(wait_s)
 

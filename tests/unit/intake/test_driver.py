@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -189,6 +190,38 @@ def test_whoever_waits_at_the_end_is_told_so() -> None:
         assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
         assert told == ["closed"] * 4
         assert made.loop.is_closed()
+
+
+def test_a_thread_that_the_end_stops_at_once_knows_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be through with the loop before the thread that closes has come any further."""
+    made = Driver("test-driver")
+    told: list[type[BaseException]] = []
+    begun = threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        await asyncio.sleep(30)
+
+    def turn() -> None:
+        try:
+            made.run(wait())
+        except Exception as error:
+            told.append(type(error))
+
+    thread = threading.Thread(target=turn, daemon=True)
+    thread.start()
+    assert begun.wait(5)
+    wake = made.loop.call_soon_threadsafe
+
+    def wake_and_linger(*arguments: Any) -> Any:
+        handle = wake(*arguments)
+        time.sleep(0.1)
+        return handle
+
+    monkeypatch.setattr(made.loop, "call_soon_threadsafe", wake_and_linger)
+    made.close(wait_s=5)
+    thread.join(5)
+    assert told == [DriverClosed]
 
 
 async def test_a_coroutine_that_waits_at_the_end_is_told_so() -> None:
