@@ -276,6 +276,8 @@ class End(Struct, kw_only=True, omit_defaults=True):
     status: int = 0
     """For `abort` and `error`: HTTP status."""
     code: str = ""
+    param: str = ""
+    """For `error`: the client's field that is to blame, if one is."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0

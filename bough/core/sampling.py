@@ -22,6 +22,8 @@ class GrammarSpec(Struct, frozen=True, kw_only=True):
     source: str
     after_reasoning: bool = False
     """The constraint starts only after the reasoning section ends (decided by token state, not by text)."""
+    param: str = ""
+    """The client's field that it came from, for errors; empty: the native one of its kind."""
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -209,6 +209,7 @@ class TextAnswer:
             message=error.sentence() if error is not None else "",
             status=error.status if error is not None else 0,
             code=(error.code or error.type) if error is not None else "",
+            param=(error.param or "") if error is not None else "",
             completion_tokens=verdict.num_tokens,
             reasoning_tokens=min(end.reasoning_tokens, verdict.num_tokens),
         )

@@ -43,4 +43,4 @@ def failure(end: End) -> BoughError | None:
 def as_error(end: End) -> BoughError:
     """What a bad end would have been had it been raised."""
     kind = _BY_CODE.get(end.code) or _BY_STATUS.get(end.status) or RequestFailed
-    return kind(what=end.message or "the request failed")
+    return kind(what=end.message or "the request failed", param=end.param or None)

@@ -17,6 +17,7 @@ from bough.core.errors import (
 )
 from bough.core.grammar import CompileFailed
 from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, unpack_ids
+from bough.core.sampling import GrammarSpec
 from bough.scheduler.constrain import Gate
 from bough.scheduler.leave import end_request, make_end, output_of
 from bough.scheduler.limits import Limits
@@ -201,15 +202,15 @@ def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
             continue
         job, ask = phase.job, phase.job.ask
         job.grammar_s = now - job.accepted_s
+        spec = ask.sampling.grammar
+        assert spec is not None, "only requests with a grammar are compiled"
         if isinstance(answer, CompileFailed):
             del queues.where[job.id]
-            end = make_end(job, job.output, now, "error", error=InvalidRequest(what=answer.message))
+            end = make_end(job, job.output, now, "error", error=_unusable(answer, spec))
             end.status = answer.status
             queues.mail.add(job.id, row=RowOutput(end=end))
             queues.counters.failed += 1
             continue
-        spec = ask.sampling.grammar
-        assert spec is not None, "only requests with a grammar are compiled"
         job.gate = Gate(
             answer.matcher,
             marker=ask.reasoning_end,
@@ -218,6 +219,14 @@ def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
             budget=ask.thinking_budget,
         )
         _enqueue(queues, job)
+
+
+def _unusable(answer: CompileFailed, spec: GrammarSpec) -> InvalidRequest:
+    """What the client is told of its grammar."""
+    if answer.status != 400:
+        return InvalidRequest(what=answer.message, fix="try again soon")
+    param = spec.param or ("json_schema" if spec.kind == "json" else spec.kind)
+    return InvalidRequest(what=answer.message, fix=f"change {param}, or leave it out", param=param)
 
 
 def _tail(job: Job) -> list[int]:

@@ -39,6 +39,7 @@ def make_end(
         message=error.sentence() if error else "",
         status=error.status if error else 0,
         code=(error.code or error.type) if error else "",
+        param=(error.param or "") if error else "",
         prompt_tokens=len(job.prompt),
         completion_tokens=len(output),
         cached_tokens=job.cached_tokens,

@@ -160,6 +160,7 @@ def _misfit(job: Job, token: int) -> BoughError:
         what="no token can continue the answer",
         why=f"of those that its grammar allows next, none is left by {' and '.join(others)}",
         fix="let them agree, or leave one out",
+        param=others[0],
     )
 
 

@@ -52,9 +52,13 @@ def test_forced_tokens_take_fewer_steps() -> None:
 def test_a_wrong_grammar_is_the_clients_error() -> None:
     sim = Sim()
     client = sim.ask(PROMPT, grammar=GrammarSpec(kind="regex", source="bad"))
+    named = sim.ask(PROMPT, grammar=GrammarSpec(kind="regex", source="bad", param="guided_regex"))
     sim.run()
     assert client.end.status == 400
-    assert client.end.message == "the grammar is wrong"
+    assert client.end.message == "the grammar is wrong; change regex, or leave it out"
+    assert client.end.param == "regex"
+    assert named.end.message.endswith("; change guided_regex, or leave it out")
+    assert named.end.param == "guided_regex"
 
 
 def test_no_grammar_backend() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import grpc
 
 from bough.core.errors import BoughError, Overloaded
+from bough.entrypoints.http.errors import in_words
 
 _log = logging.getLogger(__name__)
 
@@ -32,14 +33,15 @@ def shown(error: Exception) -> BoughError:
     return BoughError(what="the server failed to answer this call", why="an internal error, which was logged")
 
 
-async def refuse(context: Any, error: Exception) -> NoReturn:
-    """Ends the call with the error's status."""
+async def refuse(context: Any, error: Exception, *, path: str = "") -> NoReturn:
+    """Ends the call with the error's status. `path`: the JSON route that was called, whose words are used then."""
     told = shown(error)
+    message, param = in_words(told, path)
     trailing = [("bough-code", told.code or told.type)]
-    if told.param:
-        trailing.append(("bough-param", "".join(each for each in told.param if " " <= each <= "~")[:200]))
+    if param:
+        trailing.append(("bough-param", "".join(each for each in param if " " <= each <= "~")[:200]))
     if isinstance(told, Overloaded):
         trailing.append(("retry-after", str(told.retry_after_s)))
     context.set_trailing_metadata(tuple(trailing))
-    await context.abort(_CODES.get(told.status, grpc.StatusCode.INTERNAL), told.sentence())
+    await context.abort(_CODES.get(told.status, grpc.StatusCode.INTERNAL), message)
     raise AssertionError("abort raises")

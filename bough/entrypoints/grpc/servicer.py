@@ -53,7 +53,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
                 async for answer in told:
                     yield answer
         except Exception as error:
-            await refuse(context, error)
+            await refuse(context, error, path=request.path)
 
     # -- pooling ----------------------------------------------------------------------------------
 

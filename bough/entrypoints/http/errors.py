@@ -29,14 +29,21 @@ ANTHROPIC_PREFIX = "/v1/messages"
 OLLAMA_PREFIX = "/api/"
 
 _OPENAI_WORDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_OLLAMA_WORDS = {
+    "max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "sampling_seed": "seed",
+    "response_format": "format",
+}  # fmt: skip
 _WORDS: dict[str, dict[str, str]] = {
     "/v1/chat/completions": {**_OPENAI_WORDS, "prompt": "messages"},
     "/invocations": {**_OPENAI_WORDS, "prompt": "messages"},
     "/v1/completions": {**_OPENAI_WORDS, "input_ids": "prompt"},
-    "/v1/responses": dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_tokens"), "max_output_tokens"),
-    "/v1/messages": {"max_new_tokens": "max_tokens"},
-    "/api/chat": {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "sampling_seed": "seed"},
-    "/api/generate": {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "sampling_seed": "seed"},
+    "/v1/responses": {
+        **dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        "response_format": "text.format",
+    },
+    "/v1/messages": {"max_new_tokens": "max_tokens", "response_format": "output_config.format"},
+    "/api/chat": _OLLAMA_WORDS,
+    "/api/generate": _OLLAMA_WORDS,
     **{path: {"prompt": "text"} for path in ("/generate", "/encode", "/classify")},
     **{path: {"prompt": "input"} for path in ("/v1/embeddings", "/v1/classify", "/v1/moderations")},
 }
@@ -69,15 +76,22 @@ def as_bough(error: BaseException) -> BoughError:
 def error_body(error: BaseException, path: str = "") -> dict[str, object]:
     """The error in the words of the route's dialect: OpenAI's object, but Anthropic's and Ollama's on their paths."""
     shown = as_bough(error)
-    words = _WORDS.get(path, {}) if shown.status < 500 else {}
-    message = _NAME.sub(lambda found: words.get(found[0], found[0]), shown.sentence()) if words else shown.sentence()
+    message, param = in_words(shown, path)
     if path.startswith(ANTHROPIC_PREFIX):
         kind = _ANTHROPIC_TYPES.get(shown.status, "api_error" if shown.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     if path.startswith(OLLAMA_PREFIX):
         return {"error": message}
-    param = words.get(shown.param, shown.param) if shown.param else shown.param
     return {"error": {"message": message, "type": shown.type, "param": param, "code": shown.code}}
+
+
+def in_words(error: BoughError, path: str) -> tuple[str, str | None]:
+    """The error's sentence and the field it is about, in the words of the route."""
+    words = _WORDS.get(path, {}) if error.status < 500 else {}
+    message = error.sentence()
+    if not words:
+        return message, error.param
+    return _NAME.sub(lambda found: words.get(found[0], found[0]), message), words.get(error.param or "", error.param)
 
 
 class BodyCutOff(BodyTooLarge):

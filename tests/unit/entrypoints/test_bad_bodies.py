@@ -270,3 +270,46 @@ def test_a_bug_shows_nothing_of_itself(monkeypatch: pytest.MonkeyPatch, caplog: 
         assert response.headers["x-request-id"]
         assert httpx.get(running.url + "/health").status_code == 200
     assert "secret" in caplog.text
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+WRAPPED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+def _bad_grammar(message: Any, prompt: str) -> Answer:
+    """As the engine ends a request whose grammar it can't use."""
+    spec = message.sampling.grammar
+    param = spec.param or spec.kind
+    said = f"at /: wrong; change {param}, or leave it out"
+    return Answer(pieces=[], end=End(reason="error", message=said, status=400, param=param))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "response_format": WRAPPED}, "response_format"),
+        ("/v1/chat/completions", {"messages": USER, "stream": True, "response_format": WRAPPED}, "response_format"),
+        ("/v1/chat/completions", {"messages": USER, "tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ("/v1/chat/completions", {"messages": USER, "regex": "("}, "regex"),
+        ("/v1/chat/completions", {"messages": USER, "guided_json": SCHEMA}, "guided_json"),
+        ("/v1/completions", {"prompt": "a", "guided_regex": "("}, "guided_regex"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ("/v1/completions", {"prompt": "a", "ebnf": "("}, "ebnf"),
+        ("/v1/completions", {"prompt": "a", "structural_tag": "{}", "response_format": {"type": "text"}},
+         "structural_tag"),
+        ("/generate", {"text": "a", "sampling_params": {"json_schema": SCHEMA}}, "json_schema"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+         "text.format"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_the_engine_refuses_names_the_clients_field(path: str, body: Any, param: str) -> None:
+    with serving(_bad_grammar) as running:
+        error = check_error(httpx.post(running.url + path, json=body), 400)
+        assert error["param"] == param
+        assert error["message"] == f"at /: wrong; change {param}, or leave it out"
+        if path == "/v1/responses":
+            format = {"type": "json_schema", "schema": SCHEMA}
+            asked = {"messages": USER, "max_tokens": 9, "output_config": {"format": format}}
+            told = httpx.post(running.url + "/v1/messages", json=asked).json()["error"]["message"]
+            assert "change output_config.format," in told

@@ -331,6 +331,22 @@ def test_json_routes_are_those_of_http(opened: tuple[FakeServer, Any], stub: Any
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": -5}, "max_tokens"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 10**12}, "max_output_tokens"),
+        ("/generate", {"text": "Hi", "sampling_params": {"max_new_tokens": -5}}, "max_new_tokens"),
+    ],
+)
+def test_json_routes_refuse_in_their_own_words(stub: Any, path: str, body: Any, param: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        call(stub, path, body)
+    assert param in refused.value.details()
+    assert ("max_new_tokens" in refused.value.details()) is (param == "max_new_tokens")
+    assert dict(refused.value.trailing_metadata())["bough-param"] == param
+
+
+@pytest.mark.parametrize(
     ("path", "body", "code"),
     [
         ("/nowhere", {}, Code.NOT_FOUND),

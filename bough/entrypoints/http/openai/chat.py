@@ -24,7 +24,7 @@ from bough.entrypoints.http.openai.fields import (
     served_name,
 )
 from bough.entrypoints.http.openai.messages import check_messages, with_tools
-from bough.entrypoints.http.openai.sampling import native_sampling
+from bough.entrypoints.http.openai.sampling import native_sampling, with_origin
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.openai.tools import Offer, describe, offer
@@ -72,6 +72,8 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
     if offered.structural_tag:
         _add_tool_constraint(given, offered)
     sampling = parse_sampling(given, served.sampling_defaults)
+    by_tools = bool(offered.structural_tag) and given.get("structural_tag") == offered.structural_tag
+    params = with_origin(sampling.params, asked, tools=by_tools)
     reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
     opened = opens_reasoning(prompt, served, continued=_continued(asked))
@@ -79,7 +81,7 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
     request = Request(
         prompt=prompt,
         add_special_tokens=bool(asked.add_special_tokens),
-        sampling=after_reasoning(sampling.params) if reasons else sampling.params,
+        sampling=after_reasoning(params) if reasons else params,
         room="exact" if "max_new_tokens" in given else "fill",
         bad_words=sampling.bad_words,
         rid=asked.rid or "",

@@ -23,7 +23,7 @@ from bough.entrypoints.http.openai.fields import (
     namespace_of,
     served_name,
 )
-from bough.entrypoints.http.openai.sampling import native_sampling
+from bough.entrypoints.http.openai.sampling import native_sampling, with_origin
 from bough.entrypoints.http.openai.schema import CompletionRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
@@ -98,7 +98,7 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
     given["n"] = candidates
     sampling = parse_sampling(given, service.served.sampling_defaults)
     common: dict[str, Any] = {
-        "sampling": sampling.params,
+        "sampling": with_origin(sampling.params, asked, tools=False),
         "bad_words": sampling.bad_words,
         "room": "at_most" if asked.max_tokens is None else "exact",
         "stream": bool(asked.stream),

@@ -8,6 +8,7 @@ import msgspec
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.core.sampling import SamplingParams
 from bough.entrypoints.http.openai.schema import Common, StructuredOutputs
 from bough.intake import ANY_JSON
 
@@ -16,6 +17,11 @@ _SAME = (
     "stop_token_ids", "stop_regex", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
     "allowed_token_ids", "bad_words", "regex", "ebnf", "custom_params", "logit_processor", "beam_width", "n",
 )  # fmt: skip
+_ORIGINS = (
+    "structural_tag", "json_schema", "structured_outputs", "guided_json", "guided_choice", "guided_regex",
+    "guided_grammar", "regex", "ebnf",
+)  # fmt: skip
+"""Fields of constraints, those that win over others first; `response_format` wins over all."""
 _RENAMED = (("min_tokens", "min_new_tokens"), ("seed", "sampling_seed"), ("no_stop_trim", "no_stop_trim"))
 
 
@@ -42,6 +48,19 @@ def native_sampling(body: Common, max_new_tokens: int | None) -> dict[str, Any]:
     if body.response_format is not None:
         given.update(constraint(body.response_format))
     return given
+
+
+def with_origin(sampling: SamplingParams, body: Common, *, tools: bool) -> SamplingParams:
+    """The same parameters, whose constraint (if there is one) knows the field it came from. `tools`: it is what holds
+    calls to their schemas."""
+    if sampling.grammar is None:
+        return sampling
+    param = next((name for name in _ORIGINS if getattr(body, name) is not None), "")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        param = "response_format"
+    if tools:
+        param = "tools"
+    return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, param=param))
 
 
 def _add_guides(body: Common, given: dict[str, Any]) -> None:
