@@ -30,6 +30,8 @@ _decode = msgspec.json.Decoder().decode
 _AT = re.compile(r" - at `\$(.*)`$")
 _NOT_WHOLE = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$([^`]*)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_PACKINGS = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress"})
+"""Encodings that change a body. Some clients write the character set there ("utf-8"): theirs are plain."""
 _MOST_REWRITTEN = 64
 """How many numbers (or lists of them) of one body are rewritten as integers."""
 
@@ -62,8 +64,8 @@ async def read_bytes(request: Request, most: int) -> bytes:
     A body that is a little too large is read to its end and dropped, so that its client can read the refusal; with one
     that is far too large the connection is closed. Either way no more than `most` bytes are kept.
     """
-    packed = request.headers.get("content-encoding", "identity")
-    if packed.lower() != "identity":
+    packed = request.headers.get("content-encoding", "")
+    if packed and not _PACKINGS.isdisjoint(re.split(r"[\s,]+", packed.lower())):
         raise PackedBody(
             what=f"the body's content-encoding is {packed[:40]!r}",
             why="compressed bodies are not unpacked here",
@@ -129,13 +131,14 @@ def unknown_fields(data: Mapping[str, Any], known: Collection[str], *, strict: b
 def _convert(data: dict[str, Any], kind: type[S]) -> S:
     """`data`, which may be changed, as `kind`. 5.0 is as good an integer as 5: JSON knows only numbers, and some clients
     write all of theirs with a point."""
-    for _ in range(_MOST_REWRITTEN):
+    tries = 0
+    while True:
         try:
             return msgspec.convert(data, kind)
         except msgspec.ValidationError as error:
-            if not _rewritten(data, str(error)):
+            if tries == _MOST_REWRITTEN or not _rewritten(data, str(error)):
                 raise _invalid(error, kind) from error
-    return msgspec.convert(data, kind)
+            tries += 1
 
 
 def _rewritten(data: Any, problem: str) -> bool:

@@ -64,6 +64,12 @@ def test_other_numbers_are_still_refused(client: httpx.Client, wrong: object) ->
     assert response.json()["error"]["param"] == "n"
 
 
+def test_numbers_with_points_in_very_many_places_are_the_clients_error(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"prompt": [[72.0] for _ in range(100)]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("prompt[")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "named"),
     [
@@ -107,7 +113,8 @@ def test_a_compressed_body_is_told_apart_from_broken_json(client: httpx.Client, 
     assert response.status_code == 415
     assert "content-encoding is 'gzip'" in response.text
     plain = gzip.decompress(body)
-    assert client.post(path, content=plain, headers={"content-encoding": "Identity"}).status_code == 200
+    for encoding in ("Identity", "utf-8", ""):
+        assert client.post(path, content=plain, headers={"content-encoding": encoding}).status_code == 200
 
 
 @pytest.mark.parametrize(
