@@ -24,3 +24,14 @@ def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
     except BaseException:
         os.unlink(draft)
         raise
+    if durable:
+        _sync_names(path.parent)
+
+
+def _sync_names(directory: Path) -> None:
+    """Which file a name stands for is the directory's content, not the file's."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from pathlib import Path
@@ -20,6 +21,14 @@ def test_replaces_the_content_for_its_owner_alone(tmp_path: Path, durable: bool)
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_durable_file_and_its_name_have_reached_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    synced: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(os, "fsync", lambda on: synced.append((stat.S_ISDIR(os.fstat(on).st_mode), path.exists())))
+    write_whole(path, b"new", durable=True)
+    assert synced == [(False, False), (True, True)], "the content before the move, the directory after it"
 
 
 def test_threads_of_one_process_write_at_once_and_readers_see_whole_contents(tmp_path: Path) -> None:
