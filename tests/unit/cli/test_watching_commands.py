@@ -123,20 +123,27 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "write", disk)
     files = DumpFiles(tmp_path, "api")
 
+    def num_done() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in tmp_path.iterdir()) + files.dropped
+
     def add(number: int) -> None:
+        """Returns once the writer is done with it."""
         files.add(Recorded(time=1.0, path="/generate", status=200, seconds=0.5, body={"n": number}))
-        time.sleep(0.01)
+        give_up_s = time.monotonic() + 20
+        while num_done() <= number:
+            assert time.monotonic() < give_up_s, "the writer is gone"
+            time.sleep(0.002)
 
     add(0)
     is_full.set()
     for number in range(1, 9):
         add(number)
-    assert tried.wait(5)
+    assert tried.is_set()
     is_full.clear()
     add(9)
     closing = threading.Thread(target=files.close, daemon=True)
     closing.start()
-    closing.join(5)
+    closing.join(20)
     assert not closing.is_alive(), "the end waits for a writer that is gone"
     assert [line.body["n"] for line in lines(tmp_path)] == [0, 9]
     assert files.dropped == 8

@@ -272,7 +272,7 @@ async def test_busy_servers_are_asked_again(tmp_path: Path) -> None:
 
 
 async def until(done: Any) -> None:
-    for _ in range(300):
+    for _ in range(1500):
         if done():
             return
         await asyncio.sleep(0.02)

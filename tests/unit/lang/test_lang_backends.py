@@ -453,7 +453,10 @@ def test_event_loops_that_have_ended_leave_no_connections(fake: FakeServer) -> N
     before = num_sockets()
     for _ in range(8):
         asyncio.run(ask())
-    assert num_sockets() <= before + 2, "each loop's connection is still open"
+    give_up_s = time.monotonic() + 20
+    while num_sockets() > before + 2:  # the server's ends close a moment later
+        assert time.monotonic() < give_up_s, "each loop's connection is still open"
+        time.sleep(0.01)
     endpoint.shutdown()
 
 
