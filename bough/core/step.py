@@ -142,6 +142,8 @@ class Outcome(Struct, kw_only=True):
     """Row -> pooled result, for pooling models."""
     failed: dict[int, str] = {}
     """Row -> why its result can't be used (say, logits that are not finite)."""
+    barred: tuple[int, ...] = ()
+    """Rows whose request forbids every token that its `allowed_token_ids` allow: what was drawn for them means nothing."""
 
 
 class Launched(Protocol):

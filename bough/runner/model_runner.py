@@ -258,15 +258,15 @@ class LaunchedStep:
             output_logprobs=self._host(self._scores),
             prompt_logprobs=self._host(self.prompt_scores),
             hidden_states=self.hidden.by_row() if self.hidden is not None else {},
-            failed=self._failed | self._without_choice(),
+            failed=self._failed,
+            barred=self._without_choice(),
         )
 
-    def _without_choice(self) -> dict[int, str]:
+    def _without_choice(self) -> tuple[int, ...]:
         if self._barred is None:
-            return {}
+            return ()
         rows, barred = self._barred
-        why = "every token of allowed_token_ids is forbidden by something else that it asked for"
-        return {row: why for row, none_left in zip(rows, barred.tolist(), strict=True) if none_left}
+        return tuple(row for row, none_left in zip(rows, barred.tolist(), strict=True) if none_left)
 
     def _host(self, scores: Scores | None) -> LogprobArrays | None:
         return scores.arrays() if scores is not None else None

@@ -41,7 +41,7 @@ def settle(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache,
     due = step.samples & live
     yields = due & (outcome.counts > 0)
     failed = outcome.failed | flight.rejected if flight.rejected else outcome.failed
-    for row in failed:
+    for row in (*failed, *outcome.barred):
         yields[row] = False
     if outcome.hidden_states:
         _gather_hidden(flight, outcome, queues)
@@ -51,12 +51,14 @@ def settle(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache,
     if len(rows):
         _settle_tokens(flight, outcome, queues, cache, rows, now)
     for row, why in failed.items():
-        _fail_row(int(step.slots[row]), why, queues, cache, now)
+        _fail_row(int(step.slots[row]), _unusable(why), queues, cache, now)
+    for row in outcome.barred:
+        _fail_row(int(step.slots[row]), _no_token_left(), queues, cache, now)
     for chunk in flight.chunks:
         if chunk.is_last and not yields[chunk.row]:
             _finish_without_output(chunk, outcome, queues, cache, now)
     for row in np.flatnonzero(due & ~yields).tolist():
-        _fail_row(int(step.slots[row]), "the step yielded no token for it", queues, cache, now)
+        _fail_row(int(step.slots[row]), _unusable("the step yielded no token for it"), queues, cache, now)
     release_settled(queues, cache)
 
 
@@ -256,10 +258,22 @@ def _gather_hidden(flight: Flight, outcome: Outcome, queues: Queues) -> None:
             job.hidden = states[-1:].tolist()
 
 
-def _fail_row(slot: int, why: str, queues: Queues, cache: PrefixCache, now: float) -> None:
+def _unusable(why: str) -> BoughError:
+    return RequestFailed(what="the model's result for this request can't be used", why=why)
+
+
+def _no_token_left() -> BoughError:
+    return InvalidRequest(
+        what="no token can continue the answer",
+        why="every token of allowed_token_ids is forbidden by something else that was asked for",
+        fix="let them agree, or leave one out",
+        param="allowed_token_ids",
+    )
+
+
+def _fail_row(slot: int, error: BoughError, queues: Queues, cache: PrefixCache, now: float) -> None:
     if queues.slots.live[slot]:
         row = queues.running.get(slot) or queues.prefilling.get(slot) or queues.leaving[slot]
-        error = RequestFailed(what="the model's result for this request can't be used", why=why)
         end = make_end(row.job, queues.slots.output(slot), now, "error", error=error)
         end_request(queues, cache, row, end)
 
@@ -275,7 +289,7 @@ def _finish_without_output(chunk: ChunkRow, outcome: Outcome, queues: Queues, ca
     if job.ask.pool:
         pooled = outcome.embeddings.get(chunk.row)
         if pooled is None:
-            return _fail_row(slot, "the model returned no pooled result", queues, cache, now)
+            return _fail_row(slot, _unusable("the model returned no pooled result"), queues, cache, now)
         embedding = pooled.astype("<f4").tobytes()
     end = make_end(job, queues.slots.output(slot), now, "stop" if job.ask.pool else "length")
     count_end(queues, end)

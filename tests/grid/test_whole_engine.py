@@ -91,7 +91,7 @@ def test_where_nothing_is_left_of_the_allowed_tokens_the_request_fails_alone(lla
     for each in asked[1:]:
         end = each.whole.end
         assert end is not None
-        assert (end.reason, each.output) == ("error", [])
+        assert (end.reason, end.status, each.output) == ("error", 400, []), "the client's mistake"
         assert "allowed_token_ids" in end.message
     engine.check_quiet()
     engine.close()
