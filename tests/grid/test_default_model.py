@@ -85,7 +85,12 @@ def answers(engine: InProcess, prompts: list[list[int]]) -> Answers:
 def expected(model: Model, prompts: list[list[int]]) -> Answers:
     """Every prompt alone and at once, with nothing cached, on one thread."""
     engine = engine_of(model, SETUPS["plain"])
-    found = list(chain.from_iterable(answers(engine, [prompt]) for prompt in prompts))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = list(chain.from_iterable(answers(engine, [prompt]) for prompt in prompts))
+    finally:
+        torch.set_num_threads(before)
     assert all(len(scores) == NEW_TOKENS for _, scores in found)
     assert len({tuple(tokens) for tokens, _ in found}) == len(QUESTIONS)
     return found

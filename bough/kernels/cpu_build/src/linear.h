@@ -31,9 +31,9 @@ inline int tile_tokens(int64_t left) {
 
 constexpr int64_t kSmallMatrix = 16 << 20;  // bytes
 
-// body(i) for all groups of rows, or for all runs of `side_by_side` groups, whose weights pass by once. They are taken so many at
-// a time that the work is shared evenly, and enough to stream from memory. Of a small matrix, every thread reads a span of its own; of a large one, all
-// threads stay close together, since what is left of it in the shared cache lies in one piece.
+// body(i) for all groups of rows, or for all runs of `side_by_side` groups, whose weights pass by once. They are taken so many
+// at a time that the work is shared evenly, and enough to stream from memory. Of a small matrix, every thread reads a span of
+// its own; of a large one, all threads stay close together, since what is left of it in the shared cache lies in one piece.
 template <typename Body>
 inline void share_groups(const Weight& w, int threads, int64_t side_by_side, const Body& body) {
   const int64_t runs = (num_groups(w) + side_by_side - 1) / side_by_side, most = 64 / side_by_side;
