@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,6 +16,12 @@ from bough.tokenizer import Tokenizer, load_tokenizer
 WORKERS = itertools.count()
 """Each intake of a test run is an API worker of its own."""
 FAKE = Programs(engine=(str(Path(__file__).with_name("fake_engine.py")),))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> None:
+    """A shell makes what it starts in the background, and all that this starts, deaf to them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

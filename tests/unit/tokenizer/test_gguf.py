@@ -93,6 +93,9 @@ def test_sentencepiece_models_tokenise_as_sentencepiece_does(
     sentencepiece_model: tuple[Any, Mapping[str, Any]], text: str
 ) -> None:
     model, metadata = sentencepiece_model
+    assume(
+        not any(control in text for control in ("<s>", "</s>", "<unk>"))
+    )  # ids here, as in transformers' conversions
     if metadata["tokenizer.ggml.add_space_prefix"] and "<turn>" in text:
         return  # what follows a symbol gets a mark of its own here, as in transformers' conversions
     built = _build(metadata)
