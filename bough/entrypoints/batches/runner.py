@@ -107,7 +107,11 @@ class BatchRunner:
                 batch.times["cancelling_at"] = int(time.time())
             self._enter(batch, "finalizing")
         if batch.status == "finalizing":
-            await asyncio.to_thread(self._finalize, batch, source)
+            thread = asyncio.ensure_future(asyncio.to_thread(self._finalize, batch, source))
+            try:
+                await asyncio.shield(thread)
+            finally:  # cancelled or not: the next process must not begin while this one still writes
+                await asyncio.wait([thread])
 
     def _validate(self, source: Path, endpoint: str) -> tuple[int, list[Json]]:
         """How many lines there are, and what is wrong with them."""

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,6 +305,36 @@ async def test_two_servers_on_one_directory_answer_every_line_once(tmp_path: Pat
     await until(lambda: batches.get(second.id).status == "completed")
     assert {name for name, _ in asked[40:]} == {"b"}, "the other one takes over"
     await runners[1].close()
+
+
+async def test_nobody_takes_over_while_a_batch_is_being_finalized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def call(*_: Any) -> tuple[int, str, dict[str, Any]]:
+        return 200, "id", {}
+
+    begun, may_end, finalize = threading.Event(), threading.Event(), BatchRunner._finalize
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        may_end.wait(20)
+        finalize(*arguments)
+
+    monkeypatch.setattr(BatchRunner, "_finalize", slowly)
+    files, batches = FileStore(tmp_path), BatchStore(tmp_path)
+    batch = batches.create(files.add([json.dumps(line("a")).encode()], filename="x", purpose="batch"), CHAT, {})
+    runner = BatchRunner(files, batches, call, frozenset({CHAT}))
+    runner.start()
+    await until(begun.is_set)
+    closing = asyncio.ensure_future(runner.close())
+    await asyncio.sleep(0.05)
+    assert batches.own() is None, "it still writes"
+    may_end.set()
+    await asyncio.wait_for(closing, 20)
+    right = batches.own()
+    assert right is not None
+    os.close(right)
+    assert batches.get(batch.id).status == "completed"
 
 
 async def test_a_crash_between_taking_a_file_over_and_noting_it(tmp_path: Path) -> None:
