@@ -81,32 +81,20 @@ def machine(config: Config) -> Iterator[Finding]:
 def fits(config: Config) -> Iterator[Finding]:
     """Whether the model that `config` names can be served here, by its headers and arithmetic alone."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from bough.config.hf import checkpoint_of
-    from bough.config.resolve import MachineFacts, resolve
-    from bough.engine.facts import plan_facts
+    from bough.engine.decide import decide
 
     name = config.model.model or "the default model"
     try:
-        facts = detect(config.device.device)
-        checkpoint = checkpoint_of(config.model)
-        supported = checkpoint.facts.architecture
-        packed = facts.kind == "cpu" and config.model.quantization != "none"
-        device = MachineFacts(
-            device=facts.kind, name=facts.name, arch=facts.arch, total_bytes=facts.total_bytes,
-            free_bytes=facts.free_bytes, host_free_bytes=facts.host_free_bytes, num_devices=facts.num_devices,
-            physical_cores=facts.physical_cores, has_bfloat16=facts.has_bfloat16,
-            fastest_dtype="float32" if facts.kind == "cpu" else "bfloat16",
-            attention_backends=tuple(dict.fromkeys([config.device.attention_backend.replace("auto", "torch"), "torch"])),
-        )  # fmt: skip
-        plan = resolve(config, device, plan_facts(checkpoint, config.model.model, keep_packed=packed)).plan
+        checkpoint, resolved = decide(config, detect(config.device.device))
     except ConfigError as error:
         offline = "can't be reached" in error.what
         what = f"{name}: it is not on this machine yet" if offline else f"{name}: {error.what} ({error.why})"
         fix = "`bough serve` downloads it; ask again then" if offline else error.fix
         yield Finding("WARN" if offline else "FAIL", what, fix)
         return
+    plan = resolved.plan
     concurrency = f"{plan.max_concurrency:.1f} requests of {plan.context_length:,} tokens at once"
-    yield Finding("OK", f"{name} fits ({supported}): {concurrency}")
+    yield Finding("OK", f"{name} fits ({checkpoint.facts.architecture}): {concurrency}")
     for what, size, remark in plan.rows():
         yield Finding("OK", f"  {what:<12} {show_bytes(size):>10}  {remark}".rstrip())
 

@@ -46,7 +46,7 @@ class ModelConfig:
     load_format: LoadFormat = "auto"
     """Format of the weights; `dummy` makes seeded random ones of the config's shapes."""
     dtype: DType = "auto"
-    """Type of weights and activations."""
+    """Type of weights and activations. `half` is float16, `float` float32."""
     quantization: str = "auto"
     """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load."""
     kv_cache_dtype: KvDType = "auto"

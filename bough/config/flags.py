@@ -110,6 +110,9 @@ NEARLY: Mapping[str, str] = {
 }
 """What other servers call something that means not quite the same here: named when somebody tries, never taken for it."""
 
+VALUE_WORDS: Mapping[str, Mapping[str, str]] = {"dtype": {"half": "float16", "float": "float32"}}
+"""Other servers' words for values, by setting."""
+
 NOT_SETTINGS: Mapping[str, str] = {
     "enable_mixed_chunk": "prefill chunks and decodes share steps anyway",
 }
@@ -201,8 +204,10 @@ def parse_value(setting: Setting, raw: object, origin: str) -> Value:
         case "list":
             return _parse_list(setting, raw, origin)
         case "choice":
-            if isinstance(raw, str) and raw in setting.choices:
-                return raw
+            if isinstance(raw, str):
+                raw = VALUE_WORDS.get(setting.name, {}).get(raw, raw)
+                if raw in setting.choices:
+                    return raw
             near = difflib.get_close_matches(str(raw), setting.choices, n=1)
             raise ConfigError(
                 what=f"{origin} is {raw!r}",

@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,29 +19,22 @@ import torch
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import Config
-from bough.config.hf import Checkpoint, checkpoint_of
+from bough.config.hf import Checkpoint
 from bough.config.memory_plan import MemoryPlan
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import MachineFacts, Resolved, resolve
+from bough.config.resolve import Resolved
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
 from bough.core.step import Runner, RunnerLimits
 from bough.distributed.mesh import Mesh, join_mesh
 from bough.engine.agree import agree
 from bough.engine.attention import attention_factory
+from bough.engine.decide import decide
 from bough.engine.early import Early
-from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.grammars import grammars_of
 from bough.engine.loop import Loop
 from bough.engine.outbox import open_outbox
-from bough.engine.pooling import (
-    pooling_limits,
-    pooling_of,
-    pooling_settings,
-    told,
-    whole_step_tokens,
-    without_kv,
-)
+from bough.engine.pooling import pooling_limits, pooling_of, told, whole_step_tokens
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
@@ -50,7 +43,7 @@ from bough.layers.batch import Model, attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
-from bough.platform import Device, DeviceFacts
+from bough.platform import Device
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
@@ -151,25 +144,6 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         run_worker(Inbox(launch.endpoints.rank(rank), ToWorker), runner)
         return
     serve_steps(launch, start, checkpoint, resolved, runner)
-
-
-def decide(
-    config: Config, facts: DeviceFacts, agreed: Callable[[MachineFacts], MachineFacts] | None = None
-) -> tuple[Checkpoint, Resolved]:
-    """Opens the checkpoint and settles every open setting; reads headers only. `agreed`: where others decide the same,
-    the machine as all of them see it."""
-    checkpoint = checkpoint_of(config.model)
-    custom = config.device.custom_kernels and not config.device.safe_mode
-    keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
-    machine = machine_facts(facts, custom_kernels=custom)
-    if agreed is not None:
-        machine = agreed(machine)
-    planned = plan_facts(checkpoint, config.model.model, keep_packed=keep_packed)
-    pooling = pooling_of(config, checkpoint)
-    if pooling is not None:
-        config = pooling_settings(config, pooling, checkpoint, facts.kind)
-        planned = without_kv(planned) if pooling.whole else planned
-    return checkpoint, resolve(config, machine, planned)
 
 
 def open_device(config: Config, rank: int) -> Device:

@@ -13,7 +13,8 @@ from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.core.step import RunnerLimits, SlotSetup, Step
 from bough.distributed.mesh import SINGLE
-from bough.engine.build import decide, load_model, make_runner, open_device, warm_up
+from bough.engine.build import load_model, make_runner, open_device, warm_up
+from bough.engine.decide import decide
 from bough.platform import detect
 from bough.runner.model_runner import ModelRunner
 

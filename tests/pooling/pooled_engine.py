@@ -18,7 +18,8 @@ from bough.config.server_args import build_config
 from bough.core.messages import End, Generate, ToDetokenizer, ToEngine, Tokens, pack_ids
 from bough.core.sampling import SamplingParams
 from bough.distributed.mesh import SINGLE
-from bough.engine.build import decide, load_model, make_runner, open_device
+from bough.engine.build import load_model, make_runner, open_device
+from bough.engine.decide import decide
 from bough.engine.loop import Loop
 from bough.engine.pooling import pooling_limits, pooling_of
 from bough.platform import detect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 from bough.cli import bench, doctor, main
 from bough.cli.config_flags import help_text, markdown, parse, spellings, wants_help
 from bough.config.flags import ALIASES, settings
+from bough.config.memory_plan import show_bytes
 from bough.core.errors import ConfigError
+from bough.engine.decide import decide
+from bough.platform.facts import detect
 
 ROOT = Path(__file__).parents[3]
 
@@ -217,6 +221,16 @@ def test_doctor_finds_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFi
     assert "fits (LlamaForCausalLM)" in capsys.readouterr().out
 
 
+def test_doctor_plans_what_the_engine_will() -> None:
+    """The same memory for the same settings; only what others leave free changes from moment to moment."""
+    config = parse(["--device", "cpu", "--max-total-tokens", "4096"], {}).loaded.config
+    told = [each.what for each in doctor.fits(config)]
+    for what, size, _ in decide(config, detect("cpu"))[1].plan.rows():
+        if what in ("weights", "KV cache", "activations"):
+            row = f"  {what:<12} {show_bytes(size):>10}"
+            assert any(line.startswith(row) for line in told), (row, told)
+
+
 def test_doctor_sees_a_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
@@ -258,10 +272,16 @@ def test_media_flags_say_what_they_can_do_today(capsys: pytest.CaptureFixture[st
     assert not parse([], {}).loaded.notes
 
 
-def test_doctor_is_quick_and_needs_no_torch() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_doctor_is_quick_and_needs_no_torch(known: bool, tmp_path: Path) -> None:
+    """Even where the CPU's fastest type has to be measured: another process does that."""
+    environ = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+    if not known:
+        environ["XDG_CACHE_HOME"] = str(tmp_path)
     code = (
         "import sys, time; from bough.cli.main import main; main(['doctor', '--json']);"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules;"
         "assert time.process_time() < 2, 'on a machine that does nothing else it is done within two seconds'"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True, capture_output=True, env=environ)
+    assert known or (tmp_path / "bough" / "cpu_dtype.json").exists()

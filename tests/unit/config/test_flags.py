@@ -78,6 +78,14 @@ def test_wrong_types_are_refused(name: str, raw: object) -> None:
         flags.parse_value(flags.settings()[name], raw, name)
 
 
+@pytest.mark.parametrize(("word", "meant"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_in_other_servers_words(word: str, meant: str) -> None:
+    assert flags.parse_value(flags.settings()["dtype"], word, "--dtype") == meant
+    if word != meant:
+        with pytest.raises(ConfigError, match="kv_cache_dtype is"):
+            flags.parse_value(flags.settings()["kv_cache_dtype"], word, "kv_cache_dtype")
+
+
 def test_a_misspelt_choice_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError) as caught:
         flags.parse_value(flags.settings()["schedule_policy"], "fcsf", "--schedule-policy")

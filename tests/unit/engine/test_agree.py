@@ -18,7 +18,7 @@ from bough.config.resolve import MachineFacts, ModelPlanFacts, Resolved
 from bough.config.server_args import build_config
 from bough.engine import build
 from bough.engine.agree import agree
-from bough.engine.build import decide
+from bough.engine.decide import decide
 from bough.engine.early import Early
 from bough.ipc import Endpoints, Launch
 from bough.platform.facts import DeviceFacts, detect
@@ -106,7 +106,7 @@ def test_a_rank_decides_by_what_all_have_seen(
 
     early = Early(replace(config, device=replace(config.device, device="cpu")), 1)
     monkeypatch.setattr(early, "facts", lambda: machines[1])
-    monkeypatch.setattr(build, "resolve", note)
+    monkeypatch.setattr("bough.engine.decide.resolve", note)
     with pytest.raises(_Enough):
         build.run_rank(launch, 1, early, 0.0)
     assert [each.free_bytes for each in decided] == [77 * GIB]

@@ -1,0 +1,32 @@
+"""Every open setting of an engine, settled before a weight is loaded: by the engine itself, and by whoever asks what it
+would do. Needs no torch, but where the CPU's fastest type was never measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bough.config.concerns import Config
+from bough.config.hf import Checkpoint, checkpoint_of
+from bough.config.resolve import MachineFacts, Resolved, resolve
+from bough.engine.facts import machine_facts, plan_facts
+from bough.engine.pooling import pooling_of, pooling_settings, without_kv
+from bough.platform import DeviceFacts
+
+
+def decide(
+    config: Config, facts: DeviceFacts, agreed: Callable[[MachineFacts], MachineFacts] | None = None
+) -> tuple[Checkpoint, Resolved]:
+    """Opens the checkpoint and settles every open setting; reads headers only. `agreed`: where others decide the same,
+    the machine as all of them see it."""
+    checkpoint = checkpoint_of(config.model)
+    custom = config.device.custom_kernels and not config.device.safe_mode
+    keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
+    machine = machine_facts(facts, custom_kernels=custom)
+    if agreed is not None:
+        machine = agreed(machine)
+    planned = plan_facts(checkpoint, config.model.model, keep_packed=keep_packed)
+    pooling = pooling_of(config, checkpoint)
+    if pooling is not None:
+        config = pooling_settings(config, pooling, checkpoint, facts.kind)
+        planned = without_kv(planned) if pooling.whole else planned
+    return checkpoint, resolve(config, machine, planned)
