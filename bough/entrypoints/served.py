@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from bough.tokenizer import Tokenizer, tokenizer_of
 
 DEFAULT_NAME = "default"
 """A model name that always works, for clients that insist on sending one."""
+_PACKED = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
+_NO_WEIGHTS = frozenset({"I64", "U64", "BOOL"})
 
 
 def load_model_side(config: Config) -> tuple[Checkpoint, Tokenizer | None]:
@@ -43,8 +46,17 @@ def make_served(
         created=int(time.time()),
         format="gguf" if checkpoint.kind == "gguf" else "safetensors",
         stored_as=_stored_as(checkpoint) if checkpoint.kind == "gguf" else "",
+        num_parameters=num_parameters(checkpoint),
         facts=facts,
     )
+
+
+def num_parameters(checkpoint: Checkpoint) -> int:
+    """Weights of the model, from headers. Where several share an integer, by arithmetic on the model's shapes."""
+    kinds = {tensor.kind for tensor in checkpoint.tensors.values()}
+    if checkpoint.kind == "config-only" or kinds & _PACKED:
+        return checkpoint.facts.num_parameters()
+    return sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values() if tensor.kind not in _NO_WEIGHTS)
 
 
 def _stored_as(checkpoint: Checkpoint) -> str:

@@ -60,6 +60,8 @@ class Served:
     """Of the files with its weights: safetensors or gguf."""
     stored_as: str = ""
     """The type that most of a GGUF file's weights have: Q4_K, F16 ..."""
+    num_parameters: int = 0
+    """Weights of the model; 0: not known."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the engine said when it was ready."""
 

@@ -29,6 +29,8 @@ class PoolOptions:
 
     truncate: int | None = None
     """Cut texts to this many tokens (`WHOLE`: to what fits); None: refuse those that don't fit."""
+    cut_by: str = "truncate=-1"
+    """What the client may send to have texts cut, in the words that it speaks; empty: it has none."""
     add_special_tokens: bool = True
     prompt_name: str | None = None
     """Which of the model's prompts goes before each text; None: its default one, if it has any."""
@@ -62,7 +64,7 @@ class TextEncoder:
                 raise PromptTooLong(
                     what=f"the input has {len(ids)} tokens, at most {self._context_length} fit",
                     why=f"the context is {self._context_length} tokens",
-                    fix='shorten it, or send "truncate_prompt_tokens": -1 to have it cut',
+                    fix=f"shorten it, or send {options.cut_by} to have it cut" if options.cut_by else "shorten it",
                     param="input",
                 )
             found.append((np.asarray(ids, np.int32), second_at))

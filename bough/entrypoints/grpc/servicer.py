@@ -77,6 +77,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
 
     def _pool_options(self, message: pb.EmbedRequest | pb.ClassifyRequest, context: Any) -> PoolOptions:
         return PoolOptions(
+            cut_by="",
             rid=message.rid,
             priority=message.priority,
             namespace=tenant_of(context.invocation_metadata(), self._service.config.server),

@@ -56,8 +56,8 @@ def model_info(service: Service) -> Handler:
 
 
 def loads(service: Service) -> Handler:
-    """GET /v1/loads: how busy the engine is. `include` chooses sections (`requests` is not among `all`), and
-    `format=prometheus` another form."""
+    """GET /v1/loads: how busy the engine is. `include` chooses sections (`requests` is not among `all`), `dp_rank` a
+    replica, and `format=prometheus` another form."""
 
     async def handle(request: Request) -> Response:
         wanted = set(filter(None, request.query_params.get("include", "all").split(",")))
@@ -71,6 +71,7 @@ def loads(service: Service) -> Handler:
                 param="include" if unknown else "format",
             )
         told = await about.loads(service)
+        _check_rank(request.query_params.get("dp_rank"), [load["dp_rank"] for load in told["loads"]])
         for load in told["loads"]:
             for section in ("memory", "queues"):
                 if not wanted & {section, "all"}:
@@ -88,6 +89,17 @@ def loads(service: Service) -> Handler:
         return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return handle
+
+
+def _check_rank(wanted: str | None, ranks: list[int]) -> None:
+    """This server is one replica: asking for it is asking for all there are."""
+    if wanted is not None and wanted not in map(str, ranks):
+        raise InvalidRequest(
+            what=f"dp_rank is {wanted[:40]!r}",
+            why=f"the ranks of this server are: {', '.join(map(str, ranks))}",
+            fix="send one of them, or leave it out",
+            param="dp_rank",
+        )
 
 
 async def _requests(service: Service, request: Request) -> object:

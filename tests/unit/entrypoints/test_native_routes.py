@@ -178,6 +178,10 @@ def test_loads(server: FakeServer) -> None:
     text = httpx.get(f"{server.url}/v1/loads?format=prometheus").text
     assert 'bough:load_num_running_reqs{dp_rank="0"} 2\n' in text
     assert httpx.get(f"{server.url}/v1/loads?include=weather").status_code == 400
+    assert httpx.get(f"{server.url}/v1/loads?dp_rank=0").json()["loads"][0]["dp_rank"] == 0
+    for rank in ("3", "-1", "x", ""):
+        refused = httpx.get(f"{server.url}/v1/loads?dp_rank={rank}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dp_rank")
     assert httpx.get(f"{server.url}/v1/loads?format=xml").status_code == 400
 
 

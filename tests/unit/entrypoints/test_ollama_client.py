@@ -10,7 +10,11 @@ import httpx
 import pytest
 from scripted_server import CONTEXT, Answer, FakeServer, serving
 
+from bough.config.concerns import ModelConfig
+from bough.config.hf import checkpoint_of
 from bough.core.messages import End, Generate, unpack_ids
+from bough.entrypoints.http.ollama.routes import shown_size
+from bough.entrypoints.served import num_parameters
 
 ollama = pytest.importorskip("ollama")
 
@@ -110,6 +114,40 @@ def test_tools_and_thinking() -> None:
         client.chat(model="fake", messages=turns, tools=[ADD])
         assert prompt_of(running.engine.seen[-1]).endswith("\ntool\ntwo\nassistant\n")
         assert {"tools", "thinking"} <= set(client.show("fake").capabilities)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(134_515_008, "134.52M"), (494_032_768, "494.03M"), (8_030_261_248, "8.0B"), (3_000_000_000, "3B"), (23_000_000, "23M"),
+     (1_543_714_304, "1.5B"), (22_713, "23K"), (900, "900"), (0, "")],
+)  # fmt: skip
+def test_a_models_size_is_written_as_ollama_writes_it(count: int, shown: str) -> None:
+    with serving(served={"num_parameters": count}) as running, ollama.Client(host=running.url) as client:
+        assert client.list().models[0].details.parameter_size == shown
+        assert client.show("fake").modelinfo["general.parameter_count"] == (count or None)
+
+
+def test_the_default_models_size() -> None:
+    """Its weights are those of smollm2:135m, of which Ollama says the same."""
+    checkpoint = checkpoint_of(ModelConfig())
+    assert shown_size(num_parameters(checkpoint)) == "134.52M"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "way"),
+    [
+        ("/api/embed", {"model": "fake", "input": "a" * 5000, "truncate": False}, '"truncate": true'),
+        ("/v1/embeddings", {"input": "a" * 5000}, '"truncate_prompt_tokens": -1'),
+    ],
+)
+def test_texts_that_are_too_long_say_how_they_are_cut(path: str, body: dict[str, Any], way: str) -> None:
+    pooling = {"task": "embed", "family": "Qwen3", "modes": ["last"], "width": 2}
+    with serving(facts={"pooling": pooling}) as running:
+        refused = httpx.post(running.url + path, json=body)
+    error = refused.json()["error"]
+    told = error if isinstance(error, str) else error["message"]
+    assert refused.status_code == 400
+    assert told.endswith(f"shorten it, or send {way} to have it cut")
 
 
 def test_about_models(client: Any, server: FakeServer) -> None:

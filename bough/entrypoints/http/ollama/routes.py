@@ -181,6 +181,7 @@ def show(service: Service) -> Handler:
                 "model_info": {
                     "general.architecture": family,
                     "general.basename": served.name,
+                    "general.parameter_count": served.num_parameters or None,
                     f"{family}.context_length": served.context_length,
                     f"{family}.vocab_size": served.facts.get("vocab_size"),
                 },
@@ -218,7 +219,19 @@ def _card(service: Service) -> Json:
             "format": served.format,
             "family": family,
             "families": [family],
-            "parameter_size": "",
+            "parameter_size": shown_size(served.num_parameters),
             "quantization_level": served.stored_as or kind,
         },
     }
+
+
+def shown_size(num_parameters: int) -> str:
+    """A model's size as Ollama writes it: 134.52M, 8.0B; empty where it is not known."""
+    if num_parameters >= 1_000_000:
+        billions = num_parameters >= 1_000_000_000
+        number = num_parameters / (1e9 if billions else 1e6)
+        digits = 0 if number.is_integer() else 1 if billions else 2
+        return f"{number:.{digits}f}{'B' if billions else 'M'}"
+    if num_parameters >= 1000:
+        return f"{num_parameters / 1000:.0f}K"
+    return str(num_parameters) if num_parameters else ""

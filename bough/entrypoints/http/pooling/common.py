@@ -36,6 +36,7 @@ def options_of(
         truncate = WHOLE
     return PoolOptions(
         truncate=truncate,
+        cut_by='"truncate_prompt_tokens": -1',
         add_special_tokens=add_special_tokens is not False,
         prompt_name=prompt_name,
         rid=asked.rid or "",

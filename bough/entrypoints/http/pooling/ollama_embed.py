@@ -57,8 +57,8 @@ def _handler(service: Service, *, many: bool) -> Handler:
             field = "input" if many else "prompt"
             raise InvalidRequest(what=f"{field} is missing", why="it is required", fix=f"send {field}", param=field)
         options = PoolOptions(
-            truncate=None if asked.truncate is False else WHOLE, namespace=tenant_of(request),
-            deadline_s=deadline_of(request),
+            truncate=None if asked.truncate is False else WHOLE, cut_by='"truncate": true',
+            namespace=tenant_of(request), deadline_s=deadline_of(request),
         )  # fmt: skip
         inputs = inputs_of(given) if given != [] else []
         found = await while_connected(
