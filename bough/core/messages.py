@@ -123,9 +123,7 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     priority: int = 0
     """Larger is more urgent."""
     deadline_s: float = 0.0
-    """Wall-clock time (time.time()) after which the request is dropped; 0: none."""
-    arrived_s: float = 0.0
-    """time.time() at which the API process took it."""
+    """Time (time.monotonic(), which the processes of a machine share) after which the request is dropped; 0: none."""
     eos_ids: tuple[int, ...] = ()
     """Ids that end this request besides `sampling.stop_token_ids`; empty under ignore_eos."""
     pool: str = ""

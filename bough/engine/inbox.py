@@ -32,17 +32,10 @@ class Outbox(Protocol):
 
 class Clock(Protocol):
     def monotonic(self) -> float:
-        """Seconds, for durations."""
-        ...
-
-    def wall(self) -> float:
-        """Seconds since 1970, for deadlines."""
+        """Seconds, for durations and deadlines."""
         ...
 
 
 class SystemClock:
     def monotonic(self) -> float:
         return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time()

@@ -124,11 +124,11 @@ class Loop:
     def _receive(self) -> None:
         messages = self.inbox.drain(0.0 if self._busy or self._in_flight else self._patience_s())
         began = time.perf_counter()
-        now, wall = self.clock.monotonic(), self.clock.wall()
+        now = self.clock.monotonic()
         for message in messages:
             match message:
                 case Generate():
-                    accept(self.queues, message, now=now, wall=wall)
+                    accept(self.queues, message, now=now)
                 case Abort():
                     abort(self.queues, self.cache, message, now=now)
                 case StopAt():
@@ -136,7 +136,7 @@ class Loop:
                 case _:
                     self.control.handle(message, now=now)
         if self.queues.deadlines:
-            expire(self.queues, self.cache, now=now, wall=wall)
+            expire(self.queues, self.cache, now=now)
         if self.queues.compiling:
             collect_grammars(self.queues, self.cache, now=now)
         self.laps.receive += time.perf_counter() - began
@@ -148,7 +148,7 @@ class Loop:
         if len(self.queues.waiting) and not self.control.paused:
             return _BLOCKED_S
         if self.queues.deadlines:
-            return max(0.0, min(self.idle_s, self.queues.deadlines[0][0] - self.clock.wall()))
+            return max(0.0, min(self.idle_s, self.queues.deadlines[0][0] - self.clock.monotonic()))
         return self.idle_s
 
     # -- one step ---------------------------------------------------------------------------------

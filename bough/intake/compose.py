@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from msgspec import structs
 
 from bough.core.messages import Generate, Ids, TextSpec, pack_ids
@@ -41,7 +39,6 @@ def compose(
         namespace=namespace,
         priority=request.priority,
         deadline_s=request.deadline_s,
-        arrived_s=time.time(),
         eos_ids=eos_ids if _heeds_eos(sampling) else (),
         follows=request.follows,
         pool=request.pool,

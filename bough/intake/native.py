@@ -303,7 +303,7 @@ class NativeAnswer:
             "completion_tokens": self._num_tokens if end is None else end.completion_tokens,
             "cached_tokens": 0 if end is None else end.cached_tokens,
             "weight_version": "default",
-            "e2e_latency": time.time() - stream.began_s,
+            "e2e_latency": time.monotonic() - stream.began_s,
         }
         if end is not None:
             meta |= {
@@ -340,7 +340,7 @@ class NativeAnswer:
                 "finish_reason": None if end is None else finish_reason(end),
                 "prompt_tokens": len(self._stream.prompt),
                 "cached_tokens": 0 if end is None else end.cached_tokens,
-                "e2e_latency": time.time() - self._stream.began_s,
+                "e2e_latency": time.monotonic() - self._stream.began_s,
             },
         }
 

@@ -91,10 +91,10 @@ class Pooler:
             )
             for at, (ids, second_at) in enumerate(encoded)
         ]  # fmt: skip
-        began = time.time()
+        began = time.monotonic()
         deltas, names = await self._collect(requests)
         return [
-            Pooled(np.frombuffer(delta.embedding, "<f4"), len(ids), name, time.time() - began)
+            Pooled(np.frombuffer(delta.embedding, "<f4"), len(ids), name, time.monotonic() - began)
             for delta, (ids, _), name in zip(deltas, encoded, names, strict=True)
         ]
 

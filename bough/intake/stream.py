@@ -25,9 +25,9 @@ class Stream:
         self.index = index
         """Which of the request's `n` answers this is."""
         self.prompt = prompt
-        self.began_s = time.time()
+        self.began_s = time.monotonic()
         self.first_s = 0.0
-        """time.time() of the first news; 0 before."""
+        """When the first news came, by time.monotonic(); 0 before."""
         self.ended = False
         """The last delta has been yielded, or the request was given up."""
         self.trace: Trace | None = None
@@ -79,7 +79,7 @@ class Stream:
     def deliver(self, delta: Delta) -> None:
         self._pending.append(delta)
         if not self.first_s:
-            self.first_s = time.time()
+            self.first_s = time.monotonic()
         self._complete = delta.end is not None
         if self._complete or not self._only_end:
             self._wake()

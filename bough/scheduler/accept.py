@@ -32,7 +32,7 @@ class Aborted(BoughError):
     code = "aborted"
 
 
-def accept(queues: Queues, ask: Generate, *, now: float, wall: float) -> None:
+def accept(queues: Queues, ask: Generate, *, now: float) -> None:
     """A new request waits, or ends with an error that says why. A request id that is known already is ignored."""
     if ask.id in queues.where:
         return
@@ -40,7 +40,7 @@ def accept(queues: Queues, ask: Generate, *, now: float, wall: float) -> None:
     queues.mail.put(Began(id=ask.id, rid=ask.rid, text=ask.text))
     job = _job(queues, ask, now)
     try:
-        _check(queues, job, wall)
+        _check(queues, job, now)
     except BoughError as error:
         refuse(queues, job, error, now)
         return
@@ -90,11 +90,11 @@ def output_limit(limits: Limits, num_prompt: int, max_new_tokens: int) -> int:
     return max(0, min(max_new_tokens, room))
 
 
-def _check(queues: Queues, job: Job, wall: float) -> None:
+def _check(queues: Queues, job: Job, now: float) -> None:
     limits, ask = queues.limits, job.ask
     if queues.draining:
         raise Unavailable(what="the server is shutting down", fix="send the request to another replica")
-    if 0 < ask.deadline_s <= wall:
+    if 0 < ask.deadline_s <= now:
         raise DeadlineExceeded(what="the request's deadline had passed when it arrived", fix="allow more time")
     if queues.screen is not None:
         queues.screen(ask)
@@ -160,9 +160,9 @@ def abort(queues: Queues, cache: PrefixCache, message: Abort, *, now: float) -> 
     _end_with(queues, cache, message.id, Aborted(what=message.reason), now)
 
 
-def expire(queues: Queues, cache: PrefixCache, *, now: float, wall: float) -> None:
+def expire(queues: Queues, cache: PrefixCache, *, now: float) -> None:
     """Drops requests whose deadline has passed."""
-    while queues.deadlines and queues.deadlines[0][0] <= wall:
+    while queues.deadlines and queues.deadlines[0][0] <= now:
         _, request_id = heapq.heappop(queues.deadlines)
         error = DeadlineExceeded(what="the request's deadline has passed", fix="allow more time or ask for less")
         _end_with(queues, cache, request_id, error, now)

@@ -51,9 +51,6 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def wall(self) -> float:
-        return self.now
-
 
 class Inbox:
     def __init__(self) -> None:

@@ -37,9 +37,9 @@ def make_request(service: Service, message: pb.GenerateRequest, context: Any) ->
 
 
 def deadline_of(context: Any) -> float:
-    """Wall-clock time at which the call's deadline is, or 0."""
+    """Time (time.monotonic()) at which the call's deadline is, or 0."""
     remaining = context.time_remaining()
-    return time.time() + remaining if remaining is not None else 0.0
+    return time.monotonic() + remaining if remaining is not None else 0.0
 
 
 async def answers(service: Service, request: Request) -> AsyncGenerator[pb.GenerateResponse, None]:

@@ -57,7 +57,7 @@ class LinesReply(EventReply):
 
 
 def deadline_of(request: Request, field_ms: float | None = None) -> float:
-    """Wall-clock time by which the client wants its answer, or 0: `x-deadline-ms` or `x-request-timeout-s` among the
+    """Time (time.monotonic()) by which the client wants its answer, or 0: `x-deadline-ms` or `x-request-timeout-s` among the
     headers, or the body's `deadline_ms`; the earliest counts. Raises `InvalidRequest` for what is no time."""
     given = {
         "x-deadline-ms": (request.headers.get("x-deadline-ms"), 1e-3),
@@ -65,7 +65,7 @@ def deadline_of(request: Request, field_ms: float | None = None) -> float:
         "deadline_ms": (field_ms, 1e-3),
     }
     seconds = [_seconds(name, value, unit) for name, (value, unit) in given.items() if value is not None]
-    return time.time() + min(seconds) if seconds else 0.0
+    return time.monotonic() + min(seconds) if seconds else 0.0
 
 
 def _seconds(name: str, value: str | float, unit: float) -> float:

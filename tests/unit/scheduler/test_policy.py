@@ -35,7 +35,7 @@ def _queues(limits: Limits, asks: list[tuple[list[int], int, int]]) -> Queues:
     for i, (prompt, max_new, priority) in enumerate(asks):
         sampling = SamplingParams(max_new_tokens=max_new)
         ask = Generate(id=i, rid=str(i), prompt=pack_ids(prompt), sampling=sampling, priority=priority)
-        accept(queues, ask, now=0.0, wall=0.0)
+        accept(queues, ask, now=0.0)
     return queues
 
 
