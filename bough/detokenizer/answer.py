@@ -118,7 +118,7 @@ class TextAnswer:
             due = self._unsent >= self._every or self.verdict is not None
             return self._delta(None) if due and self._tokens else None
         if self.verdict is None:
-            self._finish_text()
+            self._finish_text(was_cut=end.reason in ("abort", "error"))
         return self._delta(self._final(end))
 
     def fail(self, error: BoughError) -> None:
@@ -151,9 +151,11 @@ class TextAnswer:
             return False
         return self._parser is None or self._factory.token_text(ids[-1]) not in self._last_kept
 
-    def _finish_text(self) -> None:
+    def _finish_text(self, *, was_cut: bool) -> None:
         rest = self._decoder.finish()
-        if self._stops is not None:
+        if was_cut:  # half a character at its end ends nothing
+            self._say((self._stops.finish().text if self._stops is not None else "") + rest)
+        elif self._stops is not None:
             found = self._stops.feed(rest) if rest else None
             if found is not None:
                 self._say(found.text)

@@ -151,6 +151,17 @@ def test_the_verdict_does_not_depend_on_how_tokens_arrive(smollm: Tokenizer, dat
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_half_a_character_stops_no_answer_that_was_cut(smollm: Tokenizer, reason: str) -> None:
+    first, *rest = smollm.encode("🎉")
+    assert rest
+    answers = begin(smollm, stop=("\ufffd",))
+    answers.handle(tokens(1, [first], end=End(reason=reason, completion_tokens=1)))
+    deltas, _ = news(answers)
+    assert (deltas[-1].end.reason, deltas[-1].end.matched) == (reason, None)
+    assert text_of(deltas) == "\ufffd"
+
+
 def test_held_text_leaves_when_the_answer_ends(smollm: Tokenizer) -> None:
     answers = begin(smollm, stop=("<END>",))
     answers.handle(tokens(1, smollm.encode("text <EN")))
