@@ -218,7 +218,7 @@ def test_a_failure_in_the_middle_is_an_event() -> None:
         ({"input": "a", "metadata": {"a": 1}}, "metadata"),
         ({"input": "a", "background": True, "store": False}, "store"),
         ({"input": "a", "temperature": -1}, "temperature"),
-        ({"input": "a", "text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ],
 )
