@@ -48,6 +48,16 @@ class InvalidRequest(BoughError):
     type = "invalid_request_error"
 
 
+def no_such_token(what: str, vocab_size: int, *, param: str) -> InvalidRequest:
+    """For an id that the model does not have; `what` says where it stands."""
+    return InvalidRequest(
+        what=what,
+        why=f"the vocabulary has ids 0 to {vocab_size - 1}",
+        fix="send ids of this model's tokenizer",
+        param=param,
+    )
+
+
 class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from bough.core.errors import InvalidRequest
+from bough.core.errors import no_such_token
 from bough.core.sampling import SamplingParams
 
 RequestId = int
@@ -72,12 +72,7 @@ class LogprobSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Raises `InvalidRequest` for tokens that the model does not have."""
         bad = [i for i in self.token_ids if not 0 <= i < vocab_size]
         if bad:
-            raise InvalidRequest(
-                what=f"token_ids_logprob has token id {bad[0]}",
-                why=f"the vocabulary has ids 0 to {vocab_size - 1}",
-                fix="send ids of this model's tokenizer",
-                param="token_ids_logprob",
-            )
+            raise no_such_token(f"token_ids_logprob has token id {bad[0]}", vocab_size, param="token_ids_logprob")
 
 
 class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,5 +1,5 @@
 """Every open setting of an engine, settled before a weight is loaded: by the engine itself, and by whoever asks what it
-would do. Needs no torch, but where the CPU's fastest type was never measured."""
+would do. Needs no torch in this process."""
 
 from __future__ import annotations
 

@@ -344,10 +344,11 @@ class Intake:
                 for stream in asked:
                     stream.abort()
 
+        text = text_spec(request, prompt, sampling, self.tokenizer)
+
         def answered(at: int, delta: Delta) -> None:
             if self.meter is not None:
                 self.meter.news(delta.id, len(delta.tokens) // 4, delta.end)
-            text = text_spec(request, prompt, sampling, self.tokenizer)
             streams[at].deliver(beams.spoken(delta, request, prompt, self.tokenizer, text))
 
         def ended() -> None:

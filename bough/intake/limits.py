@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from bough.core import bounds
-from bough.core.errors import InvalidRequest, PromptTooLong
+from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
 from bough.intake.request import Request
@@ -61,12 +61,7 @@ class Limits:
             )
         if len(ids) and not (ids.min() >= 0 and ids.max() < self._vocab_size):
             bad = ids[(ids < 0) | (ids >= self._vocab_size)][0]
-            raise InvalidRequest(
-                what=f"the prompt has token id {bad}",
-                why=f"the vocabulary has ids 0 to {self._vocab_size - 1}",
-                fix="send ids of this model's tokenizer",
-                param="input_ids",
-            )
+            raise no_such_token(f"the prompt has token id {bad}", self._vocab_size, param="input_ids")
         return ids.astype(np.int32, copy=False)
 
     def fitted(self, request: Request, prompt: Ids) -> SamplingParams:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from bough.core.errors import InvalidRequest, PromptTooLong
+from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token
 from bough.core.messages import Ids
 from bough.tokenizer import Tokenizer
 
@@ -112,12 +112,7 @@ class TextEncoder:
         vocab = self._vocab_size
         for each in ids:
             if isinstance(each, bool) or not isinstance(each, int | np.integer) or not 0 <= each < vocab:
-                raise InvalidRequest(
-                    what=f"the input has token id {str(each)[:40]}",
-                    why=f"the vocabulary has ids 0 to {vocab - 1}",
-                    fix="send ids of this model's tokenizer",
-                    param="input",
-                )
+                raise no_such_token(f"the input has token id {str(each)[:40]}", vocab, param="input")
         return [int(each) for each in ids][:most]
 
 

@@ -14,6 +14,7 @@ from bough.core.errors import (
     Overloaded,
     PromptTooLong,
     Unavailable,
+    no_such_token,
 )
 from bough.core.grammar import CompileFailed
 from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, unpack_ids
@@ -129,12 +130,8 @@ def _check_prompt(limits: Limits, job: Job) -> None:
         raise InvalidRequest(what="the prompt has no tokens", fix="send at least one token", param="prompt")
     low, high = int(job.prompt.min()), int(job.prompt.max())
     if low < 0 or high >= limits.vocab_size:
-        raise InvalidRequest(
-            what=f"the prompt has token id {low if low < 0 else high}",
-            why=f"the vocabulary has ids 0 to {limits.vocab_size - 1}",
-            fix="send ids of this model's tokenizer",
-            param="prompt",
-        )
+        bad = low if low < 0 else high
+        raise no_such_token(f"the prompt has token id {bad}", limits.vocab_size, param="prompt")
     wanted = 0 if job.ask.pool else min(job.ask.sampling.max_new_tokens, 1)
     if count + wanted > limits.context_length:
         raise PromptTooLong(

@@ -65,6 +65,32 @@ def test_products_of_16_bits(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(packed.packed_linear(x[:count], weight), alone[:count]), count
 
 
+def step_inputs(
+    rows: list[tuple[int, int, int]],
+    table: Tensor,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    shared: SharedGroups | None = None,
+) -> AttentionInputs:
+    """A step of rows (sequence, first token, last token); sequence i has the pages of the table's line i."""
+    counts = torch.tensor([last - first for _, first, last in rows])
+    positions = [torch.arange(first, last) for _, first, last in rows]
+    loc = [table[r].long()[p // PAGE] * PAGE + p % PAGE for (r, _, _), p in zip(rows, positions, strict=True)]
+    return AttentionInputs(
+        query_start_R1=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
+        kv_len_R=torch.tensor([last for _, _, last in rows], dtype=torch.int32),
+        slots_R=torch.tensor([r for r, _, _ in rows], dtype=torch.int32),
+        page_table=table,
+        loc_T=torch.cat(loc),
+        page_size=PAGE,
+        max_query=int(counts.max()),
+        max_kv=table.shape[1] * PAGE,
+        k_caches=k_caches,
+        v_caches=v_caches,
+        shared=shared,
+    )
+
+
 @dataclass
 class Sequences:
     """Tokens whose keys and values lie in pages of their own; sequences that begin alike share those of their beginning."""
@@ -96,33 +122,18 @@ class Sequences:
 
     def step(self, rows: list[tuple[int, int, int]], shares: bool = False) -> list[Tensor]:
         """Attention of rows (sequence, first token, last token), all earlier tokens being in their pages."""
-        numbers = [row for row, _, _ in rows]
-        positions = [torch.arange(first, last) for _, first, last in rows]
-        counts = torch.tensor([len(each) for each in positions])
         members = [i for i, (_, first, last) in enumerate(rows) if last - first == 1 and first > self.shared]
         groups = SharedGroups(
             torch.tensor(members, dtype=torch.int32),
             torch.tensor([0, len(members)], dtype=torch.int32),
             torch.tensor([self.shared], dtype=torch.int32),
         )
-        loc = [self.table[r].long()[p // PAGE] * PAGE + p % PAGE for r, p in zip(numbers, positions, strict=True)]
-        inputs = AttentionInputs(
-            query_start_R1=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
-            kv_len_R=torch.tensor([last for _, _, last in rows], dtype=torch.int32),
-            slots_R=torch.tensor(numbers, dtype=torch.int32),
-            page_table=self.table,
-            loc_T=torch.cat(loc),
-            page_size=PAGE,
-            max_query=int(counts.max()),
-            max_kv=max(self.lengths),
-            k_caches=[self.caches[0]],
-            v_caches=[self.caches[1]],
-            shared=groups if shares and len(members) > 1 else None,
-        )
+        shared = groups if shares and len(members) > 1 else None
+        inputs = step_inputs(rows, self.table, [self.caches[0]], [self.caches[1]], shared)
         q, k, v = (
             torch.cat([of[r][first:last] for r, first, last in rows]).contiguous() for of in (self.q, self.k, self.v)
         )
-        return list(CpuAttention(inputs).forward(self.spec, q, k, v).split(counts.tolist()))  # type: ignore[arg-type]
+        return list(CpuAttention(inputs).forward(self.spec, q, k, v).split([last - first for _, first, last in rows]))  # type: ignore[arg-type]
 
 
 LAYERS = {
@@ -237,19 +248,7 @@ def test_stacks(kinds: tuple[str, str, str]) -> None:
         for rows in steps:
             positions = torch.cat([torch.arange(first, last) for _, first, last in rows])
             owner = torch.cat([torch.full((last - first,), r) for r, first, last in rows])
-            counts = torch.tensor([last - first for _, first, last in rows])
-            inputs = AttentionInputs(
-                query_start_R1=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
-                kv_len_R=torch.tensor([last for _, _, last in rows], dtype=torch.int32),
-                slots_R=torch.tensor([r for r, _, _ in rows], dtype=torch.int32),
-                page_table=table,
-                loc_T=table[owner].gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE,
-                page_size=PAGE,
-                max_query=int(counts.max()),
-                max_kv=tokens,
-                k_caches=k_caches,
-                v_caches=v_caches,
-            )
+            inputs = step_inputs(rows, table, k_caches, v_caches)
             made = stack(x[owner, positions], positions, CpuAttention(inputs))
             assert made is not None
             for kept, values in zip(results, made, strict=True):

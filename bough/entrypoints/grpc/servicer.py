@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from bough.core.errors import Forbidden, InvalidRequest
+from bough.core.errors import Forbidden, InvalidRequest, no_such_token
 from bough.entrypoints.about import loads, model_info, server_info
 from bough.entrypoints.grpc import bough_pb2 as pb, bough_pb2_grpc
 from bough.entrypoints.grpc.convert import struct_of
@@ -99,12 +99,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
             tokenizer = self._tokenizer()
             bad = [each for each in request.ids if not 0 <= each < tokenizer.vocab_size]
             if bad:
-                raise InvalidRequest(
-                    what=f"ids has {bad[0]}",
-                    why=f"the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
-                    fix="send ids of this model's tokenizer",
-                    param="ids",
-                )
+                raise no_such_token(f"ids has {bad[0]}", tokenizer.vocab_size, param="ids")
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
             return pb.DetokenizeResponse(text=tokenizer.decode(list(request.ids), skip_special_tokens=skip))
         except Exception as error:

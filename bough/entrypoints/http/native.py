@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.core import bounds
-from bough.core.errors import Conflict, Forbidden, InvalidRequest
+from bough.core.errors import Conflict, Forbidden, InvalidRequest, no_such_token
 from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json, unknown_fields
 from bough.entrypoints.http.openai.chat import Handler, render
 from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
@@ -320,10 +320,5 @@ def _tokenizer(service: Service) -> Tokenizer:
 def _ids(given: list[Any], tokenizer: Tokenizer) -> list[int]:
     for each in given:
         if not isinstance(each, int) or not 0 <= each < tokenizer.vocab_size:
-            raise InvalidRequest(
-                what=f"tokens has {str(each)[:40]!r}",
-                why=f"the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
-                fix="send ids of this model's tokenizer",
-                param="tokens",
-            )
+            raise no_such_token(f"tokens has {str(each)[:40]!r}", tokenizer.vocab_size, param="tokens")
     return given

@@ -373,11 +373,6 @@ BOUGH_INLINE void load_columns(const typename Element<D>::type* const* rows, int
 }
 
 template <int N>
-BOUGH_INLINE F32 fold(F32 a, F32 b) {
-  return __builtin_shuffle(a, b, Interleave<N>::low) + __builtin_shuffle(a, b, Interleave<N>::high);
-}
-
-template <int N>
 BOUGH_INLINE F32 fold_max(F32 a, F32 b) {
   return maximum(__builtin_shuffle(a, b, Interleave<N>::low), __builtin_shuffle(a, b, Interleave<N>::high));
 }
@@ -390,16 +385,6 @@ BOUGH_INLINE F32 max_each(F32* v) {  // lane i of the result: the largest of v[i
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) v[i] = fold_max<2>(v[i], v[i + 2]);
   return fold_max<1>(v[0], v[1]);
-}
-
-BOUGH_INLINE F32 sum_each(F32* v) {  // lane i of the result: the sum of v[i]'s lanes; v is used up
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) v[i] = fold<4>(v[i], v[i + 4]);
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) v[i] = fold<2>(v[i], v[i + 2]);
-  return fold<1>(v[0], v[1]);
 }
 
 // ---- integer products ---------------------------------------------------------------------------------------------
