@@ -42,7 +42,9 @@ class FakeServer:
         self.most_at_once = 0
         self.disconnects = 0
         self.delay_s = 0.0
+        self.answer_when = 0  # nobody is answered before so many have asked
         self.join_reply: dict[str, Any] = {"success": True, "session_id": "session-1", "computed_tokens": 0}
+        self._asked = 0
         self._at_once = 0
         self._cached: set[tuple[int, ...]] = set()
 
@@ -91,10 +93,13 @@ class FakeServer:
         params = body.get("sampling_params") or {}
         start = body.get("logprob_start_len", -1) if body.get("return_logprob") else -1
         cached = self.prefill(ids, start if start >= 0 else None)
+        self._asked += 1
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
             await asyncio.sleep(self.delay_s)
+            while self._asked < self.answer_when:
+                await asyncio.sleep(0.005)
         finally:
             self._at_once -= 1
         text, reason = "", {"type": "length", "length": 0}

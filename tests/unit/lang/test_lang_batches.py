@@ -220,7 +220,6 @@ def few_shot(s, examples, question):
 def test_the_common_prefix_of_a_batch_is_computed_once(backend: sgl.RuntimeEndpoint, fake: FakeServer) -> None:
     members = [{"examples": EXAMPLES, "question": f"and {i}?"} for i in range(16)]
     prefix = "Answer in the way of the examples.\n" + EXAMPLES + "Q: "
-    fake.delay_s = 0.05
 
     few_shot.run_batch(members, backend=backend, num_threads=16)
     with_caching = fake.computed_tokens
@@ -231,7 +230,7 @@ def test_the_common_prefix_of_a_batch_is_computed_once(backend: sgl.RuntimeEndpo
     assert with_caching < len(toy.tokenize(prefix)) + 16 * 20
 
     fake.start_anew()
-    fake.delay_s = 0.05
+    fake.answer_when = 16
     sgl.global_config.enable_precache_with_tracing = False
     few_shot.run_batch(members, backend=backend, num_threads=16)
     assert fake.computed_tokens > 5 * with_caching

@@ -230,11 +230,11 @@ def test_fork_gathers_variables_in_order(backend: sgl.RuntimeEndpoint) -> None:
 def test_branches_run_at_the_same_time_without_threads_of_their_own(
     backend: sgl.RuntimeEndpoint, fake: FakeServer
 ) -> None:
-    fake.delay_s = 0.1
-
     @sgl.function
     def program(s):
         s += "Root: " + sgl.gen("start", max_tokens=1)
+        assert s["start"]
+        fake.answer_when = 9  # the root and all its branches
         forks = s.fork(8)
         forks += lambda i: f"{i}" + sgl.gen("x", max_tokens=1)
         threads = {t.name for t in threading.enumerate() if t.name.startswith("bough")}
