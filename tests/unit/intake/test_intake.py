@@ -43,11 +43,12 @@ def echo(prompt: list[int], length: int) -> list[int]:
 
 
 async def live_in_engine(intake: Intake, expected: int) -> bool:
-    for _ in range(200):
-        if (await intake.info())["live"] == expected:
-            return True
+    give_up_s = time.monotonic() + 30
+    while (await intake.info())["live"] != expected:
+        if time.monotonic() > give_up_s:
+            return False
         await asyncio.sleep(0.01)
-    return False
+    return True
 
 
 async def test_a_whole_answer(intake: Intake, smollm: Tokenizer) -> None:
@@ -180,7 +181,7 @@ async def test_leaving_a_stream_aborts(intake: Intake) -> None:
 
 async def test_a_reader_that_is_behind_gets_news_in_one_piece(intake: Intake) -> None:
     (stream,) = await intake.submit(request(max_new_tokens=40, stream=True))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while intake.num_live:
             await asyncio.sleep(0.01)
     deltas = [delta async for delta in stream]
@@ -271,7 +272,7 @@ async def test_a_search_that_begins_as_the_engine_goes_is_told(intake: Intake) -
     (stream,) = await intake.submit(Request(prompt=IDS, sampling=SamplingParams(beam_width=2, max_new_tokens=4)))
     intake.fail_all(Unavailable(what="gone"))
     with pytest.raises(Unavailable, match="gone"):
-        await asyncio.wait_for(stream.collect(), 5)
+        await asyncio.wait_for(stream.collect(), 30)
 
 
 async def test_telling_many_that_the_engine_is_gone_takes_no_memory(intake: Intake) -> None:
@@ -423,5 +424,5 @@ async def test_a_search_that_fails_is_no_longer_live() -> None:
     assert (gate.now, sheet.board.read()["num_live_reqs"]) == (2, 1)
     intake.fail_all(Unavailable(what="gone"))
     with pytest.raises(Unavailable):
-        await asyncio.wait_for(stream.collect(), 5)
+        await asyncio.wait_for(stream.collect(), 30)
     assert (gate.now, sheet.board.read()["num_live_reqs"]) == (0, 0)

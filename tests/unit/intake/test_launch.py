@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,16 +24,24 @@ from tests.unit.intake.conftest import FAKE
 QUIET = Config(log=LogConfig(log_level="error"))
 
 
-def gone(pid: int, within_s: float) -> bool:
+def happens(condition: Callable[[], bool], within_s: float = 30) -> bool:
+    """Looks once more when the time is up: it may have passed between two looks."""
     give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
+    while not condition():
+        if time.monotonic() > give_up:
+            return condition()
+        time.sleep(0.02)
+    return True
+
+
+def gone(pid: int, within_s: float) -> bool:
+    def ended() -> bool:
         try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
-        time.sleep(0.02)
-    return False
+
+    return happens(ended, within_s)
 
 
 @pytest.fixture
@@ -48,13 +57,13 @@ def test_start_ready_stop_leaves_nothing(server: Running) -> None:
     assert set(pids) == {"engine", "detokenizer"}
     assert server.facts["context_length"] == 256
     assert server.failed() is None
-    time.sleep(0.05)
-    beat = Pulse(server.endpoints.heartbeat).read()
-    assert (beat.pid, beat.state) == (pids["engine"], State.READY)
-    assert beat.age_s < 5
+    pulse = Pulse(server.endpoints.heartbeat)
+    assert happens(lambda: pulse.read().state is State.READY)
+    assert pulse.read().pid == pids["engine"]
+    assert happens(lambda: pulse.read().age_s < 1)
     started = time.monotonic()
     server.stop()
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 30
     assert all(gone(pid, 0.5) for pid in pids.values())
     assert not directory.exists()
     server.stop()
@@ -74,20 +83,16 @@ def test_a_killed_process_takes_the_others_along_and_is_named(server: Running, n
     heard: list[BoughError] = []
     server.on_failure(heard.append)
     pids = server.pids
-    started = time.monotonic()
     os.kill(pids[name], signal.SIGKILL)
-    while server.failed() is None and time.monotonic() < started + 10:
-        time.sleep(0.01)
-    assert time.monotonic() - started < 2
+    assert happens(lambda: server.failed() is not None)
     error = server.failed()
     assert error is not None
     assert name in error.what
     assert "SIGKILL" in error.what
-    assert all(gone(pid, 5) for pid in pids.values())
+    assert all(gone(pid, 30) for pid in pids.values())
     assert read_status(server.endpoints).phase == "failed"
     server.stop()
-    while not heard and time.monotonic() < started + 10:
-        time.sleep(0.01)
+    assert happens(lambda: bool(heard))
     assert [each.what for each in heard] == [error.what]
     late: list[BoughError] = []
     server.on_failure(late.append)
@@ -124,7 +129,7 @@ def test_a_start_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             running.wait_ready(timeout_s=1.5)
         pids = running.pids
         started = time.monotonic()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert all(gone(pid, 0.5) for pid in pids.values())
 
 
@@ -140,15 +145,16 @@ def test_stopping_waits_for_requests_and_a_second_call_hurries(server: Running) 
 
     outbox = Outbox(server.endpoints.engine)
     outbox.send(Generate(id=1, rid="slow", prompt=pack_ids([7, 9]), sampling=SamplingParams()))
-    time.sleep(0.3)
+    pulse = Pulse(server.endpoints.heartbeat)
+    assert happens(lambda: pulse.read().num_running == 1)
     started = time.monotonic()
     first = threading.Thread(target=server.stop, args=(60.0,))
     first.start()
     time.sleep(0.5)
     assert first.is_alive(), "the slow request should be waited for"
     server.stop(0.0)
-    first.join(10)
-    assert time.monotonic() - started < 8
+    first.join(30)
+    assert time.monotonic() - started < 30, "the first call's patience is a minute"
     assert all(gone(pid, 0.5) for pid in server.pids.values())
     outbox.close(0)
 
@@ -187,25 +193,22 @@ def test_children_end_with_a_killed_parent(call: str, what: str) -> None:
     owner, directory, pids = own("time.sleep(600)", call)
     owner.kill()
     owner.wait()
-    assert all(gone(pid, 5) for pid in pids), what
-    give_up = time.monotonic() + 3
-    while directory.exists() and time.monotonic() < give_up:
-        time.sleep(0.02)
-    assert not directory.exists()
+    assert all(gone(pid, 30) for pid in pids), what
+    assert happens(lambda: not directory.exists())
 
 
 def test_ctrl_c_leaves_nothing() -> None:
     owner, directory, pids = own("time.sleep(600)")
     os.killpg(owner.pid, signal.SIGINT)
-    assert owner.wait(10) != 0
-    assert all(gone(pid, 2) for pid in pids)
+    assert owner.wait(60) != 0
+    assert all(gone(pid, 30) for pid in pids)
     assert not directory.exists()
 
 
 def test_a_parent_that_just_ends_leaves_nothing() -> None:
     owner, directory, pids = own("pass")
-    assert owner.wait(15) == 0
-    assert all(gone(pid, 1) for pid in pids)
+    assert owner.wait(60) == 0
+    assert all(gone(pid, 30) for pid in pids)
     assert not directory.exists()
 
 
@@ -216,4 +219,4 @@ def test_a_fork_of_the_parent_does_not_end_the_server() -> None:
     assert all(psutil.pid_exists(pid) for pid in pids)
     owner.kill()
     owner.wait()
-    assert all(gone(pid, 5) for pid in pids)
+    assert all(gone(pid, 30) for pid in pids)
