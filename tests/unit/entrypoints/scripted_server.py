@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,21 @@ class Answer:
     """Between pieces."""
     end: End | None = None
     """Instead of an end made from the above."""
+    held: threading.Event | None = None
+    """Nothing is said before it is set."""
+
+
+def endless() -> Answer:
+    """For longer than any test waits."""
+    return Answer(pieces=["x"] * 100_000, delay_s=0.01)
+
+
+def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    """Until it is true, in whichever thread that happens."""
+    give_up_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up_s, "it does not happen"
+        time.sleep(0.01)
 
 
 @dataclass
@@ -168,6 +184,8 @@ class FakeEngine:
         parser = _parser(message)
         made = 0
         prompt_scores = self._prompt_scores(message)
+        while answer.held is not None and not answer.held.is_set():
+            await asyncio.sleep(0.005)
         for piece in answer.pieces:
             await asyncio.sleep(answer.delay_s)
             ids = tokenizer.encode(piece, add_special_tokens=False) if tokenizer else [1]
@@ -272,12 +290,12 @@ class FakeServer:
     def __enter__(self) -> FakeServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(lambda: self._server.stop(now=True))
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     async def _main(self) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import httpx
 import pytest
 from hypothesis import given, strategies as st
-from scripted_server import Answer, serving
+from scripted_server import endless, serving, wait_until
 
 from bough.core.errors import Overloaded
 from bough.entrypoints.admission import Admission, Place
@@ -79,18 +78,14 @@ def test_the_account_balances(steps: list[tuple[int, int, str]]) -> None:
 
 
 def test_over_the_bound_is_429_before_anything_is_tokenised() -> None:
-    slow = Answer(pieces=["x"] * 400, delay_s=0.01)
-    with serving(slow, max_queued_requests=1) as running, httpx.Client(base_url=running.url, timeout=30) as client:
+    with serving(endless(), max_queued_requests=1) as running, httpx.Client(base_url=running.url, timeout=60) as client:
         threads = [
-            threading.Thread(target=lambda: httpx.post(f"{running.url}/generate", json={"text": "a"}, timeout=30))
+            threading.Thread(target=lambda: httpx.post(f"{running.url}/generate", json={"text": "a"}, timeout=60))
             for _ in range(5)  # four may run, one may wait
         ]
         for thread in threads:
             thread.start()
-        for _ in range(500):
-            if running.service.admission.requests == 5:
-                break
-            time.sleep(0.01)
+        wait_until(lambda: running.service.admission.requests == 5)
         seen = len(running.engine.seen)
         refused = client.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -102,6 +97,6 @@ def test_over_the_bound_is_429_before_anything_is_tokenised() -> None:
         assert client.get("/health").status_code == 200
         client.post("/abort_request", json={"abort_all": True})
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert running.service.admission.requests == 0
         assert running.service.admission.waiting_tokens == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import CONTEXT, Answer, FakeServer, serving
+from scripted_server import CONTEXT, Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.messages import End, Generate, unpack_ids
 
@@ -278,11 +278,7 @@ def test_an_error_in_the_middle_of_a_stream() -> None:
 
 
 def test_leaving_early_ends_the_request() -> None:
-    with serving(Answer(pieces=["x"] * 500, delay_s=0.01)) as running, connected(running) as client:
+    with serving(endless()) as running, connected(running) as client:
         with client.messages.stream(model="fake", max_tokens=900, messages=USER) as stream:
             next(iter(stream.text_stream))
-        for _ in range(100):
-            if running.engine.aborted:
-                break
-            httpx.get(f"{running.url}/health")
-        assert running.engine.aborted
+        wait_until(lambda: running.engine.aborted)

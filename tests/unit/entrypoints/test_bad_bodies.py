@@ -23,7 +23,7 @@ USER = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def http_client(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -177,7 +177,7 @@ def test_large_bodies_are_cut_off_while_reading() -> None:
                 yield b"x" * 4096
 
         try:
-            response = httpx.post(running.url + "/generate", content=endless(), timeout=20)
+            response = httpx.post(running.url + "/generate", content=endless(), timeout=60)
         except (httpx.WriteError, httpx.ReadError):
             pass  # the server closed before we stopped talking
         else:
@@ -188,7 +188,7 @@ def test_large_bodies_are_cut_off_while_reading() -> None:
 
 def test_a_lying_content_length_is_refused_early() -> None:
     with serving(max_body_bytes=10_000) as running:
-        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=10)
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
         connection.putrequest("POST", "/generate")
         connection.putheader("content-length", str(10**12))
         connection.endheaders()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import stat
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted_server import Answer, FakeServer, serving
+from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.errors import NotFound, Overloaded
 from bough.core.messages import Generate
@@ -47,14 +48,14 @@ def batching(directory: Path, script: Any = None, **given: Any) -> Iterator[tupl
             for closer in running.service._closers:
                 await closer()
 
-        asyncio.run_coroutine_threadsafe(begin(), running._loop).result(10)
+        asyncio.run_coroutine_threadsafe(begin(), running._loop).result(60)
         try:
             with openai.OpenAI(
                 _strict_response_validation=True, base_url=f"{running.url}/v1", api_key="any", max_retries=0
             ) as client:
                 yield running, client
         finally:
-            asyncio.run_coroutine_threadsafe(end(), running._loop).result(10)
+            asyncio.run_coroutine_threadsafe(end(), running._loop).result(60)
 
 
 def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
@@ -70,12 +71,11 @@ def as_file(*lines: Any) -> io.BytesIO:
 
 
 def finished(client: openai.OpenAI, batch_id: str) -> Any:
-    for _ in range(400):
-        batch = client.batches.retrieve(batch_id)
-        if batch.status in ("completed", "failed", "expired", "cancelled"):
-            return batch
+    give_up_s = time.monotonic() + 60
+    while (batch := client.batches.retrieve(batch_id)).status not in ("completed", "failed", "expired", "cancelled"):
+        assert time.monotonic() < give_up_s, f"the batch is still {batch.status}"
         time.sleep(0.02)
-    raise AssertionError(f"the batch is still {batch.status}")
+    return batch
 
 
 def content(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -214,10 +214,7 @@ def test_cancelling(tmp_path: Path) -> None:
     with batching(tmp_path, Answer(pieces=["x"] * 20, delay_s=0.01)) as (_, client):
         source = client.files.create(file=as_file(*(line(str(i)) for i in range(2000))), purpose="batch")
         made = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
-        for _ in range(200):
-            if (client.batches.retrieve(made.id).request_counts or made.request_counts).completed:  # type: ignore[union-attr]
-                break
-            time.sleep(0.02)
+        wait_until(lambda: client.batches.retrieve(made.id).request_counts.completed)  # type: ignore[union-attr]
         assert client.batches.cancel(made.id).status == "cancelling"
         batch = finished(client, made.id)
         assert batch.status == "cancelled"
@@ -229,14 +226,16 @@ def test_cancelling(tmp_path: Path) -> None:
 
 def test_a_restart_goes_on_and_tells_every_line_once(tmp_path: Path) -> None:
     lines = [line(str(number)) for number in range(300)]
-    with batching(tmp_path, Answer(pieces=["x"] * 3, delay_s=0.01)) as (running, client):
+    asked = itertools.count()
+
+    def script(*_: Any) -> Answer:
+        return Answer() if next(asked) < 60 else endless()
+
+    with batching(tmp_path, script) as (running, client):
         source = client.files.create(file=as_file(*lines), purpose="batch")
         made = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
         part = tmp_path / "batches" / f"{made.id}.out.jsonl"
-        for _ in range(400):
-            if part.exists() and part.read_bytes().count(b"\n") > 40:
-                break
-            time.sleep(0.01)
+        wait_until(lambda: part.exists() and part.read_bytes().count(b"\n") > 40)
         before = len(running.engine.seen)
     assert 40 < before < 300
     with part.open("ab") as torn:
@@ -263,10 +262,7 @@ async def test_busy_servers_are_asked_again(tmp_path: Path) -> None:
     batch = batches.create(source, CHAT, {})
     runner = BatchRunner(files, batches, call, frozenset({CHAT}))
     runner.start()
-    for _ in range(300):
-        await asyncio.sleep(0.02)
-        if batches.get(batch.id).status == "completed":
-            break
+    await until(lambda: batches.get(batch.id).status == "completed")
     await runner.close()
     assert batches.get(batch.id).completed == 1
     assert asked == 2
@@ -317,7 +313,7 @@ async def test_nobody_takes_over_while_a_batch_is_being_finalized(
 
     def slowly(*arguments: Any) -> None:
         begun.set()
-        may_end.wait(20)
+        may_end.wait(60)
         finalize(*arguments)
 
     monkeypatch.setattr(BatchRunner, "_finalize", slowly)
@@ -401,10 +397,7 @@ async def test_batches_expire(tmp_path: Path) -> None:
     batches.save(batch)
     runner = BatchRunner(files, batches, call, frozenset({CHAT}))
     runner.start()
-    for _ in range(300):
-        await asyncio.sleep(0.02)
-        if batches.get(batch.id).status == "expired":
-            break
+    await until(lambda: batches.get(batch.id).status == "expired")
     await runner.close()
     ended = batches.get(batch.id)
     assert ended.status == "expired"

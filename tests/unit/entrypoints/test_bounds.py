@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,10 +199,10 @@ def stub(running: FakeServer) -> Iterator[BoughStub]:
         await made.start()
         return made
 
-    server = asyncio.run_coroutine_threadsafe(open_server(), running._loop).result(20)
+    server = asyncio.run_coroutine_threadsafe(open_server(), running._loop).result(60)
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield BoughStub(channel)
-    asyncio.run_coroutine_threadsafe(server.close(), running._loop).result(20)
+    asyncio.run_coroutine_threadsafe(server.close(), running._loop).result(60)
 
 
 def test_the_walk_is_complete() -> None:
@@ -213,7 +214,7 @@ def test_the_walk_is_complete() -> None:
 @pytest.mark.parametrize(("bound", "at"), [(bound, at) for bound, cases in HTTP.items() for at in range(len(cases))])
 def test_http(running: FakeServer, bound: str, at: int) -> None:
     case, most = HTTP[bound][at], BOUNDS[bound].most
-    with httpx.Client(base_url=running.url, timeout=30) as client:
+    with httpx.Client(base_url=running.url, timeout=60) as client:
         path, body = case(most)
         fits = client.post(path, json=body)
         assert fits.status_code < 500, fits.text
@@ -227,12 +228,12 @@ def test_http(running: FakeServer, bound: str, at: int) -> None:
 @pytest.mark.parametrize("bound", GRPC)
 def test_grpc(stub: Any, bound: str) -> None:
     most = BOUNDS[bound].most
-    fits = stub.Generate(GRPC[bound](most), timeout=20)
+    fits = stub.Generate(GRPC[bound](most), timeout=60)
     with contextlib.suppress(grpc.RpcError):  # for other reasons, perhaps
         list(fits)
     assert says(bound) not in (fits.details() or "")
     with pytest.raises(grpc.RpcError) as refused:
-        list(stub.Generate(GRPC[bound](most + 1), timeout=20))
+        list(stub.Generate(GRPC[bound](most + 1), timeout=60))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert says(bound) in refused.value.details()
 
@@ -252,7 +253,7 @@ def test_grpc(stub: Any, bound: str) -> None:
 def test_texts_to_pool(task: str, path: str, body: Callable[[int], Json], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bounds.BOUNDS, "embeddings", bounds.Bound(3, "inputs in one request"))  # type: ignore[call-overload]
     pooling = {"task": task, "family": "Qwen3", "modes": ["last"], "width": 2, "labels": ["safe", "hate"]}
-    with serving(facts={"pooling": pooling}) as running, httpx.Client(base_url=running.url, timeout=30) as client:
+    with serving(facts={"pooling": pooling}) as running, httpx.Client(base_url=running.url, timeout=60) as client:
         refused = client.post(path, json=body(4))
         assert (refused.status_code, says("embeddings") in refused.text) == (400, True), refused.text
         assert says("embeddings") not in client.post(path, json=body(3)).text
@@ -262,17 +263,22 @@ def test_requests_over_one_grpc_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bough.entrypoints.grpc.generate._MOST_AT_ONCE", 3)
     from scripted_server import Answer
 
-    with serving(Answer(delay_s=0.2)) as running:
+    held = threading.Event()
+    with serving(Answer(held=held)) as running:
 
         async def open_server() -> GrpcServer:
             made = GrpcServer(running.service, "127.0.0.1", 0)
             await made.start()
             return made
 
-        server = asyncio.run_coroutine_threadsafe(open_server(), running._loop).result(20)
+        server = asyncio.run_coroutine_threadsafe(open_server(), running._loop).result(60)
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             commands = [pb.GenerateCommand(generate=pb.GenerateRequest(text="a", rid=str(i))) for i in range(4)]
-            told = list(BoughStub(channel).GenerateMany(iter(commands), timeout=20))
-        asyncio.run_coroutine_threadsafe(server.close(), running._loop).result(20)
+            told = []
+            for each in BoughStub(channel).GenerateMany(iter(commands), timeout=60):
+                told.append(each)
+                if each.HasField("error"):
+                    held.set()
+        asyncio.run_coroutine_threadsafe(server.close(), running._loop).result(60)
     assert {each.rid for each in told if each.HasField("error")} == {"3"}
     assert {each.rid for each in told if each.HasField("finish_reason")} == {"0", "1", "2"}

@@ -37,7 +37,7 @@ BROKEN = [
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     directory: Path = tmp_path_factory.mktemp("batches")
-    with serving(batch_dir=str(directory)) as running, httpx.Client(base_url=running.url, timeout=20) as made:
+    with serving(batch_dir=str(directory)) as running, httpx.Client(base_url=running.url, timeout=60) as made:
         yield made
 
 

@@ -39,7 +39,7 @@ ROUTE_CASES = [
 def client() -> Iterator[httpx.Client]:
     with (
         serving(admin_api_key="boss", max_body_bytes=100_000) as running,
-        httpx.Client(base_url=running.url, timeout=20, headers={"authorization": "Bearer boss"}) as made,
+        httpx.Client(base_url=running.url, timeout=60, headers={"authorization": "Bearer boss"}) as made,
     ):
         yield made
         assert made.post("/generate", json={"text": "Hi"}).status_code == 200  # after all of it
@@ -157,7 +157,7 @@ def test_raw_bytes(client: httpx.Client, spec: RouteSpec, path: str, method: str
 )  # fmt: skip
 def test_strange_paths(client: httpx.Client, path: str) -> None:
     """As they are: no client library tidies them up."""
-    with socket.create_connection((client.base_url.host, client.base_url.port or 80), timeout=10) as raw:
+    with socket.create_connection((client.base_url.host, client.base_url.port or 80), timeout=60) as raw:
         head = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer boss\r\nconnection: close\r\n\r\n"
         raw.sendall(head.encode("latin-1"))
         answer = b""

@@ -46,7 +46,7 @@ def test_huge_numbers(server: FakeServer, path: str, number: float) -> None:
         asked += [{"sampling_params": {name: number}} for name in NATIVE]
     if path.startswith("/api/"):
         asked += [{"options": {name: number}} for name in ("seed", "top_k", "num_predict", "num_ctx")]
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         for fields in asked:
             before = len(server.engine.seen)
             answer = client.post(path, json={**BODIES[path], **fields})

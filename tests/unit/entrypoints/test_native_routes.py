@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import EOS, Answer, FakeServer, serving
+from scripted_server import EOS, Answer, FakeServer, endless, serving
 
 from bough.entrypoints.unserved import UNSERVED
 from bough.observability.health import Beat, State
@@ -18,7 +18,7 @@ from bough.observability.health import Beat, State
 
 @pytest.fixture(scope="module")
 def http(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -210,9 +210,9 @@ def test_flush_cache(http: httpx.Client, server: FakeServer) -> None:
 
 
 def test_abort_by_exact_id() -> None:
-    with serving(Answer(pieces=["x"] * 1000, delay_s=0.01)) as running, httpx.Client(base_url=running.url) as client:
+    with serving(endless()) as running, httpx.Client(base_url=running.url) as client:
         body = {"text": "a", "rid": "job-7", "stream": True}
-        with client.stream("POST", "/generate", json=body, timeout=20) as response:
+        with client.stream("POST", "/generate", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             assert client.post("/abort_request", json={"rid": "job"}).json()["aborted"] == 0
@@ -387,7 +387,7 @@ def test_flushing_waits_as_long_as_it_is_told(server: FakeServer) -> None:
         assert httpx.post(f"{server.url}/flush_cache").status_code == 409
         assert httpx.post(f"{server.url}/flush_cache?timeout=0.1").status_code == 409
         timer.start()
-        assert httpx.post(f"{server.url}/flush_cache?timeout=10").json()["success"] is True
+        assert httpx.post(f"{server.url}/flush_cache?timeout=60").json()["success"] is True
         for wrong in ("x", "-1", "nan", "1e9"):
             assert httpx.post(f"{server.url}/flush_cache?timeout={wrong}").status_code == 400
     finally:

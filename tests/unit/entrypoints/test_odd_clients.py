@@ -18,14 +18,14 @@ USER = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def client(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as made:
+    with httpx.Client(base_url=server.url, timeout=60) as made:
         yield made
 
 
 def raw_answer(server: FakeServer, request: bytes) -> bytes:
     """All that comes back until the server closes the connection."""
     address = httpx.URL(server.url)
-    with socket.create_connection((address.host, address.port or 80), timeout=20) as connection:
+    with socket.create_connection((address.host, address.port or 80), timeout=60) as connection:
         connection.sendall(request)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -249,7 +249,7 @@ def test_a_constraint_that_is_not_known_is_refused(client: httpx.Client, constra
 
 def test_an_embedder_says_so_and_names_its_fields() -> None:
     pooling = {"task": "embed", "family": "Qwen3", "modes": ["last"], "width": 4, "labels": []}
-    with serving(facts={"pooling": pooling}) as running, httpx.Client(base_url=running.url, timeout=20) as client:
+    with serving(facts={"pooling": pooling}) as running, httpx.Client(base_url=running.url, timeout=60) as client:
         assert client.post("/api/show", json={"model": "fake"}).json()["capabilities"] == ["embedding"]
         for path, field in (("/v1/embeddings", "input"), ("/encode", "text")):
             response = client.post(path, json={field: ""})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +12,7 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from scripted_server import Answer, FakeServer, serving
+from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.messages import End, Generate, unpack_ids
 from bough.entrypoints.http.responses.store import Kept, ResponseStore
@@ -262,16 +262,15 @@ def test_forgetting(client: openai.OpenAI) -> None:
 
 
 def test_in_the_background() -> None:
-    with serving(Answer(pieces=["x"] * 40, delay_s=0.01)) as running, connected(running) as client:
+    held = threading.Event()
+    with serving(Answer(pieces=["x"] * 40, delay_s=0.01, held=held)) as running, connected(running) as client:
         made = client.responses.create(model="fake", input="Hi", background=True)
         assert made.status == "queued"
         with pytest.raises(openai.BadRequestError, match="not ended"):
             client.responses.create(model="fake", input="Hi", previous_response_id=made.id)
-        for _ in range(200):
-            made = client.responses.retrieve(made.id)
-            if made.status == "completed":
-                break
-            time.sleep(0.02)
+        held.set()
+        wait_until(lambda: client.responses.retrieve(made.id).status == "completed")
+        made = client.responses.retrieve(made.id)
         assert made.output_text == "x" * 40
         told = list(client.responses.retrieve(made.id, stream=True, starting_after=3))
         assert told[0].sequence_number == 4
@@ -282,11 +281,12 @@ def test_in_the_background() -> None:
 
 
 def test_cancelling() -> None:
-    with serving(Answer(pieces=["x"] * 4000, delay_s=0.01)) as running, connected(running) as client:
+    with serving(endless()) as running, connected(running) as client:
         made = client.responses.create(model="fake", input="Hi", background=True)
         stream = client.responses.retrieve(made.id, stream=True)
         assert next(iter(stream)).type == "response.created"
         stream.close()
+        wait_until(lambda: running.engine.seen)
         assert client.responses.cancel(made.id).status == "cancelled"
         assert client.responses.cancel(made.id).status == "cancelled"
         assert len(running.engine.aborted) == 1
@@ -294,7 +294,7 @@ def test_cancelling() -> None:
 
 
 def test_what_is_deleted_while_it_runs_stays_deleted() -> None:
-    with serving(Answer(pieces=["x"] * 4000, delay_s=0.01)) as running, connected(running) as client:
+    with serving(endless()) as running, connected(running) as client:
         made = client.responses.create(model="fake", input="Hi", background=True)
         stream = client.responses.retrieve(made.id, stream=True)
         assert next(iter(stream)).type == "response.created"

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import Answer, FakeServer, serving
+from scripted_server import Answer, FakeServer, endless, serving
 
 from bough.core.messages import unpack_ids
 
@@ -94,7 +94,7 @@ def test_one_worker_only_and_tenants_apart() -> None:
 
 
 def test_aborted_requests_keep_what_they_said() -> None:
-    with serving(Answer(pieces=["x"] * 200, delay_s=0.01)) as running:
+    with serving(endless()) as running:
         session = httpx.post(f"{running.url}/open_session", json={}).json()
         with httpx.stream(
             "POST",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import socket
-import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
-from scripted_server import Answer, FakeServer, serving
+from scripted_server import FakeServer, endless, serving, wait_until
 
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.errors import error_event
@@ -25,6 +24,8 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
+        self.spoken = asyncio.Event()
+        """Something of the body was sent."""
 
     async def receive(self) -> dict[str, Any]:
         await self.gone.wait()
@@ -32,6 +33,8 @@ class Wire:
 
     async def send(self, message: Any) -> None:
         self.sent.append(dict(message))
+        if message.get("body"):
+            self.spoken.set()
 
     @property
     def body(self) -> bytes:
@@ -79,11 +82,12 @@ async def test_an_error_later_becomes_an_event() -> None:
 
 
 async def test_silence_is_filled_and_opens_the_stream() -> None:
+    wire = Wire()
+
     async def events() -> AsyncGenerator[bytes, None]:
-        await asyncio.sleep(0.12)
+        await asyncio.wait_for(wire.spoken.wait(), 30)
         yield b"a"
 
-    wire = Wire()
     await deliver(wire, events(), keep_alive_s=0.03)
     assert wire.sent[0]["type"] == "http.response.start"
     assert wire.body.startswith(KEEP_ALIVE)
@@ -103,16 +107,17 @@ async def test_a_client_that_goes_closes_the_source() -> None:
 
     wire = Wire()
     task = asyncio.ensure_future(deliver(wire, events()))
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(wire.spoken.wait(), 30)
     wire.gone.set()
-    await asyncio.wait_for(task, 2)
+    await asyncio.wait_for(task, 30)
     assert closed.is_set()
 
 
 async def test_work_is_cancelled_when_nobody_waits() -> None:
-    cancelled = asyncio.Event()
+    begun, cancelled = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
+        begun.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -121,10 +126,10 @@ async def test_work_is_cancelled_when_nobody_waits() -> None:
 
     wire = Wire()
     task = asyncio.ensure_future(while_connected(work(), wire.receive))
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(begun.wait(), 30)
     wire.gone.set()
     with pytest.raises(ClientGone):
-        await asyncio.wait_for(task, 2)
+        await asyncio.wait_for(task, 30)
     assert cancelled.is_set()
 
 
@@ -148,14 +153,16 @@ async def test_a_client_that_goes_in_the_moment_of_the_answer_ends_nothing_else(
     await asyncio.sleep(0.01)  # what a handler does next: it is not cancelled for a client that it needs no more
 
 
-def leave_early(url: str, body: dict[str, Any]) -> None:
-    """Posts, reads for a moment, and closes the connection."""
-    patience = httpx.Timeout(5, read=0.1)
-    leaving = time.time() + 0.2
-    with contextlib.suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=patience) as response:
-        for _ in response.iter_bytes():
-            if time.time() > leaving:
-                return
+def leave_early(running: FakeServer, path: str, body: dict[str, Any], n: int) -> None:
+    """Posts, and closes the connection once the engine is at it: in the middle of the stream, if there is one."""
+    content = json.dumps(body).encode()
+    address = httpx.URL(running.url)
+    with socket.create_connection((address.host, address.port or 80), timeout=60) as raw:
+        raw.sendall(f"POST {path} HTTP/1.1\r\nhost: {address.host}\r\ncontent-length: {len(content)}\r\n\r\n".encode())
+        raw.sendall(content)
+        wait_until(lambda: len(running.engine.seen) == n)
+        if body["stream"]:
+            assert raw.recv(10).startswith(b"HTTP/1.1 2")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
@@ -169,15 +176,10 @@ def test_disconnecting_aborts(path: str, stream: bool, n: int) -> None:
         body["prompt"] = "a"
     else:
         body = {"stream": stream, "text": "a", "sampling_params": {"n": n}}
-    with serving(Answer(pieces=["x"] * 1000, delay_s=0.01)) as running:
-        leave_early(running.url + path, body)
-        for _ in range(300):
-            if len(running.engine.aborted) == n:
-                break
-            time.sleep(0.01)
+    with serving(endless()) as running:
+        leave_early(running, path, body, n)
+        wait_until(lambda: running.service.intake.num_live == running.service.admission.requests == 0)
         assert len(running.engine.aborted) == n
-        assert running.service.intake.num_live == 0
-        assert running.service.admission.requests == 0
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(server: FakeServer) -> None:
