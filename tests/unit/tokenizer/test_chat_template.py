@@ -98,10 +98,10 @@ def test_templates_can_not_reach_the_interpreter(source: str) -> None:
 )
 def test_rendering_is_bounded(source: str) -> None:
     template = ChatTemplate(source)
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest):
         template.render([{"role": "user", "content": "x" * 1000}])
-    assert time.monotonic() - started < RENDER_TIME_S + 4
+    assert time.thread_time() - started < RENDER_TIME_S + 4
 
 
 def test_kwargs_reach_only_what_the_template_reads() -> None:
