@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, body, until
+from serving import ENDLESS, Server, body, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def settled(server: Server, within_s: float = 20) -> bool:
+def settled(server: Server, within_s: float = 60) -> bool:
     """Nothing runs and no page is held."""
     return bool(until(lambda: server.live() == 0 and server.held_pages() == 0, within_s))
 
@@ -31,7 +31,7 @@ def leave_after(server: Server, request: dict[str, Any], moment: Any) -> None:
     async def run() -> None:
         async with httpx.AsyncClient(timeout=60) as client:
             asking = asyncio.ensure_future(client.post(f"{server.url}/generate", json=request))
-            await asyncio.to_thread(lambda: until(lambda: asking.done() or moment(), 20, 0.005))
+            await asyncio.to_thread(lambda: until(lambda: asking.done() or moment(), 60, 0.005))
             assert not asking.done(), "it was to leave before its answer"
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -45,9 +45,9 @@ def test_leaving_at_each_stage_frees_the_memory(stage: str, stream: bool) -> Non
     """Pages are back within two steps of the abort, which the simulation proves to the step; here through all
     processes, with a real connection that closes."""
     server = STAGED.server()
-    request = body(list(range(3, 3600)), tokens=400, stream=stream)
+    request = body(list(range(3, 20_000)), tokens=10_000, stream=stream)
     if stage == "decoding":
-        request = body("Once upon a time", tokens=3900, stream=stream)
+        request = body("Once upon a time", tokens=ENDLESS, stream=stream)
     elif stage == "compiling":
         request["sampling_params"]["regex"] = (
             f"(({'|'.join('ab' * n for n in range(1, 60))}){{1,80}}){'c' * (1 + stream)}"
@@ -56,8 +56,8 @@ def test_leaving_at_each_stage_frees_the_memory(stage: str, stream: bool) -> Non
     hogs = []
     if stage == "queued":
         pool = ThreadPoolExecutor(2)
-        hogs = [pool.submit(server.ask, body(f"hog {at}", tokens=600)) for at in range(2)]
-        assert until(lambda: server.state()["running"] == 2, 10)
+        hogs = [pool.submit(server.ask, body(f"hog {at}", tokens=ENDLESS, rid=f"hog-{at}")) for at in range(2)]
+        assert until(lambda: server.state()["running"] == 2, 60)
     moments = {
         "prefilling": lambda: server.state()["prefilling"] > 0,
         "decoding": lambda: server.state()["running"] > 0,
@@ -66,11 +66,14 @@ def test_leaving_at_each_stage_frees_the_memory(stage: str, stream: bool) -> Non
     }
     leave_after(server, request, moments[stage])
     if stage == "queued":
-        assert until(lambda: server.state()["queued"] == 0, 2)
+        assert until(lambda: server.state()["queued"] == 0, 60)
+        assert server.state()["running"] == 2, "it did not wait for those before it"
+        for at in range(2):
+            httpx.post(f"{server.url}/abort_request", json={"rid": f"hog-{at}"}, timeout=60)
         assert all(hog.result().status_code == 200 for hog in hogs)
     assert settled(server)
     after = server.state()["counters"]
-    assert after["aborted"] == before["aborted"] + 1
+    assert after["aborted"] == before["aborted"] + 1 + len(hogs)
     assert server.ask(body()).status_code == 200
 
 
@@ -133,16 +136,16 @@ def come_and_go(server: Server, count: int) -> None:
     before = server.state()["pages"]
     wrong = asyncio.run(_come_and_go(server, count, at_once=24))
     assert not wrong, wrong[:5]
-    assert settled(server, 60), server.state()
-    after = server.state()
-    pages = after["pages"]
-    assert pages["free"] + pages["cached"] == pages["total"], "every page is free or cached"
-    assert pages["evictable"] == pages["cached"], "nothing is locked"
-    assert pages["repairs"] == before["repairs"] == 0
-    assert server.metrics()["num_live_reqs"] == 0
-    flushed = httpx.post(f"{server.url}/flush_cache", timeout=10)
+    # A worker that was slow may yet hear of a client who came and went: so all of it is waited for.
+    assert until(lambda: server.live() == 0 and server.metrics()["num_live_reqs"] == 0, 60), server.state()
+    whole = lambda pages: pages["free"] + pages["cached"] == pages["total"]
+    assert until(lambda: whole(server.state()["pages"]), 60), "every page is free or cached"
+    unlocked = lambda pages: pages["evictable"] == pages["cached"]
+    assert until(lambda: unlocked(server.state()["pages"]), 60), "nothing is locked"
+    assert server.state()["pages"]["repairs"] == before["repairs"] == 0
+    flushed = httpx.post(f"{server.url}/flush_cache?timeout=60", timeout=90)
     assert flushed.status_code == 200
-    assert server.state()["pages"]["free"] == pages["total"], "the pool is back at its baseline"
+    assert until(lambda: server.state()["pages"]["free"] == before["total"], 60), "the pool is back at its baseline"
 
 
 def test_clients_come_and_go(steady: Server) -> None:
@@ -162,8 +165,8 @@ def test_ten_thousand_clients_come_and_go(steady: Server) -> None:
 def test_a_deadline_ends_a_request(steady: Server, stream: bool) -> None:
     before = steady.metrics()
     began = time.monotonic()
-    answer = steady.ask(body(tokens=3900, stream=stream), headers={"x-deadline-ms": "400"})
-    assert time.monotonic() - began < 5
+    answer = steady.ask(body(tokens=ENDLESS, stream=stream), headers={"x-deadline-ms": "3000"})
+    assert 3 <= time.monotonic() - began < 20, "the whole answer takes longer"
     if stream:
         assert answer.status_code == 200
         assert "deadline" in answer.text
@@ -209,17 +212,20 @@ def test_a_flood_is_refused_with_a_time_to_return(steady: Server) -> None:
 
 
 def test_a_thousand_probes_cost_nothing(steady: Server) -> None:
-    assert settled(steady)
-    time.sleep(0.3)
-    before, numbers = steady.state(), steady.metrics()
     paths = ["/livez", "/readyz", "/health", "/health_generate"]
-    taken = []
-    with httpx.Client(base_url=steady.url) as client:
-        for at in range(1000):
+    with httpx.Client(base_url=steady.url, timeout=60) as client:
+
+        def took(method: str, path: str, **given: Any) -> float:
             began = time.monotonic()
-            assert client.get(paths[at % 4]).status_code == 200
-            taken.append(time.monotonic() - began)
-    assert statistics.median(taken) < 0.05
+            assert client.request(method, path, **given).status_code == 200
+            return time.monotonic() - began
+
+        tokens = [took("POST", "/generate", json=body(tokens=1)) for _ in range(30)]
+        assert settled(steady)
+        assert until(lambda: steady.metrics()["num_running_reqs"] == 0, 60)
+        before, numbers = steady.state(), steady.metrics()
+        probes = [took("GET", paths[at % 4]) for at in range(1000)]
+    assert statistics.median(probes) < statistics.median(tokens), "less than a token of the tiniest model"
     after = steady.state()
     assert after["counters"] == before["counters"], "no step, no request, no token"
     assert after["pages"] == before["pages"]
@@ -261,7 +267,7 @@ def test_out_of_memory_costs_a_retry_and_then_one_request() -> None:
     with Server(environ=faults) as server:
         lone = server.ask(body([9, 8, 7], tokens=12))
         assert lone.status_code == 200, "the step was tried again"
-        assert server.metrics()["oom_total"] == 1
+        assert until(lambda: server.metrics()["oom_total"] == 1, 30)
         failed = server.ask(body([5, 777, 6]))
         assert failed.status_code == 500
         message = failed.json()["error"]["message"]
@@ -271,8 +277,8 @@ def test_out_of_memory_costs_a_retry_and_then_one_request() -> None:
         assert broken.status_code == 500
         assert "on purpose" not in broken.text
         assert server.ask(body([9, 8, 7], tokens=12)).json()["output_ids"] == lone.json()["output_ids"]
-        assert server.metrics()["oom_total"] == 3
-        assert server.metrics()["failed_steps_total"] == 4
+        assert until(lambda: server.metrics()["oom_total"] == 3, 30)
+        assert until(lambda: server.metrics()["failed_steps_total"] == 4, 30)
         assert server.status() == 200
         assert "failed on purpose" in server.log()
         assert settled(server)

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from serving import ROOT, Server, body
+from serving import ROOT, Server, body, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +37,14 @@ def listening(server: Server) -> set[tuple[str, int]]:
     """Addresses that any process of the server listens on, from the kernel's own tables."""
     inodes = set()
     for process in family(server):
-        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-            try:
-                target = os.readlink(descriptor)
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                try:
+                    target = os.readlink(descriptor)
+                except OSError:
+                    continue
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{server.process.pid}/net/{table}").read_text().splitlines()[1:]:
@@ -72,8 +72,12 @@ def test_the_private_directory_is_private(locked: Server) -> None:
     directory = private_directory(locked)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     for path in directory.iterdir():
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or path.name.startswith("fault"), path.name
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            continue  # a file that was being written has its name now
+        if not stat.S_ISSOCK(mode):
+            assert stat.S_IMODE(mode) & 0o077 == 0 or path.name.startswith("fault"), path.name
     launch = (directory / "launch.json").read_text()
     assert stat.S_IMODE((directory / "launch.json").stat().st_mode) == 0o600
     assert "k3y" in launch, "the key is in there, which is why nobody else may read it"
@@ -88,11 +92,14 @@ def test_garbage_on_the_sockets_between_processes_is_dropped(locked: Server, tmp
     """Among it a pickle that would leave a file behind if anybody loaded it."""
     canary = tmp_path / "canary"
     bomb = b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."
+
+    def open_door(path: str) -> bool:
+        with socket.socket(socket.AF_UNIX) as push:
+            return push.connect_ex(path) == 0
+
     for name in ("engine", "detok", "api.0", "api.1"):
         path = f"{private_directory(locked)}/{name}"
-        give_up_s = time.monotonic() + 30
-        while not os.path.exists(path) and time.monotonic() < give_up_s:  # the second worker comes later
-            time.sleep(0.05)
+        assert until(lambda path=path: open_door(path), 120), "the second worker comes later"
         garbage = (b"", b"\x00" * 1000, bomb, b"\x80\x04" + bomb, os.urandom(500), b"\x81\xa4type\xa8generate")
         with socket.socket(socket.AF_UNIX) as push:
             push.connect(path)
@@ -104,10 +111,10 @@ def test_garbage_on_the_sockets_between_processes_is_dropped(locked: Server, tmp
                 push.sendall(frame * 3)
     answer = locked.ask(body(), headers={"authorization": "Bearer k3y"})
     assert answer.status_code == 200
-    sent = httpx.post(f"{locked.url}/generate", content=bomb, headers={"authorization": "Bearer k3y"})
+    sent = httpx.post(f"{locked.url}/generate", content=bomb, headers={"authorization": "Bearer k3y"}, timeout=60)
     assert sent.status_code == 400
+    assert until(lambda: "dropped a message" in locked.log(), 60)
     assert not canary.exists()
-    assert "dropped a message" in locked.log()
 
 
 def cached(server: Server, key: str, salt: str | None = None) -> int:
@@ -133,7 +140,7 @@ def test_caches_are_isolated_by_key_and_by_salt(locked: Server) -> None:
 def test_admin_routes_need_the_admin_key(locked: Server) -> None:
     def post(path: str, key: str) -> int:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.post(locked.url + path, headers=headers, timeout=30).status_code
+        return httpx.post(locked.url + path, headers=headers, timeout=60).status_code
 
     for path in ("/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"):
         assert post(path, "") == 401
@@ -171,7 +178,7 @@ def test_profiles_stay_where_the_operator_wants_them(tmp_path: Path) -> None:
 def test_a_public_address_without_a_key_is_refused(host: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "bough", "serve", "--host", host, "--port", "0"],
-        capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+        capture_output=True, text=True, timeout=300, cwd=ROOT, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
     assert "refusing to listen" in ended.stderr
@@ -199,7 +206,7 @@ def fuzz(*options: str, within_s: float) -> None:
 
 
 def test_a_schema_driven_fuzzer_finds_no_5xx() -> None:
-    fuzz("--phases", "fuzzing", "--max-examples", "2", within_s=250)
+    fuzz("--phases", "fuzzing", "--max-examples", "2", within_s=540)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from serving import Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", params=["", "s3cret"], ids=["no key", "key"])
@@ -28,7 +28,8 @@ def test_every_address_of_the_banner_answers(started: tuple[Server, str]) -> Non
     assert re.search(r"bough [\d.]+ is ready after [\d.]+ s", told)
     assert ("required" if key else "only this machine can connect") in re.search(r"  key +(.*)", told)[1]
     assert re.search(r"  model +\S+ on cpu, float32; context 192 tokens", told)
-    with httpx.Client(headers={"authorization": f"Bearer {key}"} if key else {}, follow_redirects=True) as client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(headers=headers, follow_redirects=True, timeout=60) as client:
         for name in ("playground", "docs", "metrics"):
             address = re.search(rf"  {name} +(http\S+)", told)[1]
             assert client.get(address).status_code == 200, address
@@ -51,9 +52,8 @@ def test_the_curl_line_of_the_banner_works(started: tuple[Server, str]) -> None:
 def test_the_decisions_and_the_memory_table_can_be_asked_for(started: tuple[Server, str]) -> None:
     server, key = started
     told = server.log()
-    info = httpx.get(f"{server.url}/server_info", headers={"authorization": f"Bearer {key}"} if key else {}).json()[
-        "engine"
-    ]
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    info = httpx.get(f"{server.url}/server_info", headers=headers, timeout=60).json()["engine"]
     names = [row[0] for row in info["memory"]]
     assert names == ["weights", "KV cache", "graphs", "activations", "other", "free"]
     assert all(re.search(rf"^{name} +[\d.-]+ \w+", told, re.MULTILINE) for name in names), "and it is in the log"

@@ -15,18 +15,18 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import ROOT, Server, body, until
+from serving import ENDLESS, ROOT, Server, body, until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "entrypoints"))
 
 from collector import Collector
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def bough(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bough", *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
+        [sys.executable, "-m", "bough", *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT, check=False,
         env={**os.environ, "COLUMNS": "120", **environ},
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_a_day_in_the_life(tmp_path: Path) -> None:
         bad = server.ask({"text": 5})
         assert bad.status_code == 400
         os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         log = server.log()
     collector.server.shutdown()
     _spans(collector)
@@ -59,23 +59,26 @@ def test_a_day_in_the_life(tmp_path: Path) -> None:
 
 def _busy(server: Server, count: int) -> list[threading.Thread]:
     threads = [
-        threading.Thread(target=server.ask, args=(body(f"story {at}", tokens=3900, rid=f"story-{at}"),), daemon=True)
+        threading.Thread(
+            target=server.ask, args=(body(f"story {at}", tokens=ENDLESS, rid=f"story-{at}"), 600), daemon=True
+        )
         for at in range(count)
     ]
     for thread in threads:
         thread.start()
-    assert until(lambda: server.state()["running"] >= min(count, 4), 20)
+    assert until(lambda: server.state()["running"] >= min(count, 4), 60)
+    assert until(lambda: server.live() == count, 60)
     return threads
 
 
 def _enough(server: Server, threads: list[threading.Thread]) -> None:
     """Nobody needs the rest of their stories."""
     boss = {"authorization": "Bearer b0ss"}
-    told = httpx.post(f"{server.url}/abort_request", json={"abort_all": True}, headers=boss, timeout=30)
+    told = httpx.post(f"{server.url}/abort_request", json={"abort_all": True}, headers=boss, timeout=60)
     assert told.status_code == 200
     for thread in threads:
         thread.join(60)
-    assert until(lambda: server.live() == 0, 20)
+    assert until(lambda: server.live() == 0, 60)
 
 
 def _top(server: Server) -> None:
@@ -111,17 +114,17 @@ def _configure_logging(server: Server) -> None:
 
     def post(key: str, **fields: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=10)
+        return httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=60)
 
     assert post("wrong", log_requests=False).status_code == 401
     everybody = ["api0", "detokenizer", "engine"]
-    assert post("b0ss", log_requests=False).json() == {
-        "success": True, "log_level": "info", "log_requests": False, "processes": everybody,
-    }  # fmt: skip
+    told = {"success": True, "log_level": "info", "log_requests": False, "processes": everybody}
+    # Named are those that answered within a second; who was slow does as it was told all the same.
+    assert until(lambda: post("b0ss", log_requests=False).json() == told, 60)
     assert server.ask(body(tokens=2, rid="unseen")).status_code == 200
     assert post("b0ss", log_requests=True, log_level="debug").json()["log_level"] == "debug"
     assert server.ask(body(tokens=2, rid="seen again")).status_code == 200
-    assert until(lambda: "seen again" in server.log(), 5)
+    assert until(lambda: "seen again" in server.log(), 60)
     assert "unseen" not in server.log()
     assert post("b0ss", log_level="info").json()["log_requests"] is True
 
@@ -214,22 +217,24 @@ def test_log_switches_reach_every_process() -> None:
     everybody = ["api0", "api1", "api2", "detokenizer", "engine"]
     with Server(*flags) as server:
 
-        def switch(**fields: Any) -> dict[str, Any]:
+        def switched(**fields: Any) -> bool:
+            """Whether all have heard; further workers come a little later, and who is slow is not named."""
             headers = {"authorization": "Bearer b0ss"}
-            reply = httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=10)
-            told: dict[str, Any] = reply.json()
-            return told
+            ask = lambda: httpx.post(f"{server.url}/configure_logging", json=fields, headers=headers, timeout=60).json()
+            return bool(until(lambda: ask().get("processes") == everybody, 120))
 
-        assert until(lambda: switch()["processes"] == everybody, 60), "further workers come a little later"
+        assert switched()
         assert server.ask(body(tokens=40, rid="quiet")).status_code == 200
         assert not re.search(r" info ", server.log())
-        switch(log_level="info", log_requests=True)
+        assert switched(log_level="info", log_requests=True)
         for at in range(24):  # each a connection of its own, which any worker may take
             assert server.ask(body(tokens=20, rid=f"loud-{at}")).status_code == 200
         told = server.log()
         assert all(f"rid=loud-{at}" in told for at in range(24))
-        assert until(lambda: re.search(r" info +engine ", server.log()), 10), "the engine's line about throughput"
-        switch(log_level="error", log_requests=False)
+        busy = lambda: server.ask(body(tokens=200)).status_code == 200
+        told_rate = lambda: busy() and re.search(r" info +engine ", server.log())
+        assert until(told_rate, 60), "the engine's line about throughput"
+        assert switched(log_level="error", log_requests=False)
         before = len(server.log())
         for at in range(12):
             assert server.ask(body(tokens=20, rid=f"hush-{at}")).status_code == 200
