@@ -41,6 +41,8 @@ _SHAPE: Json = {
                      "original_max_position_embeddings": 8192},
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 128_000, "eos_token_id": 128_001,
 }  # fmt: skip
+_PATIENCE_S = 30.0
+"""A measurement lasts longer than asked for, at most by this, if a stream got nothing meanwhile."""
 _SETTLE_S = 0.5
 """After the streams' first tokens, before anything is counted."""
 _SHORT_EVERY_S = 0.7
@@ -135,13 +137,13 @@ class Phase:
 
 
 def phase_of(users: list[User], begin: float, end: float) -> Phase:
-    """Raises `BoughError` if a user got fewer than two tokens: there is no time per token then."""
+    """Raises `BoughError` if a user got fewer than two tokens, or all at once: there is no time per token then."""
     tpot, gaps = [], []
     for user in users:
         times = user.within(begin, end)
-        if len(times) < 2:
+        if len(set(times)) < 2:
             raise BoughError(
-                what=f"a stream got {len(times)} tokens within {end - begin:.1f} s",
+                what=f"a stream got {len(times)} tokens{' at once' if len(times) > 1 else ''} within {end - begin:.1f} s",
                 fix="measure longer with --seconds and --idle-seconds, or with a shorter --prompt-len",
             )
         tpot.append(1e3 * (times[-1] - times[0]) / (len(times) - 1))
@@ -174,11 +176,13 @@ async def measure(engine: Engine, options: argparse.Namespace) -> Json:
         await asyncio.sleep(_SETTLE_S)
         begin = time.perf_counter()
         await asyncio.sleep(options.idle_seconds)
+        await _all_moving(users, tasks, begin)
         idle = phase_of(users, begin, time.perf_counter())
         sent = time.perf_counter()
         long = asyncio.create_task(_first_token(engine, long_prompt))
         short = asyncio.create_task(_short_prompts(engine, lambda: prompt(64)))
         await asyncio.wait((long,), timeout=options.seconds)
+        await _all_moving(users, tasks, sent)
         ended = time.perf_counter()
         answered = long.done()
         short.cancel()
@@ -243,6 +247,14 @@ async def _short_prompts(engine: Engine, prompt: Any) -> list[float]:
 
 async def _all_running(users: list[User], tasks: list[asyncio.Task[None]]) -> None:
     while not all(user.times for user in users):
+        _still_running(tasks)
+        await asyncio.sleep(0.01)
+
+
+async def _all_moving(users: list[User], tasks: list[asyncio.Task[None]], begin: float) -> None:
+    """Waits until each user has a time per token since `begin`, on a machine that stands still for a moment."""
+    give_up = time.perf_counter() + _PATIENCE_S
+    while not all(len(set(user.within(begin, math.inf))) > 1 for user in users) and time.perf_counter() < give_up:
         _still_running(tasks)
         await asyncio.sleep(0.01)
 

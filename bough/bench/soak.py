@@ -40,6 +40,8 @@ WARM_UP = 0.3
 """Part of the run that is not fitted: pools, caches and arenas fill up."""
 _SAMPLE_S = 1.0
 _START_S = 180.0
+_REST_S = 60.0
+"""Time for the server to be done with clients that have left."""
 _TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 49_152,
@@ -115,13 +117,14 @@ class Traffic:
         self._rng = random.Random(seed)
         self._client = StreamingClient(url)
 
-    async def run(self, clients: int, seconds: float) -> None:
+    async def run(self, clients: int, seconds: float, least: int = 0) -> None:
+        """For so long, and until `least` requests are done."""
         give_up = time.monotonic() + seconds
-        await asyncio.gather(*(self._one(give_up) for _ in range(clients)))
+        await asyncio.gather(*(self._one(give_up, least) for _ in range(clients)))
         self._client.close()
 
-    async def _one(self, give_up: float) -> None:
-        while time.monotonic() < give_up:
+    async def _one(self, give_up: float, least: int) -> None:
+        while time.monotonic() < give_up or self.done < least:
             path, fields, leaves_s = self._request()
             body = msgspec.json.encode(fields)
             try:
@@ -216,16 +219,16 @@ async def watch(parent: psutil.Process, traffic: Traffic, seconds: float) -> dic
     return series
 
 
-async def soak(url: str, parent: psutil.Process, *, seconds: float, clients: int, seed: int = 0) -> dict[str, Any]:
-    """Runs the traffic and returns what was seen."""
+async def soak(
+    url: str, parent: psutil.Process, *, seconds: float, clients: int, least: int = 0, seed: int = 0
+) -> dict[str, Any]:
+    """Runs the traffic, `least` requests or more, and returns what was seen."""
     traffic = Traffic(url, seed)
     watching = asyncio.create_task(watch(parent, traffic, seconds))
-    await traffic.run(clients, seconds)
+    await traffic.run(clients, seconds, least)
     series = await watching
     client = StreamingClient(url)
-    await asyncio.sleep(1.0)
-    info = await client.call("GET", "/server_info")
-    pages = info["internal_states"][0]["pages"]
+    pages = await at_rest(client)
     client.close()
     return {
         "seconds": round(seconds, 1),
@@ -243,6 +246,16 @@ async def soak(url: str, parent: psutil.Process, *, seconds: float, clients: int
             for name, each in series.items()
         },
     }
+
+
+async def at_rest(client: StreamingClient) -> dict[str, Any]:
+    """The pages, once none is held, which is what a leak never comes to."""
+    give_up = time.monotonic() + _REST_S
+    while True:
+        await asyncio.sleep(1.0)
+        pages: dict[str, Any] = (await client.call("GET", "/server_info"))["internal_states"][0]["pages"]
+        if not pages["held"] or time.monotonic() > give_up:
+            return pages
 
 
 def verdict(seen: dict[str, Any], *, clients: int) -> list[str]:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from bough.bench.soak import Series, served, soak, verdict
+from bough.bench.soak import Series, at_rest, served, soak, verdict
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_a_short_soak() -> None:
     with served("", ["--device", "cpu", "--no-custom-kernels", "--cpu-threads", "1"]) as (url, process):
-        seen = asyncio.run(soak(url, process, seconds=12, clients=8))
-    assert seen["requests"] > 20
+        seen = asyncio.run(soak(url, process, seconds=12, clients=8, least=100))
+    assert seen["requests"] >= 100
     assert set(seen["statuses"]) <= {"200", "400", "left"}, seen["statuses"]
     assert seen["pages"]["held"] == 0
     assert seen["pages"]["repairs"] == 0
     assert set(seen["processes"]) == {"api", "engine", "detokenizer"}
+
+
+def test_pages_are_looked_at_when_those_who_left_are_gone() -> None:
+    class Client:
+        held = [3, 0]
+
+        async def call(self, *_: str) -> Any:
+            return {"internal_states": [{"pages": {"held": self.held.pop(0)}}]}
+
+    assert asyncio.run(at_rest(Client())) == {"held": 0}  # type: ignore[arg-type]
 
 
 @pytest.mark.long
