@@ -3,10 +3,13 @@ milliseconds. Tests that need sense in the answers use the default model itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +35,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 49_152,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0,
     "tie_word_embeddings": True,
@@ -40,6 +43,11 @@ TINY = {
     "eos_token_id": 2,
     "hidden_act": "silu",
 }
+
+
+ENDLESS = 14_000
+"""New tokens that take a dozen seconds at least, on any machine, and fit four times: a request that is there until told to
+go, even if the machine stands still for a while before it is."""
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +61,7 @@ def tiny_settings() -> Iterator[dict[str, Any]]:
             "load_format": "dummy",
             "dtype": "float32",
             "device": "cpu",
-            "max_total_tokens": 8192,
+            "max_total_tokens": 65_536,
             "custom_kernels": False,
             "cpu_threads": 1,
         }
@@ -94,16 +102,19 @@ class Server:
     @property
     def children(self) -> dict[str, int]:
         """Process ids by name."""
-        named = {}
+        named: dict[str, int] = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            command = " ".join(child.cmdline())
+            try:
+                command = " ".join(child.cmdline())
+            except psutil.Error:
+                continue  # it has ended meanwhile
             for name in ("bough.engine", "bough.detokenizer", "bough.entrypoints.http"):
-                if f"-m {name}" in command:
-                    named[name.removeprefix("bough.")] = child.pid
+                if f"-m {name}" in command:  # what a child is about to start still looks like it, and comes later
+                    named.setdefault(name.removeprefix("bough."), child.pid)
         return named
 
     def live(self) -> int:
-        info = httpx.get(f"{self.url}/server_info", timeout=30).json()
+        info = httpx.get(f"{self.url}/server_info", timeout=60).json()
         state = info["internal_states"][0] if "internal_states" in info else info["engine"]
         return int(state["running"]) + int(state["queued"]) + int(state["prefilling"])
 
@@ -146,14 +157,33 @@ def make_server() -> Iterator[Callable[..., Server]]:
         each.end()
 
 
+def until(true: Callable[[], Any], within_s: float = 60, every_s: float = 0.02) -> Any:
+    """What the condition gives once it holds; its last value if it does not hold in time."""
+    give_up = time.monotonic() + within_s
+    while True:
+        value = true()
+        if value or time.monotonic() > give_up:
+            return value
+        time.sleep(every_s)
+
+
 def gone(pid: int, within_s: float) -> bool:
     """Whether the process ends in time."""
-    give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
+
+    def ended() -> bool:
         try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
+            return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
-        time.sleep(0.05)
-    return False
+
+    return bool(until(ended, within_s))
+
+
+def free_port() -> int:
+    """One that no client's connection is given meanwhile: those come from the system's own range."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(max(1024, lowest // 2), lowest)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import bough
 from bough.core.errors import InvalidRequest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+from .conftest import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 EOS = 3
 
@@ -26,14 +29,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, bough.
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=EOS, pad_token_id=0,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=1, eos_token_id=EOS, pad_token_id=0,
         initializer_range=0.5, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     path: Path = tmp_path_factory.mktemp("model")
     model.save_pretrained(path)
     with bough.Engine(
-        model_path=str(path), dtype="float32", device="cpu", skip_tokenizer_init=True, max_total_tokens=4096,
+        model_path=str(path), dtype="float32", device="cpu", skip_tokenizer_init=True, max_total_tokens=16_384,
         custom_kernels=False, cpu_threads=1,
     ) as engine:  # fmt: skip
         yield model, engine
@@ -70,14 +73,13 @@ def test_streams_and_aborts(pair: tuple[Any, bough.Engine]) -> None:
     told = list(engine.generate(input_ids=[5, 9, 17], sampling_params=params, stream=True))
     assert told[-1]["output_ids"] == whole["output_ids"]  # type: ignore[index]
     stream = engine.generate(
-        input_ids=[5, 9, 17], sampling_params={"beam_width": 3, "max_new_tokens": 200, "ignore_eos": True}, rid="long",
+        input_ids=[5, 9, 17], sampling_params={"beam_width": 3, "max_new_tokens": 3000, "ignore_eos": True}, rid="long",
         stream=True,
     )  # fmt: skip
-    import threading
-
-    threading.Timer(0.3, lambda: engine.abort("long")).start()
+    aborting = threading.Thread(target=lambda: until(lambda: engine.abort("long"), every_s=0.1))
+    aborting.start()
     assert list(stream)[-1]["meta_info"]["finish_reason"]["type"] == "abort"  # type: ignore[index]
-    state = engine.get_server_info()["internal_states"][0]
-    assert state["running"] == 0
+    aborting.join()
+    assert until(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
     with pytest.raises(InvalidRequest, match="penalties"):
         engine.generate(input_ids=[5], sampling_params={**params, "presence_penalty": 1.0})

@@ -6,12 +6,13 @@ import pytest
 
 from bough.bench.frontend import FLOORS, measure, verdict
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
 def test_every_number_is_there(path: str) -> None:
-    numbers = measure(seconds=0.5, clients=8, streams=8, tokens=20, path=path)
+    # So many that a single round of each takes more CPU time than the clock's tick, if there is time for no more.
+    numbers = measure(seconds=0.5, clients=48, streams=16, tokens=100, path=path)
     assert numbers["requests_per_s"] > 0
     assert numbers["streamed_tokens_per_s"] > 0
     assert 0 < numbers["share_of_echo"] < 1.5

@@ -10,7 +10,7 @@ import pytest
 
 import bough
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 COMMON = [(7 * i + 3) % 900 + 3 for i in range(150)]
 WATCHED = [*COMMON, 77, 78, 79]
@@ -71,5 +71,5 @@ def test_it_is_the_flag_that_does_it(tiny_settings: dict[str, Any]) -> None:
     """Without it the same trials differ in some last bit, or this file shows nothing."""
     settings = {**tiny_settings, "custom_kernels": False, "chunked_prefill_size": 64}
     with bough.Engine(**settings) as engine:
-        first, *others = trials(engine, 10)
-    assert any(other != first for other in others)
+        rounds = (trials(engine, 10) for _ in range(5))  # company that comes too late is none
+        assert any(other != first for first, *others in rounds for other in others)

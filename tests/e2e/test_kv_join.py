@@ -15,7 +15,7 @@ from bough.lang.config import global_config
 
 from .conftest import Server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PARENT = "Read these three notes about trees, and say what they have in common.\n\n"
 NOTES = ["Oaks grow slowly.\n", "Birches grow fast, and die young.\n", "Pines keep their needles in winter.\n"]
@@ -34,7 +34,7 @@ def notes(s, question):  # type: ignore[no-untyped-def]
 
 
 def computed(url: str) -> int:
-    state = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"][0]
+    state = httpx.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]
     return int(state["counters"]["prompt_tokens"])
 
 
@@ -77,7 +77,7 @@ def check_refusals(http: httpx.Client, body: dict[str, Any]) -> None:
     assert wrong.status_code == 400
     gone = http.post("/generate", json=body | {"session_params": {"id": "join-0000"}})
     assert gone.status_code == 404
-    assert http.post("/flush_cache").status_code == 200
+    assert http.post("/flush_cache?timeout=30").status_code == 200
     after = http.post("/generate", json=body).json()  # computed again, from the text
     assert after["meta_info"]["cached_tokens"] == 0
     assert after["meta_info"]["completion_tokens"] == 4

@@ -11,7 +11,7 @@ import pytest
 import bough
 from bough.core.errors import ConfigError, InvalidRequest, RequestFailed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CODE = """
 import torch

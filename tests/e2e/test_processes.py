@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import threading
 import time
 from typing import Any
@@ -12,24 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, gone
+from tests.e2e.conftest import ENDLESS, Server, gone, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LONG: dict[str, Any] = {
     "text": "Once upon a time",
-    "sampling_params": {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True},
+    "sampling_params": {"temperature": 0, "max_new_tokens": ENDLESS, "ignore_eos": True},
 }
 SHORT: dict[str, Any] = {**LONG, "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
 
 
-def settled(server: Server, within_s: float = 10) -> bool:
-    give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
-        if server.live() == 0:
-            return True
-        time.sleep(0.05)
-    return False
+def settled(server: Server) -> bool:
+    return bool(until(lambda: server.live() == 0))
 
 
 def test_clients_that_go_away_free_their_memory(server: Server) -> None:
@@ -59,16 +55,15 @@ def test_a_killed_process_ends_the_server_and_is_named_last(server: Server, name
 
     client = threading.Thread(target=ask)
     client.start()
-    time.sleep(0.3)
+    assert until(server.live)
     children = server.children
     started = time.monotonic()
     os.kill(children[name], signal.SIGKILL)
-    client.join(10)
+    client.join(60)
     assert statuses == [503], "the waiting client is told"
-    assert time.monotonic() - started < 5
-    assert server.process.wait(10) != 0
-    assert time.monotonic() - started < 10
-    assert all(gone(pid, 5) for pid in children.values())
+    assert server.process.wait(60) != 0
+    assert time.monotonic() - started < 30
+    assert all(gone(pid, 60) for pid in children.values())
     last = server.rest().strip().splitlines()
     assert any(name in line and "killed" in line for line in last[-4:]), last
 
@@ -78,48 +73,52 @@ def test_a_signal_ends_everything(server: Server, number: signal.Signals) -> Non
     children = server.children
     assert set(children) == {"engine", "detokenizer"}
     os.killpg(server.process.pid, number)
-    assert server.process.wait(15) == 0
+    assert server.process.wait(60) == 0
     assert all(gone(pid, 1) for pid in children.values())
     assert "Traceback" not in server.rest()
 
 
 def test_sigterm_lets_requests_finish(server: Server) -> None:
-    request = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 100}}
+    request = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 400}}
     answers: list[httpx.Response] = []
     client = threading.Thread(
         target=lambda: answers.append(httpx.post(f"{server.url}/generate", json=request, timeout=60))
     )
     client.start()
-    while server.live() == 0:
-        time.sleep(0.01)
+    assert until(lambda: server.live() or answers, every_s=0.005)  # or it is over before anybody has looked
     os.kill(server.process.pid, signal.SIGTERM)
     client.join(60)
     assert answers[0].status_code == 200
-    assert answers[0].json()["meta_info"]["completion_tokens"] == 100
-    assert server.process.wait(15) == 0
+    assert answers[0].json()["meta_info"]["completion_tokens"] == 400
+    assert server.process.wait(60) == 0
 
 
 def test_children_end_with_a_killed_parent(server: Server) -> None:
     children = server.children
     server.process.kill()
     server.process.wait()
-    assert all(gone(pid, 5) for pid in children.values())
+    assert all(gone(pid, 60) for pid in children.values())
 
 
 def test_a_stuck_engine_is_found_out_by_its_heartbeat(tiny_settings: dict[str, Any]) -> None:
     server = Server(tiny_settings, "--watchdog-timeout-s", "2")
     try:
-        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
-        os.kill(server.children["engine"], signal.SIGSTOP)
-        give_up = time.monotonic() + 10
-        status = 200
-        while status == 200 and time.monotonic() < give_up:
+        taken: list[float] = []
+
+        def health() -> int:
             began = time.monotonic()
-            status = httpx.get(f"{server.url}/health", timeout=10).status_code
-            assert time.monotonic() - began < 1, "health never waits for the engine"
-            time.sleep(0.1)
-        assert status == 503
+            status = httpx.get(f"{server.url}/health", timeout=60).status_code
+            taken.append(time.monotonic() - began)
+            return status
+
+        assert until(lambda: health() == 200)
+        os.kill(server.children["engine"], signal.SIGSTOP)
+        taken.clear()
+        assert until(lambda: health() == 503, every_s=0.1)
+        assert {health() for _ in range(20)} == {503}
+        assert statistics.median(taken) < 1, "health never waits for the engine"
         os.kill(server.children["engine"], signal.SIGCONT)
+        assert until(lambda: health() == 200)
     finally:
         server.end()
 
@@ -133,7 +132,7 @@ def test_several_api_workers_share_one_engine(tiny_settings: dict[str, Any]) -> 
             assert _once_open(server).json()["output_ids"] == first
         _abort_over_other_connections(server)
         os.killpg(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert all(gone(pid, 1) for pid in children.values())
     finally:
         server.end()
@@ -146,21 +145,21 @@ def _abort_over_other_connections(server: Server) -> None:
             "text": "On and on",
             "rid": f"long-{at}",
             "stream": True,
-            "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": ENDLESS, "ignore_eos": True},
         }
         with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
-            answer = httpx.post(f"{server.url}/abort_request", json={"rid": f"long-{at}"}, timeout=30).json()
+            answer = httpx.post(f"{server.url}/abort_request", json={"rid": f"long-{at}"}, timeout=60).json()
             assert answer == {"success": True, "aborted": 1}
             last = [line for line in lines if line.startswith("data: {")][-1]
             assert json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
-    assert httpx.post(f"{server.url}/abort_request", json={"rid": "long-0"}).json()["aborted"] == 0
+    assert httpx.post(f"{server.url}/abort_request", json={"rid": "long-0"}, timeout=60).json()["aborted"] == 0
 
 
 def _once_open(server: Server) -> httpx.Response:
     """A worker that is still opening its door says 503 and asks to come back."""
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 120
     while True:
         answer = httpx.post(f"{server.url}/generate", json=SHORT, timeout=60)
         if answer.status_code != 503 or time.monotonic() > give_up:
@@ -174,4 +173,4 @@ def test_a_model_that_does_not_exist_is_one_clear_error(tiny_settings: dict[str,
         Server({**tiny_settings, "model_path": "no/such-model-anywhere"})
     assert "error:" in str(caught.value)
     assert "Traceback" not in str(caught.value)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 150

@@ -9,7 +9,7 @@ import pytest
 import bough
 from bough.core.errors import NotFound
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 
