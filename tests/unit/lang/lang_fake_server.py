@@ -315,7 +315,7 @@ def serve(fake: FakeServer) -> tuple[uvicorn.Server, threading.Thread]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not server.started:
         assert time.monotonic() < deadline, "the fake server did not start"
         time.sleep(0.01)

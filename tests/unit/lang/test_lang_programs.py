@@ -616,7 +616,7 @@ def test_what_is_appended_while_the_queue_runs_empty_is_executed(backend: sgl.Ru
     done: list[sgl.ProgramState] = []
     work = threading.Thread(target=lambda: done.append(program.run(backend=backend)), daemon=True)
     work.start()
-    work.join(20)
+    work.join(60)
     assert not work.is_alive(), "nobody works off what was appended last"
     assert len(done[0].text()) > 0
 
@@ -646,7 +646,7 @@ def test_branches_that_fork_in_threads_of_their_own_all_begin(
             thread.daemon = True
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert not any(thread.is_alive() for thread in threads), "two branches have one number: one never begins"
         return len({branch.text() for branch in branches})
 
