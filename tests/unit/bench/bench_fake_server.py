@@ -24,13 +24,15 @@ class TimedServer:
         self.each_s = 0.02
         self.fail_after: int | None = None
         """Requests after that many get status 500."""
+        self.meet = 0
+        """Nobody but the first is answered before so many are being answered at once."""
         self.at_once = 0
         self.most_at_once = 0
         self.times: list[float] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
 
     def forget(self) -> None:
-        self.first_s, self.each_s, self.fail_after = 0.05, 0.02, None
+        self.first_s, self.each_s, self.fail_after, self.meet = 0.05, 0.02, None, 0
         self.most_at_once, self.times, self.bodies = 0, [], []
 
     async def info(self, request: Request) -> Response:
@@ -60,6 +62,8 @@ class TimedServer:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
+            while len(self.bodies) > 1 and self.most_at_once < self.meet:
+                await asyncio.sleep(0.002)
             for number in range(1, new + 1):
                 await asyncio.sleep(self.first_s if number == 1 else self.each_s)
                 yield number
