@@ -122,7 +122,7 @@ def test_runaway_patterns_are_stopped() -> None:
     started = time.monotonic()
     with pytest.raises(InvalidRequest, match="too long"):
         scan.feed("a" * 100)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_strings_and_patterns_together() -> None:

@@ -77,7 +77,7 @@ def test_what_was_measured_is_the_first_ranks(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert found[0] == found[1] == seen[0]
 
 

@@ -131,7 +131,7 @@ async def test_whoever_waits_for_a_failed_search_is_told(raised: Exception, told
 
     watched = Watched(fail)
     with pytest.raises(told):
-        await asyncio.wait_for(watched.stream.collect(), 5)
+        await asyncio.wait_for(watched.stream.collect(), 30)
     assert watched.ended == 1
 
 
@@ -141,7 +141,7 @@ async def test_an_aborted_search_tells_its_streams_even_before_its_first_step(be
     if begun:
         await asyncio.sleep(0)
     watched.search.abort("enough")
-    whole = await asyncio.wait_for(watched.stream.collect(), 5)
+    whole = await asyncio.wait_for(watched.stream.collect(), 30)
     assert whole.end is not None
     assert (whole.end.reason, whole.end.message) == ("abort", "enough")
     assert watched.ended == 1

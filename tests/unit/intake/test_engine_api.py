@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -232,7 +233,11 @@ def test_a_large_batch_has_little_overhead(engine: Engine) -> None:
 
 def num_selectors() -> int:
     """Of the event loops in this process."""
-    return sum("eventpoll" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # another thread has just closed it
+            found += "eventpoll" in os.readlink(path)
+    return found
 
 
 def test_a_start_that_fails_at_the_last_moment_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +248,10 @@ def test_a_start_that_fails_at_the_last_moment_leaves_nothing_running(monkeypatc
     selectors, threads = num_selectors(), threading.active_count()
     with pytest.raises(BoughError, match="no luck"):
         Engine(programs=FAKE)
-    assert threading.active_count() <= threads
-    assert num_selectors() <= selectors
+    give_up = time.monotonic() + 30
+    while threading.active_count() > threads or num_selectors() > selectors:  # told to end, they do a moment later
+        assert time.monotonic() < give_up, threading.enumerate()
+        time.sleep(0.02)
 
 
 def test_a_fork_of_the_owner_takes_none_of_its_answers() -> None:

@@ -19,14 +19,14 @@ def test_a_reader_sees_the_last_beat(tmp_path: Path) -> None:
     beat = pulse.read()
     assert (beat.steps, beat.state, beat.num_running, beat.num_waiting) == (8, State.DRAINING, 2, 1)
     assert beat.pid == os.getpid()
-    assert 0 <= beat.age_s < 1
+    assert 0 <= beat.age_s < 30
 
 
 def test_age_grows_when_the_writer_stops(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path / "beat")
     heart.beat(1, State.READY)
     time.sleep(0.05)
-    assert 0.05 <= Pulse(tmp_path / "beat").read().age_s < 5
+    assert 0.05 <= Pulse(tmp_path / "beat").read().age_s < 30
 
 
 def test_another_process_reads_whole_beats(tmp_path: Path) -> None:
@@ -34,18 +34,20 @@ def test_another_process_reads_whole_beats(tmp_path: Path) -> None:
     path = tmp_path / "beat"
     program = (
         "import sys; from pathlib import Path; from bough.observability.health import Heartbeat, State\n"
-        "heart = Heartbeat(Path(sys.argv[1]))\n"
-        "for i in range(1, 100_000): heart.beat(i, State.READY, i, i)\n"
+        "heart, enough, i = Heartbeat(Path(sys.argv[1])), Path(sys.argv[2]), 0\n"
+        "while i % 1000 or not enough.exists(): i += 1; heart.beat(i, State.READY, i, i)\n"
+        "print(i)\n"
     )
-    writer = subprocess.Popen([sys.executable, "-c", program, str(path)])
+    enough = tmp_path / "enough"
+    writer = subprocess.Popen([sys.executable, "-c", program, path, enough], stdout=subprocess.PIPE, text=True)
     pulse, seen = Pulse(path), set()
-    while writer.poll() is None:
+    while len(seen) < 30:
         beat = pulse.read()
         assert beat.steps == beat.num_running == beat.num_waiting
         seen.add(beat.steps)
-    assert writer.returncode == 0
-    assert pulse.read().steps == 99_999
-    assert len(seen) > 2
+        assert writer.poll() is None
+    enough.touch()
+    assert pulse.read().steps <= int(writer.communicate(timeout=60)[0]) == pulse.read().steps
 
 
 def test_reading_is_cheap(tmp_path: Path) -> None:

@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from bough.observability import switches
 from bough.observability.log import log_level
 from bough.observability.switches import LogListener, LogSwitch, tell_all
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers late on a busy machine has answered all the same."""
+    monkeypatch.setattr(switches, "_WAIT_S", 100.0)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +58,7 @@ def start(tmp_path: Path) -> Iterator[object]:
     for process, pipe in running:
         if process.is_alive():
             pipe.send("end")
-        process.join(10)
+        process.join(60)
 
 
 def test_all_processes_change(tmp_path: Path, start: object) -> None:
@@ -77,16 +84,17 @@ def test_garbage_is_dropped_and_the_dead_are_passed_over(tmp_path: Path) -> None
         gone.bind(str(tmp_path / "l999999999"))
     began = time.monotonic()
     assert tell_all(tmp_path, LogSwitch(log_level="warning")) == ["here"]
-    assert time.monotonic() - began < 0.5, "nobody waits for the dead"
+    assert time.monotonic() - began < 50, "nobody waits for the dead"
     assert heard == [LogSwitch(log_level="warning")]
     assert log_level() == "warning"
     assert not list(tmp_path.glob("t*"))
     listener.close()
 
 
-def test_one_that_does_not_answer_is_not_waited_for_long(tmp_path: Path) -> None:
+def test_one_that_does_not_answer_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "_WAIT_S", 0.5)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
         deaf.bind(str(tmp_path / "l1"))
         began = time.monotonic()
         assert tell_all(tmp_path, LogSwitch(log_level="info")) == []
-        assert time.monotonic() - began < 2.0
+        assert 0.5 <= time.monotonic() - began < 30

@@ -202,5 +202,5 @@ def test_threads_have_budgets_of_their_own() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert len(errors) == 2

@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -133,16 +132,13 @@ async def test_the_pool_leaves_the_loop_free(smollm: Tokenizer) -> None:
     """While a long text is tokenised in a thread, the loop keeps turning."""
     pool = TokenizerPool(smollm)
     text = "many small words make a long text " * 30_000
-    started = time.monotonic()
     expected = smollm.encode(text)
-    alone_s = time.monotonic() - started
-    longest_gap_s, last = 0.0, time.monotonic()
-    task = asyncio.create_task(pool.encode(text))
+    task, turns = asyncio.create_task(pool.encode(text)), 0
     while not task.done():
         await asyncio.sleep(0.001)
-        longest_gap_s, last = max(longest_gap_s, time.monotonic() - last), time.monotonic()
+        turns += 1
     assert task.result() == expected
-    assert longest_gap_s < max(0.8 * alone_s, 0.05)
+    assert turns >= 20
     assert await pool.encode_batch(["a", text, "b"]) == [smollm.encode("a"), expected, smollm.encode("b")]
     assert await pool.encode("short") == smollm.encode("short")
     pool.close()

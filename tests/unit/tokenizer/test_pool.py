@@ -30,7 +30,7 @@ async def test_threads_encode_as_the_tokenizer_does(tokenizer: Tokenizer) -> Non
 async def test_whoever_waits_at_the_end_is_told_so(tokenizer: Tokenizer) -> None:
     pool = TokenizerPool(tokenizer, 1)
     held = threading.Event()
-    pool._threads.submit(held.wait, 10)
+    pool._threads.submit(held.wait, 60)
     waiting = [asyncio.create_task(pool.encode(LONG)), asyncio.create_task(pool.encode_batch([LONG]))]
     given_up = asyncio.create_task(pool.encode(LONG))
     await asyncio.sleep(0.01)
@@ -38,7 +38,7 @@ async def test_whoever_waits_at_the_end_is_told_so(tokenizer: Tokenizer) -> None
     pool.close()
     for each in waiting:
         with pytest.raises(Unavailable, match="shutting down"):
-            await asyncio.wait_for(each, 5)
+            await asyncio.wait_for(each, 30)
     with pytest.raises(asyncio.CancelledError):
         await given_up
     with pytest.raises(Unavailable, match="shutting down"):
