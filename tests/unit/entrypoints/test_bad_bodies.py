@@ -208,7 +208,7 @@ FIELDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from(POSTS), body=st.dictionaries(FIELDS, JSON, max_size=5), real=st.booleans())
 def test_no_body_breaks_the_server(http_client: httpx.Client, path: str, body: dict[str, Any], real: bool) -> None:
     if real:

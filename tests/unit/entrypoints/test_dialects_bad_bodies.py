@@ -107,7 +107,7 @@ VALUES = (
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from(list(ROUTES)), body=st.dictionaries(FIELDS, VALUES, max_size=4), real=st.booleans())
 def test_no_body_breaks_the_server(client: httpx.Client, path: str, body: dict[str, Any], real: bool) -> None:
     response = client.post(path, content=json.dumps({**ROUTES[path], **body} if real else body).encode())
