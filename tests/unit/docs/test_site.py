@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True, cwd=ROOT, timeout=170, check=False, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "make setup" in (tmp_path / "contributing.html").read_text()
