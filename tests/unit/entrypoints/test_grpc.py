@@ -38,7 +38,7 @@ def listening(script: Any = None, **given: Any) -> Iterator[tuple[FakeServer, An
             return made
 
         def call(work: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(work, running._loop).result(20)
+            return asyncio.run_coroutine_threadsafe(work, running._loop).result(60)
 
         server = call(open_server())
         try:
@@ -314,7 +314,7 @@ def test_json_routes_are_those_of_http(opened: tuple[FakeServer, Any], stub: Any
         ("/generate", {"text": "Hi"}),
         ("/tokenize", {"prompt": "Hi"}),
     ):
-        (over_grpc,) = call(stub, path, body, timeout=20)
+        (over_grpc,) = call(stub, path, body, timeout=60)
         over_http = httpx.post(running.url + path, json=body).json()
         assert over_grpc.keys() == over_http.keys()
         for name in ("choices", "content", "text", "tokens", "scores"):
@@ -356,7 +356,7 @@ def test_json_routes_refuse_in_their_own_words(stub: Any, path: str, body: Any, 
 )
 def test_json_routes_refuse_as_over_http(stub: Any, path: str, body: Any, code: Any) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        call(stub, path, body, timeout=20)
+        call(stub, path, body, timeout=60)
     assert refused.value.code() is code
     assert refused.value.details()
 
@@ -386,7 +386,7 @@ def test_without_the_key_nothing_opens(sent: Any) -> None:
                 response_deserializer=bytes,
             )
             with pytest.raises(grpc.RpcError) as refused:
-                list(call(iter([message()]), metadata=sent, timeout=10))
+                list(call(iter([message()]), metadata=sent, timeout=60))
             assert refused.value.code() is Code.UNAUTHENTICATED, name
         health = health_pb2_grpc.HealthStub(channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
