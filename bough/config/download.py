@@ -14,6 +14,8 @@ Progress = Callable[[int, int], None]
 """Hears of bytes that are there, and of bytes in all. Called from another thread."""
 
 _LOOK_EVERY_S: Final = 0.5
+_LAST_LOOK_S: Final = 5.0
+"""For the watcher to say that all is there. It takes so long only where the hub does not answer it."""
 
 
 def download(
@@ -88,7 +90,7 @@ def _watched(model: str, revision: str, patterns: list[str], ignored: list[str],
         yield
     finally:
         done.set()
-        watcher.join(_LOOK_EVERY_S)
+        watcher.join(_LAST_LOOK_S)
         if not silent:
             enable_progress_bars()
 

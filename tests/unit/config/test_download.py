@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from bough.config import download
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -34,7 +36,10 @@ WANTED = len(FILES["config.json"]) + len(FILES["model.safetensors"])
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download asks for."""
+    """As much of the hub as a download asks for. The second half of a large file comes once the first was told of."""
+
+    said: Path
+    """Where the downloading process says so."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Silence."""
@@ -81,10 +86,12 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         if body:
-            for at in range(0, len(data), 2_500_000):
-                self.wfile.write(data[at : at + 2_500_000])
-                if len(data) > 2_500_000:
-                    time.sleep(0.1)
+            half = len(data) // 2 if len(data) > 2_500_000 else len(data)
+            self.wfile.write(data[:half])
+            give_up_s = time.monotonic() + 60
+            while half < len(data) and "s left" not in Hub.said.read_text() and time.monotonic() < give_up_s:
+                time.sleep(0.02)
+            self.wfile.write(data[half:])
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +122,19 @@ print(config.model.served_model_name, config.model.model, *(f"{done}/{total}" fo
 
 def fetch(hub: str, cache: Path) -> subprocess.CompletedProcess[str]:
     environ = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environ},
-    )
+    Hub.said = cache / "said"
+    with Hub.said.open("w") as said:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            timeout=150,
+            check=False,
+            env={**os.environ, **environ},
+        )
+    done.stderr = Hub.said.read_text()
+    return done
 
 
 def test_bytes_are_told_while_they_come(hub: str, tmp_path: Path) -> None:
@@ -150,3 +162,19 @@ def test_a_hub_that_is_not_there(tmp_path: Path) -> None:
     done = fetch("http://127.0.0.1:9", tmp_path)
     assert done.returncode == 1
     assert "our/model is not on this machine and the hub can't be reached" in done.stderr
+
+
+def test_the_watchers_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([0, 10])
+
+    def present(*_: Any) -> int:
+        at = next(looks)
+        time.sleep(0.15 * at)  # a busy machine: longer than between two looks
+        return at
+
+    monkeypatch.setattr(download, "_sizes", lambda *_: {"a": 10})
+    monkeypatch.setattr(download, "_present", present)
+    told: list[tuple[int, int]] = []
+    with download._watched("our/model", "", [], [], lambda *bytes: told.append(bytes)):
+        pass
+    assert told == [(10, 10)]
