@@ -48,19 +48,26 @@ class Runtime:
         **server_args: Any,
     ) -> None:
         host = str(server_args.pop("host", "127.0.0.1"))
-        port = int(server_args.pop("port", 0)) or _free_port()
+        port = int(server_args.pop("port", 0))
+        kept = _keep_port() if not port else None
+        if kept is not None:
+            port = int(kept.getsockname()[1])
         api_key = server_args.get("api_key")
         self.url = f"http://{host}:{port}"
         flags = _flags({"host": host, "port": port, "log_level": log_level, **server_args})
         launch = list(command) if command is not None else [sys.executable, "-m", "bough.launch_server"]
-        self.process: subprocess.Popen[bytes] | None = subprocess.Popen([*launch, *flags])
-        atexit.register(self.shutdown)
-        self.endpoint = RuntimeEndpoint(self.url, api_key=api_key)
+        self.process: subprocess.Popen[bytes] | None = None
         try:
+            self.process = subprocess.Popen([*launch, *flags])
+            atexit.register(self.shutdown)
+            self.endpoint = RuntimeEndpoint(self.url, api_key=api_key)
             self._wait_ready(launch_timeout)
         except BaseException:
             self.shutdown()
             raise
+        finally:
+            if kept is not None:
+                kept.close()
 
     def _wait_ready(self, launch_timeout: float) -> None:
         deadline = time.monotonic() + launch_timeout
@@ -153,7 +160,9 @@ def _flags(args: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _keep_port() -> socket.socket:
+    """A free port that is given to nobody else until it is closed; a server may bind it beside this and listen."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    return kept
