@@ -43,6 +43,7 @@ class FakeServer:
         self.disconnects = 0
         self.delay_s = 0.0
         self.answer_when = 0  # nobody is answered before so many have asked
+        self.taken: threading.Semaphore | None = None  # a stream goes on when its reader has taken a piece
         self.join_reply: dict[str, Any] = {"success": True, "session_id": "session-1", "computed_tokens": 0}
         self._asked = 0
         self._at_once = 0
@@ -171,13 +172,18 @@ class FakeServer:
         in_pieces = self.server_info.get("incremental_streaming_output")
         pieces = [toy.VOCAB[i] for i in reply["output_ids"]] or [""]
         for i in range(len(pieces)):
-            await asyncio.sleep(self.delay_s / 4)
+            await self._until_taken()
             text = pieces[i] if in_pieces else "".join(pieces[: i + 1])
             meta = reply["meta_info"] | {"completion_tokens": i + 1}
             if i + 1 < len(pieces):
                 meta["finish_reason"] = None
             yield f"data: {json.dumps({'text': text, 'meta_info': meta})}\n\n"
         yield "data: [DONE]\n\n"
+
+    async def _until_taken(self) -> None:
+        give_up_s = time.monotonic() + 10  # what shows nothing is not taken
+        while self.taken is not None and not self.taken.acquire(blocking=False) and time.monotonic() < give_up_s:
+            await asyncio.sleep(0.002)
 
     async def chat(self, request: Request) -> Response:
         body = await self._read(request)

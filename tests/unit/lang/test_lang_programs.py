@@ -343,7 +343,6 @@ def test_kv_join_falls_back_to_text(backend: sgl.RuntimeEndpoint, fake: FakeServ
 
 
 def test_streaming_gives_the_text_piece_by_piece(backend: sgl.RuntimeEndpoint, fake: FakeServer) -> None:
-    fake.delay_s = 0.04
     fake.script = [("Q: $", "the answer is London"), ("again: $", "yes")]
 
     @sgl.function
@@ -351,8 +350,13 @@ def test_streaming_gives_the_text_piece_by_piece(backend: sgl.RuntimeEndpoint, f
         s += "Q: " + sgl.gen("x") + "\nagain: " + sgl.gen("y")
 
     plain = program.run(backend=backend)
+    fake.taken = threading.Semaphore(1)
     state = program.run(backend=backend, stream=True)
-    pieces = list(state.text_iter())
+    pieces = []
+    for piece in state.text_iter():
+        pieces.append(piece)
+        fake.taken.release()
+    fake.taken = None
     assert len(pieces) > 4
     assert "".join(pieces) == state.text() == plain.text()
     state = program.run(backend=backend, stream=True)
@@ -361,7 +365,6 @@ def test_streaming_gives_the_text_piece_by_piece(backend: sgl.RuntimeEndpoint, f
 
 
 async def test_streaming_asynchronously(backend: sgl.RuntimeEndpoint, fake: FakeServer) -> None:
-    fake.delay_s = 0.04
     fake.script = [("Q: $", "the answer is London")]
 
     @sgl.function
@@ -374,8 +377,13 @@ async def test_streaming_asynchronously(backend: sgl.RuntimeEndpoint, fake: Fake
         assert await s.aget("x") == "the answer is London"
 
     for one in (program, async_program):
+        fake.taken = threading.Semaphore(1)
         state = await one.arun(backend=backend, stream=True)
-        pairs = [pair async for pair in state.text_async_iter("x", return_meta_data=True)]
+        pairs = []
+        async for pair in state.text_async_iter("x", return_meta_data=True):
+            pairs.append(pair)
+            fake.taken.release()
+        fake.taken = None
         assert len(pairs) > 4
         assert "".join(piece for piece, _ in pairs) == "the answer is London"
         counts = [meta["completion_tokens"] for _, meta in pairs]
