@@ -87,7 +87,7 @@ class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Decode the tokens of log-probabilities one by one."""
     reasoning_parser: str | None = None
     reasoning_forced: bool = False
-    """The prompt ends inside a reasoning section."""
+    """The answer begins inside a reasoning section."""
     stream_reasoning: bool = True
     tool_parser: str | None = None
     tools: str = ""

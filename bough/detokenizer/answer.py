@@ -22,7 +22,7 @@ from bough.core.messages import (
 )
 from bough.detokenizer.decode import DecoderFactory, TokenDecoder
 from bough.detokenizer.stops import Stops
-from bough.parsers import ResponseParser, tool_specs
+from bough.parsers import ResponseParser
 
 
 class Verdict(NamedTuple):
@@ -78,7 +78,7 @@ class TextAnswer:
         self._spec = spec
         self._every = spec.every
         self._factory = factory
-        self._parser = _parser(spec)
+        self._parser = ResponseParser.of(spec) if spec.reasoning_parser or spec.tool_parser else None
         keep = frozenset(self._parser.markers) if self._parser is not None else frozenset[str]()
         self._last_kept = keep
         self._decoder: TokenDecoder = factory.make(
@@ -233,19 +233,6 @@ class TextAnswer:
         self._embedding = b""
         self._unsent = 0
         return delta
-
-
-def _parser(spec: TextSpec) -> ResponseParser | None:
-    if spec.reasoning_parser is None and spec.tool_parser is None:
-        return None
-    return ResponseParser.named(
-        reasoning=spec.reasoning_parser,
-        tools=spec.tool_parser,
-        tool_list=tool_specs(spec.tools) if spec.tools else (),
-        force_reasoning=spec.reasoning_forced or None,
-        stream_reasoning=spec.stream_reasoning,
-        calls_only=spec.calls_only,
-    )
 
 
 def _cut(scores: TokenLogprobs, length: int) -> TokenLogprobs:

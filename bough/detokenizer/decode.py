@@ -84,13 +84,14 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For all other vocabularies, by the tokenizer's own decoding. `tail`: the prompt's last ids, as left context."""
+    """For all other vocabularies, by the tokenizer's own decoding. `tail`: the prompt's last ids, as left context;
+    `silent`: ids that are no text."""
 
-    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip_special: bool, spaces: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], silent: frozenset[int], spaces: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._silent = silent
         self._spaces = spaces
-        self._ids = list(tail)
+        self._ids = [token_id for token_id in tail if token_id not in silent]
         self._read = len(self._ids)
         """Ids whose text is out; those before serve as context."""
 
@@ -98,6 +99,8 @@ class WindowDecoder:
         return "".join([self._one(token_id) for token_id in ids])
 
     def _one(self, token_id: int) -> str:
+        if token_id in self._silent:
+            return ""
         self._ids.append(token_id)
         text = self._news()
         if not text or (text.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MOST_STUMPS):
@@ -120,7 +123,7 @@ class WindowDecoder:
         self._read = len(self._ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special, self._spaces) if ids else ""
+        return self._tokenizer.decode(ids, False, self._spaces) if ids else ""
 
 
 class DecoderFactory:
@@ -135,22 +138,18 @@ class DecoderFactory:
 
     def make(self, *, skip_special: bool, spaces: bool, keep: frozenset[str], tail: Sequence[int]) -> TokenDecoder:
         """`keep`: texts of special tokens that stay although special ones are skipped."""
+        kept = self._tokenizer.special_among(keep)
         if self._spelled is None:
-            return WindowDecoder(self._tokenizer, tail, skip_special and not keep, spaces)
-        return ByteDecoder(self._tables(skip_special, self._special_among(keep)))
+            return WindowDecoder(self._tokenizer, tail, self._silent(skip_special, kept), spaces)
+        return ByteDecoder(self._tables(skip_special, kept))
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special ones by name."""
         return self._tokenizer.token_text(token_id)
 
-    @property
-    def special_texts(self) -> dict[int, str]:
-        added = self._tokenizer.codebook.added()
-        return {i: text for i, (text, special) in added.items() if special}
+    def _silent(self, skip_special: bool, kept: frozenset[int]) -> frozenset[int]:
+        return self._tokenizer.special_ids - kept if skip_special else frozenset()
 
-    def _special_among(self, keep: frozenset[str]) -> frozenset[int]:
-        return frozenset(i for i, text in self.special_texts.items() if text in keep) if keep else frozenset()
-
-    def _make_tables(self, skip_special: bool, keep: frozenset[int]) -> Tables:
+    def _make_tables(self, skip_special: bool, kept: frozenset[int]) -> Tables:
         assert self._spelled is not None
-        return Tables(self._spelled, self._tokenizer.special_ids - keep if skip_special else frozenset())
+        return Tables(self._spelled, self._silent(skip_special, kept))

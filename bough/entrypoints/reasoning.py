@@ -12,22 +12,27 @@ from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.service import Served
 from bough.intake import Request
-from bough.parsers import prompt_opens_reasoning
+from bough.parsers import chat_opens_reasoning, prompt_opens_reasoning
 
 _TAIL_IDS = 32
 """Tokens of a prompt that can hold the start of a section."""
 
 
-def opens_reasoning(prompt: str | Sequence[int] | Ids, served: Served, *, continued: str = "") -> bool:
-    """Whether the answer begins inside a reasoning section. `continued`: what the client wrote of the answer already."""
-    if served.reasoning_parser is None:
+def chat_opens(prompt: str | Sequence[int], served: Served, *, continued: str = "", switched_off: bool = False) -> bool:
+    """Whether the answer to a chat begins inside a reasoning section. `continued`: what the client wrote of the answer
+    already. `switched_off`: it told the template not to reason."""
+    if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
         return False
-    if not isinstance(prompt, str):
-        if served.tokenizer is None:
-            return False
-        tail = [int(token) for token in prompt[-_TAIL_IDS:]]
-        prompt = served.tokenizer.decode(tail, skip_special_tokens=False)
-    return prompt_opens_reasoning(prompt, served.reasoning_parser, continued=continued)
+    return chat_opens_reasoning(text, served.reasoning_parser, continued=continued, switched_off=switched_off)
+
+
+def _end_of(prompt: str | Sequence[int] | Ids, served: Served) -> str | None:
+    """A prompt's text, or the end of it; None: nobody can read it."""
+    if isinstance(prompt, str):
+        return prompt
+    if served.tokenizer is None:
+        return None
+    return served.tokenizer.decode([int(token) for token in prompt[-_TAIL_IDS:]], skip_special_tokens=False)
 
 
 def after_reasoning(sampling: SamplingParams) -> SamplingParams:
@@ -42,7 +47,10 @@ def with_reasoning(request: Request, served: Served, budget: int = -1) -> Reques
 
     The section stays part of the text; nothing else would know where it belongs.
     """
-    if request.session is not None or not opens_reasoning(request.prompt, served):
+    if request.session is not None or served.reasoning_parser is None:
+        return request
+    text = _end_of(request.prompt, served)
+    if text is None or not prompt_opens_reasoning(text, served.reasoning_parser):
         return request
     return replace(
         request,

@@ -251,14 +251,20 @@ def spoken(delta: Delta, request: Request, prompt: Ids, tokenizer: Tokenizer | N
     if scores is not None and text.logprob_text:
         scores.text = [tokenizer.token_text(each) for each in scores.token_ids]
         scores.top_text = [[tokenizer.token_text(token) for token, _ in row] for row in scores.top]
-    ids = unpack_ids(delta.tokens).tolist()
-    if delta.end.reason == "stop" and not text.no_stop_trim:
-        ids = ids[:-1]
-    flags = (text.skip_special_tokens, text.spaces_between_special_tokens)
-    tail = prompt[-TAIL_IDS:].tolist()
-    said = tokenizer.decode([*tail, *ids], *flags).removeprefix(tokenizer.decode(tail, *flags))
-    events: list[ParsedEvent] = []
-    if text.reasoning_parser or text.tool_parser:
-        parser = ResponseParser.of(text)
-        events = [*parser.feed(said), *parser.finish()]
+    parser = ResponseParser.of(text) if text.reasoning_parser or text.tool_parser else None
+    said = _text(unpack_ids(delta.tokens).tolist(), delta.end, prompt, tokenizer, text, parser)
+    events: list[ParsedEvent] = [*parser.feed(said), *parser.finish()] if parser is not None else []
     return msgspec.structs.replace(delta, text=said, events=events, logprobs=scores)
+
+
+def _text(
+    ids: list[int], end: End, prompt: Ids, tokenizer: Tokenizer, spec: TextSpec, parser: ResponseParser | None
+) -> str:
+    """What the tokens say: without the one that stopped the answer, and with the special ones that the parser reads."""
+    markers = parser.markers if parser is not None else ()
+    if end.reason == "stop" and not spec.no_stop_trim and tokenizer.token_text(ids[-1]) not in markers:
+        ids = ids[:-1]
+    silent = tokenizer.special_ids - tokenizer.special_among(markers) if spec.skip_special_tokens else frozenset[int]()
+    tail, answer = ([each for each in part if each not in silent] for part in (prompt[-TAIL_IDS:].tolist(), ids))
+    flags = (False, spec.spaces_between_special_tokens)
+    return tokenizer.decode([*tail, *answer], *flags).removeprefix(tokenizer.decode(tail, *flags))

@@ -344,3 +344,13 @@ def prompt_opens_reasoning(prompt: str, name: str, *, continued: str = "") -> bo
         return opened >= 0 and opened > max(continued.rfind(end) for end in format.ends)
     tail = prompt.rstrip(SPACE)
     return any(tail.endswith((start, (start + format.label).rstrip(SPACE))) for start in format.starts)
+
+
+def chat_opens_reasoning(prompt: str, name: str, *, continued: str = "", switched_off: bool = False) -> bool:
+    """Like `prompt_opens_reasoning`, for a prompt that the model's template rendered: where it says neither that the
+    section is open nor that it is over, the format decides, unless the client has `switched_off` the reasoning."""
+    if prompt_opens_reasoning(prompt, name, continued=continued):
+        return True
+    format = reasoning_format(name)
+    over = bool(continued) or switched_off or prompt.rstrip(SPACE).endswith(format.ends)
+    return format.starts_inside and not over

@@ -46,7 +46,7 @@ class ResponseParser:
 
     @classmethod
     def of(cls, spec: TextSpec, *, new_id: IdFactory | None = None) -> ResponseParser:
-        """As a request's TextSpec asks. `reasoning_forced` is taken at its word, see `prompt_opens_reasoning`."""
+        """As a request's TextSpec asks. `reasoning_forced` is taken at its word, see `chat_opens_reasoning`."""
         return cls.named(
             reasoning=spec.reasoning_parser,
             tools=spec.tool_parser,

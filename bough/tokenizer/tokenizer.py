@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -214,7 +214,15 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out of text."""
-        return frozenset(i for i, (_, special) in self.codebook.added().items() if special)
+        return frozenset(self._special.values())
+
+    def special_among(self, texts: Iterable[str]) -> frozenset[int]:
+        """Of these texts, those that are special tokens, by their ids."""
+        return frozenset(self._special[text] for text in texts if text in self._special)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        return {text: i for i, (text, special) in self.codebook.added().items() if special}
 
     def token_bytes(self) -> list[bytes] | None:
         """The bytes each id adds to text, special tokens by their name, holes empty; None: texts are not joined bytes."""

@@ -104,6 +104,6 @@ def test_decoders_that_look_around_get_context(wordpiece: Tokenizer, ids: list[i
 
 
 def test_broken_bytes_do_not_hold_text_back_for_ever(wordpiece: Tokenizer) -> None:
-    decoder = WindowDecoder(wordpiece, [], True, True)
+    decoder = WindowDecoder(wordpiece, [], frozenset(), True)
     said = [decoder.feed([9]) for _ in range(40)]
     assert any(said)

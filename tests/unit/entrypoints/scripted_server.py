@@ -40,7 +40,7 @@ from bough.entrypoints.service import Served, Service, make_admission
 from bough.intake import Intake
 from bough.ipc.endpoints import Endpoints
 from bough.observability.health import Beat, State
-from bough.parsers import ResponseParser, tool_specs
+from bough.parsers import ResponseParser
 from bough.tokenizer import ChatTemplate, Tokenizer
 from bough.tokenizer.tokenizer import FastCodebook
 
@@ -241,15 +241,7 @@ def _parser(message: Generate) -> ResponseParser | None:
     if spec is None or not (spec.reasoning_parser or spec.tool_parser):
         return None
     numbers = iter(range(10**6))
-    return ResponseParser.named(
-        reasoning=spec.reasoning_parser,
-        tools=spec.tool_parser,
-        tool_list=tool_specs(spec.tools),
-        force_reasoning=spec.reasoning_forced,
-        stream_reasoning=spec.stream_reasoning,
-        calls_only=spec.calls_only,
-        new_id=lambda *_: f"call_{next(numbers)}",
-    )
+    return ResponseParser.of(spec, new_id=lambda *_: f"call_{next(numbers)}")
 
 
 class FakePulse:

@@ -29,7 +29,7 @@ from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.openai.tools import Offer, describe, offer
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
-from bough.entrypoints.reasoning import after_reasoning, budget_of, opens_reasoning
+from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_opens
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events, while_connected
 from bough.intake import Request, parse_sampling
@@ -37,6 +37,8 @@ from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+SWITCHES = ("enable_thinking", "thinking")
+"""Names of the argument with which templates turn reasoning on and off."""
 
 
 def chat_completions(service: Service) -> Handler:
@@ -76,7 +78,7 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
     params = with_origin(sampling.params, asked, tools=by_tools)
     reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
-    opened = opens_reasoning(prompt, served, continued=_continued(asked))
+    opened = chat_opens(prompt, served, continued=_continued(asked), switched_off=_switched_off(asked, served))
     reasons = opened or _will_reason(asked, served, offered)
     request = Request(
         prompt=prompt,
@@ -107,6 +109,15 @@ def _continued(asked: ChatRequest) -> str:
     """The beginning of the answer, where the client wrote one."""
     last = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
     return last if isinstance(last, str) else ""
+
+
+def _switched_off(asked: ChatRequest, served: Served) -> bool:
+    """Whether the client told the model's template not to open a reasoning section."""
+    if served.tokenizer is None or served.tokenizer.chat_template is None:
+        return False
+    template = served.tokenizer.chat_template
+    kwargs = template_kwargs(asked, template)
+    return any(kwargs.get(name) is False for name in SWITCHES if name in template.accepted_kwargs)
 
 
 def _will_reason(asked: ChatRequest, served: Served, offered: Offer) -> bool:
@@ -166,7 +177,7 @@ def template_kwargs(asked: ChatRequest, template: ChatTemplate) -> dict[str, Any
             kwargs["reasoning_effort"] = asked.reasoning_effort
         thinking = asked.reasoning_effort not in ("none", 0) if thinking is None else thinking
     if thinking is not None:
-        kwargs.update({name: thinking for name in ("enable_thinking", "thinking") if name in accepted})
+        kwargs.update({name: thinking for name in SWITCHES if name in accepted})
     return {**kwargs, **(asked.chat_template_kwargs or {})}
 
 

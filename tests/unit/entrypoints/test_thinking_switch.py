@@ -1,0 +1,47 @@
+"""Whether a chat's answer begins inside the reasoning, for formats that usually do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from scripted_server import Answer, serving
+
+from bough.parsers import REASONING_FORMATS, ResponseParser, assemble
+
+INSIDE = sorted(name for name, format in REASONING_FORMATS.items() if format.starts_inside)
+HEAD = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
+TEMPLATES = {
+    "opens": HEAD + "<think>\n{% endif %}",
+    "says nothing": HEAD + "{% endif %}",
+    "opens or says nothing": HEAD + "{% if enable_thinking is not false %}<think>\n{% endif %}{% endif %}",
+    "opens or closes": HEAD + "<think>\n{% if enable_thinking is false %}\n</think>\n\n{% endif %}{% endif %}",
+    "says nothing or closes": HEAD + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+}
+USER = [{"role": "user", "content": "two and two?"}]
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_thinking_on_and_off(template: str, name: str) -> None:
+    with serving(Answer(), template=TEMPLATES[template], served={"reasoning_parser": name}) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def read(messages: list[Any], **asked: Any) -> tuple[str, str]:
+            """How an answer without any mark would be told, as reasoning and as content."""
+            client.chat.completions.create(model="fake", messages=messages, extra_body=asked)
+            message = server.engine.seen[-1]
+            assert message.text is not None
+            assert message.reasoning_open == message.text.reasoning_forced
+            parser = ResponseParser.of(message.text)
+            told = assemble([*parser.feed("four"), *parser.finish()])
+            return told.reasoning, told.content
+
+        assert read(USER) == read(USER, chat_template_kwargs={"enable_thinking": True}) == ("four", "")
+        has_switch = "enable_thinking" in TEMPLATES[template]
+        off = ("", "four") if has_switch else ("four", "")
+        assert read(USER, chat_template_kwargs={"enable_thinking": False}) == off
+        assert read(USER, reasoning_effort="none") == off
+        begun = [*USER, {"role": "assistant", "content": "It is"}]
+        assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("", "four")
