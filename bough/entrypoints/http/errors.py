@@ -115,9 +115,9 @@ def status_of(error: BaseException) -> int:
     return as_bough(error).status
 
 
-def error_event(error: BaseException) -> bytes:
+def error_event(error: BaseException, path: str) -> bytes:
     """The error as the last events of a stream that was already open."""
-    return event(error_body(error)) + DONE
+    return event(error_body(error, path)) + DONE
 
 
 def error_response(error: BaseException, headers: Mapping[str, str] | None = None, *, path: str = "") -> Response:

@@ -34,9 +34,9 @@ class EventReply(Response):
         events: Events,
         headers: Mapping[str, str] | None = None,
         *,
-        failed: Callable[[BaseException], bytes] = error_event,
+        failed: Callable[[BaseException, str], bytes] = error_event,
     ) -> None:
-        """`failed` renders an error that comes when the stream is already open."""
+        """`failed` renders an error that comes when the stream is already open, in the words of the path it is given."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
@@ -44,8 +44,8 @@ class EventReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_events(
-            self._events, headers=self.raw_headers, receive=receive, send=send, failed=self._failed,
-            keep_alive_s=self.keep_alive_s,
+            self._events, headers=self.raw_headers, receive=receive, send=send,
+            failed=lambda error: self._failed(error, Request(scope).url.path), keep_alive_s=self.keep_alive_s,
         )  # fmt: skip
 
 

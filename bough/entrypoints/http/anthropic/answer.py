@@ -18,7 +18,7 @@ from bough.core.messages import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from bough.entrypoints.http.errors import ANTHROPIC_PREFIX, error_body
+from bough.entrypoints.http.errors import error_body
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.intake.endings import failure
 from bough.parsers import assemble
@@ -156,9 +156,9 @@ def event(kind: str, **fields: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
 
 
-def error_event(error: BaseException) -> bytes:
+def error_event(error: BaseException, path: str) -> bytes:
     """The error as the last event of a stream that was already open."""
-    return b"event: error\ndata: %s\n\n" % _encode(error_body(error, ANTHROPIC_PREFIX))
+    return b"event: error\ndata: %s\n\n" % _encode(error_body(error, path))
 
 
 def stop_reason(end: End, max_tokens: int, *, called_tools: bool) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ import msgspec
 
 from bough.core.messages import Content, Delta, End, ParsedEvent, Reasoning, ToolCallArguments, ToolCallBegin
 from bough.entrypoints.http.anthropic.answer import as_object
-from bough.entrypoints.http.errors import OLLAMA_PREFIX, error_body
+from bough.entrypoints.http.errors import error_body
 from bough.entrypoints.http.ollama.schema import Kind
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
@@ -145,9 +145,9 @@ def line(told: Json) -> bytes:
     return _encode(told) + b"\n"
 
 
-def error_line(error: BaseException) -> bytes:
+def error_line(error: BaseException, path: str) -> bytes:
     """The error as the last line of a stream that was already open."""
-    return line(error_body(error, OLLAMA_PREFIX))
+    return line(error_body(error, path))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -22,6 +22,7 @@ from bough.core.messages import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from bough.entrypoints.http.errors import in_words
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
@@ -115,7 +116,7 @@ class Growing:
         code = (
             "rate_limit_exceeded" if error.status == 429 else "invalid_prompt" if error.status < 500 else "server_error"
         )
-        self.response["error"] = {"code": code, "message": error.sentence()}
+        self.response["error"] = {"code": code, "message": in_words(error, "/v1/responses")[0]}
         self.response["status"] = "failed"
         return [*told, self._told("response.failed", response=self._snapshot())]
 
