@@ -32,7 +32,7 @@ test-clients: setup
 	.venv-clients/bin/pip install -q litellm mcp instructor langchain-openai "pydantic-ai-slim[openai]" pytest pytest-timeout
 	test -d .venv-clients/node/node_modules/openai || npm install --silent --prefix .venv-clients/node openai
 	LITELLM_LOCAL_MODEL_COST_MAP=True BOUGH_PYTHON=$(PY) BOUGH_NODE_MODULES=.venv-clients/node/node_modules \
-		.venv-clients/bin/python -m pytest tests/clients -c /dev/null --rootdir tests/clients -q
+		.venv-clients/bin/python -m pytest tests/clients -c /dev/null --rootdir tests/clients --confcutdir tests/clients -q
 
 check: setup
 	.venv/bin/ruff check .
