@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -85,7 +86,7 @@ class BeamSearch:
             (beam.total + logprob, -at, -token, beam, logprob, row)
             for at, (beam, row) in enumerate(zip(self.live, rows, strict=True))
             for token, logprob in row
-            if length > self._min or token not in self._stops
+            if logprob > -math.inf and (length > self._min or token not in self._stops)
         ]
         found.sort(key=lambda each: each[:3], reverse=True)
         going: list[Beam] = []
@@ -190,7 +191,16 @@ class Search:
             if problem is not None:
                 self._end_all(problem)
                 return
-        for at, beam in enumerate(self._search.best(len(self._streams))):
+        wanted = len(self._streams)
+        best = self._search.best(wanted)
+        if len(best) < wanted:
+            raise InvalidRequest(
+                what=f"n is {wanted}, the search found {len(best)} answers",
+                why="there are no more of that length in the model's vocabulary",
+                fix="send a smaller n, or let the answers be longer",
+                param="n",
+            )
+        for at, beam in enumerate(best):
             self._answered(at, self._delta(at, beam))
 
     def _done(self, task: asyncio.Future[None]) -> None:

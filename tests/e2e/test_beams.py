@@ -83,3 +83,19 @@ def test_streams_and_aborts(pair: tuple[Any, bough.Engine]) -> None:
     assert until(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
     with pytest.raises(InvalidRequest, match="penalties"):
         engine.generate(input_ids=[5], sampling_params={**params, "presence_penalty": 1.0})
+
+
+def test_more_answers_than_the_vocabulary_has_are_refused(pair: tuple[Any, bough.Engine]) -> None:
+    """One token that is not the end: of 64 there are 63."""
+    _, engine = pair
+    params = {"beam_width": 64, "max_new_tokens": 1, "min_new_tokens": 1}
+    made: Any = engine.generate(input_ids=[5, 9, 17], sampling_params={**params, "n": 63})
+    assert {tuple(each["output_ids"]) for each in made} == {(token,) for token in range(64) if token != EOS}
+    with pytest.raises(InvalidRequest, match="63"):
+        engine.generate(input_ids=[5, 9, 17], sampling_params={**params, "n": 64})
+
+    def idle() -> bool:
+        (state,) = engine.get_server_info()["internal_states"]
+        return state["running"] == state["leaving"] == 0 and state["pages"]["held"] == 0
+
+    assert until(idle), engine.get_server_info()["internal_states"]

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed, Unavailable
-from bough.core.messages import Delta, Ids, LogprobSpec
+from bough.core.messages import Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
 from bough.core.sampling import GrammarSpec, SamplingParams
 from bough.intake.beams import Ask, BeamSearch, Search, check
 from bough.intake.request import Request
@@ -94,6 +94,34 @@ def test_what_a_search_can_not_respect_is_refused(sampling: dict[str, Any], requ
     params = SamplingParams(**{"beam_width": 4, **sampling})
     with pytest.raises(InvalidRequest):
         check(Request(prompt="a", sampling=params, **request_), params, 1 + len(params.stop_token_ids))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "most", "least", "answers"),
+    [(5, 1, 0, 5), (5, 1, 1, 4), (2, 3, 0, 4), (1, 3, 0, 1), (1, 1, 1, 0), (3, 4, 2, 6)],
+)
+async def test_more_answers_than_there_are_is_an_error(vocab: int, most: int, least: int, answers: int) -> None:
+    """Token 0 ends an answer; with `vocab` tokens there are `answers` of them that a search of six beams can find."""
+
+    async def ask(prompts: Sequence[Ids]) -> list[Delta]:
+        row = [(token, float(np.log(1 / vocab))) for token in range(vocab)] + [(9, -np.inf), (10, np.nan)]
+        scores = TokenLogprobs([0], [0.0], top=[row])
+        return [Delta(id=1, logprobs=scores, end=End(reason="length")) for _ in prompts]
+
+    for n in range(1, 7):
+        streams = [Stream(at, "rid", at, PROMPT, lambda _id, _reason: None) for at in range(n)]
+        search = BeamSearch(width=6, max_new_tokens=most, min_new_tokens=least, stops=frozenset({0}))
+        ended: list[bool] = []
+        Search(search, streams, PROMPT, ask, lambda at, delta: streams[at].deliver(delta), lambda: ended.append(True))  # noqa: B023
+        waits = [asyncio.wait_for(stream.collect(), 5) for stream in streams]
+        told = await asyncio.gather(*waits, return_exceptions=True)
+        assert ended == [True]
+        if n <= answers:
+            texts = {bytes(each.tokens) for each in told if isinstance(each, Delta)}
+            assert len(texts) == n
+            assert all(token < vocab for text in texts for token in unpack_ids(text).tolist())
+        else:
+            assert all(isinstance(each, InvalidRequest) and each.param == "n" for each in told), told
 
 
 # -- a search under way ---------------------------------------------------------------------------
