@@ -1,23 +1,47 @@
-"""What every test may count on: nothing in it fails because the machine was slow for a moment."""
+"""What every test may count on: none fails because the machine was slow for a moment, or drew other numbers today.
+
+Machines that run some of the tests only may lack what the others need.
+"""
 
 from __future__ import annotations
 
-import httpx._config
+import contextlib
+import random
+import sys
+import zlib
+
 import pytest
-from hypothesis import HealthCheck, settings
 
 _PATIENCE_S = 60.0
 
-settings.register_profile(
-    "patient",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    print_blob=True,
-)
-settings.load_profile("patient")
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Whoever asks a server without saying for how long, waits a minute: five seconds pass when a machine is busy."""
-    default = httpx._config.DEFAULT_TIMEOUT_CONFIG
+    with contextlib.suppress(ImportError):
+        _properties_have_no_deadline()
+    with contextlib.suppress(ImportError):
+        _requests_have_a_minute()
+
+
+def _properties_have_no_deadline() -> None:
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile("patient", deadline=None, suppress_health_check=slow, print_blob=True)
+    settings.load_profile("patient")
+
+
+def _requests_have_a_minute() -> None:
+    """Those that don't say how long they wait: five seconds pass when a machine is busy."""
+    from httpx._config import DEFAULT_TIMEOUT_CONFIG as default
+
     default.connect = default.read = default.write = default.pool = _PATIENCE_S
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test draws the same numbers whenever it runs, whatever ran before it; another test draws others."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    for name in ("numpy.random", "torch"):
+        if name in sys.modules:
+            module = sys.modules[name]
+            (module.seed if name == "numpy.random" else module.manual_seed)(seed)

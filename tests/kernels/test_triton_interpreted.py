@@ -1,9 +1,9 @@
 """The Triton kernels on the CPU, by Triton's interpreter, in processes where it is switched on."""
 
 import os
-import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
     "ops", ["norm,activation,rotary", "linear,moe", "attention,shared,tail", "sampling,masks,pages"]
 )
 def test_agree_with_their_references(ops: str) -> None:
-    seed = random.SystemRandom().randrange(2**31)
+    seed = zlib.crc32(ops.encode()) % 2**31
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", str(CASES), ops, str(seed)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
