@@ -7,11 +7,12 @@ too, for processes that start later. What can't be read is dropped.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -103,20 +104,38 @@ class LogListener:
 def tell_all(directory: Path, switch: LogSwitch) -> list[str]:
     """Every process that listens in `directory` makes the change. Returns the names of those that did within a second."""
     with _telling, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
-        _keep(directory, switch)
         own = directory / f"t{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             own.unlink()
         mouth.bind(str(own))
         try:
-            waiting = 0
-            for path in directory.glob("l[0-9]*"):
-                with contextlib.suppress(OSError):  # it has ended
-                    mouth.sendto(msgspec.json.encode(switch), socket.MSG_DONTWAIT, str(path))
-                    waiting += 1
+            with _alone(directory):
+                _keep(directory, switch)
+                waiting = _send(mouth, directory, switch)
             return sorted(_heard(mouth, waiting))
         finally:
             own.unlink()
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """No other process tells anybody meanwhile: what comes last comes last everywhere."""
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _send(mouth: socket.socket, directory: Path, switch: LogSwitch) -> int:
+    """How many it was sent to."""
+    told = 0
+    for path in directory.glob("l[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            mouth.sendto(msgspec.json.encode(switch), socket.MSG_DONTWAIT, str(path))
+            told += 1
+    return told
 
 
 def _heard(mouth: socket.socket, waiting: int) -> set[str]:

@@ -17,6 +17,8 @@ from bough.observability import switches
 from bough.observability.log import log_level
 from bough.observability.switches import LogListener, LogSwitch, tell_all
 
+CHANGES = 40
+
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +41,17 @@ def _process(directory: Path, name: str, pipe: Connection) -> None:
     while (asked := pipe.recv()) != "end":
         pipe.send((log_level(), [(each.log_level, each.log_requests) for each in told]))
         assert asked == "how?"
+
+
+def _teller(directory: Path, pipe: Connection, ours: bool) -> None:
+    """Changes everything, often; every other change says one thing, so that what is kept is made of several."""
+    switches._WAIT_S = 100.0
+    pipe.send("ready")
+    pipe.recv()
+    for turn in range(CHANGES):
+        level = ("error" if turn % 4 else "debug") if ours else ("warning" if turn % 4 else "info")
+        tell_all(directory, LogSwitch(log_level=level) if turn % 2 else LogSwitch(log_requests=ours))  # type: ignore[arg-type]
+    pipe.send("done")
 
 
 @pytest.fixture
@@ -71,6 +84,36 @@ def test_all_processes_change(tmp_path: Path, start: object) -> None:
     late = start("api2")  # type: ignore[operator]
     late.send("how?")
     assert late.recv() == ("debug", [("debug", True)]), "as if it had heard both"
+
+
+def test_changes_at_the_same_time_leave_all_processes_alike(tmp_path: Path, start: object) -> None:
+    """Two workers are told different things at once: whichever comes last, it comes last everywhere."""
+    pipes = [start(name) for name in ("engine", "api1")]  # type: ignore[operator]
+    context = multiprocessing.get_context("spawn")
+    tellers = [context.Pipe() for _ in range(2)]
+    running = [
+        context.Process(target=_teller, args=(tmp_path, theirs, ours), daemon=True)
+        for ours, (_, theirs) in zip((False, True), tellers, strict=True)
+    ]
+    for process in running:
+        process.start()
+    for word in ("ready", "go", "done"):
+        for pipe, _ in tellers:
+            assert word == "go" or pipe.recv() == word
+            if word == "go":
+                pipe.send(word)
+    for process in running:
+        process.join(60)
+    pipes.append(start("api2"))  # type: ignore[operator]
+    states, heard = [], []
+    for pipe in pipes:
+        pipe.send("how?")
+        level, told = pipe.recv()
+        states.append((level, next(requests for _, requests in reversed(told) if requests is not None)))
+        heard.append(told)
+    assert heard[0] == heard[1], "in one order"
+    assert len(heard[0]) == 2 * CHANGES, "none was lost"
+    assert states == [states[0]] * 3, "whoever comes later is like the others"
 
 
 def test_garbage_is_dropped_and_the_dead_are_passed_over(tmp_path: Path) -> None:
