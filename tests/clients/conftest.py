@@ -30,6 +30,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             os.set_blocking(process.stdout.fileno(), False)
             yield found[1]
             process.terminate()
-            process.wait(30)
+            process.wait(90)
             return
     raise AssertionError("the server did not start:\n" + "".join(said))

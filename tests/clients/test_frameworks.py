@@ -162,7 +162,7 @@ def test_node(url: str, tmp_path: Path) -> None:
         env={**os.environ, "URL": url, "ASK": CAPITAL, "TOOLS": json.dumps([WEATHER])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import ROOT, Server
+from tests.e2e.conftest import ROOT, Server, free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TEXT = (ROOT / "docs" / "api.md").read_text()
 REQUESTS = re.findall(r"```http\n(GET|POST) (\S+)\n(.*?)```", TEXT, re.DOTALL)
@@ -25,12 +24,6 @@ POOLING = {
     "/v1/embeddings", "/encode", "/api/embed", "/api/embeddings", "/v1/classify", "/classify", "/v1/moderations",
 }  # fmt: skip
 """Routes of models that don't generate: tests/e2e/test_pooling.py has those."""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 
 def test_every_request_works(running: tuple[Server, int]) -> None:
-    with httpx.Client(base_url=running[0].url, headers={"authorization": "Bearer s4cret"}, timeout=60) as client:
+    with httpx.Client(base_url=running[0].url, headers={"authorization": "Bearer s4cret"}, timeout=120) as client:
         for method, path, body in REQUESTS:
             if path in POOLING:
                 continue
@@ -63,6 +56,6 @@ def test_every_program_runs(running: tuple[Server, int], number: int, tmp_path: 
     script.write_text(program.replace("127.0.0.1:30001", f"127.0.0.1:{port}"))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr

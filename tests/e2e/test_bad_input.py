@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from default_server import default_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from default_server import default_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -57,7 +57,7 @@ def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
     commands.write_text("set -euo pipefail\n" + "\n".join(snippets(page, "sh")).replace(WRITTEN_URL, url))
     said = ""
     for command in ([sys.executable, str(script)], ["bash", str(commands)]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
         said += done.stdout + done.stderr
         assert done.returncode == 0, said
     for words in SAYS[page.name]:

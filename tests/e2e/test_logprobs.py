@@ -19,7 +19,7 @@ from bough.config.hf import open_checkpoint
 from bough.tokenizer import load_tokenizer
 from bough.weights.from_gguf import open_gguf
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPTS = [
     "The capital of France is",
@@ -140,17 +140,20 @@ def test_the_same_in_chunks() -> None:
 
 
 def test_the_same_after_retractions(engine: bough.Engine) -> None:
-    engine.flush_cache()
-    last: dict[int, dict[str, Any]] = {}
-    news = ask(engine, stream=True)
-    for number, answer in enumerate(news):
-        last[answer["index"]] = answer  # everything so far
-        if number in (0, 8):
-            engine.pause("retract")
-            engine.resume()
-    answers = [last[index] for index in range(len(PROMPTS))]
-    assert min(answer["meta_info"]["num_retractions"] for answer in answers) > 0
-    assert np.abs(differences(answers)).max() <= 1e-4
+    for _ in range(5):  # on a machine that stands still they may be done before they can be retracted
+        engine.flush_cache()
+        last: dict[int, dict[str, Any]] = {}
+        news = ask(engine, stream=True)
+        for number, answer in enumerate(news):
+            last[answer["index"]] = answer  # everything so far
+            if number in (0, 8):
+                engine.pause("retract")
+                engine.resume()
+        answers = [last[index] for index in range(len(PROMPTS))]
+        assert np.abs(differences(answers)).max() <= 1e-4
+        if min(answer["meta_info"]["num_retractions"] for answer in answers) > 0:
+            return
+    pytest.fail("they were never retracted")
 
 
 def test_processed_by_option(engine: bough.Engine) -> None:

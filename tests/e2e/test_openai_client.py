@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from default_server import default_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
 GREEDY: dict[str, Any] = {"model": "default", "temperature": 0}
@@ -137,7 +137,8 @@ def test_echoed_scores(lenient: openai.OpenAI) -> None:
 def test_token_prompts_equal_text(client: openai.OpenAI) -> None:
     import httpx
 
-    ids = httpx.post(f"{default_server()}/tokenize", json={"prompt": "The capital of Italy is"}).json()["tokens"]
+    asked = {"prompt": "The capital of Italy is"}
+    ids = httpx.post(f"{default_server()}/tokenize", json=asked, timeout=60).json()["tokens"]
     by_ids = client.completions.create(**GREEDY, prompt=ids, max_tokens=6).choices[0].text
     by_text = client.completions.create(**GREEDY, prompt="The capital of Italy is", max_tokens=6).choices[0].text
     assert by_ids == by_text

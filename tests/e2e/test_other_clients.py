@@ -7,10 +7,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,9 @@ import pytest
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.entrypoints.grpc.bough_pb2_grpc import BoughStub
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+from .conftest import free_port, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
@@ -35,9 +35,7 @@ class Served:
     """A `bough serve` with everything on: a key, gRPC, a batch directory."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.grpc = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.grpc = f"127.0.0.1:{free_port()}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "bough", "serve", "--port", "0", "--grpc-port", self.grpc.split(":")[1],
              "--batch-dir", str(directory), "--api-key", "s3cret"],
@@ -60,7 +58,7 @@ class Served:
         """Asks it to end; its exit status."""
         self.process.terminate()
         try:
-            return self.process.wait(30)
+            return self.process.wait(90)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             return self.process.wait()
@@ -155,9 +153,9 @@ def test_grpc(served: Served) -> None:
                 for n in range(8)]  # fmt: skip
         told = list(stub.GenerateMany(iter(many), metadata=key))
         assert {each.rid for each in told if each.HasField("finish_reason")} == {str(n) for n in range(8)}
-        load = stub.GetLoads(pb.GetLoadsRequest(), metadata=key).loads[0]
-        assert load.max_total_num_tokens > 0
-        assert load.num_running_reqs == 0
+        load = lambda: stub.GetLoads(pb.GetLoadsRequest(), metadata=key).loads[0]
+        assert load().max_total_num_tokens > 0
+        assert until(lambda: load().num_running_reqs == 0)
         with pytest.raises(grpc.RpcError) as refused:
             list(stub.Generate(request))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -173,11 +171,8 @@ def test_batches(served: Served) -> None:
         upload.name = "in.jsonl"
         source = client.files.create(file=upload, purpose="batch")
         batch = client.batches.create(input_file_id=source.id, endpoint="/v1/completions", completion_window="24h")
-        for _ in range(300):
-            batch = client.batches.retrieve(batch.id)
-            if batch.status == "completed":
-                break
-            time.sleep(0.1)
+        assert until(lambda: client.batches.retrieve(batch.id).status == "completed", 240)
+        batch = client.batches.retrieve(batch.id)
         assert batch.output_file_id is not None
         answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
         assert {each["custom_id"] for each in answers} == {str(n) for n in range(20)}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import importlib.util
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +22,11 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.grpc.bough_pb2 import EmbedRequest, GenerateRequest
 from bough.entrypoints.grpc.bough_pb2_grpc import BoughStub
 
-from .conftest import Server
+from .conftest import Server, free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-with socket.socket() as _probe:
-    _probe.bind(("127.0.0.1", 0))
-    GRPC_PORT: int = _probe.getsockname()[1]
-
+HTTP = httpx.Client(timeout=60)
 TEXTS = [
     "The weather is lovely today.",
     "It's so sunny outside!",
@@ -59,9 +55,14 @@ def expected() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def embedder() -> Iterator[Server]:
+def grpc_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def embedder(grpc_port: int) -> Iterator[Server]:
     settings = {"model_path": str(minilm()), "served_model_name": "minilm", "device": "cpu", "cpu_threads": 1}
-    made = Server({**settings, "grpc_port": GRPC_PORT})
+    made = Server({**settings, "grpc_port": grpc_port})
     yield made
     made.end()
 
@@ -78,8 +79,8 @@ def cosines(first: Any, second: Any) -> np.ndarray:
     return result
 
 
-def test_embeddings_over_grpc_equal_those_over_http(client: openai.OpenAI) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+def test_embeddings_over_grpc_equal_those_over_http(client: openai.OpenAI, grpc_port: int) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         made = BoughStub(channel).Embed(EmbedRequest(text=TEXTS[0]))
         answer = client.embeddings.create(model="minilm", input=TEXTS[0])
         assert list(made.values) == pytest.approx(answer.data[0].embedding, abs=1e-6)
@@ -113,7 +114,7 @@ def test_floats_have_the_clients_types(embedder: Server) -> None:
 
 
 def test_token_inputs_equal_text(client: openai.OpenAI, embedder: Server) -> None:
-    ids = httpx.post(f"{embedder.url}/tokenize", json={"prompt": TEXTS[0]}).json()["tokens"]
+    ids = HTTP.post(f"{embedder.url}/tokenize", json={"prompt": TEXTS[0]}).json()["tokens"]
     by_text = client.embeddings.create(model="minilm", input=TEXTS[0]).data[0].embedding
     by_ids = client.embeddings.create(model="minilm", input=ids).data[0].embedding
     both = client.embeddings.create(model="minilm", input=[ids, ids]).data
@@ -145,14 +146,14 @@ def test_dimensions(client: openai.OpenAI) -> None:
     ],
 )
 def test_bad_bodies(embedder: Server, given: dict[str, Any], message: str) -> None:
-    answer = httpx.post(f"{embedder.url}/v1/embeddings", json=given)
+    answer = HTTP.post(f"{embedder.url}/v1/embeddings", json=given)
     assert 400 <= answer.status_code < 500
     assert message in answer.json()["error"]["message"]
 
 
 def test_rerank_and_score_by_similarity(embedder: Server, expected: np.ndarray) -> None:
     documents = TEXTS[1:4]
-    answer = httpx.post(
+    answer = HTTP.post(
         f"{embedder.url}/v1/rerank", json={"model": "minilm", "query": TEXTS[0], "documents": documents}
     ).json()
     similar = cosines(expected[:1], expected[1:4])
@@ -161,30 +162,30 @@ def test_rerank_and_score_by_similarity(embedder: Server, expected: np.ndarray) 
         assert each["relevance_score"] == pytest.approx(similar[each["index"]], abs=1e-4)
         assert each["document"]["text"] == documents[each["index"]]
     assert answer["usage"]["prompt_tokens"] > 0
-    bare = httpx.post(
+    bare = HTTP.post(
         f"{embedder.url}/rerank?format=list",
         json={"query": TEXTS[0], "documents": [{"text": each} for each in documents], "top_n": 1, "return_documents": False},
     ).json()  # fmt: skip
     assert bare == [{"index": int(np.argmax(similar)), "score": pytest.approx(similar.max(), abs=1e-4)}]
-    scores = httpx.post(f"{embedder.url}/v1/score", json={"text_1": TEXTS[0], "text_2": documents}).json()
+    scores = HTTP.post(f"{embedder.url}/v1/score", json={"text_1": TEXTS[0], "text_2": documents}).json()
     assert [each["score"] for each in scores["data"]] == pytest.approx(similar.tolist(), abs=1e-4)
 
 
 def test_native_shape(embedder: Server, expected: np.ndarray) -> None:
-    one = httpx.post(f"{embedder.url}/encode", json={"text": TEXTS[0], "rid": "mine"}).json()
+    one = HTTP.post(f"{embedder.url}/encode", json={"text": TEXTS[0], "rid": "mine"}).json()
     assert cosines(one["embedding"], expected[0]) >= 0.9999
     assert (one["meta_info"]["id"], one["meta_info"]["prompt_tokens"]) == ("mine", 8)
-    many = httpx.put(f"{embedder.url}/encode", json={"text": TEXTS[:3]}).json()
+    many = HTTP.put(f"{embedder.url}/encode", json={"text": TEXTS[:3]}).json()
     assert cosines([each["embedding"] for each in many], expected[:3]).min() >= 0.9999
 
 
 def test_ollamas_words(embedder: Server, expected: np.ndarray) -> None:
-    answer = httpx.post(f"{embedder.url}/api/embed", json={"model": "minilm:latest", "input": TEXTS}).json()
+    answer = HTTP.post(f"{embedder.url}/api/embed", json={"model": "minilm:latest", "input": TEXTS}).json()
     assert cosines(answer["embeddings"], expected).min() >= 0.9999
     assert answer["prompt_eval_count"] > 256
-    one = httpx.post(f"{embedder.url}/api/embeddings", json={"model": "minilm", "prompt": TEXTS[1]}).json()
+    one = HTTP.post(f"{embedder.url}/api/embeddings", json={"model": "minilm", "prompt": TEXTS[1]}).json()
     assert cosines(one["embedding"], expected[1]) >= 0.9999
-    refused = httpx.post(f"{embedder.url}/api/embed", json={"model": "minilm", "input": TEXTS, "truncate": False})
+    refused = HTTP.post(f"{embedder.url}/api/embed", json={"model": "minilm", "input": TEXTS, "truncate": False})
     assert refused.status_code == 400
     assert "at most 256 fit" in refused.json()["error"]
 
@@ -194,7 +195,7 @@ def test_other_kinds_of_requests_are_refused(embedder: Server, client: openai.Op
         client.completions.create(model="minilm", prompt="x")
     with pytest.raises(openai.BadRequestError, match="it makes embeddings"):
         client.moderations.create(model="minilm", input="x")
-    assert httpx.get(f"{embedder.url}/model_info").json()["is_generation"] is False
+    assert HTTP.get(f"{embedder.url}/model_info").json()["is_generation"] is False
 
 
 @pytest.mark.long
@@ -260,16 +261,16 @@ def classifier() -> Iterator[tuple[Server, np.ndarray]]:
 
 def test_classes(classifier: tuple[Server, np.ndarray]) -> None:
     server, logits = classifier
-    raw = httpx.post(f"{server.url}/classify", json={"text": TEXTS[:4]}).json()
+    raw = HTTP.post(f"{server.url}/classify", json={"text": TEXTS[:4]}).json()
     assert np.array([each["embedding"] for each in raw]) == pytest.approx(logits, abs=1e-4)
-    answer = httpx.post(f"{server.url}/v1/classify", json={"model": "judge", "input": TEXTS[:4]}).json()
+    answer = HTTP.post(f"{server.url}/v1/classify", json={"model": "judge", "input": TEXTS[:4]}).json()
     powers = np.exp(logits - logits.max(1, keepdims=True))
     probabilities = powers / powers.sum(1, keepdims=True)
     for each, row in zip(answer["data"], probabilities, strict=True):
         assert each["probs"] == pytest.approx(row.tolist(), abs=1e-5)
         assert each["label"] == LABELS[int(row.argmax())]
         assert each["num_classes"] == 3
-    scores = httpx.post(f"{server.url}/v1/score", json={"query": "The weather is lovely", "items": [" today."]}).json()
+    scores = HTTP.post(f"{server.url}/v1/score", json={"query": "The weather is lovely", "items": [" today."]}).json()
     assert scores["scores"][0] == pytest.approx(logits[0].tolist(), abs=1e-4)
 
 

@@ -19,7 +19,7 @@ import bough
 from bough.cli import debug
 from bough.core.errors import ConfigError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPT = [5, 71, 9, 33, 210, 14, 8, 61, 7, 90, 42, 3, 17, 255, 12, 77, 18, 29, 99, 100]
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -106,14 +106,14 @@ def test_where_two_runs_part_is_named(dumps: tuple[Path, list[int]], tmp_path: P
     save_file(told, changed)
     ended = subprocess.run(
         [sys.executable, "-m", "bough", "debug", "compare", str(first), str(changed)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert ended.returncode == 1, ended.stderr
     assert ended.stdout.startswith("22 tokens in common")
     assert "they part at layers.1.out" in ended.stdout
     ended = subprocess.run(
         [sys.executable, "-m", "bough", "debug", "compare", str(first), str(changed), "--json"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert json.loads(ended.stdout)["differs"] == ["layers.1.out", "layers.1", "layers.2"]
 

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from tests.e2e.conftest import Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 BUDGET = 12
 PERSON = {
