@@ -24,7 +24,7 @@ PROMPTS = [[5, 17, 99, 3, 64, 2, 120, 33, 7, 8, 9, 10, 11], [42], [100, 90, 80]]
 def main(rank: int, size: int, init_file: str, models: list[str]) -> None:
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    mesh = join_mesh(rank, size, init_method=f"file://{init_file}", device=cpu, timeout_s=60)
+    mesh = join_mesh(rank, size, init_method=f"file://{init_file}", device=cpu, timeout_s=300)
     for path in models:
         checkpoint = open_checkpoint(path)
         scheme = "gguf-exact" if checkpoint.kind == "gguf" else "auto"
