@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token
 from bough.core.messages import Ids
-from bough.tokenizer import Tokenizer
+from bough.tokenizer import Tokenizer, TokenizerPool
 
 Text: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
@@ -20,7 +20,8 @@ Input: TypeAlias = Text | tuple[str, str]
 
 WHOLE = -1
 """As `PoolOptions.truncate`: to the context's length."""
-_SHORT_CHARS = 4096
+_SHORT_IDS = 4096
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +49,26 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer | None, *, context_length: int, vocab_size: int, append_eos: bool) -> None:
         self._tokenizer = tokenizer
+        self._pool = TokenizerPool(tokenizer) if tokenizer is not None else None
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._append_eos = append_eos
 
     async def encode(self, inputs: Sequence[Input], options: PoolOptions, prefix: str) -> list[tuple[Ids, int]]:
         """Ids of each input and where its second text begins. Raises if one doesn't fit."""
+        size = sum(map(_size, inputs)) + len(prefix) * len(inputs)
+        return await self.beside_the_loop(lambda: self._encode(inputs, options, prefix), size)
+
+    async def beside_the_loop(self, work: Callable[[], T], size: int) -> T:
+        """Work on texts of `size` characters (or ids) in all: in a thread, unless it is short."""
+        if self._pool is not None:
+            return await self._pool.run(work, size)
+        return work() if size <= _SHORT_IDS else await asyncio.to_thread(work)
+
+    def _encode(self, inputs: Sequence[Input], options: PoolOptions, prefix: str) -> list[tuple[Ids, int]]:
         most = self.limit(options)
         texts = [text for each in inputs if (text := as_text(each, prefix)) is not None]
-        encoded = iter(await self._tokenise(texts, options, most))
+        encoded = iter(self._tokenise(texts, options, most))
         found: list[tuple[Ids, int]] = []
         for each in inputs:
             ids, second_at = next(encoded) if as_text(each, "") is not None else (self._checked(each, most), 0)
@@ -81,7 +93,7 @@ class TextEncoder:
             raise bad_field("truncate_prompt_tokens", f"texts have 1 to {limit} tokens", f"send -1, or 1 to {limit}")
         return options.truncate
 
-    async def _tokenise(
+    def _tokenise(
         self, texts: Sequence[str | tuple[str, str]], options: PoolOptions, most: int | None
     ) -> list[tuple[list[int], int]]:
         tokenizer = self._tokenizer
@@ -98,15 +110,11 @@ class TextEncoder:
         closing = tokenizer.eos_id if self._append_eos and special else None
         room = most if closing is None or most is None else most - 1
 
-        def encode() -> list[tuple[list[int], int]]:
-            found = tokenizer.encode_whole(texts, add_special_tokens=special, most=room)
-            return [
-                (ids if closing is None or ids[-1:] == [closing] else [*ids, closing], second_at)
-                for ids, second_at in found
-            ]
-
-        short = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
-        return encode() if short <= _SHORT_CHARS else await asyncio.to_thread(encode)
+        found = tokenizer.encode_whole(texts, add_special_tokens=special, most=room)
+        return [
+            (ids if closing is None or ids[-1:] == [closing] else [*ids, closing], second_at)
+            for ids, second_at in found
+        ]
 
     def _checked(self, ids: Input, most: int | None) -> list[int]:
         vocab = self._vocab_size
@@ -114,6 +122,11 @@ class TextEncoder:
             if isinstance(each, bool) or not isinstance(each, int | np.integer) or not 0 <= each < vocab:
                 raise no_such_token(f"the input has token id {str(each)[:40]}", vocab, param="input")
         return [int(each) for each in ids][:most]
+
+
+def _size(given: Input) -> int:
+    """Characters, or ids."""
+    return sum(map(len, given)) if isinstance(given, tuple) and isinstance(given[0], str) else len(given)
 
 
 def as_text(given: Input, prefix: str) -> str | tuple[str, str] | None:

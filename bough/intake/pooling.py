@@ -191,7 +191,7 @@ class Pooler:
             )
         inputs: Sequence[Input] = pairs
         if self._renderer is not None:
-            inputs = self._rendered(pairs, instruct, options, self._renderer)
+            inputs = await self._rendered(pairs, instruct, options, self._renderer)
             options = replace(options, add_special_tokens=False, truncate=None)
         found = await self.pool(inputs, options)
         rows = [scaled(each.values, pooling.score).tolist() for each in found]
@@ -210,15 +210,21 @@ class Pooler:
             labels = [self._tokens.true_id, *([] if self._tokens.false_id is None else [self._tokens.false_id])]
         else:
             labels = [label_id(tokenizer, text) for text in (self._prompt.yes, self._prompt.no)]
-        texts = self._rendered(pairs, instruct, options, self._renderer)
+        texts = await self._rendered(pairs, instruct, options, self._renderer)
         plain = replace(options, add_special_tokens=False, truncate=None)
         found = await self._next_token(texts, tuple(labels), len(labels) > 1, plain)
         return Scored([row[:1] for row in found.scores], found.prompt_tokens, found.cached_tokens)
 
-    def _rendered(
+    async def _rendered(
         self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
     ) -> list[str]:
         """The prompts of pairs. Where they must be cut it is the document that is, never what follows it."""
+        size = sum(len(instruct) + len(query) + len(document) for query, document in pairs)
+        return await self._texts.beside_the_loop(lambda: self._render(pairs, instruct, options, renderer), size)
+
+    def _render(
+        self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
+    ) -> list[str]:
         tokenizer, most = self._intake.tokenizer, self._texts.limit(options)
         texts = [renderer.render(*pair, instruct) for pair in pairs]
         if most is None or tokenizer is None:

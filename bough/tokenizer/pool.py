@@ -35,6 +35,10 @@ class TokenizerPool:
             return self.tokenizer.encode_batch(texts, add_special_tokens)
         return await self._in_thread(self.tokenizer.encode_batch, texts, add_special_tokens)
 
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Any work on texts of `size` characters (or ids) in all."""
+        return work() if size <= _SHORT_CHARS else await self._in_thread(work)
+
     def close(self) -> None:
         """Whoever waits for a thread, or comes for one later, gets `Unavailable`."""
         self._closed = True

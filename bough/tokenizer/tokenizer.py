@@ -83,16 +83,16 @@ class FastCodebook:
         encoded = self._tokenizer.encode_batch_fast(list(inputs), add_special_tokens=add_special_tokens)
         found = []
         for given, each in zip(inputs, encoded, strict=True):
-            if most is not None and len(each.ids) > most:
+            if most is not None and len(each) > most:
                 each = self._cut(given, add_special_tokens, most)
             found.append(Encoded(each.ids, 0 if isinstance(given, str) else _second(each.type_ids)))
         return found
 
     def _cut(self, given: str | tuple[str, str], add_special_tokens: bool, most: int) -> tokenizers.Encoding:
         texts = (given,) if isinstance(given, str) else given
-        parts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        parts = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         special = self._tokenizer.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
-        for part, length in zip(parts, shares([len(part.ids) for part in parts], max(0, most - special)), strict=True):
+        for part, length in zip(parts, shares([len(part) for part in parts], max(0, most - special)), strict=True):
             part.truncate(length)
         second = parts[1] if len(parts) == 2 else None
         return self._tokenizer.post_process(parts[0], second, add_special_tokens=add_special_tokens)
