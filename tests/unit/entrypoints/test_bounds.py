@@ -214,7 +214,7 @@ def test_the_walk_is_complete() -> None:
 @pytest.mark.parametrize(("bound", "at"), [(bound, at) for bound, cases in HTTP.items() for at in range(len(cases))])
 def test_http(running: FakeServer, bound: str, at: int) -> None:
     case, most = HTTP[bound][at], BOUNDS[bound].most
-    with httpx.Client(base_url=running.url, timeout=60) as client:
+    with httpx.Client(base_url=running.url, timeout=150) as client:
         path, body = case(most)
         fits = client.post(path, json=body)
         assert fits.status_code < 500, fits.text
@@ -228,12 +228,12 @@ def test_http(running: FakeServer, bound: str, at: int) -> None:
 @pytest.mark.parametrize("bound", GRPC)
 def test_grpc(stub: Any, bound: str) -> None:
     most = BOUNDS[bound].most
-    fits = stub.Generate(GRPC[bound](most), timeout=60)
+    fits = stub.Generate(GRPC[bound](most), timeout=150)
     with contextlib.suppress(grpc.RpcError):  # for other reasons, perhaps
         list(fits)
     assert says(bound) not in (fits.details() or "")
     with pytest.raises(grpc.RpcError) as refused:
-        list(stub.Generate(GRPC[bound](most + 1), timeout=60))
+        list(stub.Generate(GRPC[bound](most + 1), timeout=150))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert says(bound) in refused.value.details()
 
@@ -253,7 +253,7 @@ def test_grpc(stub: Any, bound: str) -> None:
 def test_texts_to_pool(task: str, path: str, body: Callable[[int], Json], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bounds.BOUNDS, "embeddings", bounds.Bound(3, "inputs in one request"))  # type: ignore[call-overload]
     pooling = {"task": task, "family": "Qwen3", "modes": ["last"], "width": 2, "labels": ["safe", "hate"]}
-    with serving(facts={"pooling": pooling}) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+    with serving(facts={"pooling": pooling}) as running, httpx.Client(base_url=running.url, timeout=150) as client:
         refused = client.post(path, json=body(4))
         assert (refused.status_code, says("embeddings") in refused.text) == (400, True), refused.text
         assert says("embeddings") not in client.post(path, json=body(3)).text
@@ -275,7 +275,7 @@ def test_requests_over_one_grpc_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             commands = [pb.GenerateCommand(generate=pb.GenerateRequest(text="a", rid=str(i))) for i in range(4)]
             told = []
-            for each in BoughStub(channel).GenerateMany(iter(commands), timeout=60):
+            for each in BoughStub(channel).GenerateMany(iter(commands), timeout=150):
                 told.append(each)
                 if each.HasField("error"):
                     held.set()
