@@ -43,7 +43,12 @@ class Wire:
 
 async def deliver(wire: Wire, events: AsyncGenerator[bytes, None], keep_alive_s: float = 60) -> None:
     await send_events(
-        events, headers=[], receive=wire.receive, send=wire.send, failed=error_event, keep_alive_s=keep_alive_s
+        events,
+        headers=[],
+        receive=wire.receive,
+        send=wire.send,
+        failed=lambda error: error_event(error, "/generate"),
+        keep_alive_s=keep_alive_s,
     )
 
 
