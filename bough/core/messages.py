@@ -275,6 +275,9 @@ class End(Struct, kw_only=True, omit_defaults=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    """Output tokens before the mark that ends the reasoning; all of them, if the answer ended before it was whole."""
+    reasoning_mark: int = 0
+    """Tokens of that mark; 0: it is not there."""
     retractions: int = 0
     queued_s: float = 0.0
     prefill_s: float = 0.0

@@ -21,7 +21,7 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.detokenizer.decode import DecoderFactory, TokenDecoder
-from bough.detokenizer.stops import Stops
+from bough.detokenizer.stops import Found, Stops
 from bough.parsers import ResponseParser
 
 
@@ -62,6 +62,7 @@ class TextAnswer:
         "_num_tokens",
         "_parser",
         "_prompt_logprobs",
+        "_reasoned",
         "_said",
         "_spec",
         "_stops",
@@ -92,6 +93,8 @@ class TextAnswer:
         )
         self._num_tokens = 0
         self._num_scored = 0
+        self._reasoned = 0
+        """Tokens up to the last one with which the text was inside the reasoning."""
         self._unsent = 0
         self._said: list[str] = []
         self._tokens: list[bytes] = []
@@ -129,12 +132,15 @@ class TextAnswer:
 
     def _take_tokens(self, ids: Sequence[int], packed: bytes, end: End | None) -> None:
         spoken = ids[:-1] if self._ends_silently(ids, end) else ids
-        if self._stops is None:
+        if self._stops is None and self._spec.reasoning_parser is None:
             self._say(self._decoder.feed(spoken))
         else:
             for place, token_id in enumerate(spoken):
-                found = self._stops.feed(self._decoder.feed((token_id,)))
+                text = self._decoder.feed((token_id,))
+                found = self._stops.feed(text) if self._stops is not None else Found(text)
                 self._say(found.text)
+                if self._parser is not None and self._parser.in_reasoning:
+                    self._reasoned = self._num_tokens + place + 1
                 if found.matched is not None:
                     self.verdict = Verdict(self._num_tokens + place + 1, "stop", found.matched)
                     ids, packed = ids[: place + 1], packed[: 4 * (place + 1)]
@@ -202,7 +208,7 @@ class TextAnswer:
     def _final(self, end: End) -> End:
         verdict = self.verdict
         if verdict is None:
-            return end
+            return msgspec.structs.replace(end, reasoning_tokens=self._reasoning_tokens(end, end.completion_tokens))
         error = verdict.error
         return msgspec.structs.replace(
             end,
@@ -213,8 +219,16 @@ class TextAnswer:
             code=(error.code or error.type) if error is not None else "",
             param=(error.param or "") if error is not None else "",
             completion_tokens=verdict.num_tokens,
-            reasoning_tokens=min(end.reasoning_tokens, verdict.num_tokens),
+            reasoning_tokens=self._reasoning_tokens(end, verdict.num_tokens),
         )
+
+    def _reasoning_tokens(self, end: End, num_tokens: int) -> int:
+        """Of the tokens that are left of an answer. The engine may have gone on, and knows the mark by its usual ids."""
+        if end.reasoning_mark:
+            return end.reasoning_tokens if end.reasoning_tokens + end.reasoning_mark <= num_tokens else num_tokens
+        if self._parser is None or self._spec.reasoning_parser is None:
+            return min(end.reasoning_tokens, num_tokens)
+        return num_tokens if self._parser.in_reasoning else min(self._reasoned, num_tokens)
 
     def _delta(self, end: End | None) -> Delta:
         delta = Delta(

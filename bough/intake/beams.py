@@ -19,6 +19,7 @@ import numpy as np
 
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.messages import Delta, End, Ids, ParsedEvent, TextSpec, TokenLogprobs, pack_ids, unpack_ids
+from bough.core.reasoning import reasoning_of
 from bough.core.sampling import SamplingParams
 from bough.intake.compose import TAIL_IDS
 from bough.intake.endings import GIVEN_UP
@@ -264,7 +265,10 @@ def spoken(delta: Delta, request: Request, prompt: Ids, tokenizer: Tokenizer | N
     parser = ResponseParser.of(text) if text.reasoning_parser or text.tool_parser else None
     said = _text(unpack_ids(delta.tokens).tolist(), delta.end, prompt, tokenizer, text, parser)
     events: list[ParsedEvent] = [*parser.feed(said), *parser.finish()] if parser is not None else []
-    return msgspec.structs.replace(delta, text=said, events=events, logprobs=scores)
+    inside = request.reasoning_forced if parser is None else parser.in_reasoning
+    reasoning, _ = reasoning_of(unpack_ids(delta.tokens), request.reasoning_end, opened=inside)
+    end = msgspec.structs.replace(delta.end, reasoning_tokens=reasoning)
+    return msgspec.structs.replace(delta, text=said, events=events, logprobs=scores, end=end)
 
 
 def _text(

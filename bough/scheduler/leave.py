@@ -8,6 +8,7 @@ from bough.cache.prefix import PrefixCache, Tail
 from bough.cache.radix import Node
 from bough.core.errors import BoughError
 from bough.core.messages import End, EndReason, RowOutput, Span, plain_namespace
+from bough.core.reasoning import reasoning_of
 from bough.core.step import I32, I64
 from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
 
@@ -33,6 +34,7 @@ def make_end(
     """How the request ended and what it cost, as of now."""
     admitted = job.admitted_s or now
     first = job.first_token_s or now
+    reasoning, mark = reasoning_of(output, job.ask.reasoning_end, opened=job.ask.reasoning_open)
     return End(
         reason=reason,
         matched=matched,
@@ -43,7 +45,8 @@ def make_end(
         prompt_tokens=len(job.prompt),
         completion_tokens=len(output),
         cached_tokens=job.cached_tokens,
-        reasoning_tokens=_reasoning_tokens(job, output),
+        reasoning_tokens=reasoning,
+        reasoning_mark=mark,
         retractions=job.retractions,
         queued_s=max(0.0, admitted - job.accepted_s),
         prefill_s=max(0.0, first - admitted) if job.admitted_s else 0.0,
@@ -69,17 +72,6 @@ def _timeline(job: Job, num_output: int, now: float) -> list[Span]:
         detail: dict[str, int | float | str] = {"tokens": num_output, "retractions": job.retractions}
         spans.append(Span("decode", job.first_token_s, now - job.first_token_s, detail))
     return spans
-
-
-def _reasoning_tokens(job: Job, output: I32) -> int:
-    """Output tokens before the marker that ends the reasoning."""
-    marker = job.ask.reasoning_end
-    if not marker:
-        return 0
-    for at in np.flatnonzero(output == marker[0]).tolist():
-        if tuple(output[at : at + len(marker)].tolist()) == marker:
-            return int(at)
-    return len(output) if job.ask.reasoning_open else 0
 
 
 def take_extras(job: Job, end: End | None = None, embedding: bytes = b"") -> RowOutput:
