@@ -52,6 +52,8 @@ class Runtime:
         kept = _keep_port() if not port else None
         if kept is not None:
             port = int(kept.getsockname()[1])
+            if not sys.platform.startswith("linux"):
+                kept.close()  # elsewhere one socket has a port
         api_key = server_args.get("api_key")
         self.url = f"http://{host}:{port}"
         flags = _flags({"host": host, "port": port, "log_level": log_level, **server_args})
