@@ -87,7 +87,7 @@ class Intake:
         self._endpoints = endpoints
         self._worker = worker
         self._gate = gate
-        self._pool = TokenizerPool(tokenizer) if tokenizer is not None else None
+        self.tokenizers = TokenizerPool(tokenizer) if tokenizer is not None else None
         self._eos_ids = tuple(dict.fromkeys([*(tokenizer.eos_ids if tokenizer else ()), *eos_ids]))
         # Not from 1: the engine may still hold requests of a predecessor in this place.
         self._numbers = itertools.count(secrets.randbits(WORKER_SHIFT - 2))
@@ -100,7 +100,9 @@ class Intake:
         self.sessions = Sessions(self.abort)
         self.joins = Joins(self.call, tokenizer)
         limits = Limits(context_length, vocab_size, tokenizer)
-        self._preparer = Preparer(limits, self._pool, self.sessions, self.joins, pools=pools, processors=processors)
+        self._preparer = Preparer(
+            limits, self.tokenizers, self.sessions, self.joins, pools=pools, processors=processors
+        )
         self._searches: set[Search] = set()
         self._turns: dict[int, tuple[SessionParams, Turn]] = {}
 
@@ -141,8 +143,8 @@ class Intake:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._inbox.close()
         self._outbox.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self.tokenizers is not None:
+            self.tokenizers.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token
 from bough.core.messages import Ids
-from bough.tokenizer import Tokenizer, TokenizerPool
+from bough.tokenizer import TokenizerPool
 
 Text: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
@@ -47,9 +47,11 @@ PLAIN = PoolOptions()
 class TextEncoder:
     """Token ids of texts, pairs of texts, and ids; within the context and the vocabulary, or refused."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, context_length: int, vocab_size: int, append_eos: bool) -> None:
-        self._tokenizer = tokenizer
-        self._pool = TokenizerPool(tokenizer) if tokenizer is not None else None
+    def __init__(
+        self, tokenizers: TokenizerPool | None, *, context_length: int, vocab_size: int, append_eos: bool
+    ) -> None:
+        self._tokenizer = tokenizers.tokenizer if tokenizers is not None else None
+        self._tokenizers = tokenizers
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._append_eos = append_eos
@@ -61,8 +63,8 @@ class TextEncoder:
 
     async def beside_the_loop(self, work: Callable[[], T], size: int) -> T:
         """Work on texts of `size` characters (or ids) in all: in a thread, unless it is short."""
-        if self._pool is not None:
-            return await self._pool.run(work, size)
+        if self._tokenizers is not None:
+            return await self._tokenizers.run(work, size)
         return work() if size <= _SHORT_IDS else await asyncio.to_thread(work)
 
     def _encode(self, inputs: Sequence[Input], options: PoolOptions, prefix: str) -> list[tuple[Ids, int]]:

@@ -67,7 +67,7 @@ class Pooler:
         self._tokens = msgspec.convert(tokens, RerankTokens) if tokens is not None else None
         self._intake = intake
         self._texts = TextEncoder(
-            intake.tokenizer,
+            intake.tokenizers,
             context_length=intake.context_length,
             vocab_size=intake.vocab_size,
             append_eos=self.pooling is not None and self.pooling.append_eos,

@@ -310,8 +310,8 @@ class WholeEngine:
         self._call = 10**9
 
     def close(self) -> None:
-        if self.intake._pool is not None:
-            self.intake._pool.close()
+        if self.intake.tokenizers is not None:
+            self.intake.tokenizers.close()
         self.aio.close()
 
     def ask(self, **fields: Any) -> list[Asked]:

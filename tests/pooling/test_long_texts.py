@@ -13,7 +13,7 @@ from test_pooler import generative, pooler, tokenizer
 from bough.core.messages import Delta, End, TokenLogprobs
 from bough.intake import PoolOptions
 from bough.intake.pool_texts import WHOLE, TextEncoder
-from bough.tokenizer import Tokenizer
+from bough.tokenizer import Tokenizer, TokenizerPool
 from bough.tokenizer.tokenizer import Encoded, FastCodebook
 
 __all__ = ["tokenizer"]
@@ -88,9 +88,8 @@ async def test_many_ids_are_not_checked_in_the_loop(
         return inner(self, ids, most)
 
     monkeypatch.setattr(TextEncoder, "_checked", checked)
-    encoder = TextEncoder(
-        tokenizer if with_tokenizer else None, context_length=64, vocab_size=tokenizer.vocab_size, append_eos=False
-    )
+    pool = TokenizerPool(tokenizer) if with_tokenizer else None
+    encoder = TextEncoder(pool, context_length=64, vocab_size=tokenizer.vocab_size, append_eos=False)
     found = await encoder.encode([list(range(60))] * 100, PoolOptions(), "")
     assert len(found) == len(threads) == 100
     assert threading.get_ident() not in threads

@@ -17,7 +17,7 @@ from bough.core.errors import BoughError, ConfigError, InvalidRequest, Overloade
 from bough.core.messages import Delta, End, TokenLogprobs
 from bough.intake import Pooler, PoolOptions, Request
 from bough.intake.scores import as_weights, cosine, scaled
-from bough.tokenizer import Tokenizer, load_tokenizer
+from bough.tokenizer import Tokenizer, TokenizerPool, load_tokenizer
 from bough.tokenizer.tokenizer import shares
 
 Rule = Callable[[Request], Delta]
@@ -40,6 +40,7 @@ class FakeIntake:
 
     def __init__(self, tokenizer: Tokenizer | None, rule: Rule) -> None:
         self.tokenizer, self.rule = tokenizer, rule
+        self.tokenizers = TokenizerPool(tokenizer) if tokenizer else None
         self.vocab_size = tokenizer.vocab_size if tokenizer else 1000
         self.seen: list[Request] = []
         self.streams: list[FakeStream] = []
