@@ -45,3 +45,8 @@ def test_thinking_on_and_off(template: str, name: str) -> None:
         assert read(USER, reasoning_effort="none") == off
         begun = [*USER, {"role": "assistant", "content": "It is"}]
         assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("", "four")
+        parts = [{"type": "text", "text": "It"}, {"type": "text", "text": "is"}]
+        begun = [*USER, {"role": "assistant", "content": parts}]
+        assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("", "four")
+        begun[-1]["content"] = [{"type": "text", "text": "<think>It"}, {"type": "text", "text": "is"}]
+        assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("four", "")

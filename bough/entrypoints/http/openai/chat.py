@@ -108,7 +108,9 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
 def _continued(asked: ChatRequest) -> str:
     """The beginning of the answer, where the client wrote one."""
     last = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
-    return last if isinstance(last, str) else ""
+    parts = last if isinstance(last, list) else [last]
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _switched_off(asked: ChatRequest, served: Served) -> bool:
