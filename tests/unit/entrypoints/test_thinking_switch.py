@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from scripted_server import Answer, serving
@@ -50,3 +51,16 @@ def test_thinking_on_and_off(template: str, name: str) -> None:
         assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("", "four")
         begun[-1]["content"] = [{"type": "text", "text": "<think>It"}, {"type": "text", "text": "is"}]
         assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("four", "")
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_raw_prompt_opens_a_section_only_by_saying_so(name: str) -> None:
+    with serving(Answer(), template=TEMPLATES["opens"], served={"reasoning_parser": name}) as server:
+
+        def read(**asked: Any) -> tuple[str, str]:
+            body = {"model": "fake", "prompt": "two and two is", "stream": False, **asked}
+            said = httpx.post(f"{server.url}/api/generate", json=body).raise_for_status().json()
+            return said.get("thinking", ""), said["response"]
+
+        assert read() == read(raw=True, prompt="Let me see. <think>\n") == ("Hello there.", "")
+        assert read(raw=True) == ("", "Hello there.")

@@ -83,7 +83,7 @@ async def _run(
     """Answers; `prompt` stands in for the rendered messages."""
     if prompt is not None:
         asked.input_ids = (await service.encode([prompt], True))[0]
-    job, offered = make_request(asked, service)
+    job, offered = make_request(asked, service, raw=prompt is not None)
     job = replace(
         job,
         namespace=within_tenant(tenant_of(request), ""),

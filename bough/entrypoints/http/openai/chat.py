@@ -62,9 +62,9 @@ def chat_completions(service: Service) -> Handler:
     return handle
 
 
-def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
-    """The body as a request, its prompt rendered by the model's template, and the tools it offers. Raises
-    `InvalidRequest`."""
+def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> tuple[Request, Offer]:
+    """The body as a request, its prompt rendered by the model's template, and the tools it offers. `raw`: its ids are no
+    chat, and only what they say opens a reasoning section. Raises `InvalidRequest`."""
     served = service.served
     refuse_unserved_chat(asked)
     check_sizes(asked)
@@ -78,7 +78,8 @@ def make_request(asked: ChatRequest, service: Service) -> tuple[Request, Offer]:
     params = with_origin(sampling.params, asked, tools=by_tools)
     reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
-    opened = chat_opens(prompt, served, continued=_continued(asked), switched_off=_switched_off(asked, served))
+    switched_off = raw or _switched_off(asked, served)
+    opened = chat_opens(prompt, served, continued=_continued(asked), switched_off=switched_off)
     reasons = opened or _will_reason(asked, served, offered)
     request = Request(
         prompt=prompt,
