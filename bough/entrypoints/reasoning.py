@@ -12,7 +12,7 @@ from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.service import Served
 from bough.intake import Request
-from bough.parsers import chat_opens_reasoning, prompt_opens_reasoning
+from bough.parsers import chat_closed_reasoning, chat_opens_reasoning, prompt_opens_reasoning
 
 _TAIL_IDS = 32
 """Tokens of a prompt that can hold the start of a section."""
@@ -24,6 +24,13 @@ def chat_opens(prompt: str | Sequence[int], served: Served, *, continued: str = 
     if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
         return False
     return chat_opens_reasoning(text, served.reasoning_parser, continued=continued, switched_off=switched_off)
+
+
+def chat_closed(prompt: str | Sequence[int], served: Served, *, continued: str = "") -> bool:
+    """Whether the answer to a chat, which does not begin inside a reasoning section, begins behind one."""
+    if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
+        return False
+    return chat_closed_reasoning(text, served.reasoning_parser, continued=continued)
 
 
 def _end_of(prompt: str | Sequence[int] | Ids, served: Served) -> str | None:

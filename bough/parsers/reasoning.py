@@ -351,6 +351,11 @@ def chat_opens_reasoning(prompt: str, name: str, *, continued: str = "", switche
     section is open nor that it is over, the format decides, unless the client has `switched_off` the reasoning."""
     if prompt_opens_reasoning(prompt, name, continued=continued):
         return True
-    format = reasoning_format(name)
-    over = bool(continued) or switched_off or prompt.rstrip(SPACE).endswith(format.ends)
-    return format.starts_inside and not over
+    over = switched_off or chat_closed_reasoning(prompt, name, continued=continued)
+    return reasoning_format(name).starts_inside and not over
+
+
+def chat_closed_reasoning(prompt: str, name: str, *, continued: str = "") -> bool:
+    """Whether a chat's answer, which does not begin inside a section, begins behind one: the prompt ends with its end, or
+    with the answer's own beginning (`continued`)."""
+    return bool(continued) or prompt.rstrip(SPACE).endswith(reasoning_format(name).ends)

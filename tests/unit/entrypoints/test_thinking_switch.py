@@ -64,3 +64,30 @@ def test_a_raw_prompt_opens_a_section_only_by_saying_so(name: str) -> None:
 
         assert read() == read(raw=True, prompt="Let me see. <think>\n") == ("Hello there.", "")
         assert read(raw=True) == ("", "Hello there.")
+
+
+def test_constraints_and_budgets_wait_for_no_section_that_is_over() -> None:
+    closes = (
+        HEAD
+        + "{% if enable_thinking is false or 'quick' in messages[0].content %}<think></think>\n{% endif %}{% endif %}"
+    )
+    with serving(Answer(), template=closes, served={"reasoning_parser": "qwen3", "reasoning_end": (7,)}) as server:
+
+        def waits(path: str, **asked: Any) -> tuple[bool, bool]:
+            """Whether the constraint waits for the end of a section, and whether a budget counts its tokens."""
+            budget = {} if path.startswith("/api") else {"thinking_budget": 5}
+            httpx.post(server.url + path, json={"model": "fake", **budget, **asked}).raise_for_status()
+            message = server.engine.seen[-1]
+            assert message.sampling.grammar is not None
+            return message.sampling.grammar.after_reasoning, message.thinking_budget >= 0
+
+        def chat(messages: list[Any], **asked: Any) -> tuple[bool, bool]:
+            form = {"type": "json_object"}
+            return waits("/v1/chat/completions", messages=messages, response_format=form, **asked)
+
+        begun = {"continue_final_message": True, "add_generation_prompt": False}
+        assert chat(USER) == (True, True)
+        assert chat([{"role": "user", "content": "quick: two and two?"}]) == (False, False)
+        assert chat([*USER, {"role": "assistant", "content": "{"}], **begun) == (False, False)
+        assert chat([*USER, {"role": "assistant", "content": "<think>Well"}], **begun) == (True, True)
+        assert waits("/api/generate", prompt="{", raw=True, format="json", stream=False) == (False, False)

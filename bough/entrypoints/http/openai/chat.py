@@ -29,7 +29,7 @@ from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.openai.tools import Offer, describe, offer
 from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
-from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_opens
+from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed, chat_opens
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events, while_connected
 from bough.intake import Request, parse_sampling
@@ -80,7 +80,7 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
     switched_off = raw or _switched_off(asked, served)
     opened = chat_opens(prompt, served, continued=_continued(asked), switched_off=switched_off)
-    reasons = opened or _will_reason(asked, served, offered)
+    reasons = opened or (not raw and _will_reason(asked, prompt, served, offered))
     request = Request(
         prompt=prompt,
         add_special_tokens=bool(asked.add_special_tokens),
@@ -123,13 +123,15 @@ def _switched_off(asked: ChatRequest, served: Served) -> bool:
     return any(kwargs.get(name) is False for name in SWITCHES if name in template.accepted_kwargs)
 
 
-def _will_reason(asked: ChatRequest, served: Served, offered: Offer) -> bool:
-    """Whether a model that opens its reasoning section itself is going to: its template has a switch and it is on, or its
-    answers are messages of which the last is the answer proper (and calls are among the others)."""
+def _will_reason(asked: ChatRequest, prompt: str | list[int], served: Served, offered: Offer) -> bool:
+    """Whether a model that opens its reasoning section itself is going to: its template has a switch, it is on and the
+    section not over, or its answers are messages of which the last is the answer proper (and calls among the others)."""
     if served.reasoning_parser is None or served.tokenizer is None or served.tokenizer.chat_template is None:
         return False
     if reasoning_format(served.reasoning_parser).answer_prefix:
         return not asked.continue_final_message and not offered.structural_tag
+    if chat_closed(prompt, served, continued=_continued(asked)):
+        return False
     template = served.tokenizer.chat_template
     kwargs = template_kwargs(asked, template)
     return "enable_thinking" in template.accepted_kwargs and kwargs.get("enable_thinking", True) is not False
