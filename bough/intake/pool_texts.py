@@ -128,7 +128,8 @@ class TextEncoder:
 
 def _size(given: Input) -> int:
     """Characters, or ids."""
-    return sum(map(len, given)) if isinstance(given, tuple) and isinstance(given[0], str) else len(given)
+    text = as_text(given, "")
+    return sum(map(len, text)) if isinstance(text, tuple) else len(given)
 
 
 def as_text(given: Input, prefix: str) -> str | tuple[str, str] | None:

@@ -109,3 +109,9 @@ def test_cutting_lets_other_threads_run(tokenizer: Tokenizer) -> None:
     found = codebook.encode_whole([LONG[0], (LONG[0], LONG[1])], True, 20)
     assert [len(each.ids) for each in found] == [20, 20]
     assert found == tokenizer.encode_whole([LONG[0], (LONG[0], LONG[1])], most=20)
+
+
+async def test_ids_come_in_any_sequence() -> None:
+    encoder = TextEncoder(None, context_length=64, vocab_size=100, append_eos=False)
+    found = await encoder.encode([(), (1,), (2, 3), [4], np.array([5])], PoolOptions(), "")
+    assert [ids.tolist() for ids, _ in found] == [[], [1], [2, 3], [4], [5]]
