@@ -219,7 +219,7 @@ class Pooler:
         self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
     ) -> list[str]:
         """The prompts of pairs. Where they must be cut it is the document that is, never what follows it."""
-        size = sum(len(instruct) + len(query) + len(document) for query, document in pairs)
+        size = sum(renderer.num_chars + len(instruct) + len(query) + len(document) for query, document in pairs)
         return await self._texts.beside_the_loop(lambda: self._render(pairs, instruct, options, renderer), size)
 
     def _render(

@@ -69,6 +69,8 @@ class Renderer:
     """A compiled template."""
 
     def __init__(self, prompt: RerankPrompt) -> None:
+        self.num_chars = len(prompt.source)
+        """About what it adds to a query and a document."""
         self._environment = TemplateEnvironment()
         try:
             self._template = compile_template(self._environment, prompt.source)

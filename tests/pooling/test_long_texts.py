@@ -13,6 +13,7 @@ from test_pooler import generative, pooler, tokenizer
 from bough.core.messages import Delta, End, TokenLogprobs
 from bough.intake import PoolOptions
 from bough.intake.pool_texts import WHOLE, TextEncoder
+from bough.intake.rerank_prompt import Renderer
 from bough.tokenizer import Tokenizer, TokenizerPool
 from bough.tokenizer.tokenizer import Encoded, FastCodebook
 
@@ -92,6 +93,23 @@ async def test_many_ids_are_not_checked_in_the_loop(
     encoder = TextEncoder(pool, context_length=64, vocab_size=tokenizer.vocab_size, append_eos=False)
     found = await encoder.encode([list(range(60))] * 100, PoolOptions(), "")
     assert len(found) == len(threads) == 100
+    assert threading.get_ident() not in threads
+
+
+async def test_many_short_pairs_are_not_rendered_in_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    inner = Renderer.render
+
+    def render(self: Renderer, query: str, document: str, instruct: str) -> str:
+        threads.add(threading.get_ident())
+        return inner(self, query, document, instruct)
+
+    monkeypatch.setattr(Renderer, "render", render)
+    made, _ = generative(tokenizer, answer, "plain", context_length=200)
+    await made.relevance([("a", "b")] * 500, CUT)
+    assert threads
     assert threading.get_ident() not in threads
 
 
