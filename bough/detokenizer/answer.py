@@ -223,12 +223,16 @@ class TextAnswer:
         )
 
     def _reasoning_tokens(self, end: End, num_tokens: int) -> int:
-        """Of the tokens that are left of an answer. The engine may have gone on, and knows the mark by its usual ids."""
-        if end.reasoning_mark:
-            return end.reasoning_tokens if end.reasoning_tokens + end.reasoning_mark <= num_tokens else num_tokens
-        if self._parser is None or self._spec.reasoning_parser is None:
-            return min(end.reasoning_tokens, num_tokens)
-        return num_tokens if self._parser.in_reasoning else min(self._reasoned, num_tokens)
+        """Of the tokens that are left of an answer. The engine may have gone on, knows the mark by its usual ids, and takes
+        it for one in answers that don't reason."""
+        parser = self._parser if self._spec.reasoning_parser is not None else None
+        if parser is not None and not parser.in_reasoning and not self._reasoned:
+            return 0
+        if end.reasoning_mark and end.reasoning_tokens + end.reasoning_mark <= num_tokens:
+            return end.reasoning_tokens
+        if parser is None:
+            return num_tokens if end.reasoning_mark else min(end.reasoning_tokens, num_tokens)
+        return num_tokens if parser.in_reasoning else min(self._reasoned, num_tokens)
 
     def _delta(self, end: End | None) -> Delta:
         delta = Delta(

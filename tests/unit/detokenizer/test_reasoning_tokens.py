@@ -85,6 +85,19 @@ def test_sections_that_end_without_the_usual_ids(smollm: Tokenizer, how: str) ->
         assert least <= told(smollm, ids, mark, len(ids), how, spec).reasoning_tokens <= most
 
 
+@pytest.mark.parametrize("how", ["length", "token by token", "stop", "stop, heard late"])
+def test_answers_that_do_not_reason_may_speak_of_the_mark(smollm: Tokenizer, how: str) -> None:
+    mark = tuple(smollm.encode("</think>", add_special_tokens=False))
+    ids = [
+        *smollm.encode("It ends with", add_special_tokens=False),
+        *mark,
+        *smollm.encode("then", add_special_tokens=False),
+    ]
+    for cut in range(1, len(ids) + 1):
+        end = told(smollm, ids, mark, cut, how, {"reasoning_parser": "qwen3"})
+        assert (end.completion_tokens, end.reasoning_tokens) == (cut, 0)
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_beams_count_alike(smollm: Tokenizer, opened: bool) -> None:
     mark = tuple(smollm.encode("</think>", add_special_tokens=False))
