@@ -32,11 +32,14 @@ FILES = {
     "original/model.safetensors": bytes(5_000_000),
     "picture.png": bytes(100),
 }
+PART = 11_000_000
+"""More than the client reads at a time."""
 WANTED = len(FILES["config.json"]) + len(FILES["model.safetensors"])
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download asks for. The second half of a large file comes once the first was told of."""
+    """As much of the hub as a download asks for. A large file comes in three parts: the second once the download was told
+    of, the third once its speed was, for which it must have grown in between."""
 
     said: Path
     """Where the downloading process says so."""
@@ -86,12 +89,12 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         if body:
-            half = len(data) // 2 if len(data) > 2_500_000 else len(data)
-            self.wfile.write(data[:half])
-            give_up_s = time.monotonic() + 60
-            while half < len(data) and "s left" not in Hub.said.read_text() and time.monotonic() < give_up_s:
-                time.sleep(0.02)
-            self.wfile.write(data[half:])
+            self.wfile.write(data[:PART])
+            for at, told in enumerate(("downloading our/model ...", "s left"), start=1):
+                give_up_s = time.monotonic() + 60
+                while len(data) > PART and told not in Hub.said.read_text() and time.monotonic() < give_up_s:
+                    time.sleep(0.02)
+                self.wfile.write(data[at * PART : (at + 1) * PART if at == 1 else None])
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,8 @@ print(config.model.served_model_name, config.model.model, *(f"{done}/{total}" fo
 
 
 def fetch(hub: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    environ = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    environ = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+               "HF_HUB_DOWNLOAD_TIMEOUT": "120"}  # fmt: skip
     Hub.said = cache / "said"
     with Hub.said.open("w") as said:
         done = subprocess.run(
