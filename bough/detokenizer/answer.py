@@ -21,7 +21,7 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.detokenizer.decode import DecoderFactory, TokenDecoder
-from bough.detokenizer.stops import Found, Stops
+from bough.detokenizer.stops import Stops
 from bough.parsers import ResponseParser
 
 
@@ -67,6 +67,7 @@ class TextAnswer:
         "_spec",
         "_stops",
         "_tokens",
+        "_turns",
         "_unsent",
         "id",
         "verdict",
@@ -82,6 +83,8 @@ class TextAnswer:
         self._parser = ResponseParser.of(spec) if spec.reasoning_parser or spec.tool_parser else None
         keep = frozenset(self._parser.markers) if self._parser is not None else frozenset[str]()
         self._last_kept = keep
+        self._turns = frozenset(marker[-1] for marker in keep)
+        """Characters with which the parser's markers end."""
         self._decoder: TokenDecoder = factory.make(
             skip_special=spec.skip_special_tokens,
             spaces=spec.spaces_between_special_tokens,
@@ -132,15 +135,13 @@ class TextAnswer:
 
     def _take_tokens(self, ids: Sequence[int], packed: bytes, end: End | None) -> None:
         spoken = ids[:-1] if self._ends_silently(ids, end) else ids
-        if self._stops is None and self._spec.reasoning_parser is None:
-            self._say(self._decoder.feed(spoken))
+        if self._stops is None:
+            self._say_all(spoken)
         else:
             for place, token_id in enumerate(spoken):
-                text = self._decoder.feed((token_id,))
-                found = self._stops.feed(text) if self._stops is not None else Found(text)
+                found = self._stops.feed(self._decoder.feed((token_id,)))
                 self._say(found.text)
-                if self._parser is not None and self._parser.in_reasoning:
-                    self._reasoned = self._num_tokens + place + 1
+                self._count(place + 1)
                 if found.matched is not None:
                     self.verdict = Verdict(self._num_tokens + place + 1, "stop", found.matched)
                     ids, packed = ids[: place + 1], packed[: 4 * (place + 1)]
@@ -178,11 +179,35 @@ class TextAnswer:
         if self._parser is not None:
             self._events += self._parser.finish()
 
+    def _say_all(self, ids: Sequence[int]) -> None:
+        """Many tokens at once; but alone what may begin or end the reasoning, so that its tokens can be counted."""
+        if self._spec.reasoning_parser is None:
+            self._say(self._decoder.feed(ids))
+            return
+        texts: list[str] = []
+        for place, token_id in enumerate(ids):
+            text = self._decoder.feed((token_id,))
+            if self._turns.isdisjoint(text):
+                texts.append(text)
+            else:
+                self._say("".join(texts))
+                self._count(place)
+                self._say(text)
+                self._count(place + 1)
+                texts.clear()
+        self._say("".join(texts))
+        self._count(len(ids))
+
     def _say(self, text: str) -> None:
         if text:
             self._said.append(text)
             if self._parser is not None:
                 self._events += self._parser.feed(text)
+
+    def _count(self, new: int) -> None:
+        """So many new tokens have been said."""
+        if self._parser is not None and self._parser.in_reasoning:
+            self._reasoned = self._num_tokens + new
 
     # -- the rest --------------------------------------------------------------------------------------------------
 

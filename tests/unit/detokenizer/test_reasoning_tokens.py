@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from bough.core.reasoning import reasoning_of
 from bough.detokenizer.process import Answers
 from bough.intake.beams import spoken
 from bough.intake.request import Request
+from bough.parsers import REASONING_FORMATS, Parsed, ResponseParser, assemble
 from bough.tokenizer import Tokenizer
 
 AHEAD = 4
@@ -112,3 +114,41 @@ def test_beams_count_alike(smollm: Tokenizer, opened: bool) -> None:
         end = spoken(delta, request, prompt, smollm, TextSpec(**spec)).end
         assert end is not None
         assert end.reasoning_tokens == told(smollm, ids, mark, cut, "length", spec).reasoning_tokens
+
+
+def read(tokenizer: Tokenizer, ids: list[int], spec: TextSpec, at_once: int) -> tuple[Parsed, int, int]:
+    """What is told of an answer whose tokens come so many at once, its reasoning tokens, and the number of events."""
+    answers = Answers(tokenizer)
+    answers.handle(Began(id=1, rid="r", text=spec))
+    for start in range(0, len(ids), at_once):
+        part = ids[start : start + at_once]
+        end = End(reason="length", completion_tokens=len(ids)) if start + at_once >= len(ids) else None
+        rows = {0: RowOutput(end=end)} if end is not None else {}
+        answers.handle(Tokens(ids=[1], counts=[len(part)], tokens=pack_ids(part), rows=rows))
+    deltas = [each for message in answers.take()[0][0] if isinstance(message, Deltas) for each in message.deltas]
+    events = [event for delta in deltas for event in delta.events]
+    (counted,) = [delta.end.reasoning_tokens for delta in deltas if delta.end is not None]
+    return assemble(events), counted, len(events)
+
+
+@pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
+def test_tokens_that_come_together_count_as_alone(smollm: Tokenizer, name: str) -> None:
+    marks = ResponseParser.named(reasoning=name).markers
+    assert all(marks)
+    words = [*marks, *marks, "so", " two", "\n", "a > b", "<", "thought\n", "analysis", "é"]
+    rng = random.Random(name)
+    for _ in range(20):
+        text = "".join(rng.choice(words) for _ in range(rng.randrange(1, 12)))
+        ids = smollm.encode(text, add_special_tokens=False)
+        spec = TextSpec(reasoning_parser=name, reasoning_forced=rng.random() < 0.5)
+        alone = read(smollm, ids, spec, 1)[:2]
+        assert read(smollm, ids, spec, 3)[:2] == read(smollm, ids, spec, len(ids))[:2] == alone, text
+
+
+def test_a_long_answer_at_once_is_told_in_few_events(smollm: Tokenizer) -> None:
+    ids = smollm.encode("so two and two\n" * 500 + "</think>" + "are four, of course. " * 500, add_special_tokens=False)
+    spec = TextSpec(reasoning_parser="qwen3", reasoning_forced=True, every=2**31 - 1)
+    parsed, counted, num_events = read(smollm, ids, spec, len(ids))
+    assert parsed.reasoning.count("two and two") == parsed.content.count("of course") == 500
+    assert counted > 1000
+    assert num_events < 10
