@@ -140,16 +140,13 @@ class DecoderFactory:
         """`keep`: texts of special tokens that stay although special ones are skipped."""
         kept = self._tokenizer.special_among(keep)
         if self._spelled is None:
-            return WindowDecoder(self._tokenizer, tail, self._silent(skip_special, kept), spaces)
+            return WindowDecoder(self._tokenizer, tail, self._tokenizer.silent_ids(skip_special, kept), spaces)
         return ByteDecoder(self._tables(skip_special, kept))
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special ones by name."""
         return self._tokenizer.token_text(token_id)
 
-    def _silent(self, skip_special: bool, kept: frozenset[int]) -> frozenset[int]:
-        return self._tokenizer.special_ids - kept if skip_special else frozenset()
-
     def _make_tables(self, skip_special: bool, kept: frozenset[int]) -> Tables:
         assert self._spelled is not None
-        return Tables(self._spelled, self._silent(skip_special, kept))
+        return Tables(self._spelled, self._tokenizer.silent_ids(skip_special, kept))

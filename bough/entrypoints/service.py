@@ -21,7 +21,7 @@ from bough.intake import Intake, Request, Stream
 from bough.observability.health import Beat, Pulse, State
 from bough.observability.log import set_log_level
 from bough.observability.switches import LogListener, LogSwitch, tell_all
-from bough.tokenizer import Tokenizer, TokenizerPool
+from bough.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from bough.entrypoints.http.responses.store import ResponseStore
@@ -103,7 +103,6 @@ class Service:
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._log_directory: Path | None = None
         self._pulse = pulse
-        self._pool = TokenizerPool(served.tokenizer) if served.tokenizer is not None else None
 
     async def run(self, requests: Sequence[Request]) -> AsyncGenerator[News, None]:
         """The news of all requests as they come, until all have ended. Closing it early aborts what is left.
@@ -153,14 +152,15 @@ class Service:
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts, long ones off the event loop."""
-        if self._pool is None:
+        tokenizers = self.intake.tokenizers
+        if tokenizers is None:
             raise InvalidRequest(
                 what="this server has no tokenizer",
                 why="it was started with --skip-tokenizer-init",
                 fix="tokenise on your side",
             )
         bounds.at_most("tokenize_chars", sum(map(len, texts)), "prompt")
-        return await self._pool.encode_batch(texts, add_special_tokens)
+        return await tokenizers.encode_batch(texts, add_special_tokens)
 
     def follow_log_switches(self, directory: Path, process: str) -> None:
         """From now on, until the service closes, this process logs as `/configure_logging` says, whoever answers it."""

@@ -263,10 +263,11 @@ def spoken(delta: Delta, request: Request, prompt: Ids, tokenizer: Tokenizer | N
         scores.text = [tokenizer.token_text(each) for each in scores.token_ids]
         scores.top_text = [[tokenizer.token_text(token) for token, _ in row] for row in scores.top]
     parser = ResponseParser.of(text) if text.reasoning_parser or text.tool_parser else None
-    said = _text(unpack_ids(delta.tokens).tolist(), delta.end, prompt, tokenizer, text, parser)
+    ids = unpack_ids(delta.tokens)
+    said = _text(ids.tolist(), delta.end, prompt, tokenizer, text, parser)
     events: list[ParsedEvent] = [*parser.feed(said), *parser.finish()] if parser is not None else []
     inside = request.reasoning_forced if parser is None else parser.in_reasoning
-    reasoning, _ = reasoning_of(unpack_ids(delta.tokens), request.reasoning_end, opened=inside)
+    reasoning, _ = reasoning_of(ids, request.reasoning_end, opened=inside)
     end = msgspec.structs.replace(delta.end, reasoning_tokens=reasoning)
     return msgspec.structs.replace(delta, text=said, events=events, logprobs=scores, end=end)
 
@@ -278,7 +279,7 @@ def _text(
     markers = parser.markers if parser is not None else ()
     if end.reason == "stop" and not spec.no_stop_trim and tokenizer.token_text(ids[-1]) not in markers:
         ids = ids[:-1]
-    silent = tokenizer.special_ids - tokenizer.special_among(markers) if spec.skip_special_tokens else frozenset[int]()
+    silent = tokenizer.silent_ids(spec.skip_special_tokens, tokenizer.special_among(markers))
     tail, answer = ([each for each in part if each not in silent] for part in (prompt[-TAIL_IDS:].tolist(), ids))
     flags = (False, spec.spaces_between_special_tokens)
     return tokenizer.decode([*tail, *answer], *flags).removeprefix(tokenizer.decode(tail, *flags))

@@ -220,6 +220,10 @@ class Tokenizer:
         """Of these texts, those that are special tokens, by their ids."""
         return frozenset(self._special[text] for text in texts if text in self._special)
 
+    def silent_ids(self, skip_special: bool, kept: frozenset[int]) -> frozenset[int]:
+        """Ids that are no text: if special tokens are skipped, those but for the `kept`."""
+        return self.special_ids - kept if skip_special else frozenset()
+
     @cached_property
     def _special(self) -> dict[str, int]:
         return {text: i for i, (text, special) in self.codebook.added().items() if special}

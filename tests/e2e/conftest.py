@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,28 +154,6 @@ def make_server() -> Iterator[Callable[..., Server]]:
     yield make
     for each in made:
         each.end()
-
-
-def until(true: Callable[[], Any], within_s: float = 60, every_s: float = 0.02) -> Any:
-    """What the condition gives once it holds; its last value if it does not hold in time."""
-    give_up = time.monotonic() + within_s
-    while True:
-        value = true()
-        if value or time.monotonic() > give_up:
-            return value
-        time.sleep(every_s)
-
-
-def gone(pid: int, within_s: float) -> bool:
-    """Whether the process ends in time."""
-
-    def ended() -> bool:
-        try:
-            return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return True
-
-    return bool(until(ended, within_s))
 
 
 def free_port() -> int:

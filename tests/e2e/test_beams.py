@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import bough
 from bough.core.errors import InvalidRequest
-
-from .conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

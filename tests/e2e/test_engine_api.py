@@ -10,8 +10,9 @@ import pytest
 
 import bough
 from bough.core.errors import InvalidRequest, PromptTooLong
+from tests.waiting import until
 
-from .conftest import ENDLESS, until
+from .conftest import ENDLESS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from default_server import default_server
 
-from .conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

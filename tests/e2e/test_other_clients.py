@@ -22,8 +22,9 @@ import pytest
 
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.entrypoints.grpc.bough_pb2_grpc import BoughStub
+from tests.waiting import until
 
-from .conftest import free_port, until
+from .conftest import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import ENDLESS, Server, gone, until
+from tests.e2e.conftest import ENDLESS, Server
+from tests.waiting import gone, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

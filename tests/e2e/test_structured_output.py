@@ -16,9 +16,9 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.conftest import until
 from tests.e2e.default_server import default_server
 from tests.unit.grammar.hostile import HOSTILE, LAZY_ONLY
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

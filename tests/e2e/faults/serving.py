@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bough.config.hf import default_model_path
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 TINY = {
@@ -138,16 +138,6 @@ class Server:
         return found
 
 
-def until(true: Callable[[], Any], within_s: float, every_s: float = 0.05) -> Any:
-    """What the condition gives once it holds; its last value if it does not hold in time."""
-    give_up = time.monotonic() + within_s
-    while True:
-        value = true()
-        if value or time.monotonic() > give_up:
-            return value
-        time.sleep(every_s)
-
-
 def quickest(attempt: Callable[[], float], limit_s: float, most: int = 3) -> float:
     """The fewest seconds that `attempt` tells, which is tried again while they are too many: a machine that hiccups does
     so once, a server that is slow is so each time."""
@@ -157,10 +147,3 @@ def quickest(attempt: Callable[[], float], limit_s: float, most: int = 3) -> flo
         if best < limit_s:
             break
     return best
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import ENDLESS, Server, body, until
+from serving import ENDLESS, Server, body
+
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

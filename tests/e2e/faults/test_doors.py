@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from serving import ROOT, Server, body, until
+from serving import ROOT, Server, body
+
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

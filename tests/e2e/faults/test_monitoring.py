@@ -11,9 +11,10 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from serving import ROOT, Server, body, until
+from serving import ROOT, Server, body
 
 from bough.observability.metrics import METRICS
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

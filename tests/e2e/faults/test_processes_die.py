@@ -13,7 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import ENDLESS, LONG, PAGES, Server, body, gone, quickest, until
+from serving import ENDLESS, LONG, PAGES, Server, body, quickest
+
+from tests.waiting import gone, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -62,7 +64,7 @@ def _seconds_until_503(crashes: Path) -> float:
         assert client.status == 503
         assert "error" in client.json
         assert server.process.wait(60) == 1
-        assert all(until(lambda pid=pid: gone(pid), 60) for pid in children.values())
+        assert all(gone(pid, 60) for pid in children.values())
         last = server.log().strip().splitlines()[-3:]
         assert last[0].startswith("error: the engine process was killed")
         assert last[1].startswith("  why:")
@@ -89,7 +91,7 @@ def test_supervision_restarts_and_quarantines(tmp_path: Path) -> None:
         for crash in (1, 2):
             pid = server.children["engine"]
             assert server.ask(deadly).status_code == 503
-            assert until(lambda pid=pid: gone(pid), 60)
+            assert gone(pid, 60)
             status = server.status("/health")
             assert status in (0, 503) or server.children["engine"] != pid, "only another engine is well"
             assert until(lambda: server.status("/readyz") == 200, 120), server.log()
@@ -140,7 +142,7 @@ def test_a_stuck_engine_is_replaced_under_supervision() -> None:
         assert logging(log_level="debug", log_requests=True)["success"]
         engine = server.children["engine"]
         os.kill(engine, signal.SIGSTOP)
-        assert until(lambda: gone(engine), 60)
+        assert gone(engine, 60)
         assert until(lambda: server.status("/readyz") == 200, 120), server.log()
         assert server.ask(body()).status_code == 200
         assert "had not moved" in server.log()
@@ -161,7 +163,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
         os.kill(server.process.pid, signal.SIGTERM)
         server.process.wait(60)
         assert time.monotonic() - began < 20, "the answer would have taken longer"
-        assert all(until(lambda pid=pid: gone(pid), 60) for pid in children.values())
+        assert all(gone(pid, 60) for pid in children.values())
         client.join(60)
 
 
@@ -189,6 +191,6 @@ def test_nothing_outlives_a_killed_parent(busy: bool) -> None:
         assert set(children) == {"engine", "detokenizer", "entrypoints.http"}
         server.process.kill()
         server.process.wait()
-        assert all(until(lambda pid=pid: gone(pid), 20) for pid in children.values()), "no answer is that quick"
+        assert all(gone(pid, 20) for pid in children.values()), "no answer is that quick"
         if client is not None:
             client.join(60)

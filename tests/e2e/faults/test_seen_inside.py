@@ -15,7 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import ENDLESS, ROOT, Server, body, until
+from serving import ENDLESS, ROOT, Server, body
+
+from tests.waiting import until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "entrypoints"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +42,7 @@ from bough.observability.health import Beat, State
 from bough.parsers import ResponseParser
 from bough.tokenizer import ChatTemplate, Tokenizer
 from bough.tokenizer.tokenizer import FastCodebook
+from tests.waiting import until
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -105,10 +105,7 @@ def endless() -> Answer:
 
 def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Until it is true, in whichever thread that happens."""
-    give_up_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up_s, "it does not happen"
-        time.sleep(0.01)
+    assert until(condition, within_s, 0.01), "it does not happen"
 
 
 @dataclass

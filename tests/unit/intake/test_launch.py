@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,28 +19,9 @@ from bough.ipc import Status, read_status
 from bough.launch import Running, start
 from bough.observability.health import Pulse, State
 from tests.unit.intake.conftest import FAKE
+from tests.waiting import gone, until
 
 QUIET = Config(log=LogConfig(log_level="error"))
-
-
-def happens(condition: Callable[[], bool], within_s: float = 30) -> bool:
-    """Looks once more when the time is up: it may have passed between two looks."""
-    give_up = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > give_up:
-            return condition()
-        time.sleep(0.02)
-    return True
-
-
-def gone(pid: int, within_s: float) -> bool:
-    def ended() -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    return happens(ended, within_s)
 
 
 @pytest.fixture
@@ -58,9 +38,9 @@ def test_start_ready_stop_leaves_nothing(server: Running) -> None:
     assert server.facts["context_length"] == 256
     assert server.failed() is None
     pulse = Pulse(server.endpoints.heartbeat)
-    assert happens(lambda: pulse.read().state is State.READY)
+    assert until(lambda: pulse.read().state is State.READY, 30)
     assert pulse.read().pid == pids["engine"]
-    assert happens(lambda: pulse.read().age_s < 1)
+    assert until(lambda: pulse.read().age_s < 1, 30)
     started = time.monotonic()
     server.stop()
     assert time.monotonic() - started < 30
@@ -84,7 +64,7 @@ def test_a_killed_process_takes_the_others_along_and_is_named(server: Running, n
     server.on_failure(heard.append)
     pids = server.pids
     os.kill(pids[name], signal.SIGKILL)
-    assert happens(lambda: server.failed() is not None)
+    assert until(lambda: server.failed() is not None, 30)
     error = server.failed()
     assert error is not None
     assert name in error.what
@@ -92,7 +72,7 @@ def test_a_killed_process_takes_the_others_along_and_is_named(server: Running, n
     assert all(gone(pid, 30) for pid in pids.values())
     assert read_status(server.endpoints).phase == "failed"
     server.stop()
-    assert happens(lambda: bool(heard))
+    assert until(lambda: bool(heard), 30)
     assert [each.what for each in heard] == [error.what]
     late: list[BoughError] = []
     server.on_failure(late.append)
@@ -146,7 +126,7 @@ def test_stopping_waits_for_requests_and_a_second_call_hurries(server: Running) 
     outbox = Outbox(server.endpoints.engine)
     outbox.send(Generate(id=1, rid="slow", prompt=pack_ids([7, 9]), sampling=SamplingParams()))
     pulse = Pulse(server.endpoints.heartbeat)
-    assert happens(lambda: pulse.read().num_running == 1)
+    assert until(lambda: pulse.read().num_running == 1, 30)
     started = time.monotonic()
     first = threading.Thread(target=server.stop, args=(60.0,))
     first.start()
@@ -164,6 +144,7 @@ import sys, time, threading
 from bough.config.concerns import Config, LogConfig
 from bough.launch import start
 from tests.unit.intake.conftest import FAKE
+from tests.waiting import gone, until
 
 def main():
     running = start(Config(log=LogConfig(log_level="error")), programs=FAKE)
@@ -194,7 +175,7 @@ def test_children_end_with_a_killed_parent(call: str, what: str) -> None:
     owner.kill()
     owner.wait()
     assert all(gone(pid, 30) for pid in pids), what
-    assert happens(lambda: not directory.exists())
+    assert until(lambda: not directory.exists(), 30)
 
 
 def test_ctrl_c_leaves_nothing() -> None:

@@ -79,8 +79,9 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
     reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
     switched_off = raw or _switched_off(asked, served)
-    opened = chat_opens(prompt, served, continued=_continued(asked), switched_off=switched_off)
-    reasons = opened or (not raw and _will_reason(asked, prompt, served, offered))
+    continued = _continued(asked)
+    opened = chat_opens(prompt, served, continued=continued, switched_off=switched_off)
+    reasons = opened or (not raw and _will_reason(asked, prompt, continued, served, offered))
     request = Request(
         prompt=prompt,
         add_special_tokens=bool(asked.add_special_tokens),
@@ -123,14 +124,14 @@ def _switched_off(asked: ChatRequest, served: Served) -> bool:
     return any(kwargs.get(name) is False for name in SWITCHES if name in template.accepted_kwargs)
 
 
-def _will_reason(asked: ChatRequest, prompt: str | list[int], served: Served, offered: Offer) -> bool:
+def _will_reason(asked: ChatRequest, prompt: str | list[int], continued: str, served: Served, offered: Offer) -> bool:
     """Whether a model that opens its reasoning section itself is going to: its template has a switch, it is on and the
     section not over, or its answers are messages of which the last is the answer proper (and calls among the others)."""
     if served.reasoning_parser is None or served.tokenizer is None or served.tokenizer.chat_template is None:
         return False
     if reasoning_format(served.reasoning_parser).answer_prefix:
         return not asked.continue_final_message and not offered.structural_tag
-    if chat_closed(prompt, served, continued=_continued(asked)):
+    if chat_closed(prompt, served, continued=continued):
         return False
     template = served.tokenizer.chat_template
     kwargs = template_kwargs(asked, template)
