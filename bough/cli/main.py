@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -47,8 +48,22 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `bough` script. Returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Entry point of the `bough` script. Returns the exit status; errors become three lines on stderr."""
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # whether its reader is still there shows now, not when the interpreter ends
+    except BoughError as error:
+        print(error.lines(), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if arguments else USAGE_ERROR
@@ -58,22 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {name!r}", file=sys.stderr)
         print(f"  fix: did you mean `bough {close[0]}`?" if close else "  fix: see `bough --help`", file=sys.stderr)
         return USAGE_ERROR
-    return call(COMMANDS[name][0], arguments[1:])
-
-
-def call(module: str, arguments: Sequence[str]) -> int:
-    """Runs a command's module; its errors become three lines on stderr."""
-    command: Command = import_module(module)
-    try:
-        return command.run(arguments)
-    except BoughError as error:
-        print(error.lines(), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 141
+    command: Command = import_module(COMMANDS[name][0])
+    return command.run(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -138,6 +138,18 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("bough ")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["version"], []])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        command = [sys.executable, "-m", "bough", *arguments]
+        done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, timeout=120, check=False)
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_dump_config_round_trips(tmp_path: Path) -> None:
     first = bough("serve", "m", "--port", "8123", "--profile", "latency", "--dump-config", BOUGH_TP_SIZE="2")
     assert first.returncode == 0, first.stderr
