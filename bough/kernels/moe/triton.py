@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Mixture of experts on the GPU: tokens are sorted by expert on the device, then two grouped matrix products run over
 blocks of one expert's tokens. Grids are upper bounds; programs without a block end at once, so nothing waits for counts.
-A lone token needs no sorting: its experts are different ones, and each is a block.
+A lone token needs no sorting: its experts are different ones, and each is a block. On Hopper, `lone_hopper` serves the few.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bough.kernels.activation.triton import gated
 from bough.kernels.choices import facts_of
 from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import weight_tile
+from bough.kernels.moe import lone_hopper
 
 _ONE_PROGRAM_PAIRS = 4096
 """Up to here one program sorts all (token, expert) pairs."""
@@ -387,6 +388,9 @@ def fused_experts(
     if tokens == 0:
         return out
     x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    if lone_hopper.suits(x, gate_up_E2FD, down_EDF, topk_ids_Tk, activation):
+        lone_hopper.experts(x, gate_up_E2FD, down_EDF, topk_weights_Tk, topk_ids_Tk, out)
+        return out
     ids, weights = topk_ids_Tk.contiguous(), topk_weights_Tk.contiguous()
     pairs = tokens * per_token
     shape = shape_for(pairs, experts)

@@ -1,0 +1,238 @@
+"""The door of the Hopper kernel for few tokens' experts, without a device: how work is cut, what is refused and launched."""
+
+import ctypes
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from bough.kernels import cuda_source
+from bough.kernels.choices import Facts
+from bough.kernels.moe import lone_hopper
+from bough.kernels.moe.lone_hopper import MOST_PAIRS, MOST_SLOTS, Cut, suits
+from bough.platform.processor import find_compiler
+
+pytest.importorskip("triton")
+SHARED_BYTES_OF_A_BLOCK = 227 * 1024
+STATIC_BYTES = 2 * 8 * MOST_SLOTS + (2 + 3 * MOST_PAIRS) * 4
+CUTS = [
+    Cut(2048, 768),
+    Cut(512, 256),
+    Cut(4096, 1536),
+    Cut(264, 24),
+    Cut(64, 512),
+    Cut(2048, 96, 16 << 10),
+    Cut(1000, 40),
+]
+Unit = tuple[bool, int, int, int]
+Walk = Callable[[Cut, int, int, int], list[Unit]]
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    """The units (is_down, pair, first row, rows) of a block, by the source's own `Share`, compiled for the CPU."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    found = re.search(r"^struct Share \{.*?^\};", lone_hopper.SOURCE.read_text(), re.S | re.M)
+    assert found
+    parts = ["#include <algorithm>\nusing std::min;\n#define INLINE inline\n"]
+    for number, cut in enumerate(CUTS):
+        names = ("D", "F", "GATED_ROWS", "DOWN_ROWS")
+        parts += [f"#define {name} {cut.defines()[name]}\n" for name in names]
+        parts.append(f"namespace cut{number} {{ {found[0]} }}\n")
+        parts.append(
+            f'extern "C" int walk{number}(int block, int blocks, int pairs, int* out) {{\n'
+            f"  const cut{number}::Share share(block, blocks, pairs);\n"
+            "  for (int i = 0; i < share.units(); i++) {\n"
+            "    const auto unit = share.unit(i);\n"
+            "    const int all[] = {unit.is_down, unit.pair, unit.row, unit.rows};\n"
+            "    out = std::copy(all, all + 4, out);\n  }\n  return share.units();\n}\n"
+        )
+        parts += [f"#undef {name}\n" for name in names]
+    folder: Path = tmp_path_factory.mktemp("share")
+    (folder / "share.cpp").write_text("".join(parts))
+    library = folder / "share.so"
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, folder / "share.cpp"], check=True, timeout=60
+    )
+    loaded = ctypes.CDLL(str(library))
+
+    def units(cut: Cut, block: int, blocks: int, pairs: int) -> list[Unit]:
+        room = (ctypes.c_int * (4 * (pairs * (cut.width + cut.inner) + 1)))()
+        count = loaded[f"walk{CUTS.index(cut)}"](block, blocks, pairs, room)
+        return [(bool(room[i]), room[i + 1], room[i + 2], room[i + 3]) for i in range(0, 4 * count, 4)]
+
+    return units
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(CUTS), st.integers(1, 140), st.integers(0, 9))
+def test_units_cover_every_row_once_and_blocks_read_alike(walk: Walk, cut: Cut, blocks: int, pairs: int) -> None:
+    gated: Counter[tuple[int, int]] = Counter()
+    down: Counter[tuple[int, int]] = Counter()
+    num_bytes = []
+    for block in range(blocks):
+        units = walk(cut, block, blocks, pairs)
+        assert [unit[0] for unit in units] == sorted(unit[0] for unit in units), "gate and up rows come first"
+        for is_down, pair, row, rows in units:
+            assert 1 <= rows <= (cut.down_rows if is_down else cut.gated_rows)
+            (down if is_down else gated).update((pair, row + i) for i in range(rows))
+        num_bytes.append(sum(rows * (2 * cut.inner if is_down else 4 * cut.width) for is_down, _, _, rows in units))
+    assert gated == {(pair, row): 1 for pair in range(pairs) for row in range(cut.inner)}
+    assert down == {(pair, row): 1 for pair in range(pairs) for row in range(cut.width)}
+    one_more = max(4 * cut.width * cut.gated_rows, pairs * 2 * cut.inner)
+    assert max(num_bytes) - min(num_bytes) <= 2 * one_more
+
+
+def test_multiprocessors_of_an_h200_read_nearly_alike(walk: Walk) -> None:
+    cut, blocks, pairs = Cut(2048, 768), 132, 8
+    num_bytes = [
+        sum(rows * (2 * 768 if is_down else 4 * 2048) for is_down, _, _, rows in walk(cut, block, blocks, pairs))
+        for block in range(blocks)
+    ]
+    assert max(num_bytes) < 1.02 * sum(num_bytes) / blocks
+    assert sorted(num_bytes)[blocks * 9 // 10] < 1.005 * sum(num_bytes) / blocks
+
+
+@given(st.integers(1, 1024).map(lambda n: 8 * n), st.integers(1, 512).map(lambda n: 8 * n), st.integers(1, 2**16))
+def test_units_fit_their_slots(width: int, inner: int, unit_bytes: int) -> None:
+    cut = Cut(width, inner, unit_bytes)
+    assert inner % cut.gated_rows == 0
+    assert max(4 * width * cut.gated_rows, 2 * inner * cut.down_rows) <= cut.slot_bytes
+    assert cut.down_rows >= 1
+    assert cut.slot_bytes % 128 == 0
+
+
+@given(st.sampled_from(CUTS), st.integers(1, MOST_PAIRS), st.integers(1, 132))
+def test_a_block_fits_a_multiprocessor(cut: Cut, pairs: int, blocks: int) -> None:
+    slots = cut.num_slots(1, pairs, blocks)
+    assert slots <= MOST_SLOTS
+    sums = 4 * pairs * -(-cut.width // blocks)
+    assert slots * cut.slot_bytes + cut.vector_bytes(1, pairs) + sums <= lone_hopper.SHARED_BYTES
+    assert lone_hopper.SHARED_BYTES + STATIC_BYTES <= SHARED_BYTES_OF_A_BLOCK
+
+
+def test_the_source_is_given_what_it_expects() -> None:
+    source = lone_hopper.SOURCE.read_text()
+    for name in Cut(2048, 768).defines():
+        assert re.search(rf"\b{name}\b", source)
+    assert f"MOST_PAIRS = {MOST_PAIRS}, MOST_SLOTS = {MOST_SLOTS};" in source
+    found = re.search(r"struct Inputs {(.*?)};", source, re.S)
+    assert found
+    declarations = re.sub(r"//.*", "", found[1])
+    names = [re.sub(r".*[ *]", "", each.strip()) for each in re.split("[,;]", declarations) if each.strip()]
+    assert names == [each[0] for each in lone_hopper._Inputs._fields_]
+
+
+class Recorded:
+    """A kernel that remembers its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, dict[str, int]]] = []
+
+    def launch(self, blocks: int, arguments: tuple[ctypes.Structure], stream: int) -> None:
+        names = ("tokens", "per_token", "experts", "slots", "vector_bytes", "x_stride", "stream")
+        self.launches.append((blocks, {name: getattr(arguments[0], name) for name in names}))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    kernel = Recorded()
+    loaded = lone_hopper._Loaded(kernel, 132)  # type: ignore[arg-type]
+    monkeypatch.setattr(lone_hopper, "_loaded", lambda *_: loaded)
+    monkeypatch.setattr(lone_hopper, "num_sms", lambda _: 132)
+    monkeypatch.setattr(cuda_source, "facts_of", lambda *_: Facts("cuda", (9, 0)))
+    lone_hopper._is_ready.cache_clear()
+    yield kernel
+    lone_hopper._is_ready.cache_clear()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found)
+    return found
+
+
+def stacks(num_experts: int, width: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Of no memory that is touched."""
+    return (
+        torch.empty(num_experts, 2 * inner, width, dtype=dtype),
+        torch.empty(num_experts, width, inner, dtype=dtype),
+    )
+
+
+def ids(tokens: int, per_token: int) -> Tensor:
+    return torch.zeros(tokens, per_token, dtype=torch.int32)
+
+
+def matrix(tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(tokens, width, dtype=dtype)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_only_what_the_kernel_knows_is_served() -> None:
+    gate_up, down = stacks(128, 512, 64)
+    one = matrix(1, 512)
+    assert suits(one, gate_up, down, ids(1, 8), "silu")
+    assert suits(matrix(1, 576)[:, :512], gate_up, down, ids(1, 8), "silu")
+    assert suits(matrix(4, 576)[:, :512], gate_up, down, ids(4, 8), "silu")
+    assert not suits(one, gate_up, down, ids(1, 8), "gelu_tanh")
+    assert not suits(matrix(5, 512), gate_up, down, ids(5, 8), "silu"), "more than 32 pairs"
+    assert not suits(matrix(0, 512), gate_up, down, ids(0, 8), "silu")
+    assert not suits(matrix(1, 512, torch.float16), gate_up, down, ids(1, 8), "silu")
+    assert not suits(one, *stacks(128, 512, 64, torch.float16), ids(1, 8), "silu")
+    assert not suits(matrix(1, 1024)[:, 1:513], gate_up, down, ids(1, 8), "silu"), "rows must start at 16 bytes"
+    assert not suits(matrix(4, 516)[:, :512], gate_up, down, ids(4, 8), "silu"), "all of them"
+    assert not suits(matrix(1, 1024)[:, ::2], gate_up, down, ids(1, 8), "silu")
+    assert not suits(one, gate_up[:, ::2], down, ids(1, 8), "silu"), "not contiguous"
+    assert not suits(one, gate_up, down.transpose(1, 2).contiguous().transpose(1, 2), ids(1, 8), "silu")
+    assert not suits(one, *stacks(16, 512, 68), ids(1, 8), "silu"), "rows of down must start at 16 bytes"
+    assert not suits(matrix(1, 516), *stacks(16, 516, 64), ids(1, 8), "silu")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_several_tokens_are_served_where_they_seldom_share_experts() -> None:
+    x = matrix(2, 512)
+    assert suits(x, *stacks(64, 512, 64), ids(2, 8), "silu")
+    assert not suits(x, *stacks(63, 512, 64), ids(2, 8), "silu")
+    assert suits(x[:1], *stacks(8, 512, 64), ids(1, 8), "silu")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_ring_must_fit() -> None:
+    wide = stacks(2, 4096, 4096), stacks(2, 4096, 14336)
+    assert suits(matrix(1, 4096), *wide[0], ids(1, 2), "silu")
+    assert not suits(matrix(1, 4096), *wide[1], ids(1, 2), "silu")
+
+
+def test_few_tokens_take_one_launch(recorded: Recorded, stream: SimpleNamespace) -> None:
+    from bough.kernels.moe import triton as moe
+
+    gate_up, down = stacks(128, 2048, 768)
+    out = moe.fused_experts(matrix(1, 2048), gate_up, down, torch.zeros(1, 8), ids(1, 8))
+    assert out.shape == (1, 2048)
+    x, bf16 = matrix(3, 2112)[:, :2048], torch.zeros(3, 8, dtype=torch.bfloat16)
+    stream.cuda_stream = 9
+    moe.fused_experts(x, gate_up, down, bf16, ids(3, 8).long())
+    shared = {"per_token": 8, "experts": 128}
+    assert recorded.launches == [
+        (132, {"tokens": 1, "slots": 24, "vector_bytes": 12288, "x_stride": 2048, "stream": 0, **shared}),
+        (132, {"tokens": 3, "slots": 21, "vector_bytes": 36864, "x_stride": 2112, "stream": 1, **shared}),
+    ]
+
+
+def test_other_devices_are_left_alone(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = stacks(16, 512, 64)
+    for facts in (Facts("cpu", (0, 0)), Facts("cuda", (10, 0)), Facts("cuda", (8, 0))):
+        lone_hopper._is_ready.cache_clear()
+        monkeypatch.setattr(cuda_source, "facts_of", lambda *_, facts=facts: facts)
+        assert not suits(matrix(1, 512), gate_up, down, ids(1, 8), "silu")
