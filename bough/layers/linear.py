@@ -76,6 +76,17 @@ class RowLinear(_Weighted):
         out_TD = self.matrix.forward(x_TF, self.bias if self.mesh.rank == 0 else None)  # the sum holds it once
         return all_reduce(out_TD, self.mesh) if self.reduce else out_TD
 
+    def onto(self, x_TF: Tensor, stream_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """For `RMSNorm.add`: (what is added to the stream, the stream), or (their sum, None) where the product makes it.
+
+        The stream may be overwritten.
+        """
+        if self.mesh.size == 1 and self.bias is None and not self._forward_hooks:  # who watches sees what is added
+            sum_TD = self.matrix.onto(x_TF, stream_TD)
+            if sum_TD is not None:
+                return sum_TD, None
+        return self(x_TF), stream_TD
+
 
 class QKVLinear(_Weighted):
     """Queries, keys and values of this rank's heads in one product.

@@ -43,11 +43,11 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(facts.hidden, facts.norm_eps, build)
         self.moe = MixtureOfExperts(moe, facts.hidden, facts.activation, build)
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         x_TD, residual_TD = self.attn_norm.add(x_TD, residual_TD)
         q_TNH, k_TKH, v_TKH = self.qkv(x_TD)
-        x_TD = self.out(self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope))
-        x_TD, residual_TD = self.ffn_norm.add(x_TD, batch.beside(x_TD, residual_TD))
+        x_TD = self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope)
+        x_TD, residual_TD = self.ffn_norm.add(*self.out.onto(x_TD, batch.beside(x_TD, residual_TD)))
         return self.moe(x_TD), residual_TD
 
 

@@ -50,6 +50,10 @@ class Matrix(nn.Module, ABC):
     def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) -> [T, O] in the dtype of x."""
 
+    def onto(self, x_TD: Tensor, stream_TO: Tensor) -> Tensor | None:
+        """stream + x @ weight.T, perhaps in the stream's memory; None, with the stream as it was: add it elsewhere."""
+        return None
+
     @abstractmethod
     def gated(self, x_TD: Tensor, activation: Activation, bias_O: Tensor | None = None) -> Tensor:
         """activation(first half of x @ weight.T) * second half -> [T, O / 2]."""

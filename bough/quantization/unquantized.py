@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.kernels.activation import gelu_tanh_mul, silu_mul
-from bough.kernels.linear import linear, linear_silu_mul
+from bough.kernels.linear import linear, linear_onto, linear_silu_mul
 from bough.quantization.scheme import Activation, Matrix, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
@@ -46,6 +46,9 @@ class DenseMatrix(Matrix):
 
     def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return linear(x_TD, self.weight, bias_O)
+
+    def onto(self, x_TD: Tensor, stream_TO: Tensor) -> Tensor | None:
+        return linear_onto(x_TD, self.weight, stream_TO)
 
     def gated(self, x_TD: Tensor, activation: Activation, bias_O: Tensor | None = None) -> Tensor:
         if activation == "silu" and bias_O is None:

@@ -19,9 +19,12 @@ def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Ten
     return out
 
 
-def linear_add(x_TD: Tensor, weight_OD: Tensor, residual_TO: Tensor) -> Tensor:
-    """x @ weight.T + residual."""
-    out: Tensor = _IMPLEMENTATIONS.pick("linear_add", x_TD.device)(x_TD, weight_OD, residual_TO)
+def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> Tensor | None:
+    """stream + x @ weight.T, where the product can take the addition along; it may use the stream's memory.
+
+    None, with the stream as it was, where a product and an addition in the norm after it take no longer.
+    """
+    out: Tensor | None = _IMPLEMENTATIONS.pick("linear_onto", x_TD.device)(x_TD, weight_OD, stream_TO)
     return out
 
 

@@ -77,8 +77,8 @@ INLINE float widen(u16 value) {
 INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
-    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const u16* bias, const u16* residual,
-    u16* out, float* partial, int* counters, int T, int rows, int residual_stride, int per_chunk, int total, int k_steps) {
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const u16* bias, u16* out, float* partial,
+    int* counters, int T, int rows, int per_chunk, int total, int k_steps) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ int arrived;
@@ -212,7 +212,6 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
       value = gate / (1.0f + __expf(-gate)) * widen(narrow(acc[1][r]));
 #endif
       if (bias) value += widen(bias[n]);
-      if (residual) value += widen(residual[(u64)token * residual_stride + n]);
       out[(u64)token * rows + n] = narrow(value);
     }
   }

@@ -45,7 +45,6 @@ def launch_ring(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
     out: Tensor,
     partial: Tensor,
     counters: Tensor,
@@ -63,7 +62,7 @@ def launch_ring(
     block_t, block_n, block_k = block
     kernel = _kernel(x.device, x.dtype == torch.float16, block_t, block_n, block_k, stages, silu_mul)
     arguments = (
-        tensor_map(x, block_t), tensor_map(weight, block_n), bias, residual, out, partial, counters,
-        x.shape[0], out.shape[1], 0 if residual is None else residual.stride(0), per_chunk, total, k_steps,
+        tensor_map(x, block_t), tensor_map(weight, block_n), bias, out, partial, counters,
+        x.shape[0], out.shape[1], per_chunk, total, k_steps,
     )  # fmt: skip
     kernel.launch(programs, arguments, torch.cuda.current_stream(x.device).cuda_stream)

@@ -77,7 +77,6 @@ def _skinny_kernel(
     x,
     weight,
     bias,
-    residual,
     out,
     partial,
     counters,
@@ -86,12 +85,10 @@ def _skinny_kernel(
     D,
     x_stride,
     weight_stride,
-    residual_stride,
     per_chunk,
     total,
     k_steps,
     SILU: tl.constexpr,
-    ADD: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -161,9 +158,6 @@ def _skinny_kernel(
                 # Rounded as the two halves would be if they were stored.
                 DTYPE: tl.constexpr = out.dtype.element_ty
                 result = gated(acc.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), False)
-            if ADD:
-                res_at = residual + token.to(tl.int64)[None, :] * residual_stride + n[:, None]
-                result += tl.load(res_at, mask=inside, other=0.0).to(tl.float32)
             out_at = out + token.to(tl.int64)[None, :] * rows + n[:, None]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
         at += k_end - k_start
@@ -205,10 +199,9 @@ def skinny(
     config: Config,
     *,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor:
-    """x @ weight.T with at most one of: + bias, + residual, silu_mul of the result's halves."""
+    """x @ weight.T with at most one of: + bias, silu_mul of the result's halves."""
     tokens, depth = x_TD.shape
     x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     rows = weight.shape[0] // 2 if silu_mul else weight.shape[0]
@@ -216,7 +209,7 @@ def skinny(
     even = rows % config.block_n == 0 and depth % config.block_k == 0
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     tma = config.tma and even and aligned and device.type == "cuda"
-    alike = all(term is None or term.dtype == x.dtype for term in (bias, residual))
+    alike = bias is None or bias.dtype == x.dtype
     ring = config.ring and tma and tokens <= hopper.MOST_TOKENS and alike and hopper.is_ready(device)
     block_t = power_of_two(tokens, 8 if ring else 16)
     k_steps = triton.cdiv(depth, config.block_k)
@@ -232,7 +225,7 @@ def skinny(
     out = torch.empty((tokens, rows), dtype=x.dtype, device=device)
     if ring:
         hopper.launch_ring(
-            x, weight, bias, residual, out, partial, counters,
+            x, weight, bias, out, partial, counters,
             cut=(programs, per_chunk, total, k_steps), block=(block_t, config.block_n, config.block_k),
             stages=config.num_stages, silu_mul=silu_mul,
         )  # fmt: skip
@@ -241,7 +234,6 @@ def skinny(
         _descriptor(x, block_t, config) if tma else x,
         _descriptor(weight, config.block_n, config) if tma else weight,
         weight if bias is None else bias,
-        out if residual is None else residual,
         out,
         partial,
         counters,
@@ -250,12 +242,10 @@ def skinny(
         depth,
         x.stride(0),
         weight.stride(0),
-        0 if residual is None else residual.stride(0),
         per_chunk,
         total,
         k_steps,
         SILU=silu_mul,
-        ADD=residual is not None,
         BIAS=bias is not None,
         EVEN=even,
         TMA=tma,

@@ -9,9 +9,9 @@ namespace bough {
 namespace {
 
 struct RowsCall {
-  const void *x, *weight, *bias, *add;
+  const void *x, *weight, *bias;
   void* out;
-  int64_t tokens, rows, cols, x_step, weight_step, add_step;
+  int64_t tokens, rows, cols, x_step, weight_step;
 };
 
 constexpr int kRows = 4;
@@ -38,7 +38,6 @@ void four_rows(const RowsCall& c, const float* x, int64_t first) {
       float sum = sum_lanes(acc[r][t]);
       for (int64_t k = whole; k < c.cols; k++) sum += get_as<D>(rows[r] + k) * x[t * c.cols + k];
       if (c.bias) sum += get_as<D>(static_cast<const E*>(c.bias) + first + r);
-      if (c.add) sum += get_as<D>(static_cast<const E*>(c.add) + t * c.add_step + first + r);
       put_as<D>(static_cast<E*>(c.out) + t * c.rows + first + r, sum);
     }
 }
@@ -69,11 +68,10 @@ void all_rows(const RowsCall& c) {
 
 using namespace bough;
 
-// At most 4 tokens. bias [rows] and add [tokens, rows] may be null.
-BOUGH_EXPORT void bough_linear_rows(const void* x, const void* weight, const void* bias, const void* add, void* out, int64_t tokens,
-                                    int64_t rows, int64_t cols, int64_t x_step, int64_t weight_step, int64_t add_step,
-                                    int32_t dtype) {
-  const RowsCall c{x, weight, bias, add, out, tokens, rows, cols, x_step, weight_step, add_step};
+// At most 4 tokens. bias [rows] may be null.
+BOUGH_EXPORT void bough_linear_rows(const void* x, const void* weight, const void* bias, void* out, int64_t tokens, int64_t rows,
+                                    int64_t cols, int64_t x_step, int64_t weight_step, int32_t dtype) {
+  const RowsCall c{x, weight, bias, out, tokens, rows, cols, x_step, weight_step};
   if (dtype == kF32) all_rows<kF32>(c);
   else if (dtype == kBF16) all_rows<kBF16>(c);
   else all_rows<kF16>(c);
