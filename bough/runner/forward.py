@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Extent:
     max_kv: int
     shared: bool
     host: HostLengths | None = None
+    follows: bool = True
+    """There may be tokens that rows sampled in steps before, which the device alone knows."""
 
 
 class Forward:
@@ -62,7 +65,9 @@ class Forward:
         if at is not None and not len(at):
             return self.hidden(tensors, extent, at.new_zeros(1), segments)[:0]
         state = self.state
-        ids = torch.where(tensors.ids_T < 0, state.last_token[tensors.token_slots_T], tensors.ids_T)
+        ids = tensors.ids_T
+        if extent.follows:
+            ids = torch.where(ids < 0, state.last_token[tensors.token_slots_T], ids)
         shared = None
         if extent.shared:
             shared = SharedGroups(
@@ -83,7 +88,7 @@ class Forward:
             host=extent.host,
         )
         if self.narrows and at is not None and extent.host is not None and len(at) <= len(ids) * TAIL_SHARE:
-            inputs.tail = self._tail(inputs, tensors, at)
+            inputs.tail = Tail(at, partial(_rows_of, at, tensors, inputs))
         batch = Batch(
             ids_T=ids,
             positions_T=tensors.positions_T,
@@ -93,24 +98,6 @@ class Forward:
             segments_T=segments,
         )
         return self.model.forward(batch)
-
-    def _tail(self, inputs: AttentionInputs, tensors: StepTensors, at: Tensor) -> Tail:
-        """The tokens `at`, each as a row that sees everything up to itself."""
-        rows = AttentionInputs(
-            query_start_R1=torch.arange(len(at) + 1, dtype=torch.int32, device=at.device),
-            kv_len_R=(tensors.positions_T[at] + 1).to(torch.int32),
-            slots_R=tensors.token_slots_T[at].to(torch.int32),
-            page_table=inputs.page_table,
-            loc_T=inputs.loc_T[at],
-            page_size=inputs.page_size,
-            max_query=1,
-            max_kv=inputs.max_kv,
-            k_caches=inputs.k_caches,
-            v_caches=inputs.v_caches,
-            k_scales=inputs.k_scales,
-            v_scales=inputs.v_scales,
-        )
-        return Tail(at, rows)
 
     def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
         """Samples one token a row and keeps it as the slot's last."""
@@ -130,3 +117,21 @@ class Forward:
         tokens = tokens.to(torch.int64)
         self.state.last_token.scatter_(0, tensors.sample_slots_R[: len(tokens)], tokens)
         return tokens
+
+
+def _rows_of(at: Tensor, tensors: StepTensors, inputs: AttentionInputs) -> AttentionInputs:
+    """The tokens `at`, each as a row that sees everything up to itself."""
+    return AttentionInputs(
+        query_start_R1=torch.arange(len(at) + 1, dtype=torch.int32, device=at.device),
+        kv_len_R=(tensors.positions_T[at] + 1).to(torch.int32),
+        slots_R=tensors.token_slots_T[at].to(torch.int32),
+        page_table=inputs.page_table,
+        loc_T=inputs.loc_T[at],
+        page_size=inputs.page_size,
+        max_query=1,
+        max_kv=inputs.max_kv,
+        k_caches=inputs.k_caches,
+        v_caches=inputs.v_caches,
+        k_scales=inputs.k_scales,
+        v_scales=inputs.v_scales,
+    )

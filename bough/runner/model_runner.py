@@ -133,6 +133,7 @@ class ModelRunner:
             max_kv=int((step.context + step.num_query).max()),
             shared=step.shared is not None,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
+            follows=bool((step.tokens < 0).any()),
         )
         self.forward.write_table(tensors)
         scored = self._scored_positions(step)

@@ -63,6 +63,7 @@ class PoolingRunner:
             max_kv=int((step.context + step.num_query).max()),
             shared=False,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
+            follows=False,
         )
         self._forward.write_table(tensors)
         if self.pooling.whole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,8 +68,8 @@ class Tail:
 
     at_L: Tensor
     """int64 [L] indices into T."""
-    inputs: AttentionInputs
-    """The same tokens as rows of one query each."""
+    inputs: Callable[[], AttentionInputs]
+    """Makes the same tokens rows of one query each. Called by the last layer: the first must not wait for it."""
 
 
 @dataclass(slots=True)

@@ -111,7 +111,7 @@ class TritonAttention:
             v_scale=v_scale,
         )
         if inputs.tail is not None and spec.causal and spec.layer == len(inputs.k_caches) - 1:
-            self.prepare(inputs.tail.inputs)
+            self.prepare(inputs.tail.inputs())
             q = q.index_select(0, inputs.tail.at_L)  # its keys and values are in the pages, with all others
         return self.attend(spec, q, k, v_TKH)
 
