@@ -63,7 +63,7 @@ _DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 _TELL_EVERY_S = 0.2
-WARM_STEPS = ((1, 1), (8, 8), (64, 64), (256, 256), (64, 1), (256, 8), (512, 65))
+WARM_STEPS = ((1, 1), (8, 8), (64, 64), (256, 256), (64, 1), (256, 8), (192, 64), (512, 65))
 """Steps (tokens, rows) whose graphs are captured before the engine is ready: decode sizes, and small extends..."""
 LATER_GRAPHS = (2, 4, 16, 32, 128)
 """...and decode sizes captured in its first idle moments..."""

@@ -85,6 +85,7 @@ def commit(
         retract(queues, cache, _row_of(queues, slot), dry=False)
     if not plan.has_rows:
         return None
+    queues.owed_ms = plan.owed_ms
     index = queues.next_step
     queues.next_step += 1
     queues.counters.steps += 1

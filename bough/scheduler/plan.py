@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import numpy as np
 from msgspec import Struct
 
@@ -11,7 +9,7 @@ from bough.cache.prefix import CacheView
 from bough.core.step import I32, Bool
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
-from bough.scheduler.prefill import Share, plan_prefill
+from bough.scheduler.prefill import Share, is_slow, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
 from bough.scheduler.slots import NEVER
 
@@ -39,6 +37,8 @@ class StepPlan(Struct):
     """Slots whose memory is needed."""
     preempt: list[int] = []
     """Slots that give way to a more urgent request."""
+    owed_ms: float = 0.0
+    """After this step: what long prompts have taken from the rows that decode beyond their part."""
 
     @property
     def has_rows(self) -> bool:
@@ -55,12 +55,19 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     for run in plan.runs:
         pages -= run.num_new_pages
         tokens -= len(run.tokens)
+    num_decodes = len(plan.decodes) + len(plan.runs)
+    pace = _pace(queues, plan)
+    part_ms = _part_of_long(queues, limits, num_decodes, pace)
     if wants_prefill and not plan.retract:
-        budget = prefill_budget(queues, limits, tokens, len(plan.decodes) + len(plan.runs), _pace(queues, plan))
-        prefill = plan_prefill(queues, cache, limits, tokens=budget, pages=pages, decode_pages=decode_pages)
+        budget = prefill_budget(queues, limits, tokens, num_decodes, pace)
+        slow = _slow_tokens(queues, limits, part_ms)
+        prefill = plan_prefill(queues, cache, limits, tokens=budget, pages=pages, decode_pages=decode_pages, slow=slow)
         plan.shares = prefill.shares
         if prefill.preempt:
             _take_out(plan, prefill.preempt)
+    if part_ms is not None:
+        taken = sum(share.num_tokens for share in plan.shares if is_slow(queues, share.row.job))
+        plan.owed_ms = max(0.0, queues.owed_ms + taken * queues.cost.prefill_token_ms - part_ms)
     if not plan.has_rows and not plan.retract and not plan.preempt and _stuck(queues):
         plan.retract = victims(queues, limits, 1)
     return plan
@@ -81,10 +88,8 @@ _CROWD_RATIO = 4
 """...and decoding rows to each of them, at most."""
 
 
-_LONG_MS = 1000.0
-"""A prompt that would take longer than this by itself is a long one..."""
 _BESIDE_LONG = 1.8
-"""...and steps beside long ones alone take at most so many times a decode step: that other users wait, shortens no wait."""
+"""Steps with a part of a long prompt take so many times a decode step on average: others' waiting shortens no wait."""
 
 _UNWATCHED = 5.0
 """Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens."""
@@ -102,31 +107,42 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
     `pace` times the target.
 
     While a crowd waits for its first tokens the target rests: larger chunks are more efficient, and all of the crowd gain
-    what a few lose. While only long prompts are computed, rows that decode hardly notice.
+    what a few lose.
     """
     budget = tokens if limits.whole_prompts else min(tokens, limits.chunk_tokens)
     if queues.prefill_cap is not None:
         budget = min(budget, queues.prefill_cap)
-    num_waiting = len(queues.waiting) + len(queues.prefilling)
-    if num_decodes and (num_waiting < _CROWD or num_decodes > _CROWD_RATIO * num_waiting):
+    if num_decodes and not _has_crowd(queues, num_decodes):
         within = queues.cost.tokens_within(limits.tpot_target_ms, pace)
         if within is not None:
             budget = min(budget, max(within, limits.min_chunk_tokens))
-        if limits.tpot_target_ms != 0.0 and _only_long_prompts(queues):
-            beside = int(pace * (_BESIDE_LONG - 1.0) * queues.cost.decode_ms / queues.cost.prefill_token_ms)
-            if beside >= limits.min_chunk_tokens // 2:  # slow devices read a long prompt's KV again for too few tokens
-                budget = min(budget, beside)
     return budget
 
 
-def _only_long_prompts(queues: Queues) -> bool:
-    """Nobody's first token is near: whoever waits for one brings a prompt that takes a while by itself."""
-    token_ms = queues.cost.prefill_token_ms
-    if token_ms <= 0.0 or queues.cost.decode_ms <= 0.0:
-        return False
-    jobs = [row.job for row in queues.prefilling.values()]
-    jobs += [waiting.job for waiting in islice(queues.waiting, _CROWD)]
-    return bool(jobs) and all((len(job.prompt) - job.cached_tokens) * token_ms > _LONG_MS for job in jobs)
+def _has_crowd(queues: Queues, num_decodes: int) -> bool:
+    num_waiting = len(queues.waiting) + len(queues.prefilling)
+    return num_waiting >= _CROWD and num_decodes <= _CROWD_RATIO * num_waiting
+
+
+def _part_of_long(queues: Queues, limits: Limits, num_decodes: int, pace: float) -> float | None:
+    """Milliseconds of each step that long prompts may take on average; None: as much as others."""
+    known = queues.cost.decode_ms > 0.0 and queues.cost.prefill_token_ms > 0.0
+    if not num_decodes or limits.tpot_target_ms == 0.0 or not known or _has_crowd(queues, num_decodes):
+        return None
+    return pace * (_BESIDE_LONG - 1.0) * queues.cost.decode_ms
+
+
+def _slow_tokens(queues: Queues, limits: Limits, part_ms: float | None) -> int | None:
+    """Tokens of long prompts in a step, at most. None: any number.
+
+    Where their part is too short for a chunk that is worth its look at the prompt's KV, they take more at a time, and then
+    rest until what they took too much is given back.
+    """
+    if part_ms is None or limits.whole_prompts:
+        return None
+    if queues.owed_ms > 0.0:
+        return 0
+    return max(int(part_ms / queues.cost.prefill_token_ms), limits.min_chunk_tokens)
 
 
 def _stuck(queues: Queues) -> bool:

@@ -14,13 +14,19 @@ from bough.scheduler.estimate import expected_output, prefill_need, running_need
 from bough.scheduler.limits import Limits
 from bough.scheduler.policy import is_starved, match, ordered
 from bough.scheduler.preempt import give_way
-from bough.scheduler.queues import Prefilling, Queues, Waiting
+from bough.scheduler.queues import Job, Prefilling, Queues, Waiting
 
 LOOK_AHEAD = 256
 """Waiting requests looked at in one step."""
 _PEEK = 32
+_LONG_MS = 1000.0
 PATIENCE_TO_FOLLOW = 32
 """Overtaken this often, a request no longer waits for another one to compute its prefix."""
+
+
+def is_slow(queues: Queues, job: Job) -> bool:
+    """Whether a prompt takes a while by itself: its first token isn't near, whatever a step gives it."""
+    return (len(job.prompt) - job.cached_tokens) * queues.cost.prefill_token_ms > _LONG_MS
 
 
 class Share(Struct):
@@ -51,16 +57,23 @@ class PrefillPlan(Struct):
 
 
 def plan_prefill(
-    queues: Queues, cache: CacheView, limits: Limits, *, tokens: int, pages: int, decode_pages: int
+    queues: Queues,
+    cache: CacheView,
+    limits: Limits,
+    *,
+    tokens: int,
+    pages: int,
+    decode_pages: int,
+    slow: int | None = None,
 ) -> PrefillPlan:
-    """Shares `tokens` and `pages` among prompts under way and waiting requests.
+    """Shares `tokens` and `pages` among prompts under way and waiting requests; `slow` ones get so many tokens at most.
 
     Prompts that are longer than the small requests' part of the budget leave that part to shorter ones; what those don't
     want goes back to them. A waiting request is admitted if what all rows are expected to need still fits; the first
     that does not fit ends the search, so that it is not starved by smaller ones. With priorities, prompts under way
     come after waiting requests that are more urgent.
     """
-    sharing = _Sharing(queues, cache, limits, tokens, pages, decode_pages)
+    sharing = _Sharing(queues, cache, limits, tokens, pages, decode_pages, slow)
     under_way = list(queues.prefilling.values())
     if limits.priority:
         under_way.sort(key=lambda row: -row.job.ask.priority)
@@ -82,7 +95,14 @@ class _Sharing:
     """One step's prefill in the making: what is left of the budget, and who got what."""
 
     def __init__(
-        self, queues: Queues, cache: CacheView, limits: Limits, tokens: int, pages: int, decode_pages: int
+        self,
+        queues: Queues,
+        cache: CacheView,
+        limits: Limits,
+        tokens: int,
+        pages: int,
+        decode_pages: int,
+        slow_tokens: int | None,
     ) -> None:
         self.queues = queues
         self.cache = cache
@@ -91,6 +111,7 @@ class _Sharing:
         self.short_cut = int(limits.small_share * tokens)
         self.tokens = tokens
         self.long_tokens = tokens - self._kept_for_short()
+        self.slow_tokens = tokens if slow_tokens is None else slow_tokens
         self.pages = pages
         self.decode_pages = decode_pages
         self.promised = 0
@@ -127,6 +148,9 @@ class _Sharing:
         count = min(left, self.tokens, (share.held + self.pages) * size - share.start)
         if share.is_long:
             count = min(count, self.long_tokens)
+        slow = is_slow(self.queues, share.row.job)
+        if slow:
+            count = min(count, self.slow_tokens)
         if count < left:
             if self.limits.whole_prompts and not first and left <= self.limits.max_step_tokens:
                 return False
@@ -137,6 +161,7 @@ class _Sharing:
         share.num_tokens = count
         self.tokens -= count
         self.long_tokens -= count if share.is_long else 0
+        self.slow_tokens -= count if slow else 0
         self.pages -= share.num_new_pages(size)
         return True
 
@@ -146,6 +171,7 @@ class _Sharing:
             if self.tokens > 0 and share.left:
                 self.pages += share.num_new_pages(self.limits.page_size)
                 self.tokens += share.num_tokens
+                self.slow_tokens += share.num_tokens if is_slow(self.queues, share.row.job) else 0
                 self.long_tokens = self.tokens
                 share.num_tokens = 0
                 self._give(share, first=True)

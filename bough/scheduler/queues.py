@@ -266,6 +266,8 @@ class Queues:
         self.prefill_cap: int | None = None
         """Prefill tokens a step at most, after the device ran out of memory."""
         self._cap_held = 0
+        self.owed_ms = 0.0
+        """What long prompts have taken from rows that decode beyond their part: they rest until it is given back."""
         self.draining = False
         self.screen: Callable[[Generate], None] | None = None
         """Looks at every request that comes, and raises for those that must not be served."""
