@@ -88,7 +88,7 @@ _CROWD_RATIO = 4
 """...and decoding rows to each of them, at most."""
 
 
-_BESIDE_LONG = 1.8
+_BESIDE_LONG = 1.7
 """Steps with a part of a long prompt take so many times a decode step on average: others' waiting shortens no wait."""
 
 _UNWATCHED = 5.0
