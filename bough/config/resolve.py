@@ -325,9 +325,9 @@ def plan_facts(
             param="context_length",
         )
     longest = model.context_length if context is AUTO else context
-    step_tokens = longest if chunk == -1 else min(chunk, longest)
     running = config.scheduler.max_running_requests
     rows = MOST_RUNNING[machine.device] if running is AUTO else running
+    step_tokens = largest_step(chunk, longest, rows)
     kv_heads = -(-model.num_kv_heads // ranks)
     kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
     packed_bytes = model.packed_bytes if packed else 0
@@ -361,6 +361,13 @@ def plan_facts(
         num_devices=machine.num_devices,
         host_free_bytes=machine.host_free_bytes,
     )
+
+
+def largest_step(chunk: int, context: int, rows: int) -> int:
+    """Tokens of a step: of prompts `chunk` (-1: a whole context), and of rows that decode beside them, while they are few
+    against those; or those of all rows alone."""
+    prompts = context if chunk < 0 else min(chunk, context)
+    return max(rows, prompts + min(rows, prompts // 8))
 
 
 def activation_bytes(

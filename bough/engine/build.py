@@ -22,7 +22,7 @@ from bough.config.concerns import Config
 from bough.config.hf import Checkpoint
 from bough.config.memory_plan import MemoryPlan
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import Resolved
+from bough.config.resolve import Resolved, largest_step
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
 from bough.core.step import Runner, RunnerLimits
@@ -196,16 +196,16 @@ def make_runner(
     chunk = config.scheduler.chunked_prefill_size
     assert isinstance(running, int)
     assert isinstance(chunk, int)
-    step_tokens = plan.context_length if chunk < 0 else min(chunk, plan.context_length)
+    step_tokens = largest_step(chunk, plan.context_length, running)
     if whole:
-        step_tokens = whole_step_tokens(chunk, plan, device.kind)
+        step_tokens = max(running, whole_step_tokens(chunk, plan, device.kind))
     limits = RunnerLimits(
         num_slots=running,
         num_pages=num_pages,
         page_size=page_size,
         pages_per_slot=-(-plan.context_length // page_size),
         context_length=plan.context_length,
-        max_step_tokens=max(step_tokens, running),
+        max_step_tokens=step_tokens,
         vocab_size=checkpoint.facts.vocab,
     )
     if pooling is not None:

@@ -285,6 +285,25 @@ def test_long_prefill_leaves_room_for_short_requests() -> None:
     check_answer(sim, long)
 
 
+def test_rows_that_decode_take_nothing_from_a_prompts_chunk() -> None:
+    sizes: list[int] = []
+    sim = Sim(
+        context_length=400, num_pages=400, chunk_tokens=64, max_step_tokens=64 + 8, tpot_target_ms=0.0, small_share=0.0,
+        fail_launch=lambda step: sizes.append(step.num_tokens),
+    )  # fmt: skip
+    for start in range(3):
+        sim.ask([start, *PROMPT], max_new=50)
+    for _ in range(4):
+        sim.turn()
+    sizes.clear()
+    long = sim.ask([5 + i % 7 for i in range(192)], max_new=2)
+    for _ in range(3):
+        sim.turn()
+    assert sizes == [64 + 3] * 3
+    sim.run()
+    check_answer(sim, long)
+
+
 def test_chunks_shrink_to_the_time_per_token() -> None:
     sim = Sim(context_length=400, num_pages=400, max_step_tokens=256, tpot_target_ms=20.0, min_chunk_tokens=8)
     for _ in range(20):

@@ -8,7 +8,7 @@ import pytest
 
 from bough.config.concerns import AUTO
 from bough.config.memory_plan import GIB
-from bough.config.resolve import MachineFacts, ModelPlanFacts, resolve
+from bough.config.resolve import MachineFacts, ModelPlanFacts, largest_step, resolve
 from bough.config.server_args import flat, load_config
 from bough.core.errors import ConfigError
 
@@ -62,6 +62,14 @@ def test_what_the_user_fixed_stays_and_is_no_decision() -> None:
     resolved = resolve(config(**fixed), LAPTOP, SMOL)
     assert {name: flat(resolved.config)[name] for name in fixed} == fixed
     assert not set(fixed) & set(resolved.decisions)
+
+
+def test_rows_decode_beside_a_whole_chunk() -> None:
+    assert largest_step(8192, 16384, 512) == 8192 + 512
+    assert largest_step(2048, 131_072, 1024) == 2048 + 256  # few against the prompts
+    assert largest_step(8192, 1000, 64) == 1000 + 64  # no prompt is longer
+    assert largest_step(-1, 4096, 16) == 4096 + 16
+    assert largest_step(64, 4096, 256) == 256  # all rows, if no prompt comes
 
 
 def test_cpu_choices() -> None:
