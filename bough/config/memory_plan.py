@@ -17,7 +17,7 @@ GIB = 1024**3
 MIB = 1024**2
 
 SMALL_STEP = 512
-"""Tokens of the steps that are suggested where memory is short."""
+"""Prompt tokens of the steps that are suggested where memory is short."""
 MIN_AUTO_CONTEXT = 512
 """`--context-length auto` shrinks no further than this."""
 
@@ -44,8 +44,10 @@ class PlanFacts:
     """At the largest step."""
     step_tokens: int
     """Tokens of the largest step."""
+    small_step_tokens: int = SMALL_STEP
+    """The same with chunks of `SMALL_STEP`..."""
     small_activation_bytes: int | None = None
-    """Activations if the largest step had `SMALL_STEP` tokens; None: in proportion."""
+    """...and its activations; None: in proportion."""
     graph_bytes: int = 0
     page_size: int = 1
     model_context: int
@@ -274,11 +276,11 @@ def _candidates(facts: PlanFacts) -> Iterator[tuple[str, PlanFacts]]:
     if facts.device == "cuda" and facts.kv_item_bytes > 1:
         smaller = facts.kv_bytes_per_token // facts.kv_item_bytes
         yield "--kv-cache-dtype fp8_e4m3", replace(facts, kv_bytes_per_token=smaller, kv_item_bytes=1)
-    if facts.step_tokens > SMALL_STEP:
+    if facts.step_tokens > facts.small_step_tokens:
         scaled = facts.small_activation_bytes
         if scaled is None:
-            scaled = facts.activation_bytes * SMALL_STEP // facts.step_tokens
-        small = replace(facts, activation_bytes=scaled, step_tokens=SMALL_STEP)
+            scaled = facts.activation_bytes * facts.small_step_tokens // facts.step_tokens
+        small = replace(facts, activation_bytes=scaled, step_tokens=facts.small_step_tokens)
         yield f"--chunked-prefill-size {SMALL_STEP}", small
     for ranks in (2, 4, 8):
         if facts.tp_size < ranks <= facts.num_devices:

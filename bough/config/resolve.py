@@ -327,7 +327,7 @@ def plan_facts(
     longest = model.context_length if context is AUTO else context
     running = config.scheduler.max_running_requests
     rows = MOST_RUNNING[machine.device] if running is AUTO else running
-    step_tokens = largest_step(chunk, longest, rows)
+    step_tokens, small_step = (largest_step(size, longest, rows) for size in (chunk, SMALL_STEP))
     kv_heads = -(-model.num_kv_heads // ranks)
     kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
     packed_bytes = model.packed_bytes if packed else 0
@@ -347,8 +347,9 @@ def plan_facts(
         weight_bytes=(packed_bytes + dense * ITEM_BYTES[dtype]) // ranks,
         kv_bytes_per_token=kv_values * ITEM_BYTES[kv_dtype],
         activation_bytes=activations(step_tokens),
-        small_activation_bytes=activations(min(SMALL_STEP, step_tokens)),
+        small_activation_bytes=activations(small_step),
         step_tokens=step_tokens,
+        small_step_tokens=small_step,
         graph_bytes=graph_bytes(config.device.cuda_graph_max_tokens) if graphs else 0,
         page_size=page_size,
         model_context=model.context_length,

@@ -32,7 +32,7 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         if batch.embeds_TD is not None:
-            return batch.embeds_TD
+            return batch.embeds_TD.clone()  # what follows may be added to it in place
         x_TD = self._lookup(batch.ids_T)
         return x_TD if self.scale is None else x_TD * self.scale
 

@@ -6,7 +6,7 @@ The same code runs eagerly and under graph capture: it queues device work and re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -88,7 +88,7 @@ class Forward:
             host=extent.host,
         )
         if self.narrows and at is not None and extent.host is not None and len(at) <= len(ids) * TAIL_SHARE:
-            inputs.tail = Tail(at, partial(_rows_of, at, tensors, inputs))
+            inputs.tail = Tail(at, partial(_rows_of, at, tensors, replace(inputs)))  # not itself: that would be a cycle
         batch = Batch(
             ids_T=ids,
             positions_T=tensors.positions_T,

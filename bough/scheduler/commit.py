@@ -161,7 +161,7 @@ def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arr
     queues.waiting.remove(waiting)
     node, pages = cache.lock(job.ask.namespace, waiting.key, share.start, job.ask.priority)
     slot = slots.take()
-    row = Prefilling(job, slot, node, waiting.key, share.start)
+    row = Prefilling(job, slot, node, waiting.key, share.start, share.start)
     queues.prefilling[slot] = queues.where[job.id] = row
     _fill_slot(queues, row, limits)
     slots.table[slot, : len(pages)] = pages

@@ -9,7 +9,7 @@ from bough.cache.prefix import CacheView
 from bough.core.step import I32, Bool
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
-from bough.scheduler.prefill import Share, is_slow, plan_prefill
+from bough.scheduler.prefill import Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
 from bough.scheduler.slots import NEVER
 
@@ -66,8 +66,9 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         if prefill.preempt:
             _take_out(plan, prefill.preempt)
     if part_ms is not None:
-        taken = sum(share.num_tokens for share in plan.shares if is_slow(queues, share.row.job))
-        plan.owed_ms = max(0.0, queues.owed_ms + taken * queues.cost.prefill_token_ms - part_ms)
+        taken = sum(share.num_tokens for share in plan.shares if share.is_slow(queues))
+        owed_ms = queues.owed_ms + taken * queues.cost.prefill_token_ms - part_ms
+        plan.owed_ms = min(max(0.0, owed_ms), _MOST_OWED * part_ms)
     if not plan.has_rows and not plan.retract and not plan.preempt and _stuck(queues):
         plan.retract = victims(queues, limits, 1)
     return plan
@@ -90,6 +91,9 @@ _CROWD_RATIO = 4
 
 _BESIDE_LONG = 1.7
 """Steps with a part of a long prompt take so many times a decode step on average: others' waiting shortens no wait."""
+
+_MOST_OWED = 32
+"""Steps that a long prompt rests at most: what a token costs is an estimate."""
 
 _UNWATCHED = 5.0
 """Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens."""

@@ -14,19 +14,15 @@ from bough.scheduler.estimate import expected_output, prefill_need, running_need
 from bough.scheduler.limits import Limits
 from bough.scheduler.policy import is_starved, match, ordered
 from bough.scheduler.preempt import give_way
-from bough.scheduler.queues import Job, Prefilling, Queues, Waiting
+from bough.scheduler.queues import Prefilling, Queues, Waiting
 
 LOOK_AHEAD = 256
 """Waiting requests looked at in one step."""
 _PEEK = 32
-_LONG_MS = 1000.0
+_SLOW_MS = 1000.0
+"""What takes longer by itself is slow: its first token isn't near, whatever a step gives it."""
 PATIENCE_TO_FOLLOW = 32
 """Overtaken this often, a request no longer waits for another one to compute its prefix."""
-
-
-def is_slow(queues: Queues, job: Job) -> bool:
-    """Whether a prompt takes a while by itself: its first token isn't near, whatever a step gives it."""
-    return (len(job.prompt) - job.cached_tokens) * queues.cost.prefill_token_ms > _LONG_MS
 
 
 class Share(Struct):
@@ -44,6 +40,11 @@ class Share(Struct):
     @property
     def left(self) -> int:
         return len(self.row.key) - self.start - self.num_tokens
+
+    def is_slow(self, queues: Queues) -> bool:
+        """Whether what its row has to compute, from its slot on, takes a while by itself."""
+        found = self.row.found if isinstance(self.row, Prefilling) else self.start
+        return (len(self.row.key) - found) * queues.cost.prefill_token_ms > _SLOW_MS
 
     def num_new_pages(self, page_size: int) -> int:
         return max(0, -(-(self.start + self.num_tokens) // page_size) - self.held)
@@ -66,7 +67,8 @@ def plan_prefill(
     decode_pages: int,
     slow: int | None = None,
 ) -> PrefillPlan:
-    """Shares `tokens` and `pages` among prompts under way and waiting requests; `slow` ones get so many tokens at most.
+    """Shares `tokens` and `pages` among prompts under way and waiting requests. Slow ones under way get `slow` tokens,
+    those that have waited longest for theirs first; a waiting one gets its first chunk all the same.
 
     Prompts that are longer than the small requests' part of the budget leave that part to shorter ones; what those don't
     want goes back to them. A waiting request is admitted if what all rows are expected to need still fits; the first
@@ -135,11 +137,20 @@ class _Sharing:
 
     def go_on(self, rows: list[Prefilling]) -> None:
         """Gives prompts under way their next chunks."""
-        for row in rows:
-            held = int(self.queues.slots.num_pages[row.slot])
-            share = Share(row, row.computed, held, 0, len(row.key) - row.computed > self.short_cut)
+        for row in sorted(rows, key=self._turn):
+            share = self._share_of(row)
             if self._give(share, first=not self.plan.shares):
                 self.plan.shares.append(share)
+
+    def _share_of(self, row: Prefilling) -> Share:
+        held = int(self.queues.slots.num_pages[row.slot])
+        return Share(row, row.computed, held, 0, len(row.key) - row.computed > self.short_cut)
+
+    def _turn(self, row: Prefilling) -> tuple[int, int, int]:
+        """Slow prompts come after others that are as urgent, and take turns."""
+        level = -row.job.ask.priority if self.limits.priority else 0
+        slow = self._share_of(row).is_slow(self.queues)
+        return level, slow, int(self.queues.slots.last_step[row.slot]) if slow else 0
 
     def _give(self, share: Share, *, first: bool) -> bool:
         """Gives a row what it can use of the budget. A chunk that is not the last ends at a page border if it can."""
@@ -148,9 +159,11 @@ class _Sharing:
         count = min(left, self.tokens, (share.held + self.pages) * size - share.start)
         if share.is_long:
             count = min(count, self.long_tokens)
-        slow = is_slow(self.queues, share.row.job)
-        if slow:
+        slow = share.is_slow(self.queues)
+        if slow and isinstance(share.row, Prefilling):
             count = min(count, self.slow_tokens)
+        elif slow:
+            count = min(count, max(self.slow_tokens, self.limits.min_chunk_tokens))
         if count < left:
             if self.limits.whole_prompts and not first and left <= self.limits.max_step_tokens:
                 return False
@@ -171,7 +184,7 @@ class _Sharing:
             if self.tokens > 0 and share.left:
                 self.pages += share.num_new_pages(self.limits.page_size)
                 self.tokens += share.num_tokens
-                self.slow_tokens += share.num_tokens if is_slow(self.queues, share.row.job) else 0
+                self.slow_tokens += share.num_tokens if share.is_slow(self.queues) else 0
                 self.long_tokens = self.tokens
                 share.num_tokens = 0
                 self._give(share, first=True)

@@ -115,6 +115,8 @@ class Prefilling(Struct, eq=False):
     key: I64
     computed: int
     """0 <= computed < len(key): tokens whose KV is in memory or launched."""
+    found: int = 0
+    """As many as that when it got its slot."""
 
 
 class Running(Struct, eq=False):

@@ -122,3 +122,82 @@ def test_a_short_prompt_beside_it_is_answered_within_a_second(cost: Cost) -> Non
     while not short.tokens:
         device.turn()
     assert device.times[short.ask.id][0] - began <= 1.0
+
+
+BY_TURNS = Cost(8.0, 0.2, 0.0, 0.0)
+"""A slow device: a long prompt's part of a step is less than a chunk."""
+
+
+def beside_a_long_prompt(cached: int) -> tuple[Device, list[int]]:
+    """A device at work on a prompt of 60,000 tokens beside streams, and `cached` tokens that its tree knows."""
+    device = Device(100_000, BY_TURNS, num_slots=32)
+    known = np.random.default_rng(5).integers(0, VOCAB, cached).tolist()
+    before = device.sim.ask(known, max_new=2)
+    while not before.ends:
+        device.turn()
+    users(device, 5000)
+    for _ in range(40):
+        device.turn()
+    device.ask(60_000, 4)
+    for _ in range(100):
+        device.turn()
+    return device, known
+
+
+def first_token_s(device: Device, prompt: list[int]) -> float:
+    began, asked = device.sim.clock.now, device.sim.ask(prompt, max_new=2)
+    for _ in range(20_000):
+        device.turn()
+        if asked.tokens:
+            break
+    assert asked.tokens
+    return device.sim.clock.now - began
+
+
+def test_what_is_nearly_all_cached_is_no_long_prompt() -> None:
+    device, known = beside_a_long_prompt(cached=30_000)
+    assert first_token_s(device, [*known, *[1] * 50]) <= 0.5
+
+
+def test_long_prompts_take_turns() -> None:
+    device, _ = beside_a_long_prompt(cached=64)
+    alone = 6000 * BY_TURNS.token / 1e3
+    share = 2 * 2.5  # of two long prompts, beside streams
+    assert first_token_s(device, np.random.default_rng(9).integers(0, VOCAB, 6000).tolist()) <= 1.5 * share * alone
+
+
+def test_one_step_that_took_long_makes_no_short_prompt_a_long_one() -> None:
+    """Say, because a kernel was built in it."""
+    device = Device(8000, FLAT, num_slots=32)
+    device.ask(100, 5000)
+    device.turn()
+    device.sim.clock.now += 20.0
+    for _ in range(30):
+        device.turn()
+    assert device.sim.queues.cost.prefill_token_ms > 100, "that is what was learned"
+    assert first_token_s(device, np.random.default_rng(3).integers(0, VOCAB, 300).tolist()) <= 1.0
+
+
+@pytest.mark.parametrize("turns", [6, 7, 8, 9])
+def test_an_urgent_long_prompt_gets_the_place_that_was_made_for_it(turns: int) -> None:
+    sim = Sim(
+        context_length=2000, num_pages=4000, num_slots=4, max_step_tokens=256, min_chunk_tokens=8, priority=True,
+        preempt_gap=10,
+    )  # fmt: skip
+    cost, rng = sim.queues.cost, np.random.default_rng(1)
+    for _ in range(20):
+        cost.observe(10.0, 0)
+        cost.observe(10.0 + 64 * 1.5, 64)
+    cost.observe = lambda ms, tokens: None  # type: ignore[method-assign]
+    for _ in range(3):
+        sim.ask(rng.integers(0, VOCAB, 20).tolist(), max_new=1500)
+    for _ in range(4):
+        sim.turn()
+    sim.ask(rng.integers(0, VOCAB, 1500).tolist(), max_new=2, priority=15)
+    for _ in range(turns):
+        sim.turn()
+    urgent = sim.ask(rng.integers(0, VOCAB, 1200).tolist(), max_new=2, priority=20)
+    for _ in range(4):
+        sim.turn()
+    assert urgent.ask.id in {row.job.id for row in sim.queues.prefilling.values()}
+    sim.run()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bough.config.concerns import AUTO
-from bough.config.memory_plan import GIB
+from bough.config.memory_plan import GIB, MIB
 from bough.config.resolve import MachineFacts, ModelPlanFacts, largest_step, resolve
 from bough.config.server_args import flat, load_config
 from bough.core.errors import ConfigError
@@ -70,6 +70,19 @@ def test_rows_decode_beside_a_whole_chunk() -> None:
     assert largest_step(8192, 1000, 64) == 1000 + 64  # no prompt is longer
     assert largest_step(-1, 4096, 16) == 4096 + 16
     assert largest_step(64, 4096, 256) == 256  # all rows, if no prompt comes
+
+
+def test_smaller_steps_are_suggested_only_where_they_help() -> None:
+    suggested = 0
+    for free in range(15_300, 20_000, 40):
+        card = replace(H200, total_bytes=24 * GIB, free_bytes=free * MIB, num_devices=1)
+        try:
+            resolve(config(), card, LLAMA)
+        except ConfigError as error:
+            if "--chunked-prefill-size 512" in error.fix:
+                suggested += 1
+                resolve(config(chunked_prefill_size=512), card, LLAMA)
+    assert suggested
 
 
 def test_cpu_choices() -> None:

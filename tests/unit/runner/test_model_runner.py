@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -200,3 +202,24 @@ def test_a_seeded_row_draws_the_same_alone_and_in_a_batch(runner):
         return tokens
 
     assert draws(False) == draws(True)
+
+
+def test_a_step_leaves_nothing_to_the_collector(runner: ModelRunner) -> None:
+    """What it held on the device is free when it is done, not at the next collection."""
+    made: list[weakref.ref[object]] = []
+    attention = runner.forward._attention
+
+    def watched(inputs: AttentionInputs) -> object:
+        made.append(weakref.ref(inputs.loc_T))
+        assert inputs.tail is not None
+        return attention(inputs)
+
+    runner.forward._attention = watched  # type: ignore[assignment]
+    rows = Rows()
+    gc.disable()
+    try:
+        step = rows.step([(0, list(range(12)), True)], [SlotSetup(slot=0, sampling=GREEDY)])
+        runner.launch(step).wait()
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()
