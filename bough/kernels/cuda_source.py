@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -251,6 +253,24 @@ class CudaKernel:
 
     def _on_device(self) -> _OnDevice:
         return _OnDevice(self._context)
+
+
+class StreamNumbers:
+    """Numbers of the streams that launch a kernel, in the order in which they first do: each has a counter of its own there,
+    which a launch leaves ready for the next one of the stream, be it from a graph or not."""
+
+    MOST = 256
+
+    def __init__(self, what: str) -> None:
+        """`what`: is launched, for an error's sake."""
+        self._what = what
+        self._numbers: defaultdict[int, int] = defaultdict(itertools.count().__next__)
+
+    def of(self, stream: int) -> int:
+        found = self._numbers[stream]
+        if found >= self.MOST:
+            raise RuntimeError(f"{self._what} from more than {self.MOST} streams")
+        return found
 
 
 def runs_on(device: torch.device, load: Callable[[], object], otherwise: str) -> bool:

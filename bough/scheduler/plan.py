@@ -9,7 +9,7 @@ from bough.cache.prefix import CacheView
 from bough.core.step import I32, Bool
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
-from bough.scheduler.prefill import Share, plan_prefill
+from bough.scheduler.prefill import Room, Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
 from bough.scheduler.slots import NEVER
 
@@ -60,13 +60,13 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     part_ms = _part_of_long(queues, limits, num_decodes, pace)
     if wants_prefill and not plan.retract:
         budget = prefill_budget(queues, limits, tokens, num_decodes, pace)
-        slow = _slow_tokens(queues, limits, part_ms)
-        prefill = plan_prefill(queues, cache, limits, tokens=budget, pages=pages, decode_pages=decode_pages, slow=slow)
+        room = Room(budget, _slow_tokens(queues, limits, budget, part_ms), pages, decode_pages)
+        prefill = plan_prefill(queues, cache, limits, room)
         plan.shares = prefill.shares
         if prefill.preempt:
             _take_out(plan, prefill.preempt)
     if part_ms is not None:
-        taken = sum(share.num_tokens for share in plan.shares if share.is_slow(queues))
+        taken = sum(share.num_tokens for share in plan.shares if share.is_slow)
         owed_ms = queues.owed_ms + taken * queues.cost.prefill_token_ms - part_ms
         plan.owed_ms = min(max(0.0, owed_ms), _MOST_OWED * part_ms)
     if not plan.has_rows and not plan.retract and not plan.preempt and _stuck(queues):
@@ -136,14 +136,14 @@ def _part_of_long(queues: Queues, limits: Limits, num_decodes: int, pace: float)
     return pace * (_BESIDE_LONG - 1.0) * queues.cost.decode_ms
 
 
-def _slow_tokens(queues: Queues, limits: Limits, part_ms: float | None) -> int | None:
-    """Tokens of long prompts in a step, at most. None: any number.
+def _slow_tokens(queues: Queues, limits: Limits, budget: int, part_ms: float | None) -> int:
+    """How much of the step's budget long prompts may have.
 
     Where their part is too short for a chunk that is worth its look at the prompt's KV, they take more at a time, and then
     rest until what they took too much is given back.
     """
     if part_ms is None or limits.whole_prompts:
-        return None
+        return budget
     if queues.owed_ms > 0.0:
         return 0
     return max(int(part_ms / queues.cost.prefill_token_ms), limits.min_chunk_tokens)

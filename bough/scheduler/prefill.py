@@ -34,6 +34,9 @@ class Share(Struct):
     """Pages that cover it up to `start` already."""
     num_tokens: int
     is_long: bool
+    """It leaves a part of the budget to shorter ones."""
+    is_slow: bool
+    """What its row has to compute, from its slot on, takes a while by itself."""
     tail_page: int = 0
     """Holds what lies between the last page border and `start`, to be copied; 0: nothing does."""
 
@@ -41,13 +44,19 @@ class Share(Struct):
     def left(self) -> int:
         return len(self.row.key) - self.start - self.num_tokens
 
-    def is_slow(self, queues: Queues) -> bool:
-        """Whether what its row has to compute, from its slot on, takes a while by itself."""
-        found = self.row.found if isinstance(self.row, Prefilling) else self.start
-        return (len(self.row.key) - found) * queues.cost.prefill_token_ms > _SLOW_MS
-
     def num_new_pages(self, page_size: int) -> int:
         return max(0, -(-(self.start + self.num_tokens) // page_size) - self.held)
+
+
+class Room(Struct):
+    """What a step has left for prompts."""
+
+    tokens: int
+    slow_tokens: int
+    """Of them, those that slow prompts may have."""
+    pages: int
+    decode_pages: int
+    """Those that the step's decode rows take."""
 
 
 class PrefillPlan(Struct):
@@ -57,28 +66,17 @@ class PrefillPlan(Struct):
     preempt: list[int] = []
 
 
-def plan_prefill(
-    queues: Queues,
-    cache: CacheView,
-    limits: Limits,
-    *,
-    tokens: int,
-    pages: int,
-    decode_pages: int,
-    slow: int | None = None,
-) -> PrefillPlan:
-    """Shares `tokens` and `pages` among prompts under way and waiting requests. Slow ones under way get `slow` tokens,
-    those that have waited longest for theirs first; a waiting one gets its first chunk all the same.
+def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: Room) -> PrefillPlan:
+    """Shares the room among prompts under way and waiting requests. Slow ones take turns; one that waits gets its first
+    chunk whatever is left for them.
 
     Prompts that are longer than the small requests' part of the budget leave that part to shorter ones; what those don't
     want goes back to them. A waiting request is admitted if what all rows are expected to need still fits; the first
     that does not fit ends the search, so that it is not starved by smaller ones. With priorities, prompts under way
     come after waiting requests that are more urgent.
     """
-    sharing = _Sharing(queues, cache, limits, tokens, pages, decode_pages, slow)
+    sharing = _Sharing(queues, cache, limits, room)
     under_way = list(queues.prefilling.values())
-    if limits.priority:
-        under_way.sort(key=lambda row: -row.job.ask.priority)
     urgent = queues.waiting.oldest() if limits.priority else None
     if urgent is not None:
         level = urgent.job.ask.priority
@@ -96,26 +94,17 @@ def plan_prefill(
 class _Sharing:
     """One step's prefill in the making: what is left of the budget, and who got what."""
 
-    def __init__(
-        self,
-        queues: Queues,
-        cache: CacheView,
-        limits: Limits,
-        tokens: int,
-        pages: int,
-        decode_pages: int,
-        slow_tokens: int | None,
-    ) -> None:
+    def __init__(self, queues: Queues, cache: CacheView, limits: Limits, room: Room) -> None:
         self.queues = queues
         self.cache = cache
         self.limits = limits
         self.plan = PrefillPlan()
-        self.short_cut = int(limits.small_share * tokens)
-        self.tokens = tokens
-        self.long_tokens = tokens - self._kept_for_short()
-        self.slow_tokens = tokens if slow_tokens is None else slow_tokens
-        self.pages = pages
-        self.decode_pages = decode_pages
+        self.short_cut = int(limits.small_share * room.tokens)
+        self.tokens = room.tokens
+        self.long_tokens = room.tokens - self._kept_for_short()
+        self.slow_tokens = room.slow_tokens
+        self.pages = room.pages
+        self.decode_pages = room.decode_pages
         self.promised = 0
         """Pages that requests admitted in this step will want later."""
         self.locked: dict[int, int] = {}
@@ -138,19 +127,20 @@ class _Sharing:
     def go_on(self, rows: list[Prefilling]) -> None:
         """Gives prompts under way their next chunks."""
         for row in sorted(rows, key=self._turn):
-            share = self._share_of(row)
+            held = int(self.queues.slots.num_pages[row.slot])
+            is_long, is_slow = len(row.key) - row.computed > self.short_cut, self._is_slow(len(row.key) - row.found)
+            share = Share(row, row.computed, held, 0, is_long, is_slow)
             if self._give(share, first=not self.plan.shares):
                 self.plan.shares.append(share)
 
-    def _share_of(self, row: Prefilling) -> Share:
-        held = int(self.queues.slots.num_pages[row.slot])
-        return Share(row, row.computed, held, 0, len(row.key) - row.computed > self.short_cut)
-
     def _turn(self, row: Prefilling) -> tuple[int, int, int]:
-        """Slow prompts come after others that are as urgent, and take turns."""
+        """The urgent first; slow prompts after others that are as urgent, by turns."""
         level = -row.job.ask.priority if self.limits.priority else 0
-        slow = self._share_of(row).is_slow(self.queues)
-        return level, slow, int(self.queues.slots.last_step[row.slot]) if slow else 0
+        is_slow = self._is_slow(len(row.key) - row.found)
+        return level, is_slow, int(self.queues.slots.last_step[row.slot]) if is_slow else 0
+
+    def _is_slow(self, num_tokens: int) -> bool:
+        return num_tokens * self.queues.cost.prefill_token_ms > _SLOW_MS
 
     def _give(self, share: Share, *, first: bool) -> bool:
         """Gives a row what it can use of the budget. A chunk that is not the last ends at a page border if it can."""
@@ -159,11 +149,9 @@ class _Sharing:
         count = min(left, self.tokens, (share.held + self.pages) * size - share.start)
         if share.is_long:
             count = min(count, self.long_tokens)
-        slow = share.is_slow(self.queues)
-        if slow and isinstance(share.row, Prefilling):
-            count = min(count, self.slow_tokens)
-        elif slow:
-            count = min(count, max(self.slow_tokens, self.limits.min_chunk_tokens))
+        if share.is_slow:
+            least = self.limits.min_chunk_tokens if isinstance(share.row, Waiting) else 0
+            count = min(count, max(self.slow_tokens, least))
         if count < left:
             if self.limits.whole_prompts and not first and left <= self.limits.max_step_tokens:
                 return False
@@ -174,7 +162,7 @@ class _Sharing:
         share.num_tokens = count
         self.tokens -= count
         self.long_tokens -= count if share.is_long else 0
-        self.slow_tokens -= count if slow else 0
+        self.slow_tokens -= count if share.is_slow else 0
         self.pages -= share.num_new_pages(size)
         return True
 
@@ -184,7 +172,7 @@ class _Sharing:
             if self.tokens > 0 and share.left:
                 self.pages += share.num_new_pages(self.limits.page_size)
                 self.tokens += share.num_tokens
-                self.slow_tokens += share.num_tokens if share.is_slow(self.queues) else 0
+                self.slow_tokens += share.num_tokens if share.is_slow else 0
                 self.long_tokens = self.tokens
                 share.num_tokens = 0
                 self._give(share, first=True)
@@ -222,8 +210,9 @@ class _Sharing:
             found = cache.lengthen(
                 found, waiting.job.ask.namespace, waiting.key, waiting.job.match_limit(len(waiting.key))
             )
-            is_long = len(waiting.key) - found.num_tokens > self.short_cut and not is_starved(waiting)
-            share = Share(waiting, found.num_tokens, cached, 0, is_long, found.tail_page)
+            left = len(waiting.key) - found.num_tokens
+            is_long = left > self.short_cut and not is_starved(waiting)
+            share = Share(waiting, found.num_tokens, cached, 0, is_long, self._is_slow(left), found.tail_page)
             self.pages -= locked
             if not self._give(share, first=not self.plan.shares):
                 self.pages += locked

@@ -15,7 +15,7 @@ from bough.kernels import cuda_source
 from bough.kernels.attention import fresh, fresh_hopper
 from bough.kernels.attention.fresh_hopper import PLACES, TILE, Place, attend, cut, section
 from bough.kernels.choices import Facts
-from bough.kernels.cuda_source import CudaSourceError
+from bough.kernels.cuda_source import CudaSourceError, StreamNumbers
 from bough.kernels.rotary.reference import write_kv
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
@@ -112,13 +112,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     fresh_hopper._is_ready.cache_clear()
 
 
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found)
-    return found
-
-
 def tensors(tokens: int, heads: int = 4, kv: int = 2, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     qkv = torch.randn(tokens, (heads + 2 * kv) * 64).to(dtype)
     q, k, v = (x.unflatten(1, (-1, 64)) for x in qkv.split([heads * 64, kv * 64, kv * 64], 1))
@@ -140,7 +133,7 @@ def test_every_stream_has_its_counter(recorded: Recorded, stream: SimpleNamespac
         stream.cuda_stream = handle
         attend(q, k, v, ((0, 64),), 0.1, out)
     assert [numbers["stream"] for _, _, numbers in recorded.launches] == [0, 1, 0, 2, 1]
-    for handle in range(100, 100 + fresh_hopper.STREAMS - 3):
+    for handle in range(100, 100 + StreamNumbers.MOST - 3):
         stream.cuda_stream = handle
         attend(q, k, v, ((0, 64),), 0.1, out)
     stream.cuda_stream = 1000

@@ -155,13 +155,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     lone_hopper._is_ready.cache_clear()
 
 
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found)
-    return found
-
-
 def stacks(num_experts: int, width: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     """Of no memory that is touched."""
     return (

@@ -79,6 +79,30 @@ def users(device: Device, tokens: int) -> list[Client]:
     return asked
 
 
+def some_prompt(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+
+
+def begin_long_prompt(device: Device, length: int, *, turns: int) -> None:
+    """Beside streams; so many turns of it."""
+    users(device, 5000)
+    for _ in range(40):
+        device.turn()
+    device.ask(length, 4)
+    for _ in range(turns):
+        device.turn()
+
+
+def first_token_s(device: Device, prompt: list[int]) -> float:
+    began, asked = device.sim.clock.now, device.sim.ask(prompt, max_new=2)
+    for _ in range(20_000):
+        device.turn()
+        if asked.tokens:
+            break
+    assert asked.tokens
+    return device.sim.clock.now - began
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("cost", "most_often", "longer"), [(FLAT, 2.2, 4), (STEEP, 4.5, 5)], ids=["flat", "steep"])
 def test_others_hardly_notice_a_prompt_of_128k_tokens(cost: Cost, most_often: float, longer: float, depth: int) -> None:
@@ -111,17 +135,8 @@ def test_others_hardly_notice_a_prompt_of_128k_tokens(cost: Cost, most_often: fl
 @pytest.mark.parametrize("cost", [FLAT, STEEP], ids=["flat", "steep"])
 def test_a_short_prompt_beside_it_is_answered_within_a_second(cost: Cost) -> None:
     device = Device(131_072, cost, num_slots=16)
-    users(device, 3000)
-    for _ in range(40):
-        device.turn()
-    device.ask(131_072, 4)
-    for _ in range(50):
-        device.turn()
-    began = device.sim.clock.now
-    short = device.ask(250, 4)
-    while not short.tokens:
-        device.turn()
-    assert device.times[short.ask.id][0] - began <= 1.0
+    begin_long_prompt(device, 131_072, turns=50)
+    assert first_token_s(device, some_prompt(250)) <= 1.0
 
 
 BY_TURNS = Cost(8.0, 0.2, 0.0, 0.0)
@@ -131,27 +146,12 @@ BY_TURNS = Cost(8.0, 0.2, 0.0, 0.0)
 def beside_a_long_prompt(cached: int) -> tuple[Device, list[int]]:
     """A device at work on a prompt of 60,000 tokens beside streams, and `cached` tokens that its tree knows."""
     device = Device(100_000, BY_TURNS, num_slots=32)
-    known = np.random.default_rng(5).integers(0, VOCAB, cached).tolist()
+    known = some_prompt(cached)
     before = device.sim.ask(known, max_new=2)
     while not before.ends:
         device.turn()
-    users(device, 5000)
-    for _ in range(40):
-        device.turn()
-    device.ask(60_000, 4)
-    for _ in range(100):
-        device.turn()
+    begin_long_prompt(device, 60_000, turns=100)
     return device, known
-
-
-def first_token_s(device: Device, prompt: list[int]) -> float:
-    began, asked = device.sim.clock.now, device.sim.ask(prompt, max_new=2)
-    for _ in range(20_000):
-        device.turn()
-        if asked.tokens:
-            break
-    assert asked.tokens
-    return device.sim.clock.now - began
 
 
 def test_what_is_nearly_all_cached_is_no_long_prompt() -> None:
@@ -163,7 +163,7 @@ def test_long_prompts_take_turns() -> None:
     device, _ = beside_a_long_prompt(cached=64)
     alone = 6000 * BY_TURNS.token / 1e3
     share = 2 * 2.5  # of two long prompts, beside streams
-    assert first_token_s(device, np.random.default_rng(9).integers(0, VOCAB, 6000).tolist()) <= 1.5 * share * alone
+    assert first_token_s(device, some_prompt(6000)) <= 1.5 * share * alone
 
 
 def test_one_step_that_took_long_makes_no_short_prompt_a_long_one() -> None:
@@ -175,7 +175,7 @@ def test_one_step_that_took_long_makes_no_short_prompt_a_long_one() -> None:
     for _ in range(30):
         device.turn()
     assert device.sim.queues.cost.prefill_token_ms > 100, "that is what was learned"
-    assert first_token_s(device, np.random.default_rng(3).integers(0, VOCAB, 300).tolist()) <= 1.0
+    assert first_token_s(device, some_prompt(300)) <= 1.0
 
 
 @pytest.mark.parametrize("turns", [6, 7, 8, 9])

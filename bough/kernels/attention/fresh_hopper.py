@@ -7,9 +7,7 @@ launch: nothing is uploaded, and nothing waits.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
@@ -19,15 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, runs_on, tensor_map
+from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, can_map, runs_on, tensor_map
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE = 128
 """Query tokens of a tile, and tokens of a block of K or V."""
 PLACES = 448
 """Tiles of tokens in one launch, so that all its parameters fit into 4 KB; longer lists take several launches."""
-STREAMS = 256
-"""Streams that may launch at the same time: each has a counter of its own."""
 _STAGES = 5
 _THREADS = 384
 
@@ -110,7 +106,7 @@ def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, rows: Rows, scale: float
     maps = (tensor_map(q_TNH, TILE), tensor_map(k_TKH, share), tensor_map(v_TKH, share))
     stream = torch.cuda.current_stream(device).cuda_stream
     args = _Args(
-        out=out_TNH.data_ptr(), stream=loaded.counter(stream), heads=heads, heads_per_kv=heads // kv_heads,
+        out=out_TNH.data_ptr(), stream=loaded.streams.of(stream), heads=heads, heads_per_kv=heads // kv_heads,
         section=section(tiles.longest, heads, kv_heads, head_dim, loaded.cache_bytes), out_token=out_TNH.stride(0),
         scale=scale * math.log2(math.e),
     )  # fmt: skip
@@ -150,7 +146,7 @@ def defines(dtype: torch.dtype, head_dim: int, pair: bool) -> Mapping[str, int]:
         "CTAS": 1 + pair,
         "STAGES": _STAGES,
         "PLACES": PLACES,
-        "STREAMS": STREAMS,
+        "STREAMS": StreamNumbers.MOST,
     }
 
 
@@ -161,14 +157,7 @@ class _Loaded:
     """That run at once."""
     cache_bytes: int
     """Of the device's second level."""
-    counters: defaultdict[int, int] = field(default_factory=lambda: defaultdict(itertools.count().__next__))
-    """By stream. The kernel leaves its counter at zero for the next one of the stream, be it from a graph or not."""
-
-    def counter(self, stream: int) -> int:
-        found = self.counters[stream]
-        if found >= STREAMS:
-            raise RuntimeError(f"attention over fresh rows is launched from more than {STREAMS} streams")
-        return found
+    streams: StreamNumbers = field(default_factory=partial(StreamNumbers, "attention over fresh rows is launched"))
 
 
 @cache

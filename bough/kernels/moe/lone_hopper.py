@@ -8,8 +8,6 @@ overlap in time. Those of one stream, and of graphs replayed on it, never do.
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -18,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, cached_cubin, runs_on
+from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, runs_on
 from bough.kernels.launching import num_sms
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -29,8 +27,6 @@ LEAST_SLOTS = 6
 """A ring of fewer, long ones does not cover the time in which the blocks meet."""
 SHARED_BYTES = 208 << 10
 """For ring, vectors and sums; leaves room in a multiprocessor for small kernels before and after."""
-STREAMS = 256
-"""Streams that may have launches in flight, one after the other: each has a counter of its own."""
 _UNIT_BYTES = 8 << 10
 """Of weight rows that a warp multiplies at a time: long enough to be asked for in time, short since the last ones are waited
 for."""
@@ -83,7 +79,7 @@ class Cut:
             "DOWN_ROWS": self.down_rows,
             "SLOT_BYTES": self.slot_bytes,
             "WARPS": self.warps,
-            "STREAMS": STREAMS,
+            "STREAMS": StreamNumbers.MOST,
         }
 
     def vector_bytes(self, tokens: int, pairs: int) -> int:
@@ -101,14 +97,7 @@ class _Loaded:
     kernel: CudaKernel
     blocks: int
     """One a multiprocessor."""
-    counters: defaultdict[int, int] = field(default_factory=lambda: defaultdict(itertools.count().__next__))
-    """By stream. A launch leaves its counter ready for the next one of the stream, be it from a graph or not."""
-
-    def counter(self, stream: int) -> int:
-        found = self.counters[stream]
-        if found >= STREAMS:
-            raise RuntimeError(f"experts are launched from more than {STREAMS} streams")
-        return found
+    streams: StreamNumbers = field(default_factory=partial(StreamNumbers, "experts are launched"))
 
 
 @cache
@@ -168,6 +157,6 @@ def experts(
     inputs = _Inputs(
         **{name: each.data_ptr() for name, each in given.items()}, x_stride=x_TD.stride(0), tokens=tokens,
         per_token=per_token, experts=num_experts, slots=chosen.num_slots(tokens, pairs, loaded.blocks),
-        vector_bytes=chosen.vector_bytes(tokens, pairs), stream=loaded.counter(stream),
+        vector_bytes=chosen.vector_bytes(tokens, pairs), stream=loaded.streams.of(stream),
     )  # fmt: skip
     loaded.kernel.launch(loaded.blocks, (inputs,), stream)
