@@ -28,6 +28,7 @@ log = logging.getLogger("bough.kernels")
 _COMMON = Path(__file__).with_name("hopper.cuh")
 """What sources may include."""
 SWIZZLED_BYTES = 128
+_NOT_SWIZZLED, _BY_128_BYTES = 0, 3
 """The width of a tile that the copy engine lays out for the tensor cores."""
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -142,14 +143,21 @@ class TensorMap:
 
 @lru_cache(maxsize=4096)
 def _encoded(
-    pointer: int, rows: int, columns: int, stride_bytes: int, box_rows: int, box_columns: int, data_type: int
+    pointer: int,
+    rows: int,
+    columns: int,
+    stride_bytes: int,
+    box_rows: int,
+    box_columns: int,
+    data_type: int,
+    swizzle: int,
 ) -> TensorMap:
     memory = ctypes.create_string_buffer(128 + 63)
     address = (ctypes.addressof(memory) + 63) & ~63
     result = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address), data_type, 2, ctypes.c_void_p(pointer), (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(stride_bytes), (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1),
-        0, 3, 3, 0,  # not interleaved, swizzled by 128 bytes, promoted to 256 bytes in L2, zeros outside
+        0, swizzle, 3, 0,  # not interleaved, promoted to 256 bytes in L2, zeros outside
     )  # fmt: skip
     _check(result, "describing a matrix to the copy engine")
     return TensorMap(memory, address)
@@ -164,14 +172,17 @@ def can_map(matrix: Tensor) -> bool:
     return dense and strides[0] * item % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
-def tensor_map(matrix: Tensor, box_rows: int) -> TensorMap:
-    """Tiles of box_rows x 128 bytes of a matrix for which `can_map`; outside it they read as zero and aren't written."""
+def tensor_map(matrix: Tensor, box_rows: int, box_columns: int | None = None) -> TensorMap:
+    """Tiles of a matrix for which `can_map`; outside it they read as zero and aren't written.
+
+    They are box_rows x 128 bytes, swizzled; with `box_columns` (a multiple of 16 bytes) as wide as that, row after row.
+    """
     shape, item = matrix.shape, matrix.element_size()
     columns = shape[1] if len(shape) == 2 else shape[1] * shape[2]
     stride = matrix.stride(0) if shape[0] > 1 else columns
     return _encoded(
-        matrix.data_ptr(), shape[0], columns, stride * item, box_rows, SWIZZLED_BYTES // item,
-        _TENSOR_MAP_TYPES[matrix.dtype],
+        matrix.data_ptr(), shape[0], columns, stride * item, box_rows, box_columns or SWIZZLED_BYTES // item,
+        _TENSOR_MAP_TYPES[matrix.dtype], _BY_128_BYTES if box_columns is None else _NOT_SWIZZLED,
     )  # fmt: skip
 
 

@@ -13,15 +13,36 @@ from bough.kernels.linear.gated_hopper import TILINGS, Tiling, best_tiling, can_
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 PAIRS = 66  # of multiprocessors of an H200
-tilings = st.builds(
+shared = st.builds(
     Tiling, st.sampled_from([96, 112, 128]), st.booleans(), st.integers(1, 32), st.integers(0, 2), st.integers(3, 4)
 )
+high = st.builds(
+    Tiling,
+    st.sampled_from([80, 88, 96, 104]),
+    st.booleans(),
+    st.integers(1, 32),
+    st.integers(0, 2),
+    st.just(3),
+    st.just(2),
+)
+by_turns = st.builds(
+    Tiling,
+    st.sampled_from([80, 88]),
+    st.booleans(),
+    st.integers(1, 32),
+    st.just(1),
+    st.integers(3, 5),
+    st.just(2),
+    st.just(2),
+)
+tilings = st.one_of(shared, high, by_turns)
 
 
 @given(tilings, st.integers(1, 20000), st.integers(1, 30000))
 def test_tiles_cover_and_none_is_idle(tiling: Tiling, tokens: int, features: int) -> None:
     t_tiles, f_tiles = tiling.tiles(tokens, features)
-    high, wide = (256, tiling.features) if tiling.pair_along_tokens else (128, 2 * tiling.features)
+    tall = 256 if tiling.parts == 2 and tiling.turns == 1 else 128
+    high, wide = (2 * tall, tiling.features) if tiling.pair_along_tokens else (tall, 2 * tiling.features)
     assert (t_tiles - 1) * high < tokens <= t_tiles * high
     assert (f_tiles - 1) * wide < features <= f_tiles * wide
 
@@ -45,13 +66,19 @@ def test_a_ring_is_never_deeper_than_a_tile() -> None:
     assert all(tiling.stages <= gated_hopper.LEAST_STEPS for tiling in TILINGS)
 
 
+def test_a_warpgroup_never_waits_for_more_than_the_ring_holds() -> None:
+    assert all(tiling.lag < tiling.stages for tiling in TILINGS if tiling.turns == 1)
+
+
 @given(tilings, st.integers(1, 5000), st.integers(1, 30000), st.integers(1, 80))
 def test_use_is_what_a_schedule_of_tiles_makes_of_it(tiling: Tiling, tokens: int, features: int, pairs: int) -> None:
     left = tiling.tiles(tokens, features)[0] * tiling.tiles(tokens, features)[1]
     slots = 0
     while left > 0:
         slots, left = slots + pairs, left - pairs
-    assert tiling.use(tokens, features, pairs) == pytest.approx(tokens * features / (slots * 256 * tiling.features))
+    assert tiling.use(tokens, features, pairs) == pytest.approx(
+        tokens * features / (slots * 2 * tiling.tokens * tiling.features)
+    )
     assert tiling.use(tokens, features, pairs) <= 1.0
 
 
@@ -71,8 +98,19 @@ def test_the_tiling_is_one_of_the_best_and_only_where_it_pays(tokens: int, featu
 
 def test_tilings_of_a_llama_8b_on_an_h200() -> None:
     """Tiles of 112 features cut 14336 into 128, which 66 pairs take in two turns where they do 256 tokens at once."""
-    wide, narrow, beside = Tiling(128, True, 8), Tiling(112, True, 8), Tiling(112, False, 16)
-    wanted = {65: beside, 128: beside, 129: narrow, 256: narrow, 384: beside, 512: narrow, 1024: wide, 8192: wide}
+    large, by_turns = TILINGS[:2]
+    narrow, beside = Tiling(112, True, 8), Tiling(112, False, 16)
+    wanted = {
+        65: beside,
+        128: beside,
+        129: narrow,
+        256: narrow,
+        384: beside,
+        512: by_turns,
+        1024: by_turns,
+        2048: by_turns,
+    }
+    wanted |= dict.fromkeys((8192, 8704), large)
     assert {tokens: best_tiling(tokens, 14336, PAIRS) for tokens in wanted} == wanted
     assert best_tiling(64, 14336, PAIRS) is None
     assert best_tiling(300, 14336, PAIRS) is None, "a third of the last tiles would be empty"

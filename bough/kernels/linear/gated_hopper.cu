@@ -1,33 +1,40 @@
 // out[T, F] = silu(x @ gate.T) * (x @ up.T) for many rows, on Hopper (sm_90a).
 //
 // A pair of blocks (a cluster) computes two neighbouring tiles of BLOCK_T tokens x FEATURES features. In each block one
-// thread fetches tiles along D through the copy engine into a ring of STAGES; CONSUMERS warpgroups multiply, 64 tokens each,
-// against FEATURES gate rows and the FEATURES up rows that belong to them, side by side in shared memory: one product of
+// thread fetches tiles along D through the copy engine into a ring of STAGES; warpgroups multiply, 64 tokens at a time, against
+// FEATURES gate rows and the FEATURES up rows that belong to them, side by side in shared memory: one product of
 // 2 * FEATURES columns, after which a thread holds a gate and its up in its own registers. What the pair has in common (the
 // weight where PAIR_ALONG_T, else x) is fetched once, half by each block, for both. Blocks stay and take tile after tile;
-// while the last tile is activated and stored the ring fills with the next one's. The warpgroups of a block run LAG steps
-// apart, so that one multiplies while the other activates.
+// while one is activated and stored the ring fills with the next one's.
+//
+// A block has two warpgroups that multiply, PARTS of 64 tokens each. Where TURNS is 1 they share a tile, LAG steps apart. Where it
+// is 2 each has every other tile for itself, and one multiplies while the other activates: the tensor cores never wait, but
+// tiles are half as high, so that more is fetched for a product.
 //
 // It may start before the kernel before it has ended (no kernel writes weights, so that the ring fills with them meanwhile),
 // and lets the kernel after it do so at once: that one can't read what is written here before it has waited for its end.
 //
-// Set by the door: FEATURES (96, 112 or 128), STAGES, PAIR_ALONG_T, GROUP (pairs' tiles along T before the next features), LAG.
+// Set by the door: FEATURES (80, 88, 96, 104, 112 or 128), STAGES, PAIR_ALONG_T, GROUP (pairs' tiles along T before the next
+// features), PARTS, TURNS, LAG.
 
 #include "hopper.cuh"
 
 constexpr int CONSUMERS = 2;
-constexpr int RESULTS = FEATURES;  // of a thread: half of them gates, half ups
-constexpr int BLOCK_T = 64 * CONSUMERS;
+constexpr int RESULTS = FEATURES;  // of a thread for 64 tokens: half of them gates, half ups
+constexpr int BLOCK_T = 64 * PARTS * CONSUMERS / TURNS;
 constexpr int BLOCK_K = 64;  // 128 bytes: one row of the copy engine's swizzle
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr u32 ROW = BLOCK_K * 2;
 constexpr u32 X_BYTES = BLOCK_T * ROW;
 constexpr u32 HALF_BYTES = FEATURES * ROW;
 constexpr u32 STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
-constexpr u32 OUT_BYTES = 64 * 64 * 2;  // 64 tokens x 64 features, as they are stored
-// A tile is stored as its first 64 features and its last 64, which overlap if it has fewer than 128.
+// A warpgroup stores 64 tokens at a time. An odd number of eights makes rows that fall onto different banks as they are; others
+// are swizzled, as their first 64 features and their last 64, which overlap if there are fewer than 128.
+constexpr u32 STAGED_BYTES = 64 * 128 * 2;
+constexpr bool PLAIN_ROWS = FEATURES / 8 % 2;
+constexpr u32 OUT_BYTES = STAGED_BYTES / 2;
 constexpr int LAST = FEATURES - 64;
-constexpr u32 EMPTY_ARRIVALS = 2 * CONSUMERS * 4;  // each consuming warp of both blocks
+constexpr u32 EMPTY_ARRIVALS = 2 * CONSUMERS / TURNS * 4;  // each warp of both blocks that multiplies the stage
 
 INLINE u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -63,31 +70,46 @@ INLINE void store_tile(const TensorMap& map, u32 from, int column, int row) {
 }
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define ACCUMULATORS_96 SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80)
-#define NAMES_96                                                                                                     \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"   \
-    ", %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45" \
-    ", %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67" \
-    ", %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89" \
-    ", %90, %91, %92, %93, %94, %95"
-#define NAMES_112 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+#define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
+#define ACCUMULATORS_80 SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64)
+#define NAMES_80                                                                                                      \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"    \
+    ", %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45"  \
+    ", %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67"  \
+    ", %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_88 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define NAMES_96 NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_104 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define NAMES_112 NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_128 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#if FEATURES == 96
-#define ACCUMULATORS ACCUMULATORS_96
+#if FEATURES == 80
+#define ACCUMULATORS ACCUMULATORS_80
+#define PRODUCT "m64n160k16.f32.bf16.bf16 {" NAMES_80 "}, %80, %81, add"
+#define ADD "%82"
+#elif FEATURES == 88
+#define ACCUMULATORS ACCUMULATORS_80, EIGHT(80)
+#define PRODUCT "m64n176k16.f32.bf16.bf16 {" NAMES_88 "}, %88, %89, add"
+#define ADD "%90"
+#elif FEATURES == 96
+#define ACCUMULATORS ACCUMULATORS_80, SIXTEEN(80)
 #define PRODUCT "m64n192k16.f32.bf16.bf16 {" NAMES_96 "}, %96, %97, add"
 #define ADD "%98"
+#elif FEATURES == 104
+#define ACCUMULATORS ACCUMULATORS_80, SIXTEEN(80), EIGHT(96)
+#define PRODUCT "m64n208k16.f32.bf16.bf16 {" NAMES_104 "}, %104, %105, add"
+#define ADD "%106"
 #elif FEATURES == 112
-#define ACCUMULATORS ACCUMULATORS_96, SIXTEEN(96)
+#define ACCUMULATORS ACCUMULATORS_80, SIXTEEN(80), SIXTEEN(96)
 #define PRODUCT "m64n224k16.f32.bf16.bf16 {" NAMES_112 "}, %112, %113, add"
 #define ADD "%114"
 #elif FEATURES == 128
-#define ACCUMULATORS ACCUMULATORS_96, SIXTEEN(96), SIXTEEN(112)
+#define ACCUMULATORS ACCUMULATORS_80, SIXTEEN(80), SIXTEEN(96), SIXTEEN(112)
 #define PRODUCT "m64n256k16.f32.bf16.bf16 {" NAMES_128 "}, %128, %129, add"
 #define ADD "%130"
 #else
-#error "FEATURES must be 96, 112 or 128"
+#error "FEATURES must be 80, 88, 96, 104, 112 or 128"
 #endif
 
 // d = (add ? d : 0) + 64 tokens x 2 * FEATURES weight rows over 16 of D.
@@ -103,7 +125,7 @@ INLINE void all_products(float (&d)[RESULTS]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : ACCUMULATORS::"memory");
 }
 
-// Hardware barriers of one block: 1 .. CONSUMERS within a warpgroup, the next ones between a warpgroup and the one behind it.
+// Hardware barriers of one block: 1 .. CONSUMERS within a warpgroup, the next ones where it waits for the other.
 INLINE void named_sync(int name, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
@@ -135,12 +157,43 @@ INLINE u32 gated_pair(float gate0, float gate1, float up0, float up1) {
     return rounded_pair(g0 * (inverse * a1) * u0, g1 * (inverse * a0) * u1);
 }
 
-// 16 tokens x 16 features into rows of 64 features, from the eighth `j` on; a lane holds the address of one row of 8.
-INLINE void lay_out(u32 row, int j, u32 lane, const u32 (&four)[4]) {
-    const u32 to = row + (((j + lane / 16) ^ (lane % 8)) << 4);
+INLINE void store_matrices(u32 to, const u32 (&four)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four[0]), "r"(four[1]),
                  "r"(four[2]), "r"(four[3])
                  : "memory");
+}
+
+// A warp's 16 tokens, activated, to where they are stored from.
+INLINE void lay_out(const float (&d)[RESULTS], u32 to, u32 warp, u32 lane) {
+    const u32 token = warp * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int j = 0; j < FEATURES / 8; j += 2) {
+        u32 four[4];  // 8 x 8 each: two of tokens, then two of features
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const int i = (j + q / 2) * 4 + q % 2 * 2;
+            four[q] = j + q / 2 < FEATURES / 8 ? gated_pair(d[i], d[i + 1], d[RESULTS / 2 + i], d[RESULTS / 2 + i + 1]) : 0;
+        }
+        if (PLAIN_ROWS) {
+            const u32 at = to + token * FEATURES * 2 + j * 16;
+            if (j + 1 < FEATURES / 8)
+                store_matrices(at + lane / 16 * 16, four);
+            else
+                asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(four[0]),
+                             "r"(four[1])
+                             : "memory");
+        } else {
+            const u32 row = to + token * ROW;
+            if (j < 8) store_matrices(row + (((j + lane / 16) ^ (lane % 8)) << 4), four);
+            if (j >= LAST / 8) store_matrices(row + OUT_BYTES + (((j - LAST / 8 + lane / 16) ^ (lane % 8)) << 4), four);
+        }
+    }
+}
+
+INLINE void store(const TensorMap& map, u32 from, int column, int row) {
+    store_tile(map, from, column, row);
+    if (!PLAIN_ROWS) store_tile(map, from + OUT_BYTES, column + LAST, row);
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Which tile a pair takes: GROUP tiles along T for each step along F, back and forth, so that what is read again is in L2.
@@ -163,6 +216,11 @@ struct Turn {
     INLINE void next() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
+    INLINE void skip(u32 steps) {
+        stage += steps;
+        phase ^= stage / STAGES & 1;
+        stage %= STAGES;
+    }
 };
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
@@ -172,7 +230,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     extern __shared__ char memory[];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u;
     const u32 staging = ring + STAGES * STAGE_BYTES;
-    const u32 full = staging + CONSUMERS * 2 * OUT_BYTES, empty = full + STAGES * 8;
+    const u32 full = staging + CONSUMERS * STAGED_BYTES, empty = full + STAGES * 8;
     const u32 rank = rank_in_pair();
     const int pairs = gridDim.x / 2, pair = blockIdx.x / 2, tiles = t_tiles * f_tiles;
 
@@ -233,50 +291,46 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         const bool storing = threadIdx.x % 128 == 0;
-        const u32 mine = staging + group * 2 * OUT_BYTES;
-        const u32 written = mine + (warp * 16 + lane % 16) * ROW;  // stmatrix: the row this lane gives the address of
+        const u32 mine = staging + group * STAGED_BYTES;
+        const int own = TURNS == 2 ? 0 : group * 64 * PARTS;  // its first token in a tile
         Turn turn;
-        float d[RESULTS];
-        for (int tile = pair; tile < tiles; tile += pairs) {
-            if (LAG && group > 0) named_sync(CONSUMERS + group, 256);
+        if (TURNS == 2 && group) turn.skip(steps);
+        float d[PARTS][RESULTS];
+        for (int tile = pair + (TURNS == 2 ? group * pairs : 0); tile < tiles; tile += TURNS * pairs) {
+            if (TURNS == 2 ? tile != pair : LAG && group > 0) named_sync(CONSUMERS + 1 + group, 256);
             u32 before = 0;
 #pragma unroll 1
             for (int step = 0; step < steps; ++step, turn.next()) {
                 const u32 base = ring + turn.stage * STAGE_BYTES;
-                const u64 x = operand(base + group * 64 * ROW), weight = operand(base + X_BYTES);
+                const u64 x = operand(base + own * ROW), weight = operand(base + X_BYTES);
                 barrier_wait_whole(full + turn.stage * 8, turn.phase);
                 products_begin();
 #pragma unroll
-                for (int k = 0; k < BLOCK_K / 16; ++k) multiply(d, x + 2 * k, weight + 2 * k, step | k);
+                for (int k = 0; k < BLOCK_K / 16; ++k)
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part)
+                        multiply(d[part], x + part * (64 * ROW / 16) + 2 * k, weight + 2 * k, step | k);
                 products_commit();
                 products_wait<1>();
                 if (step > 0 && lane < 2) barrier_arrive_at(empty + before * 8, lane);
                 before = turn.stage;
-                if (LAG && group + 1 < CONSUMERS && step == LAG) named_arrive(CONSUMERS + group + 1, 256);
+                if (TURNS == 1 && LAG && group == 0 && step == LAG) named_arrive(CONSUMERS + 2, 256);
             }
-            all_products(d);
+            if (TURNS == 2 && tile + pairs < tiles) named_arrive(CONSUMERS + 2 - group, 256);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) all_products(d[part]);
             if (lane < 2) barrier_arrive_at(empty + before * 8, lane);
+            if (TURNS == 2) turn.skip(steps);
 
-            if (storing) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-            named_sync(1 + group, 128);
+            const Place place = place_of(tile, t_tiles, f_tiles, rank);
 #pragma unroll
-            for (int j = 0; j < FEATURES / 8; j += 2) {
-                u32 four[4];  // 8 x 8 each: two of tokens, then two of features
-#pragma unroll
-                for (int q = 0; q < 4; ++q) {
-                    const int i = (j + q / 2) * 4 + q % 2 * 2;
-                    four[q] = gated_pair(d[i], d[i + 1], d[RESULTS / 2 + i], d[RESULTS / 2 + i + 1]);
-                }
-                if (j < 8) lay_out(written, j, lane, four);
-                if (j >= LAST / 8) lay_out(written + OUT_BYTES, j - LAST / 8, lane, four);
-            }
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            named_sync(1 + group, 128);
-            if (storing) {
-                const Place place = place_of(tile, t_tiles, f_tiles, rank);
-                store_tile(out_map, mine, place.column, place.row + group * 64);
-                store_tile(out_map, mine + OUT_BYTES, place.column + LAST, place.row + group * 64);
-                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            for (int part = 0; part < PARTS; ++part) {
+                if (storing) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                named_sync(1 + group, 128);
+                lay_out(d[part], mine, warp, lane);
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                named_sync(1 + group, 128);
+                if (storing) store(out_map, mine, place.column, place.row + own + part * 64);
             }
         }
         if (storing) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -11,7 +11,14 @@ from bough.kernels.linear.gated_hopper import TILINGS, Tiling, can_serve, gated,
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
-ALL = [*TILINGS, Tiling(128, True, 3, 0, 3), Tiling(112, False, 3, 0, 3), Tiling(96, True, 5, 2, 4)]
+ALL = [
+    *TILINGS,
+    Tiling(128, True, 3, 0, 3),
+    Tiling(112, False, 3, 0, 3),
+    Tiling(96, True, 5, 2, 4),
+    Tiling(96, False, 5, 0, 3, parts=2),
+    Tiling(80, False, 3, 1, 4, parts=2, turns=2),
+]
 
 
 def _reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,8 +45,8 @@ def test_agrees_with_double_precision(tiling: Tiling, features: int, depth: int)
         assert torch.equal(gated(x, weight, tiling), out)
 
 
-@pytest.mark.parametrize("features", [96, 112, 128])
-def test_extreme_gates(features: int) -> None:
+@pytest.mark.parametrize("tiling", TILINGS[:5])
+def test_extreme_gates(tiling: Tiling) -> None:
     """Gates far from zero neither overflow nor lose the sign, and a NaN stays where it is."""
     weight = torch.zeros(2 * 128, 512, dtype=torch.bfloat16, device="cuda")
     weight[:128, 0] = torch.linspace(-200, 200, 128)
@@ -47,7 +54,7 @@ def test_extreme_gates(features: int) -> None:
     x = torch.zeros(300, 512, dtype=torch.bfloat16, device="cuda")
     x[:, :2] = 1.0
     x[7, 5] = float("nan")
-    out = gated(x, weight, Tiling(features))
+    out = gated(x, weight, tiling)
     assert out[7].isnan().all()
     rest = torch.cat([out[:7], out[8:]])
     expected = _reference(x[:1], weight).to(torch.float32)
