@@ -77,14 +77,12 @@ class RowLinear(_Weighted):
         return all_reduce(out_TD, self.mesh) if self.reduce else out_TD
 
     def onto(self, x_TF: Tensor, stream_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For `RMSNorm.add`: (what is added to the stream, the stream), or (their sum, None) where the product makes it.
+        """For `RMSNorm.add`: (what is added to the stream, perhaps in parts, and the stream), or (their sum, None).
 
         The stream may be overwritten.
         """
         if self.mesh.size == 1 and self.bias is None and not self._forward_hooks:  # who watches sees what is added
-            sum_TD = self.matrix.onto(x_TF, stream_TD)
-            if sum_TD is not None:
-                return sum_TD, None
+            return self.matrix.onto(x_TF, stream_TD)
         return self(x_TF), stream_TD
 
 

@@ -30,15 +30,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TD, self.weight, self.eps, offset=self.offset)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual). The stream starts with None."""
+        """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends. The stream starts with None."""
         if residual_TD is None:
             return self(x_TD), x_TD
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps, offset=self.offset)
 
     def last(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> Tensor:
         """The norm at a model's end, for the rows whose logits are wanted only (the last block may have left out others)."""
-        if batch.logits_at is not None and x_TD.shape[0] == batch.ids_T.shape[0]:
-            x_TD = x_TD.index_select(0, batch.logits_at)
+        if batch.logits_at is not None and x_TD.shape[-2] == batch.ids_T.shape[0]:
+            x_TD = x_TD.index_select(-2, batch.logits_at)
             residual_TD = None if residual_TD is None else residual_TD.index_select(0, batch.logits_at)
         return self.add(x_TD, residual_TD)[0]
 

@@ -50,9 +50,10 @@ class Matrix(nn.Module, ABC):
     def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) -> [T, O] in the dtype of x."""
 
-    def onto(self, x_TD: Tensor, stream_TO: Tensor) -> Tensor | None:
-        """stream + x @ weight.T, perhaps in the stream's memory; None, with the stream as it was: add it elsewhere."""
-        return None
+    def onto(self, x_TD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `kernels.linear.linear_onto`."""
+        out_TO: Tensor = self(x_TD)
+        return out_TO, stream_TO
 
     @abstractmethod
     def gated(self, x_TD: Tensor, activation: Activation, bias_O: Tensor | None = None) -> Tensor:

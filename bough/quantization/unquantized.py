@@ -47,7 +47,7 @@ class DenseMatrix(Matrix):
     def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return linear(x_TD, self.weight, bias_O)
 
-    def onto(self, x_TD: Tensor, stream_TO: Tensor) -> Tensor | None:
+    def onto(self, x_TD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         return linear_onto(x_TD, self.weight, stream_TO)
 
     def gated(self, x_TD: Tensor, activation: Activation, bias_O: Tensor | None = None) -> Tensor:

@@ -107,10 +107,14 @@ def _norm(bed: Bed, tokens: int, width: int, dtype: torch.dtype) -> None:
     offset = bed.rng.choice((0.0, 1.0))
     got = same_twice(lambda: norm.rms_norm(x, weight, 1e-5, offset=offset))
     close(got, norm_reference.rms_norm(x, weight, 1e-5, offset=offset), dtype)
-    with poison():
-        sums = norm.add_rms_norm(x, residual, weight, 1e-5, offset=offset)
-    for a, b in zip(sums, norm_reference.add_rms_norm(x, residual, weight, 1e-5, offset=offset), strict=True):
-        close(a, b, dtype)
+    parts = bed.normal(2, tokens, width, dtype=dtype)
+    for added in (x, parts):
+        with poison():
+            sums = norm.add_rms_norm(added, residual, weight, 1e-5, offset=offset)
+        for a, b in zip(sums, norm_reference.add_rms_norm(added, residual, weight, 1e-5, offset=offset), strict=True):
+            close(a, b, dtype)
+    total = parts[0].double() + parts[1].double() + residual.double()
+    close(sums[1], total.to(dtype), dtype)
 
 
 def activation_cases(bed: Bed) -> Cases:

@@ -19,12 +19,12 @@ def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Ten
     return out
 
 
-def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> Tensor | None:
-    """stream + x @ weight.T, where the product can take the addition along; it may use the stream's memory.
+def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x @ weight.T for `add_rms_norm`: (what is added to the stream, the stream), or (their sum, None).
 
-    None, with the stream as it was, where a product and an addition in the norm after it take no longer.
+    What is added is [T, O], or [P, T, O] of several addends. The sum may be made in the stream's memory.
     """
-    out: Tensor | None = _IMPLEMENTATIONS.pick("linear_onto", x_TD.device)(x_TD, weight_OD, stream_TO)
+    out: tuple[Tensor, Tensor | None] = _IMPLEMENTATIONS.pick("linear_onto", x_TD.device)(x_TD, weight_OD, stream_TO)
     return out
 
 

@@ -12,8 +12,8 @@ def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Ten
     return F.linear(x_TD, weight_OD, bias_O)
 
 
-def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> Tensor | None:
-    return None
+def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+    return linear(x_TD, weight_OD), stream_TO
 
 
 def linear_silu_mul(x_TD: Tensor, weight_2FD: Tensor) -> Tensor:

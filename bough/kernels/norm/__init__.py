@@ -21,7 +21,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0)
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype once, before it is normalised."""
+    """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype once, before it is normalised.
+
+    x may have a dimension more in front than the residual: several addends.
+    """
     out: tuple[Tensor, Tensor] = _IMPLEMENTATIONS.pick("add_rms_norm", x_TD.device)(
         x_TD, residual_TD, weight_D, eps, offset=offset
     )

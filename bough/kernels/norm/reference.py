@@ -15,5 +15,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0)
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    total = (x_TD.float() + residual_TD.float()).to(x_TD.dtype)
+    added = x_TD.float() if x_TD.dim() == residual_TD.dim() else x_TD.float().sum(0)
+    total = (added + residual_TD.float()).to(x_TD.dtype)
     return rms_norm(total, weight_D, eps, offset=offset), total

@@ -19,10 +19,12 @@ def _norm_kernel(
     out,
     total,
     x_stride,
+    x_part_stride,
     residual_stride,
     eps,
     offset,
     D: tl.constexpr,
+    PARTS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -34,6 +36,8 @@ def _norm_kernel(
     w = tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
     value = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + part * x_part_stride + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -58,16 +62,19 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0)
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
+    parts = x_TD.shape[0] if x_TD.dim() > residual_TD.dim() else 1
     x, residual = _rows(x_TD), _rows(residual_TD)
-    out, total = (torch.empty(x_TD.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch(x, residual, weight_D, out, total, eps, offset, add=True)
+    out, total = (torch.empty(residual_TD.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch(x, residual, weight_D, out, total, eps, offset, add=True, parts=parts)
     return out, total
 
 
 def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, offset: float, *, add: bool
-) -> None:
-    rows, width = x.shape
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, offset: float, *,
+    add: bool, parts: int = 1,
+) -> None:  # fmt: skip
+    """`x` has the rows of all parts, one part after the other."""
+    rows, width = residual.shape
     if rows == 0:
         return
     block = power_of_two(width)
@@ -78,10 +85,12 @@ def _launch(
         out,
         total,
         x.stride(0),
+        rows * x.stride(0),
         residual.stride(0),
         eps,
         offset,
         D=width,
+        PARTS=parts,
         ADD=add,
         BLOCK=block,
         num_warps=warps_for(block),

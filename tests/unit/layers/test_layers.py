@@ -74,18 +74,23 @@ def test_row_shares_summed(size: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("made", ["addend", "parts", "sum"])
 def test_a_product_onto_the_stream_gives_the_norm_the_sum(
-    adds: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    made: str, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, norm = RowLinear(8, 6, ALONE, bias=bias), RMSNorm(6, 1e-5, ALONE)
     weight, x, stream, scale = torch.randn(6, 8), torch.randn(3, 8), torch.randn(3, 6), torch.randn(6)
     fill(layer, weight=weight, **({"bias": torch.ones(6)} if bias else {}))
     fill(norm, weight=scale)
     expected = stream + x @ weight.T + bias
-    monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: stream.addmm_(x, weight.T) if adds else None)
+    if made == "sum":
+        monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: (stream.addmm_(x, weight.T), None))
+    if made == "parts":
+        cut = (slice(4), slice(4, 8))
+        parts = torch.stack([x[:, part] @ weight[:, part].T for part in cut])
+        monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: (parts, stream))
     pair = layer.onto(x, stream)
-    assert (pair[1] is None) == (adds and not bias), "a bias is added with the product, before the stream"
+    assert (pair[1] is None) == (made == "sum" and not bias), "a bias is added with the product, before the stream"
     normed, total = norm.add(*pair)
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(expected, (6,), scale, 1e-5))
@@ -95,7 +100,7 @@ def test_who_watches_a_product_sees_what_it_adds(monkeypatch: pytest.MonkeyPatch
     layer, seen = RowLinear(8, 6, ALONE), []
     weight, x, stream = torch.randn(6, 8), torch.randn(3, 8), torch.zeros(3, 6)
     fill(layer, weight=weight)
-    monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: stream.addmm_(x, weight.T))
+    monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: (stream.addmm_(x, weight.T), None))
     handle = layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
     assert layer.onto(x, stream)[1] is stream
     handle.remove()
