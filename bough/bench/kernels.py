@@ -173,7 +173,9 @@ def _short(config: dict[str, int | bool]) -> str:
     return ",".join(str(int(value)) for value in config.values())
 
 
+DECODES = ("FEW_DECODE", "DECODE", "MANY_DECODE")
 DECODE_SHAPES = (
+    Shape(16, 64, 2, 2, 4),
     Shape(16, 64, 4, 3, 2),
     Shape(16, 64, 4, 3, 3),
     Shape(16, 64, 4, 2, 3),
@@ -198,7 +200,7 @@ def bench_decode() -> Report:
             setup = decode_inputs(batch, low, high, page_size, LLAMA_8B, cuda(), copies=8 if batch < 16 else 1)
             timed: dict[Shape, float] = {}
             for shape in DECODE_SHAPES if batch in (1, 256) else DECODE_SHAPES[:3]:
-                timed[shape] = _with_shape("DECODE", shape, setup.layers)
+                timed[shape] = _with_shape(DECODES, shape, setup.layers)
             best = min(timed, key=lambda shape: timed[shape])
             note = " ".join(f"{_short(asdict(shape))}:{us:.1f}" for shape, us in timed.items())
             case = f"decode {batch} x {low}-{high} page {page_size}"
@@ -208,14 +210,16 @@ def bench_decode() -> Report:
             yield Row("decode", f"{case}, with rotation", own, floor, portable, "portable kernels as the reference")
 
 
-def _with_shape(name: str, shape: Shape, layers: Callable[[], list[Callable[[], object]]]) -> float:
-    """Times a decode with one of the backend's shapes replaced."""
-    before = vars(triton_backend)[name]
-    setattr(triton_backend, name, shape)
+def _with_shape(names: Sequence[str], shape: Shape, layers: Callable[[], list[Callable[[], object]]]) -> float:
+    """Times a step with some of the backend's shapes replaced."""
+    before = {name: vars(triton_backend)[name] for name in names}
+    for name in names:
+        setattr(triton_backend, name, shape)
     try:
         return time_us(layers())
     finally:
-        setattr(triton_backend, name, before)
+        for name in names:
+            setattr(triton_backend, name, before[name])
 
 
 PREFILL_SHAPES = (
@@ -238,7 +242,7 @@ def bench_prefill() -> Report:
     for page_size in (64, 16):
         for name, rows in cases:
             setup = extend_inputs(rows, page_size, LLAMA_8B, cuda())
-            timed = {shape: _with_shape("PREFILL", shape, setup.layers) for shape in PREFILL_SHAPES}
+            timed = {shape: _with_shape(["PREFILL"], shape, setup.layers) for shape in PREFILL_SHAPES}
             best = min(timed, key=lambda shape: timed[shape])
             floor = setup.flops / MATRIX_RATE * 1e6
             note = " ".join(f"{_short(asdict(shape))}:{us:.0f}" for shape, us in timed.items())
@@ -259,7 +263,7 @@ def bench_shared() -> Report:
     share_prefixes(setup.inputs, groups=8, num_tokens=2048)
     own_bytes = setup.kv_bytes - 504 * 2048 * 4096
     for shape in (Shape(64, 64, 4, 3, 1), Shape(128, 64, 8, 3, 1), Shape(64, 64, 4, 3, 2), Shape(128, 128, 8, 2, 1)):
-        took = _with_shape("SHARED", shape, setup.layers)
+        took = _with_shape(["SHARED"], shape, setup.layers)
         yield Row("shared", f"8 x 64 rows, {_short(asdict(shape))}", took, own_bytes / BANDWIDTH * 1e6, apart)
 
 

@@ -27,6 +27,14 @@ def num_sms(device: torch.device) -> int:
 
 
 @cache
+def shared_bytes_per_sm(device: torch.device) -> int:
+    """Shared memory of a multiprocessor; plenty on the CPU, where the interpreter knows none."""
+    if device.type != "cuda":
+        return 1 << 20
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+
+
+@cache
 def has_pdl(device: torch.device) -> bool:
     facts = facts_of(device.type, device.index)
     return facts.capability >= (9, 0) and torch.version.hip is None

@@ -385,7 +385,7 @@ def _tail(bed: Bed, spec: Layer, dtype: torch.dtype) -> None:
 @contextmanager
 def small_shapes(bed: Bed) -> Iterator[None]:
     """Small blocks on small inputs, so that rows are cut and merged there too."""
-    names = ("DECODE", "EXTEND", "PREFILL", "SHARED")
+    names = ("DECODE", "MANY_DECODE", "EXTEND", "PREFILL", "SHARED")
     before = {name: vars(backend)[name] for name in names}
     try:
         if not bed.large:
