@@ -45,11 +45,35 @@ INLINE void barrier_wait_whole(u32 at, u32 parity) {
       "r"(parity) : "memory");
 }
 
+// How long L2 holds what is fetched or stored with them.
+INLINE u64 held_as_usual() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+INLINE u64 held_shorter() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+INLINE u64 held_longer() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // A tile of the matrix that the map describes, counted by the barrier.
 INLINE void fetch(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
+INLINE void fetch_held(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 held) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(held) : "memory");
 }
 
 // An operand of the tensor cores: rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight, the

@@ -15,7 +15,7 @@
 // and lets the kernel after it do so at once: that one can't read what is written here before it has waited for its end.
 //
 // Set by the door: FEATURES (80, 88, 96, 104, 112 or 128), STAGES, PAIR_ALONG_T, GROUP (pairs' tiles along T before the next
-// features), PARTS, TURNS, LAG.
+// features), PARTS, TURNS, LAG, STREAMED (weights and results pass through L2 without displacing x, which is read again).
 
 #include "hopper.cuh"
 
@@ -55,17 +55,17 @@ INLINE void announce(const TensorMap& map) {
 }
 
 // Into both blocks of the pair, at the same place, counted by the barrier of each.
-INLINE void fetch_for_both(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+INLINE void fetch_for_both(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 held) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3)), "l"(held)
         : "memory");
 }
 
-INLINE void store_tile(const TensorMap& map, u32 from, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
-                 "r"(row), "r"(from)
+INLINE void store_tile(const TensorMap& map, u32 from, int column, int row, u64 held) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(&map),
+                 "r"(column), "r"(row), "r"(from), "l"(held)
                  : "memory");
 }
 
@@ -191,8 +191,9 @@ INLINE void lay_out(const float (&d)[RESULTS], u32 to, u32 warp, u32 lane) {
 }
 
 INLINE void store(const TensorMap& map, u32 from, int column, int row) {
-    store_tile(map, from, column, row);
-    if (!PLAIN_ROWS) store_tile(map, from + OUT_BYTES, column + LAST, row);
+    const u64 held = STREAMED ? held_shorter() : held_as_usual();
+    store_tile(map, from, column, row, held);
+    if (!PLAIN_ROWS) store_tile(map, from + OUT_BYTES, column + LAST, row, held);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
@@ -251,24 +252,26 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     if (group == CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == CONSUMERS * 128) {
+            const u64 x_held = STREAMED ? held_longer() : held_as_usual(), weight_held = STREAMED ? held_shorter() : held_as_usual();
             const auto fetch_weight = [&](Place place, int step, u32 stage) {
                 const u32 gate = ring + stage * STAGE_BYTES + X_BYTES, up = gate + HALF_BYTES, arrived = full + stage * 8;
                 const int k = step * BLOCK_K;
                 barrier_expect(arrived, STAGE_BYTES);
                 if (PAIR_ALONG_T) {
-                    fetch_for_both(rank ? up : gate, weight_map, k, place.column + (rank ? features : 0), arrived);
+                    const int column = place.column + (rank ? features : 0);
+                    fetch_for_both(rank ? up : gate, weight_map, k, column, arrived, weight_held);
                 } else {
-                    fetch(gate, weight_map, k, place.column, arrived);
-                    fetch(up, weight_map, k, place.column + features, arrived);
+                    fetch_held(gate, weight_map, k, place.column, arrived, weight_held);
+                    fetch_held(up, weight_map, k, place.column + features, arrived, weight_held);
                 }
             };
             const auto fetch_x = [&](Place place, int step, u32 stage) {
                 const u32 x = ring + stage * STAGE_BYTES, arrived = full + stage * 8;
                 const u32 half = rank * (BLOCK_T / 2);
                 if (PAIR_ALONG_T)
-                    fetch(x, x_map, step * BLOCK_K, place.row, arrived);
+                    fetch_held(x, x_map, step * BLOCK_K, place.row, arrived, x_held);
                 else
-                    fetch_for_both(x + half * ROW, x_map, step * BLOCK_K, place.row + half, arrived);
+                    fetch_for_both(x + half * ROW, x_map, step * BLOCK_K, place.row + half, arrived, x_held);
             };
             Place place = place_of(pair, t_tiles, f_tiles, rank);
             for (u32 stage = 0; stage < STAGES; ++stage) fetch_weight(place, stage, stage);

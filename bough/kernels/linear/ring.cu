@@ -20,13 +20,6 @@ constexpr int STAGE_BYTES = BOXES * (HALVES * W_BOX + X_BOX);
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int REGS = BLOCK_T / 2;
 
-INLINE void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"((u64)map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
 #if FP16
 #define TYPES "f32.f16.f16"
 #else
@@ -100,9 +93,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
 
   if (threadIdx.x >= WORKERS) {
     if (threadIdx.x > WORKERS) return;
-    u64 once, often;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    const u64 once = held_shorter(), often = held_longer();
     auto ask_weight = [&](int slot) {
       const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
       barrier_expect(barrier, STAGE_BYTES);
@@ -110,12 +101,12 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
       for (int half = 0; half < HALVES; half++)
 #pragma unroll
         for (int box = 0; box < BOXES; box++)
-          copy_tile(to + (half * BOXES + box) * W_BOX, &weight, k + 64 * box, half * rows + tile * BLOCK_N, barrier, once);
+          fetch_held(to + (half * BOXES + box) * W_BOX, weight, k + 64 * box, half * rows + tile * BLOCK_N, barrier, once);
     };
     auto ask_x = [&](int slot, int column) {
       const u32 to = stages + slot * STAGE_BYTES + HALVES * BOXES * W_BOX;
 #pragma unroll
-      for (int box = 0; box < BOXES; box++) copy_tile(to + box * X_BOX, &x, column + 64 * box, 0, full + 8 * slot, often);
+      for (int box = 0; box < BOXES; box++) fetch_held(to + box * X_BOX, x, column + 64 * box, 0, full + 8 * slot, often);
     };
     auto advance = [&] {
       k += BLOCK_K;

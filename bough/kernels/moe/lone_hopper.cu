@@ -196,8 +196,7 @@ struct Pairs {
 };
 
 INLINE void feed(const Inputs& in, Pairs& pairs, u32 slots, u32 full, u32 empty) {
-  u64 once;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  const u64 once = held_shorter();
   const int lane = threadIdx.x % 32, all = in.tokens * in.per_token;
   Share share(blockIdx.x, gridDim.x, all);  // its divisions needn't wait
   wait_for_kernel_before();

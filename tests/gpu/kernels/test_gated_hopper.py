@@ -17,7 +17,7 @@ ALL = [
     Tiling(112, False, 3, 0, 3),
     Tiling(96, True, 5, 2, 4),
     Tiling(96, False, 5, 0, 3, parts=2),
-    Tiling(80, False, 3, 1, 4, parts=2, turns=2),
+    Tiling(80, False, 3, 1, 4, parts=2, turns=2, streamed=True),
 ]
 
 
