@@ -128,7 +128,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         "cuda_graph": device.cuda_graph,
         "custom_kernels": device.custom_kernels,
     }
-    for name, switched_off in switch_offs(config, machine).items():
+    for name, switched_off in switch_offs(config, machine, backend).items():
         if switches[name]:
             switches[name] = False
             decisions[name] = Decision(False, switched_off)
@@ -284,11 +284,13 @@ def one_at_a_time(config: Config) -> tuple[Config, dict[str, Decision[object]]]:
     ), decisions
 
 
-def switch_offs(config: Config, machine: MachineFacts) -> dict[str, str]:
+def switch_offs(config: Config, machine: MachineFacts, backend: str) -> dict[str, str]:
     """Settings that are turned off whatever was asked, and why."""
     off: dict[str, str] = {}
     if config.device.safe_mode:
         off = dict.fromkeys(("overlap_schedule", "cuda_graph", "custom_kernels"), "--safe-mode")
+    if backend == "torch":
+        off.setdefault("cuda_graph", "torch attention looks at lengths on the host, which no graph can")
     if machine.device == "cpu":
         off["cuda_graph"] = "a CPU has no CUDA graphs"
         off.setdefault(

@@ -132,6 +132,18 @@ def test_safe_mode_switches_off() -> None:
     assert resolved.decisions["overlap_schedule"].because == "--safe-mode"
 
 
+@pytest.mark.parametrize(
+    ("given", "machine"),
+    [({"attention_backend": "torch"}, H200), ({}, replace(H200, attention_backends=("torch",)))],
+    ids=["asked for", "none other here"],
+)
+def test_torch_attention_gets_no_graphs(given: dict[str, str], machine: MachineFacts) -> None:
+    """It reads lengths back, which ends a graph's capture, and the engine with it."""
+    resolved = resolve(config(**given), machine, LLAMA)
+    assert flat(resolved.config)["cuda_graph"] is False
+    assert "torch attention" in resolved.decisions["cuda_graph"].because
+
+
 def test_old_gpus_get_float16() -> None:
     old = replace(H200, arch="sm75", has_bfloat16=False, attention_backends=("triton", "torch"))
     assert resolve(config(), old, LLAMA).config.model.dtype == "float16"
