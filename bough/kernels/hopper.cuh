@@ -46,11 +46,6 @@ INLINE void barrier_wait_whole(u32 at, u32 parity) {
 }
 
 // How long L2 holds what is fetched or stored with them.
-INLINE u64 held_as_usual() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 INLINE u64 held_shorter() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

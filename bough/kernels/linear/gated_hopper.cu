@@ -54,19 +54,36 @@ INLINE void announce(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Into both blocks of the pair, at the same place, counted by the barrier of each.
-INLINE void fetch_for_both(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 held) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3)), "l"(held)
-        : "memory");
+// `held`: how long L2 shall hold it, where STREAMED.
+INLINE void fetch_alone(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 held) {
+    if (STREAMED)
+        fetch_held(to, map, column, row, barrier, held);
+    else
+        fetch(to, map, column, row, barrier);
 }
 
-INLINE void store_tile(const TensorMap& map, u32 from, int column, int row, u64 held) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(&map),
-                 "r"(column), "r"(row), "r"(from), "l"(held)
-                 : "memory");
+// Into both blocks of the pair, at the same place, counted by the barrier of each.
+INLINE void fetch_for_both(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 held) {
+#define INTO_BOTH "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+    const unsigned short both = 3;
+    if (STREAMED)
+        asm volatile(INTO_BOTH ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(&map), "r"(column),
+                     "r"(row), "r"(barrier), "h"(both), "l"(held)
+                     : "memory");
+    else
+        asm volatile(INTO_BOTH " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier),
+                     "h"(both)
+                     : "memory");
+}
+
+INLINE void store_tile(const TensorMap& map, u32 from, int column, int row) {
+#define STORED "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
+    if (STREAMED)
+        asm volatile(STORED ".L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(&map), "r"(column), "r"(row), "r"(from),
+                     "l"(held_shorter())
+                     : "memory");
+    else
+        asm volatile(STORED " [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column), "r"(row), "r"(from) : "memory");
 }
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -191,9 +208,8 @@ INLINE void lay_out(const float (&d)[RESULTS], u32 to, u32 warp, u32 lane) {
 }
 
 INLINE void store(const TensorMap& map, u32 from, int column, int row) {
-    const u64 held = STREAMED ? held_shorter() : held_as_usual();
-    store_tile(map, from, column, row, held);
-    if (!PLAIN_ROWS) store_tile(map, from + OUT_BYTES, column + LAST, row, held);
+    store_tile(map, from, column, row);
+    if (!PLAIN_ROWS) store_tile(map, from + OUT_BYTES, column + LAST, row);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
@@ -252,7 +268,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     if (group == CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == CONSUMERS * 128) {
-            const u64 x_held = STREAMED ? held_longer() : held_as_usual(), weight_held = STREAMED ? held_shorter() : held_as_usual();
+            const u64 x_held = held_longer(), weight_held = held_shorter();
             const auto fetch_weight = [&](Place place, int step, u32 stage) {
                 const u32 gate = ring + stage * STAGE_BYTES + X_BYTES, up = gate + HALF_BYTES, arrived = full + stage * 8;
                 const int k = step * BLOCK_K;
@@ -261,15 +277,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                     const int column = place.column + (rank ? features : 0);
                     fetch_for_both(rank ? up : gate, weight_map, k, column, arrived, weight_held);
                 } else {
-                    fetch_held(gate, weight_map, k, place.column, arrived, weight_held);
-                    fetch_held(up, weight_map, k, place.column + features, arrived, weight_held);
+                    fetch_alone(gate, weight_map, k, place.column, arrived, weight_held);
+                    fetch_alone(up, weight_map, k, place.column + features, arrived, weight_held);
                 }
             };
             const auto fetch_x = [&](Place place, int step, u32 stage) {
                 const u32 x = ring + stage * STAGE_BYTES, arrived = full + stage * 8;
                 const u32 half = rank * (BLOCK_T / 2);
                 if (PAIR_ALONG_T)
-                    fetch_held(x, x_map, step * BLOCK_K, place.row, arrived, x_held);
+                    fetch_alone(x, x_map, step * BLOCK_K, place.row, arrived, x_held);
                 else
                     fetch_for_both(x + half * ROW, x_map, step * BLOCK_K, place.row + half, arrived, x_held);
             };
