@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Ids
@@ -46,7 +45,7 @@ def after_reasoning(sampling: SamplingParams) -> SamplingParams:
     """The same parameters, with a constraint (if there is one) that waits for the end of the reasoning."""
     if sampling.grammar is None:
         return sampling
-    return structs.replace(sampling, grammar=structs.replace(sampling.grammar, after_reasoning=True))
+    return replace(sampling, grammar=replace(sampling.grammar, after_reasoning=True))
 
 
 def with_reasoning(request: Request, served: Served, budget: int = -1) -> Request:

@@ -8,10 +8,10 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from bough.core.errors import BoughError, Conflict, DeadlineExceeded, InvalidRequest, Unavailable
 from bough.core.messages import (

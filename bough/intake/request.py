@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct
 
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Ids, LogprobSpec
@@ -19,13 +20,12 @@ _PIECE_IDS = 16_384
 """Token ids of a batch that are checked before they are sent: enough for an engine's first step or two."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """What a client wants, once its words are understood. `n` of the sampling parameters makes that many streams."""
 
     prompt: str | Sequence[int] | Ids
     """Text (for chats: already rendered) or token ids."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = SamplingParams()
     room: Room = "exact"
     rid: str = ""
     """The client's name for it; made if empty."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 
 from bough.core.errors import Conflict, InvalidRequest, NotFound
 from bough.core.messages import Ids, unpack_ids
@@ -27,8 +28,7 @@ TIMEOUT_S: Final = 3600.0
 _NOTHING: Final = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionParams:
+class SessionParams(Struct, frozen=True, kw_only=True):
     """Where in a session a request stands."""
 
     id: str

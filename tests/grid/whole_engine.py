@@ -7,7 +7,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,7 +212,7 @@ def _reasoning(request: Request, thinking: Mapping[str, Any] | None) -> Request:
     if sampling.grammar is not None:
         later = msgspec.structs.replace(sampling.grammar, after_reasoning=True)
         sampling = msgspec.structs.replace(sampling, grammar=later)
-    return replace(
+    return msgspec.structs.replace(
         request,
         sampling=sampling,
         reasoning_end=tuple(thinking["end"]),
@@ -319,7 +319,7 @@ class WholeEngine:
         `follows` names a request without output that it goes on from."""
         native = {name: value for name, value in fields.items() if name not in ("thinking", "follows")}
         requests = [_reasoning(each, fields.get("thinking")) for each in native_batch(native).requests]
-        requests = [replace(each, follows=fields.get("follows", "")) for each in requests]
+        requests = [msgspec.structs.replace(each, follows=fields.get("follows", "")) for each in requests]
         made = []
         streams_of = self.aio.run_until_complete(self.intake.submit_batch(requests))
         for request, streams in zip(requests, streams_of, strict=True):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
+from msgspec.structs import replace
 
 from bough.core.errors import BoughError, InvalidRequest
 from bough.core.messages import Delta, End, TokenLogprobs, unpack_ids

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -89,7 +89,7 @@ def generate(service: Service) -> Handler:
             )
             for each in batch.requests
         ]
-        batch = replace(batch, requests=[with_reasoning(each, service.served) for each in placed])
+        batch = NativeBatch([with_reasoning(each, service.served) for each in placed], batch.single, batch.stream)
         if batch.stream:
             return EventReply(_events(service, batch), body.headers())
         answers = await while_connected(_answers(service, batch), request.receive)

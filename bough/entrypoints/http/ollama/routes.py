@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 

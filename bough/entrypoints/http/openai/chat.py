@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 

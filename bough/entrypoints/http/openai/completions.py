@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
