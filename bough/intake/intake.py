@@ -42,6 +42,7 @@ from bough.intake.compose import compose, for_answer, text_spec
 from bough.intake.gate import Gate, IntakeStats, Place, estimate_tokens
 from bough.intake.joins import Joins
 from bough.intake.limits import Limits
+from bough.intake.names import random_name
 from bough.intake.prepare import Preparer, goes_on_from_join
 from bough.intake.request import Request, pieces
 from bough.intake.sessions import SessionParams, Sessions, Turn
@@ -317,7 +318,7 @@ class Intake:
         """Begins a beam search: its steps are requests of their own, its answers come all at once."""
         stops = frozenset([*(() if sampling.ignore_eos else self._eos_ids), *sampling.stop_token_ids])
         beams.check(request, sampling, len(stops))
-        rid = request.rid or secrets.token_hex(16)
+        rid = request.rid or random_name()
         held = [places.pop(0) for _ in range(min(len(places), sampling.beam_width))]
         search = beams.BeamSearch(
             width=sampling.beam_width,
@@ -385,7 +386,7 @@ class Intake:
         metered: bool = True,
     ) -> list[Stream]:
         """The request's streams; what is to be sent for them is put to `outgoing`."""
-        rid = request.rid or secrets.token_hex(16)
+        rid = request.rid or random_name()
         turn = None
         namespace = request.namespace
         if request.session is not None and goes_on_from_join(request):

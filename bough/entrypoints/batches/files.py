@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -14,6 +13,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from bough.core.errors import InvalidRequest, NotFound
+from bough.intake.names import random_name
 from bough.platform.whole_file import write_whole
 
 MAX_FILE_BYTES: Final = 200 * 1024 * 1024
@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def new_file_id() -> str:
-    return f"file-{uuid.uuid4().hex}"
+    return f"file-{random_name()}"
 
 
 class StoredFile(msgspec.Struct, kw_only=True):

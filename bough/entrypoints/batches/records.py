@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import time
-import uuid
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,6 +14,7 @@ import msgspec
 
 from bough.core.errors import InvalidRequest, NotFound
 from bough.entrypoints.batches.files import StoredFile
+from bough.intake.names import random_name
 from bough.platform.whole_file import write_whole
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class BatchStore:
             )
         now = int(time.time())
         batch = Batch(
-            id=f"batch_{uuid.uuid4().hex}",
+            id=f"batch_{random_name()}",
             endpoint=endpoint,
             input_file_id=source.id,
             created_at=now,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from bough.entrypoints.grpc.guard import tenant_of
 from bough.entrypoints.service import Service
 from bough.intake import Request
 from bough.intake.endings import failure
+from bough.intake.names import random_name
 
 _MOST_AT_ONCE = BOUNDS["grpc_requests"].most
 """Requests under way over one stream, and news that wait for the client to read them."""
@@ -95,7 +95,7 @@ class Exchange:
                 await self._news.put(None)
 
     async def _start(self, message: pb.GenerateRequest) -> None:
-        message.rid = message.rid or uuid.uuid4().hex
+        message.rid = message.rid or random_name()
         rid = message.rid
         if rid in self._tasks or len(self._tasks) >= _MOST_AT_ONCE:
             error = InvalidRequest(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from bough.entrypoints.http.paging import page
 from bough.entrypoints.http.replies import json_reply, tenant_of
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
+from bough.intake.names import random_name
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def start_batches(service: Service, handlers: Mapping[str, Handler]) -> None:
 async def call_route(handler: Handler, path: str, body: Json, tenant: str) -> tuple[int, str, Json]:
     """A route's answer to a body, as if it had come over HTTP: status, request id, body."""
     raw = msgspec.json.encode(body)
-    request_id = uuid.uuid4().hex
+    request_id = random_name()
     sent = False
 
     async def receive() -> Json:

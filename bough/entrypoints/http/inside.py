@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, MutableMapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.app import mounted
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.service import Service
+from bough.intake.names import random_name
 
 Message = MutableMapping[str, Any]
 Headers = Sequence[tuple[bytes, bytes]]
@@ -34,7 +34,7 @@ async def answers(
     scope: Message = {
         "type": "http", "method": "POST", "path": path, "query_string": b"",
         "headers": [(b"content-type", b"application/json"), *headers],
-        "bough.request_id": uuid.uuid4().hex, "bough.tenant": tenant,
+        "bough.request_id": random_name(), "bough.tenant": tenant,
     }  # fmt: skip
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
     running = asyncio.ensure_future(_run(handler, scope, body, pieces))

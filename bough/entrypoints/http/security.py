@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import lru_cache
 from typing import Any
@@ -19,6 +18,7 @@ from bough.config.concerns import ServerConfig
 from bough.core import bounds
 from bough.core.errors import BoughError, Forbidden, InvalidRequest, Unauthorized
 from bough.entrypoints.http.errors import error_response
+from bough.intake.names import random_name
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -61,7 +61,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = os.urandom(16).hex()
+        request_id = random_name()
         scope["bough.request_id"] = request_id
         id_header = (b"x-request-id", request_id.encode())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from bough.core.messages import (
 from bough.entrypoints.http.errors import error_body
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.intake.endings import failure
+from bough.intake.names import random_name
 from bough.parsers import assemble
 
 Json = dict[str, Any]
@@ -34,7 +34,7 @@ class MessageForm:
 
     chat: ChatForm
     max_tokens: int
-    id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    id: str = field(default_factory=lambda: f"msg_{random_name()}")
 
 
 class MessageBody:

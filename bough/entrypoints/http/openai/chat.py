@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -33,6 +32,7 @@ from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed,
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events, while_connected
 from bough.intake import Request, parse_sampling
+from bough.intake.names import random_name
 from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate
 
@@ -237,7 +237,7 @@ def make_form(
     """How the answers are to look."""
     options = asked.stream_options
     return ChatForm(
-        id=f"chatcmpl-{uuid.uuid4().hex}",
+        id=f"chatcmpl-{random_name()}",
         model=model,
         num_choices=request.sampling.n,
         parsed=bool(request.reasoning_parser or request.tool_parser),

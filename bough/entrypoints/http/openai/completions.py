@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,6 +30,7 @@ from bough.entrypoints.reasoning import budget_of, with_reasoning
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events, while_connected
 from bough.intake import Request, parse_sampling
+from bough.intake.names import random_name
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this route."""
@@ -172,7 +172,7 @@ def make_form(asked: CompletionRequest, requests: list[Request], service: Servic
     """How the answers are to look."""
     options = asked.stream_options
     return CompletionForm(
-        id=f"cmpl-{uuid.uuid4().hex}",
+        id=f"cmpl-{random_name()}",
         model=model,
         num_prompts=len(requests),
         n=asked.n or 1,

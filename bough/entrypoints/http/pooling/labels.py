@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from bough.entrypoints.http.pooling.schema import ClassifyRequest, ModerationReq
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import while_connected
+from bough.intake.names import random_name
 from bough.intake.pooled_native import labelled
 
 
@@ -36,7 +36,7 @@ def classify(service: Service) -> Handler:
         found = await while_connected(work, request.receive)
         return json_reply(
             {
-                "id": f"classify-{uuid.uuid4().hex}",
+                "id": f"classify-{random_name()}",
                 "object": "list",
                 "created": int(time.time()),
                 "model": name,
@@ -64,7 +64,7 @@ def moderations(service: Service) -> Handler:
         found = await while_connected(pooler.classify(texts, options_of(asked, request)), request.receive)
         results = [categories.judge(each.values.tolist()) for each in found]
         return json_reply(
-            {"id": f"modr-{uuid.uuid4().hex}", "model": name, "results": results}, headers=body.headers()
+            {"id": f"modr-{random_name()}", "model": name, "results": results}, headers=body.headers()
         )  # fmt: skip
 
     return handle

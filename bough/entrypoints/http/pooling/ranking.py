@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import while_connected
 from bough.intake import Pooler, PoolOptions
+from bough.intake.names import random_name
 from bough.intake.pooled_native import ranked
 
 
@@ -45,7 +45,7 @@ def rerank(service: Service) -> Handler:
             return json_reply(order, headers=body.headers())
         return json_reply(
             {
-                "id": f"rerank-{uuid.uuid4().hex}",
+                "id": f"rerank-{random_name()}",
                 "object": "rerank",
                 "model": name,
                 "results": [_result(each) for each in order],
@@ -105,7 +105,7 @@ async def _compare(asked: ScoreRequest, pooler: Pooler, name: str, options: Pool
     bounds.count("documents", seconds, "text_2")
     found = await pooler.relevance(list(zip(firsts, seconds, strict=True)), options, instruct=asked.instruct or "")
     return {
-        "id": f"score-{uuid.uuid4().hex}",
+        "id": f"score-{random_name()}",
         "object": "list",
         "created": int(time.time()),
         "model": name,

@@ -6,7 +6,6 @@ Items follow one another: each is added, filled and done before the next. `Growi
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
 from bough.intake.endings import GIVEN_UP, failure
+from bough.intake.names import random_name
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,7 +35,7 @@ def new_response(asked: ResponsesRequest, model: str) -> Json:
     """A response that has not begun."""
     reasoning, text = asked.reasoning, asked.text
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": f"resp_{random_name()}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "queued" if asked.background else "in_progress",
@@ -227,13 +227,13 @@ class Growing:
 def _item(kind: str, **fields: str) -> Json:
     if kind == "message":
         return {
-            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress", "content": [],
+            "id": f"msg_{random_name()}", "type": "message", "role": "assistant", "status": "in_progress", "content": [],
         }  # fmt: skip
     if kind == "reasoning":
         return {
-            "id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress",
+            "id": f"rs_{random_name()}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress",
         }  # fmt: skip
-    return {"id": f"fc_{uuid.uuid4().hex}", "type": kind, "arguments": "", "status": "in_progress", **fields}
+    return {"id": f"fc_{random_name()}", "type": kind, "arguments": "", "status": "in_progress", **fields}
 
 
 def _part(kind: str, text: str, scores: list[Json]) -> Json | None:
