@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Literal
 
 from msgspec import Struct
@@ -79,7 +80,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             ("n", self.n, 1, None),
             ("beam_width", self.beam_width, 1, None),
         ):
-            _in_range(name, value, low, high)
+            if not (low <= value and (high is None or value <= high)):  # what is no number is not in any range
+                limits = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise _bad(name, f"{value}", f"it must be {limits}")
         bounds.at_most("n", self.n, "n")
         bounds.at_most("beam_width", self.beam_width, "beam_width")
         if not 0.0 < self.top_p <= 1.0:
@@ -96,22 +99,15 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             self._check_ids(vocab_size)
 
     def _check_ids(self, vocab_size: int) -> None:
-        groups = (
-            ("logit_bias", tuple(self.logit_bias or ())),
+        for name, ids in (
+            ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("bad_words", tuple(i for word in self.bad_words for i in word)),
-        )
-        for name, ids in groups:
-            bad = [i for i in ids if not 0 <= i < vocab_size]
+            ("bad_words", tuple(chain.from_iterable(self.bad_words))),
+        ):
+            bad = [i for i in ids if not 0 <= i < vocab_size] if ids else []
             if bad:
                 raise _bad(name, f"token id {bad[0]}", f"the vocabulary has ids 0 to {vocab_size - 1}")
-
-
-def _in_range(name: str, value: float, low: float, high: float | None) -> None:
-    if value != value or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise _bad(name, f"{value}", f"it must be {limits}")
 
 
 def _bad(name: str, value: str, why: str) -> InvalidRequest:

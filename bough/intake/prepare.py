@@ -14,7 +14,7 @@ from bough.core.sampling import SamplingParams
 from bough.intake.joins import PREFIX as JOINED, Joins
 from bough.intake.limits import Limits
 from bough.intake.request import Request
-from bough.intake.sessions import Sessions
+from bough.intake.sessions import SessionParams, Sessions
 from bough.tokenizer import TokenizerPool
 
 
@@ -50,7 +50,7 @@ class Preparer:
         """Each request's token ids, those of its session before its own."""
         texts: dict[bool, list[int]] = {True: [], False: []}
         prompts: list[Ids | None] = [None] * len(requests)
-        before = [await self._before(each) for each in requests]
+        before = [None if each.session is None else await self._before(each, each.session) for each in requests]
         for at, request in enumerate(requests):
             if isinstance(request.prompt, str):
                 self._limits.check_text(request.prompt)
@@ -85,13 +85,11 @@ class Preparer:
         words = dict.fromkeys([*fitted.bad_words, *(tuple(ids) for ids in encoded if ids)])
         return msgspec.structs.replace(fitted, bad_words=tuple(words))
 
-    async def _before(self, request: Request) -> Ids | None:
-        """What a session has before the request's own tokens."""
-        if request.session is None:
-            return None
+    async def _before(self, request: Request, session: SessionParams) -> Ids:
+        """What its session has before the request's own tokens."""
         if goes_on_from_join(request):
-            return await self._joins.ids(request.namespace, request.session.id)
-        return self._sessions.prefix(request.session)
+            return await self._joins.ids(request.namespace, session.id)
+        return self._sessions.prefix(session)
 
     def _check_kind(self, request: Request) -> None:
         if self._pools is None or self._pools == bool(request.pool):
