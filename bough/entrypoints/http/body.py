@@ -58,21 +58,29 @@ class PackedBody(InvalidRequest):
     code = "unsupported_content_encoding"
 
 
+def header(request: Request, name: bytes) -> str | None:
+    """The first header of that name, which is given in small letters."""
+    for each, value in request.scope["headers"]:
+        if each == name:
+            return str(value, "latin-1")
+    return None
+
+
 async def read_bytes(request: Request, most: int) -> bytes:
     """The whole body, at most `most` bytes.
 
     A body that is a little too large is read to its end and dropped, so that its client can read the refusal; with one
     that is far too large the connection is closed. Either way no more than `most` bytes are kept.
     """
-    packed = request.headers.get("content-encoding", "")
+    packed = header(request, b"content-encoding")
     if packed and not _PACKINGS.isdisjoint(re.split(r"[\s,]+", packed.lower())):
         raise PackedBody(
             what=f"the body's content-encoding is {packed[:40]!r}",
             why="compressed bodies are not unpacked here",
             fix="send it plain, without content-encoding",
         )
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > most * _PATIENCE:
+    announced = header(request, b"content-length")
+    if announced and announced.isdecimal() and int(announced) > most * _PATIENCE:
         raise too_large(most, close=True)
     chunks: list[bytes] = []
     size = 0
