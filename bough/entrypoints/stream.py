@@ -7,6 +7,7 @@ a broken stream. If it takes long, the stream opens anyway and keep-alive commen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ import msgspec
 from bough.core.errors import BoughError
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Events = AsyncGenerator[bytes, None]
 
@@ -39,38 +39,45 @@ def event(payload: object) -> bytes:
     return b"data: " + _encode(payload) + b"\n\n"
 
 
-async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Runs `work` to its end and returns its result. If the client goes away first, cancels it (which aborts the
-    request it waits for) and raises `ClientGone`. The request's body must have been read."""
-    here = asyncio.current_task()
-    assert here is not None, "a coroutine runs in a task"
-    has_left = is_done = False
+class Client:
+    """Whoever waits for answers: one connection, or a caller inside the process. Use within one event loop."""
 
-    def leave(watcher: asyncio.Future[None]) -> None:
-        nonlocal has_left
-        if not watcher.cancelled() and not is_done:  # it may be called once more although it was removed
-            has_left = True
-            here.cancel()
+    __slots__ = ("_gone", "_waited_for")
 
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    watcher.add_done_callback(leave)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if has_left and not here.uncancel():
-            raise ClientGone from None
-        raise
-    finally:
-        is_done = True
-        watcher.remove_done_callback(leave)
-        watcher.cancel()
+    def __init__(self) -> None:
+        self._gone = False
+        self._waited_for: set[asyncio.Task[Any]] = set()
+
+    def leave(self) -> None:
+        """It has gone away: whatever is done for it ends."""
+        self._gone = True
+        for task in self._waited_for:
+            task.cancel()
+
+    async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` to its end and returns its result. If the client goes away first, cancels it (which aborts the
+        request it waits for) and raises `ClientGone`."""
+        if self._gone:
+            work.close()
+            raise ClientGone
+        here = asyncio.current_task()
+        assert here is not None, "a coroutine runs in a task"
+        self._waited_for.add(here)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._gone and not here.uncancel():
+                raise ClientGone from None
+            raise
+        finally:
+            self._waited_for.discard(here)
 
 
 async def send_events(
     events: Events,
     *,
     headers: list[tuple[bytes, bytes]],
-    receive: Receive,
+    client: Client,
     send: Send,
     failed: Callable[[BaseException], bytes],
     keep_alive_s: float = KEEP_ALIVE_S,
@@ -82,18 +89,13 @@ async def send_events(
     is closed, which aborts its request.
     """
     stream = _Stream(events, headers, send, failed)
-    sender = asyncio.ensure_future(stream.run())
-    gone = asyncio.ensure_future(_disconnected(receive))
     keeper = asyncio.ensure_future(stream.keep_alive(keep_alive_s))
     try:
-        await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
-        if sender.done():
-            sender.result()
+        with contextlib.suppress(ClientGone):
+            await client.wait_for(stream.run())
     finally:
-        for each in (sender, gone, keeper):
-            if not each.done():
-                each.cancel()
-        await asyncio.gather(sender, gone, keeper, return_exceptions=True)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
         await stream.close()
 
 
@@ -145,10 +147,3 @@ class _Stream:
     async def close(self) -> None:
         """Closes the iterator, so that an unfinished request is aborted now and not at the next garbage collection."""
         await self._events.aclose()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return

@@ -18,11 +18,11 @@ from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_jso
 from bough.entrypoints.http.openai.chat import Handler, render
 from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from bough.entrypoints.http.openai.tools import offer
-from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of, within_tenant
+from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of, within_tenant
 from bough.entrypoints.http.security import is_admin
 from bough.entrypoints.reasoning import with_reasoning
 from bough.entrypoints.service import News, Service
-from bough.entrypoints.stream import DONE, Events, event, while_connected
+from bough.entrypoints.stream import DONE, Events, event
 from bough.intake import NativeAnswer, NativeBatch, native_batch
 from bough.intake.endings import failure
 from bough.intake.joins import parse_join
@@ -92,7 +92,7 @@ def generate(service: Service) -> Handler:
         batch = NativeBatch([with_reasoning(each, service.served) for each in placed], batch.single, batch.stream)
         if batch.stream:
             return EventReply(_events(service, batch), body.headers())
-        answers = await while_connected(_answers(service, batch), request.receive)
+        answers = await client_of(request).wait_for(_answers(service, batch))
         return json_reply(answers[0] if batch.one_answer else answers, headers=body.headers())
 
     return handle
@@ -226,7 +226,7 @@ def flush_cache(service: Service) -> Handler:
                 left = give_up - time.monotonic()
                 if left <= 0:
                     raise
-                await while_connected(asyncio.sleep(min(left, _ASK_AGAIN_S)), request.receive)
+                await client_of(request).wait_for(asyncio.sleep(min(left, _ASK_AGAIN_S)))
 
     return handle
 

@@ -15,6 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from bough.core.bounds import BOUNDS
 from bough.core.errors import BoughError, InvalidRequest
 from bough.entrypoints.http.errors import error_response
+from bough.entrypoints.http.replies import CLIENT
+from bough.entrypoints.stream import Client
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
@@ -56,6 +58,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """What is being received: a head, a body, or nothing."""
         self._head_bytes = 0
         self._body_bytes = 0
+        self._client = Client()
 
     # -- the transport's side --------------------------------------------------------------------------------------
 
@@ -66,6 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         super().connection_lost(exc)
+        self._client.leave()
 
     def data_received(self, data: bytes) -> None:
         if self._part != "body":
@@ -91,6 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._part = "head"
+        self.scope[CLIENT] = self._client  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -106,6 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._part = ""
         super().on_message_complete()
+        if not self.pipeline:
+            self.flow.resume_reading()  # a large body has paused it, and the client's end must not go unread
 
     # -- time ------------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bough.core.errors import InvalidRequest
+from bough.entrypoints.http.body import header
 from bough.entrypoints.http.errors import error_event
-from bough.entrypoints.stream import KEEP_ALIVE_S, Events, send_events
+from bough.entrypoints.stream import KEEP_ALIVE_S, Client, Events, send_events
 
 _encode = msgspec.json.Encoder().encode
 _LONGEST_S = 864_000.0
+CLIENT = "bough.client"
+"""Where a request's scope has its `Client`."""
 
 
 def json_reply(payload: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -44,7 +47,7 @@ class EventReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_events(
-            self._events, headers=self.raw_headers, receive=receive, send=send,
+            self._events, headers=self.raw_headers, client=_client(scope), send=send,
             failed=lambda error: self._failed(error, Request(scope).url.path), keep_alive_s=self.keep_alive_s,
         )  # fmt: skip
 
@@ -60,8 +63,8 @@ def deadline_of(request: Request, field_ms: float | None = None) -> float:
     """Time (time.monotonic()) by which the client wants its answer, or 0: `x-deadline-ms` or `x-request-timeout-s` among the
     headers, or the body's `deadline_ms`; the earliest counts. Raises `InvalidRequest` for what is no time."""
     given = {
-        "x-deadline-ms": (request.headers.get("x-deadline-ms"), 1e-3),
-        "x-request-timeout-s": (request.headers.get("x-request-timeout-s"), 1.0),
+        "x-deadline-ms": (header(request, b"x-deadline-ms"), 1e-3),
+        "x-request-timeout-s": (header(request, b"x-request-timeout-s"), 1.0),
         "deadline_ms": (field_ms, 1e-3),
     }
     seconds = [_seconds(name, value, unit) for name, (value, unit) in given.items() if value is not None]
@@ -81,6 +84,17 @@ def _seconds(name: str, value: str | float, unit: float) -> float:
             param=name,
         )
     return seconds
+
+
+def client_of(request: Request) -> Client:
+    """Who waits for the answer."""
+    return _client(request.scope)
+
+
+def _client(scope: Scope) -> Client:
+    """The connection's; whoever calls a route from inside cancels the call instead of leaving."""
+    client: Client | None = scope.get(CLIENT)
+    return client or Client()
 
 
 def tenant_of(request: Request) -> str:

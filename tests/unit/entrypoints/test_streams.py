@@ -15,7 +15,7 @@ from scripted_server import FakeServer, endless, serving, wait_until
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.errors import error_event
 from bough.entrypoints.http.server import Front
-from bough.entrypoints.stream import KEEP_ALIVE, ClientGone, send_events, while_connected
+from bough.entrypoints.stream import KEEP_ALIVE, Client, ClientGone, send_events
 
 
 class Wire:
@@ -23,13 +23,12 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
-        self.gone = asyncio.Event()
+        self.client = Client()
         self.spoken = asyncio.Event()
         """Something of the body was sent."""
 
     async def receive(self) -> dict[str, Any]:
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
+        raise AssertionError("there is no body")
 
     async def send(self, message: Any) -> None:
         self.sent.append(dict(message))
@@ -45,7 +44,7 @@ async def deliver(wire: Wire, events: AsyncGenerator[bytes, None], keep_alive_s:
     await send_events(
         events,
         headers=[],
-        receive=wire.receive,
+        client=wire.client,
         send=wire.send,
         failed=lambda error: error_event(error, "/generate"),
         keep_alive_s=keep_alive_s,
@@ -113,7 +112,7 @@ async def test_a_client_that_goes_closes_the_source() -> None:
     wire = Wire()
     task = asyncio.ensure_future(deliver(wire, events()))
     await asyncio.wait_for(wire.spoken.wait(), 30)
-    wire.gone.set()
+    wire.client.leave()
     await asyncio.wait_for(task, 30)
     assert closed.is_set()
 
@@ -129,33 +128,48 @@ async def test_work_is_cancelled_when_nobody_waits() -> None:
             cancelled.set()
             raise
 
-    wire = Wire()
-    task = asyncio.ensure_future(while_connected(work(), wire.receive))
+    client = Client()
+    task = asyncio.ensure_future(client.wait_for(work()))
     await asyncio.wait_for(begun.wait(), 30)
-    wire.gone.set()
+    client.leave()
     with pytest.raises(ClientGone):
         await asyncio.wait_for(task, 30)
     assert cancelled.is_set()
 
 
 async def test_a_client_that_goes_in_the_moment_of_the_answer_ends_nothing_else() -> None:
+    client = Client()
     loop = asyncio.get_running_loop()
-    answered, gone = loop.create_future(), loop.create_future()
-
-    async def receive() -> dict[str, Any]:
-        await gone
-        return {"type": "http.disconnect"}
+    answered = loop.create_future()
 
     async def work() -> int:
         return int(await answered)
 
     def both() -> None:
-        gone.set_result(None)
         answered.set_result(7)
+        client.leave()
 
     loop.call_later(0.01, both)
-    assert await while_connected(work(), receive) == 7
+    with pytest.raises(ClientGone):
+        await client.wait_for(work())
     await asyncio.sleep(0.01)  # what a handler does next: it is not cancelled for a client that it needs no more
+
+
+async def test_nothing_is_begun_for_a_client_that_has_gone() -> None:
+    client = Client()
+    client.leave()
+    with pytest.raises(ClientGone):
+        await client.wait_for(asyncio.sleep(60))
+
+
+async def test_whoever_cancels_the_work_cancels_it_though_the_client_goes_too() -> None:
+    client = Client()
+    task = asyncio.ensure_future(client.wait_for(asyncio.sleep(60)))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    client.leave()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def leave_early(running: FakeServer, path: str, body: dict[str, Any], n: int) -> None:
@@ -185,6 +199,15 @@ def test_disconnecting_aborts(path: str, stream: bool, n: int) -> None:
         leave_early(running, path, body, n)
         wait_until(lambda: running.service.intake.num_live == running.service.admission.requests == 0)
         assert len(running.engine.aborted) == n
+
+
+def test_a_client_with_a_long_body_is_seen_to_leave() -> None:
+    with serving(endless()) as running:
+        leave_early(
+            running, "/generate", {"stream": False, "text": "word " * 500, "rid": "a", "extra": "x" * 500_000}, 1
+        )
+        wait_until(lambda: running.service.intake.num_live == 0)
+        assert len(running.engine.aborted) == 1
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(server: FakeServer) -> None:

@@ -16,9 +16,9 @@ from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request, render
 from bough.entrypoints.http.openai.fields import namespace_of, served_name
 from bough.entrypoints.http.openai.tools import offer
-from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import Events, while_connected
+from bough.entrypoints.stream import Events
 from bough.intake import Request
 
 
@@ -42,7 +42,7 @@ def messages(service: Service) -> Handler:
         form = MessageForm(chat=chat_form, max_tokens=asked.max_tokens)
         if asked.stream:
             return EventReply(_events(service, job, form), body.headers(), failed=error_event)
-        answer = await while_connected(_answer(service, job, form), request.receive)
+        answer = await client_of(request).wait_for(_answer(service, job, form))
         return json_reply(answer, headers=body.headers())
 
     return handle

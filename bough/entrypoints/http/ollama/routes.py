@@ -25,9 +25,9 @@ from bough.entrypoints.http.ollama.schema import (
 )
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
 from bough.entrypoints.http.openai.schema import ChatRequest
-from bough.entrypoints.http.replies import LinesReply, deadline_of, json_reply, tenant_of, within_tenant
+from bough.entrypoints.http.replies import LinesReply, client_of, deadline_of, json_reply, tenant_of, within_tenant
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import Events, while_connected
+from bough.entrypoints.stream import Events
 from bough.intake import Request
 
 Json = dict[str, Any]
@@ -94,7 +94,7 @@ async def _run(
     answer = OllamaAnswer(kind, form, model)
     if asked.stream:
         return LinesReply(_lines(service, job, answer), body.headers(), failed=error_line)
-    whole = await while_connected(_whole(service, job, answer), request.receive)
+    whole = await client_of(request).wait_for(_whole(service, job, answer))
     return json_reply(whole, headers=body.headers())
 
 

@@ -27,10 +27,10 @@ from bough.entrypoints.http.openai.sampling import native_sampling, with_origin
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.openai.tools import Offer, describe, offer
-from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of
 from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed, chat_opens
 from bough.entrypoints.service import Served, Service
-from bough.entrypoints.stream import Events, while_connected
+from bough.entrypoints.stream import Events
 from bough.intake import Request, parse_sampling
 from bough.intake.names import random_name
 from bough.parsers import reasoning_format
@@ -56,7 +56,7 @@ def chat_completions(service: Service) -> Handler:
         form = make_form(asked, job, offered, model, served=service.served, report_cache=server.enable_cache_report)
         if asked.stream:
             return EventReply(_events(service, job, form), body.headers())
-        answer = await while_connected(_answer(service, job, form), request.receive)
+        answer = await client_of(request).wait_for(_answer(service, job, form))
         return json_reply(answer, headers=body.headers())
 
     return handle

@@ -25,10 +25,10 @@ from bough.entrypoints.http.openai.fields import (
 from bough.entrypoints.http.openai.sampling import native_sampling, with_origin
 from bough.entrypoints.http.openai.schema import CompletionRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
-from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of
 from bough.entrypoints.reasoning import budget_of, with_reasoning
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import Events, while_connected
+from bough.entrypoints.stream import Events
 from bough.intake import Request, parse_sampling
 from bough.intake.names import random_name
 
@@ -50,7 +50,7 @@ def completions(service: Service) -> Handler:
         form = make_form(asked, jobs, service, model)
         if asked.stream:
             return EventReply(_events(service, jobs, form), body.headers())
-        answer = await while_connected(_answer(service, jobs, form), request.receive)
+        answer = await client_of(request).wait_for(_answer(service, jobs, form))
         return json_reply(answer, headers=body.headers())
 
     return handle

@@ -15,9 +15,8 @@ from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.pooling.common import inputs_of, options_of, pooler_of, usage
 from bough.entrypoints.http.pooling.schema import EmbeddingsRequest, EncodeRequest
-from bough.entrypoints.http.replies import json_reply
+from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import while_connected
 from bough.intake.pooled_native import native_inputs, native_pooled
 from bough.intake.scores import Floats, as_weights
 
@@ -43,7 +42,7 @@ def embeddings(service: Service) -> Handler:
             asked, request, prompt_name=asked.prompt_name, add_special_tokens=asked.add_special_tokens
         )  # fmt: skip
         work = pooler.embed(inputs_of(asked.input), options, dimensions=asked.dimensions)
-        found = await while_connected(work, request.receive)
+        found = await client_of(request).wait_for(work)
         data = [
             {
                 "object": "embedding",
@@ -89,7 +88,7 @@ def _native(service: Service, *tasks: Any) -> Handler:
             work = pooler.embed(inputs, options, dimensions=asked.dimensions)
         else:
             work = pooler.pool(inputs, options)
-        answers = [native_pooled(each, facts) for each in await while_connected(work, request.receive)]
+        answers = [native_pooled(each, facts) for each in await client_of(request).wait_for(work)]
         return json_reply(answers[0] if single else answers, headers=body.headers())
 
     return handle

@@ -16,9 +16,8 @@ from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.pooling.categories import Categories
 from bough.entrypoints.http.pooling.common import inputs_of, options_of, pooler_of, usage
 from bough.entrypoints.http.pooling.schema import ClassifyRequest, ModerationRequest
-from bough.entrypoints.http.replies import json_reply
+from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import while_connected
 from bough.intake.names import random_name
 from bough.intake.pooled_native import labelled
 
@@ -33,7 +32,7 @@ def classify(service: Service) -> Handler:
         name = served_name(service.served, asked.model)
         facts = pooler.needs("classify")
         work = pooler.classify(inputs_of(asked.input), options_of(asked, request))
-        found = await while_connected(work, request.receive)
+        found = await client_of(request).wait_for(work)
         return json_reply(
             {
                 "id": f"classify-{random_name()}",
@@ -61,7 +60,7 @@ def moderations(service: Service) -> Handler:
         name = served_name(service.served, asked.model)
         pooler.needs("classify")
         texts = _texts(asked)
-        found = await while_connected(pooler.classify(texts, options_of(asked, request)), request.receive)
+        found = await client_of(request).wait_for(pooler.classify(texts, options_of(asked, request)))
         results = [categories.judge(each.values.tolist()) for each in found]
         return json_reply(
             {"id": f"modr-{random_name()}", "model": name, "results": results}, headers=body.headers()

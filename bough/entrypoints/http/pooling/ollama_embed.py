@@ -14,9 +14,8 @@ from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.ollama.convert import model_name
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.pooling.common import inputs_of, pooler_of
-from bough.entrypoints.http.replies import deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.replies import client_of, deadline_of, json_reply, tenant_of
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import while_connected
 from bough.intake import PoolOptions
 from bough.intake.pool_texts import WHOLE
 
@@ -61,9 +60,8 @@ def _handler(service: Service, *, many: bool) -> Handler:
             namespace=tenant_of(request), deadline_s=deadline_of(request),
         )  # fmt: skip
         inputs = inputs_of(given) if given != [] else []
-        found = await while_connected(
-            pooler.embed(inputs, options, dimensions=asked.dimensions), request.receive
-        )  # fmt: skip
+        work = pooler.embed(inputs, options, dimensions=asked.dimensions)
+        found = await client_of(request).wait_for(work)
         vectors = [each.values.tolist() for each in found]
         if not many:
             return json_reply({"embedding": vectors[0]}, headers=body.headers())

@@ -15,9 +15,8 @@ from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.pooling.common import options_of, pooler_of, usage
 from bough.entrypoints.http.pooling.schema import RerankRequest, ScoreRequest
-from bough.entrypoints.http.replies import json_reply
+from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import while_connected
 from bough.intake import Pooler, PoolOptions
 from bough.intake.names import random_name
 from bough.intake.pooled_native import ranked
@@ -37,7 +36,7 @@ def rerank(service: Service) -> Handler:
         work = pooler.relevance(
             pairs, options_of(asked, request), instruct=asked.instruct or asked.instruction or ""
         )  # fmt: skip
-        found = await while_connected(work, request.receive)
+        found = await client_of(request).wait_for(work)
         order = ranked([row[0] for row in found.scores], documents, asked.top_n)
         if asked.return_documents is False:
             order = [{"index": each["index"], "score": each["score"]} for each in order]
@@ -70,7 +69,7 @@ def score(service: Service) -> Handler:
             work = _compare(asked, pooler, name, options)
         else:
             work = _labels(asked, pooler, name, options)
-        return json_reply(await while_connected(work, request.receive), headers=body.headers())
+        return json_reply(await client_of(request).wait_for(work), headers=body.headers())
 
     return handle
 

@@ -17,13 +17,13 @@ from bough.entrypoints.http.errors import as_bough
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
 from bough.entrypoints.http.openai.fields import namespace_of, served_name
 from bough.entrypoints.http.paging import page
-from bough.entrypoints.http.replies import EventReply, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of
 from bough.entrypoints.http.responses.answer import Growing, event_bytes, new_response
 from bough.entrypoints.http.responses.convert import chat_request, input_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
 from bough.entrypoints.http.responses.store import Kept, ResponseStore
 from bough.entrypoints.service import Service
-from bough.entrypoints.stream import Events, while_connected
+from bough.entrypoints.stream import Events
 from bough.intake import Request
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def create(service: Service) -> Handler:
         keep = store if asked.store is not False else None
         if asked.stream:
             return EventReply(_events(service, job, growing, kept, keep), body.headers())
-        await while_connected(_whole(service, job, growing), request.receive)
+        await client_of(request).wait_for(_whole(service, job, growing))
         if keep is not None:
             keep.put(kept)
         return json_reply(growing.response, headers=body.headers())
