@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
 """After the engine has gone, time for clients to read why."""
+
+_YOUNG_OBJECTS = 20_000
+"""After so many more, some are looked at for cycles. A wave of requests has thousands, and nearly all die without."""
 
 Facts = Mapping[str, Any]
 
@@ -132,6 +136,9 @@ class Worker:
             if self._config.server.grpc_port:
                 await _open_grpc(self._service)
         self._front.open(make_app(self._service))
+        # What start-up leaves behind stays: no collection needs to look at it.
+        gc.freeze()
+        gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
         return self._service
 
 
