@@ -47,7 +47,7 @@ from bough.intake.prepare import Preparer, goes_on_from_join
 from bough.intake.request import Request, pieces
 from bough.intake.sessions import SessionParams, Sessions, Turn
 from bough.intake.stream import Stream
-from bough.ipc import AsyncInbox, Endpoints, Outbox, read_status
+from bough.ipc import AsyncInbox, AsyncOutbox, Endpoints, read_status
 from bough.observability.requests import RequestMeter
 from bough.observability.trace import CURRENT
 from bough.tokenizer import Tokenizer, TokenizerPool
@@ -133,7 +133,7 @@ class Intake:
     async def start(self) -> None:
         """Opens the channels. Call once, in the loop that will use the intake."""
         self._inbox: AsyncInbox[ToApi] = AsyncInbox(self._endpoints.api(self._worker), ToApi)
-        self._outbox = Outbox(self._endpoints.engine, max_held_bytes=_MOST_HELD_BYTES)
+        self._outbox = AsyncOutbox(self._endpoints.engine, max_held_bytes=_MOST_HELD_BYTES)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:

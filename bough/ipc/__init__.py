@@ -19,10 +19,11 @@ from bough.ipc.handoff import (
     write_status,
 )
 from bough.ipc.inbox import AsyncInbox, Inbox
-from bough.ipc.outbox import MessageTooLarge, Outbox
+from bough.ipc.outbox import AsyncOutbox, MessageTooLarge, Outbox
 
 __all__ = [
     "AsyncInbox",
+    "AsyncOutbox",
     "Codec",
     "Endpoints",
     "Inbox",

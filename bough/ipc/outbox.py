@@ -6,6 +6,7 @@ the two. What the kernel has no room for waits in the writer's memory, for a thr
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import threading
@@ -25,6 +26,8 @@ _RETRY_S = (0.01, 0.2)
 _SOCKET_BYTES = 1 << 22
 """Asked of the kernel for each connection; it may give less."""
 _FRAMES_PER_CALL = 256
+_GATHERED = 32
+"""Frames of one turn that wait for its end."""
 
 
 class MessageTooLarge(BoughError):
@@ -117,10 +120,14 @@ class Outbox:
                 raise ValueError("this writer was closed")
             self._held.extend(frames)
             self._held_bytes += sum(map(len, frames))
-            if self._pump is None and not self._write():
-                pump = threading.Thread(target=self._keep_writing, name="outbox", daemon=True)
-                pump.start()
-                self._pump = pump
+            self._begin_writing()
+
+    def _begin_writing(self) -> None:
+        """Gives the kernel what it takes, and the rest to the pump. The lock is held."""
+        if self._pump is None and not self._write():
+            pump = threading.Thread(target=self._keep_writing, name="outbox", daemon=True)
+            pump.start()
+            self._pump = pump
 
     def _write(self) -> bool:
         """Gives the kernel what it takes. Returns whether that was everything."""
@@ -203,6 +210,39 @@ class Outbox:
                 room = select.poll()
                 room.register(connected, select.POLLOUT)
                 room.poll(50)
+
+
+class AsyncOutbox(Outbox):
+    """The writing end, for one asyncio loop. What a turn of it sends first leaves at once, so that the reader begins; of
+    the rest, what is sent by `send_all` leaves together, when the turn ends or much has gathered."""
+
+    def __init__(self, address: str, *, max_held_bytes: int | None = None) -> None:
+        super().__init__(address, max_held_bytes=max_held_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._gathering = False
+
+    def send(self, message: Any) -> None:
+        """Sends one struct at once, after those that were gathered: there may be no further turn."""
+        super().send(message)
+        with self._lock:
+            super()._begin_writing()
+
+    def _begin_writing(self) -> None:
+        if not self._gathering:
+            self._gathering = True
+            self._loop.call_soon(self._end_turn)
+            super()._begin_writing()
+        elif len(self._held) >= _GATHERED:
+            super()._begin_writing()
+
+    def _end_turn(self) -> None:
+        with self._lock:
+            self._gathering = False
+            super()._begin_writing()
+
+    def close(self, wait_s: float = _LINGER_S) -> None:
+        self._end_turn()
+        super().close(wait_s)
 
 
 def flush() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from bough.core.errors import Unavailable
 from bough.core.messages import Abort, GetInfo, ToEngine
-from bough.ipc import AsyncInbox, Endpoints, Inbox, MessageTooLarge, Outbox
+from bough.ipc import AsyncInbox, AsyncOutbox, Endpoints, Inbox, MessageTooLarge, Outbox
 from bough.ipc.endpoints import PrivateDirectory, sweep
 
 
@@ -207,6 +207,44 @@ def test_an_empty_inbox_does_not_block(endpoints: Endpoints) -> None:
         assert inbox.drain() == []
         took_s.append(time.monotonic() - started)
     assert sorted(took_s)[50] < 0.01
+    inbox.release()
+
+
+async def test_a_turn_of_the_loop_sends_its_first_message_at_once_and_the_rest_together(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = AsyncOutbox(endpoints.engine)
+    for turn in (0, 10):
+        for at in range(3):
+            outbox.send_all([Abort(turn + at)])
+        assert inbox.drain() == [Abort(turn)]
+        await asyncio.sleep(0)
+        assert inbox.drain() == [Abort(turn + 1), Abort(turn + 2)]
+    outbox.close()
+    inbox.release()
+
+
+async def test_what_was_gathered_leaves_before_a_single_message_and_when_it_is_much(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = AsyncOutbox(endpoints.engine)
+    outbox.send_all([Abort(0)])
+    outbox.send_all([Abort(1)])
+    outbox.send(GetInfo(2))
+    assert inbox.drain() == [Abort(0), Abort(1), GetInfo(2)]
+    for at in range(100):
+        outbox.send_all([Abort(at)])
+    assert len(inbox.drain()) >= 64
+    outbox.close()
+    await asyncio.sleep(0)
+    inbox.release()
+
+
+async def test_what_was_gathered_leaves_before_the_writer_closes(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    outbox = AsyncOutbox(endpoints.engine)
+    outbox.send_all([Abort(0)])
+    outbox.send_all([Abort(1)])
+    outbox.close()
+    assert _collect(inbox, 2) == [Abort(0), Abort(1)]
     inbox.release()
 
 
