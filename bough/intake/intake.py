@@ -182,7 +182,7 @@ class Intake:
         self, requests: Sequence[Request], places: list[Place], streams: list[list[Stream]]
     ) -> None:
         prompts = await self._preparer.prompts(requests)
-        samplings = [await self._preparer.sampling(*each) for each in zip(requests, prompts, strict=True)]
+        samplings = await self._preparer.samplings(requests, prompts)
         self._check_alive()
         outgoing: list[Generate] = []
         for request, prompt, sampling in zip(requests, prompts, samplings, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -19,22 +19,12 @@ from bough.intake.stream import Stream
 
 Json = dict[str, Any]
 
-_PER_REQUEST: Final[tuple[str, ...]] = (
-    "sampling_params",
-    "rid",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "processed_logprobs",
-    "return_hidden_states",
-    "priority",
-    "cache_salt",
-    "extra_key",
-    "session_params",
+_PER_REQUEST: Final = frozenset(
+    {"sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"}
+    | {"processed_logprobs", "return_hidden_states", "priority", "cache_salt", "extra_key", "session_params"}
 )
 """May be one value for all prompts, or a list with one for each."""
-_FOR_ALL: Final[tuple[str, ...]] = ("return_text_in_logprobs", "stream_interval")
+_FOR_ALL: Final = frozenset({"return_text_in_logprobs", "stream_interval"})
 NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_FOR_ALL, "text", "prompt", "input_ids", "stream"})
 """Every field that `native_batch` understands."""
 
@@ -68,7 +58,7 @@ def native_batch(
     pooling model is to return; `bounded`: the prompts and their answers are counted, as they are not for `Engine`.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    unknown = sorted(set(given) - NATIVE_FIELDS)
+    unknown = sorted(given.keys() - NATIVE_FIELDS)
     if unknown:
         raise InvalidRequest(
             what=f"there is no field {unknown[0][:60]!r}",
@@ -80,18 +70,18 @@ def native_batch(
     if bounded:
         bounds.count("prompts", prompts, "text")
     stream = _flag("stream", given.get("stream", False))
-    columns = {name: _column(name, given[name], len(prompts), single) for name in _PER_REQUEST if name in given}
-    rows = [{name: column[at] for name, column in columns.items()} for at in range(len(prompts))]
-    shared: Json = {name: given[name] for name in _FOR_ALL if name in given}
+    shared = {name: value for name, value in given.items() if name in _FOR_ALL}
+    columns = {
+        name: _column(name, value, len(prompts), single) for name, value in given.items() if name in _PER_REQUEST
+    }
     sampling: dict[int, Sampling] = {}  # parameters given once are read once
-    for row in rows:
-        params = row.get("sampling_params")
+    requests: list[Request] = []
+    for at, prompt in enumerate(prompts):
+        row = shared | {name: column[at] for name, column in columns.items() if column[at] is not None}
+        params = row.pop("sampling_params", None)
         if id(params) not in sampling:
             sampling[id(params)] = parse_sampling(params, defaults)
-    requests = [
-        _request(prompt, {**shared, **row}, sampling[id(row.get("sampling_params"))], stream, want_text, every, pool)
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
+        requests.append(_request(prompt, row, sampling[id(params)], stream, want_text, every, pool))
     if bounded:
         bounds.at_most("completions", sum(each.sampling.n for each in requests), "sampling_params.n")
     return NativeBatch(requests, single, stream)
@@ -153,26 +143,25 @@ def _request(
     every: int,
     pool: str,
 ) -> Request:
-    given = {name: value for name, value in row.items() if value is not None}
-    interval = given.get("stream_interval", sampling.every)
+    """`row`: what is given of this prompt, and not null."""
+    if sampling.every is not None:
+        row = {"stream_interval": sampling.every, **row}
+    fields: Json = {"every": every}
+    for name, value in row.items():
+        if name in _READERS:
+            field, read = _READERS[name]
+            fields[field] = read(name, value)
     return Request(
         prompt=prompt,
         sampling=sampling.params,
         room=sampling.room,
         bad_words=sampling.bad_words,
-        rid=_name("rid", given.get("rid", ""), "rid_chars"),
         stream=stream,
         want_text=want_text,
-        logprobs=_logprobs(given),
-        logprob_text=_flag("return_text_in_logprobs", given.get("return_text_in_logprobs", False)),
-        hidden_states=_hidden_states(given.get("return_hidden_states", False)),
-        namespace=namespace_of(
-            _name("cache_salt", given.get("cache_salt", "")), _name("extra_key", given.get("extra_key", ""))
-        ),
-        priority=_integer("priority", given.get("priority", 0), -(2**31), 2**31 - 1),
-        session=session_params(given["session_params"]) if "session_params" in given else None,
-        every=_integer("stream_interval", every if interval is None else interval, 1, 2**31 - 1),
+        logprobs=_logprobs(row) if "return_logprob" in row else None,
+        namespace=namespace_of(fields.pop("cache_salt", ""), fields.pop("extra_key", "")),
         pool=pool,
+        **fields,
     )
 
 
@@ -198,7 +187,7 @@ def session_params(given: Any, tenant: str = "") -> SessionParams:
 
 
 def _logprobs(given: Mapping[str, Any]) -> LogprobSpec | None:
-    if not _flag("return_logprob", given.get("return_logprob", False)):
+    if not _flag("return_logprob", given["return_logprob"]):
         return None
     scored = given.get("token_ids_logprob", ())
     if not isinstance(scored, list | tuple):
@@ -214,14 +203,14 @@ def _logprobs(given: Mapping[str, Any]) -> LogprobSpec | None:
     )
 
 
-def _hidden_states(value: Any) -> Literal["", "last", "all"]:
+def _hidden_states(name: str, value: Any) -> Literal["", "last", "all"]:
     if value is False:
         return ""
     if value is True or value == "all":
         return "all"
     if value == "last":
         return "last"
-    raise _wrong("return_hidden_states", value, 'true, false, "all" or "last"')
+    raise _wrong(name, value, 'true, false, "all" or "last"')
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -250,6 +239,19 @@ def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:
     return InvalidRequest(
         what=f"{name} is {shown[:60]}", why=f"it must be {wanted}", fix=f"send a valid {name}", param=name
     )
+
+
+_READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
+    "rid": ("rid", lambda name, value: _name(name, value, "rid_chars")),
+    "return_text_in_logprobs": ("logprob_text", _flag),
+    "return_hidden_states": ("hidden_states", _hidden_states),
+    "cache_salt": ("cache_salt", _name),
+    "extra_key": ("extra_key", _name),
+    "priority": ("priority", lambda name, value: _integer(name, value, -(2**31), 2**31 - 1)),
+    "session_params": ("session", lambda _, value: session_params(value)),
+    "stream_interval": ("every", lambda name, value: _integer(name, value, 1, 2**31 - 1)),
+}
+"""Fields that are read one by one, and what they are called in a `Request`."""
 
 
 # -- answers --------------------------------------------------------------------------------------

@@ -69,21 +69,23 @@ class Preparer:
             if prompt is not None
         ]
 
-    async def sampling(self, request: Request, prompt: Ids) -> SamplingParams:
-        """The request's parameters, with a length that fits and its bad words as tokens."""
-        fitted = self._limits.fitted(request, prompt)
-        if not request.bad_words:
-            return fitted
+    async def samplings(self, requests: Sequence[Request], prompts: Sequence[Ids]) -> list[SamplingParams]:
+        """Each request's parameters, with a length that fits and its bad words as tokens."""
+        fitted = map(self._limits.fitted, requests, prompts)
+        return [
+            await self._with_bad_words(params, request.bad_words) if request.bad_words else params
+            for request, params in zip(requests, fitted, strict=True)
+        ]
+
+    async def _with_bad_words(self, params: SamplingParams, given: Sequence[str]) -> SamplingParams:
         if self._tokenizers is None:
             raise InvalidRequest(
                 what="bad_words were given", why="the server has no tokenizer", fix="remove them", param="bad_words"
             )
-        forms = [
-            form for word in request.bad_words for form in (word, " " + word.lstrip())
-        ]  # at a text's start, within
+        forms = [form for word in given for form in (word, " " + word.lstrip())]  # at a text's start, within
         encoded = await self._tokenizers.encode_batch(forms, add_special_tokens=False)
-        words = dict.fromkeys([*fitted.bad_words, *(tuple(ids) for ids in encoded if ids)])
-        return msgspec.structs.replace(fitted, bad_words=tuple(words))
+        words = dict.fromkeys([*params.bad_words, *(tuple(ids) for ids in encoded if ids)])
+        return msgspec.structs.replace(params, bad_words=tuple(words))
 
     async def _before(self, request: Request, session: SessionParams) -> Ids:
         """What its session has before the request's own tokens."""

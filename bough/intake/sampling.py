@@ -220,7 +220,7 @@ _ELSEWHERE: Final = frozenset({*_GRAMMARS, "bad_words", "stream_interval"})
 
 
 def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
-    asked = [name for name in _GRAMMARS if given.get(name) not in (None, "")]
+    asked = [name for name in _GRAMMARS if name in given and given[name] not in (None, "")]
     if not asked:
         return None
     if len(asked) > 1:

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from bough.core import bounds
 from bough.core.errors import BodyTooLarge, InvalidRequest
@@ -84,17 +84,20 @@ async def read_bytes(request: Request, most: int) -> bytes:
         raise too_large(most, close=True)
     chunks: list[bytes] = []
     size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= most:
-                chunks.append(chunk)
-            else:
-                chunks.clear()
-            if size > most * _PATIENCE:
-                raise too_large(most, close=True)
-    except ClientDisconnect as error:
-        raise ClientGone from error
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(chunk)
+        if size <= most:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+        if size > most * _PATIENCE:
+            raise too_large(most, close=True)
     if size > most:
         raise too_large(most, close=False)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)

@@ -262,7 +262,9 @@ def _deadline_ms(data: dict[str, Any]) -> float | None:
 
 def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
     ignored = unknown_fields(data, NATIVE_FIELDS, strict=strict)
-    return Body({name: value for name, value in data.items() if name in NATIVE_FIELDS}, ignored)
+    for name in ignored:
+        del data[name]
+    return Body(data, ignored)
 
 
 async def _answers(service: Service, batch: NativeBatch) -> list[dict[str, Any]]:
