@@ -55,7 +55,8 @@ class ChatTemplate:
 
         `continue_final_message` leaves the last message open, so that the model goes on with it.
         """
-        self._check_kwargs(kwargs or {})
+        if kwargs:
+            self._check_kwargs(kwargs)
         prepared = [self._prepare(message) for message in messages]
         if continue_final_message:
             _mark_end(prepared)
