@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
+from msgspec import Struct
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
@@ -29,8 +29,7 @@ NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_FOR_ALL, "text", "prompt", "i
 """Every field that `native_batch` understands."""
 
 
-@dataclass(frozen=True, slots=True)
-class NativeBatch:
+class NativeBatch(Struct, frozen=True):
     """The prompts of one native request."""
 
     requests: list[Request]

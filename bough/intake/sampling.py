@@ -6,9 +6,10 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Final
+
+from msgspec import Struct
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
@@ -19,6 +20,8 @@ ANY_JSON: Final = "$$ANY$$"
 """As `json_schema`: any JSON object."""
 
 _LARGEST: Final = sys.float_info.max
+_REAL: Final = (int, float, Real)
+_INTEGRAL: Final = (int, Integral)
 _GRAMMARS: Final[dict[str, GrammarKind]] = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -28,8 +31,7 @@ _GRAMMARS: Final[dict[str, GrammarKind]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class Sampling(Struct, frozen=True, kw_only=True):
     """Sampling parameters and what travels with them."""
 
     params: SamplingParams
@@ -78,9 +80,9 @@ def parse_sampling(given: Mapping[str, Any] | None, defaults: Mapping[str, Any] 
 
 def _integer(name: str, value: Any) -> int:
     """Also of NumPy's kinds, and of whole numbers with a point."""
-    if isinstance(value, bool) or not isinstance(value, Real) or value % 1 != 0:
+    if isinstance(value, bool) or not isinstance(value, _REAL) or value % 1 != 0:
         raise _wrong(name, value, "an integer")
-    number = int(float(value)) if not isinstance(value, Integral) else int(value)
+    number = int(value) if isinstance(value, _INTEGRAL) else int(float(value))
     if not -(2**63) <= number < 2**63:
         raise _wrong(name, value, "an integer of 64 bits")
     return number

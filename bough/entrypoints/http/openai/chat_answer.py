@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 
 from bough.core.messages import (
     Content,
@@ -36,8 +36,7 @@ Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatForm:
+class ChatForm(Struct, frozen=True, kw_only=True):
     """What the answers of one request look like."""
 
     id: str

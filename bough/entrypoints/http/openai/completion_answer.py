@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 
 from bough.core.messages import Delta, End, Ids, TokenLogprobs, unpack_ids
 from bough.entrypoints.http.openai.chat_answer import meta_info
@@ -28,8 +28,7 @@ Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionForm:
+class CompletionForm(Struct, frozen=True, kw_only=True):
     """What the answers of one request look like."""
 
     id: str
