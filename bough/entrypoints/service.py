@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bough.config.concerns import Config
 from bough.core import bounds
@@ -18,6 +18,7 @@ from bough.entrypoints.admission import Admission
 from bough.entrypoints.fim import FimFormat
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request, Stream
+from bough.intake.endings import failure
 from bough.observability.health import Beat, Pulse, State
 from bough.observability.log import set_log_level
 from bough.observability.switches import LogListener, LogSwitch, tell_all
@@ -33,6 +34,7 @@ _LOGGED = (
     "repetition_penalty", "seed", "n", "ignore_eos", "beam_width",
 )  # fmt: skip
 
+T = TypeVar("T")
 News = tuple[int, Stream, Delta]
 """(which request, which of its answers, what is new)"""
 
@@ -109,11 +111,7 @@ class Service:
 
         Raises `BoughError` before the first news if a request can't be taken; an answer that ends badly is news too.
         """
-        groups = await self.intake.submit_batch(requests)
-        if self.log_requests:
-            for request, group in zip(requests, groups, strict=True):
-                log_request(request, group)
-        streams = [(at, stream) for at, group in enumerate(groups) for stream in group]
+        streams = await self._submit(requests)
         try:
             if len(streams) == 1:
                 only = streams[0][1]
@@ -129,6 +127,39 @@ class Service:
         finally:
             for _, stream in streams:
                 stream.abort()
+
+    async def collect(self, requests: Sequence[Request]) -> list[News]:
+        """Whole answers in the order of the requests, each as one piece of news.
+
+        Raises `BoughError` if a request can't be taken, or what the first answer that ends badly ended with; the others
+        are aborted then.
+        """
+        streams = await self._submit(requests)
+        try:
+            if len(streams) == 1:
+                return [await self._whole(*streams[0])]
+            return await _all(self._whole(*each) for each in streams)
+        finally:
+            for _, stream in streams:
+                stream.abort()
+
+    async def _submit(self, requests: Sequence[Request]) -> list[tuple[int, Stream]]:
+        """The streams of all requests, each with the place of its request."""
+        groups = await self.intake.submit_batch(requests)
+        if self.log_requests:
+            for request, group in zip(requests, groups, strict=True):
+                log_request(request, group)
+        return [(at, stream) for at, group in enumerate(groups) for stream in group]
+
+    async def _whole(self, at: int, stream: Stream) -> News:
+        delta = await stream.collect()
+        assert delta.end is not None, "it has ended"
+        if self.log_requests:
+            log_end(stream, delta.end)
+        error = failure(delta.end)
+        if error is not None:
+            raise error
+        return at, stream, delta
 
     def drain(self, *, now: bool = False) -> None:
         """No new requests are taken; `now`: those under way are given up."""
@@ -264,6 +295,17 @@ def make_admission(config: Config, facts: Mapping[str, Any]) -> Admission:
         max_requests=max(1, (config.scheduler.max_queued_requests + running) // workers),
         max_tokens=max(1, config.scheduler.max_queued_tokens // workers),
     )
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of it returns. The first error ends the rest."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _side_by_side(streams: Sequence[tuple[int, Stream]]) -> AsyncGenerator[News, None]:

@@ -268,13 +268,7 @@ def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
 
 
 async def _answers(service: Service, batch: NativeBatch) -> list[dict[str, Any]]:
-    slots: list[list[dict[str, Any]]] = [[{} for _ in range(each.sampling.n)] for each in batch.requests]
-    renderers: dict[int, NativeAnswer] = {}
-    async with contextlib.aclosing(service.run(batch.requests)) as news:
-        async for each in news:
-            at, stream, _ = each
-            slots[at][stream.index] = _render(service, batch, renderers, each, incremental=False)
-    return [answer for row in slots for answer in row]
+    return [_render(service, batch, {}, each, incremental=False) for each in await service.collect(batch.requests)]
 
 
 async def _events(service: Service, batch: NativeBatch) -> Events:

@@ -65,9 +65,8 @@ def count_tokens(service: Service) -> Handler:
 
 async def _answer(service: Service, job: Request, form: MessageForm) -> dict[str, Any]:
     body = MessageBody(form)
-    async with contextlib.aclosing(service.run([job])) as news:
-        async for _, _, delta in news:
-            body.add(delta)
+    for _, _, delta in await service.collect([job]):
+        body.add(delta)
     return body.render()
 
 

@@ -99,11 +99,8 @@ async def _run(
 
 
 async def _whole(service: Service, job: Request, answer: OllamaAnswer) -> Json:
-    pieces: list[Json] = []
-    async with contextlib.aclosing(service.run([job])) as news:
-        async for _, _, delta in news:
-            pieces += answer.add(delta)
-    return answer.whole(pieces)
+    (_, _, delta), *_ = await service.collect([job])
+    return answer.whole(answer.add(delta))
 
 
 async def _lines(service: Service, job: Request, answer: OllamaAnswer) -> Events:

@@ -256,9 +256,8 @@ def make_form(
 
 async def _answer(service: Service, request: Request, form: ChatForm) -> dict[str, Any]:
     body = ChatBody(form)
-    async with contextlib.aclosing(service.run([request])) as news:
-        async for each in news:
-            body.add(each)
+    for each in await service.collect([request]):
+        body.add(each)
     return body.render()
 
 

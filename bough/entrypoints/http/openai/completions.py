@@ -209,9 +209,8 @@ def _echoes(service: Service, requests: list[Request]) -> tuple[str, ...]:
 
 async def _answer(service: Service, requests: list[Request], form: CompletionForm) -> dict[str, Any]:
     body = CompletionBody(form)
-    async with contextlib.aclosing(service.run(requests)) as news:
-        async for each in news:
-            body.add(each)
+    for each in await service.collect(requests):
+        body.add(each)
     return body.render()
 
 

@@ -147,9 +147,8 @@ def list_input(service: Service) -> Handler:
 
 async def _whole(service: Service, job: Request, growing: Growing) -> None:
     growing.begin()
-    async with contextlib.aclosing(service.run([job])) as news:
-        async for _, _, delta in news:
-            growing.add(delta)
+    for _, _, delta in await service.collect([job]):
+        growing.add(delta)
 
 
 async def _events(service: Service, job: Request, growing: Growing, kept: Kept, store: ResponseStore | None) -> Events:
