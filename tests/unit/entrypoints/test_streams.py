@@ -10,9 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import FakeServer, endless, serving, wait_until
+from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.errors import InvalidRequest
+from bough.core.messages import End
 from bough.entrypoints.http.errors import error_event
 from bough.entrypoints.http.server import Front
 from bough.entrypoints.stream import KEEP_ALIVE, Client, ClientGone, send_events
@@ -199,6 +200,18 @@ def test_disconnecting_aborts(path: str, stream: bool, n: int) -> None:
         leave_early(running, path, body, n)
         wait_until(lambda: running.service.intake.num_live == running.service.admission.requests == 0)
         assert len(running.engine.aborted) == n
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_an_answer_that_ends_badly_ends_the_others_of_its_batch(path: str) -> None:
+    bad = Answer(pieces=[], end=End(reason="error", message="no luck", status=500, code="request_failed"))
+    with serving(lambda _, prompt: bad if prompt == "b" else endless()) as running:
+        field = "prompt" if "v1" in path else "text"
+        reply = httpx.post(f"{running.url}{path}", json={field: ["a", "b", "c"]}, timeout=60)
+        assert reply.status_code == 500
+        assert "no luck" in reply.text
+        assert running.service.intake.num_live == running.service.admission.requests == 0
+        assert len(running.engine.aborted) == 2
 
 
 def test_a_client_with_a_long_body_is_seen_to_leave() -> None:
