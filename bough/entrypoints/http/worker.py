@@ -116,6 +116,8 @@ class Worker:
         waiting = asyncio.ensure_future(ready)
         try:
             checkpoint, tokenizer = await asyncio.to_thread(load_model_side, self._config)
+            gc.unfreeze()
+            gc.collect()  # while the engine loads: what a worker before this one left is to go before the next freeze
             facts = await waiting
         except BaseException:
             await _cancel(waiting)
