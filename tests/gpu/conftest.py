@@ -1,5 +1,12 @@
 """Everything here needs a CUDA device, and is skipped as a whole without one."""
 
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,3 +17,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@contextmanager
+def locked(name: str, how: int) -> Iterator[None]:
+    with (Path(tempfile.gettempdir()) / f"bough-{os.getuid()}-{name}.lock").open("w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@contextmanager
+def device_shared() -> Iterator[None]:
+    """While others may use the device too. Whoever wants it alone is waiting at the gate, and goes first."""
+    with ExitStack() as held:
+        with locked("gate", fcntl.LOCK_EX):
+            held.enter_context(locked("device", fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def device_alone() -> Iterator[None]:
+    with locked("gate", fcntl.LOCK_EX), locked("device", fcntl.LOCK_EX):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of several workers run side by side, except for those that fill the device or measure it."""
+    with device_alone() if request.node.get_closest_marker("alone") else device_shared():
+        yield

@@ -81,6 +81,7 @@ def test_the_largest_steps_take_no_more_than_was_kept_for_them(wide: Path, setti
     assert max(reserved for _, reserved in found.values()) <= plan.activation_bytes + plan.other_bytes
 
 
+@pytest.mark.alone
 def test_all_that_is_planned_is_really_there(wide: Path) -> None:
     """No ceiling but the device's: after weights, pages and graphs have taken theirs, the largest steps still fit."""
     runner, plan = made(wide, "cuda")
@@ -143,6 +144,7 @@ def only_free(num_bytes: int) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_full_device_costs_a_prefill_its_step_and_nobody_an_answer(fat: Any, overlap: bool) -> None:
     """A decode is under way when a prompt comes whose chunk does not fit. The prompt comes again in halves; both answers are
@@ -165,6 +167,7 @@ def test_a_full_device_costs_a_prefill_its_step_and_nobody_an_answer(fat: Any, o
     assert engine.cache.num_held == 0
 
 
+@pytest.mark.alone
 def test_what_never_fits_fails_alone(fat: Any) -> None:
     roomy = engine_over(fat, overlap=True, chunk_tokens=2048)
     (expected,) = roomy.generate([SHORT], tokens(200))
