@@ -18,7 +18,7 @@ from bough.entrypoints.admission import Admission
 from bough.entrypoints.fim import FimFormat
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request, Stream
-from bough.intake.endings import failure
+from bough.intake.endings import raise_if_failed
 from bough.observability.health import Beat, Pulse, State
 from bough.observability.log import set_log_level
 from bough.observability.switches import LogListener, LogSwitch, tell_all
@@ -156,9 +156,7 @@ class Service:
         assert delta.end is not None, "it has ended"
         if self.log_requests:
             log_end(stream, delta.end)
-        error = failure(delta.end)
-        if error is not None:
-            raise error
+        raise_if_failed(delta.end)
         return at, stream, delta
 
     def drain(self, *, now: bool = False) -> None:
@@ -306,6 +304,7 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()  # one of them may hold an error whose traceback has this frame
 
 
 async def _side_by_side(streams: Sequence[tuple[int, Stream]]) -> AsyncGenerator[News, None]:
@@ -328,7 +327,10 @@ async def _side_by_side(streams: Sequence[tuple[int, Stream]]) -> AsyncGenerator
             if news is None:
                 remaining -= 1
             elif isinstance(news, BaseException):
-                raise news
+                try:
+                    raise news
+                finally:
+                    del news  # or its traceback and this frame would hold each other
             else:
                 yield news
     finally:

@@ -32,12 +32,15 @@ GIVEN_UP = 499
 """Status of a request that a client or an operator gave up."""
 
 
-def failure(end: End) -> BoughError | None:
-    """The error that a client is to see, or None if there is an answer. A request that was aborted by name has one: what
-    was generated so far."""
-    if end.reason not in ("abort", "error") or (end.reason == "abort" and end.status in (0, GIVEN_UP)):
-        return None
-    return as_error(end)
+def raise_if_failed(end: End | None) -> None:
+    """Raises the error that a client is to see, if it has ended without an answer. A request that was aborted by name has
+    one: what was generated so far.
+
+    The error gets no name on the way: it and the frames of its traceback would hold each other, and the request with them,
+    until a collection.
+    """
+    if end is not None and (end.reason == "error" or (end.reason == "abort" and end.status not in (0, GIVEN_UP))):
+        raise as_error(end)
 
 
 def as_error(end: End) -> BoughError:

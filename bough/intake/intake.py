@@ -276,7 +276,8 @@ class Intake:
         self._calls[number] = answer
         self._outbox.send(message(number))
         try:
-            reply = await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation that comes with the answer
+                reply = await answer
         except TimeoutError:
             raise DeadlineExceeded(
                 what=f"the engine did not answer within {timeout_s:g} s",

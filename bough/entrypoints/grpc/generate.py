@@ -16,7 +16,7 @@ from bough.entrypoints.grpc.errors import shown
 from bough.entrypoints.grpc.guard import tenant_of
 from bough.entrypoints.service import Service
 from bough.intake import Request
-from bough.intake.endings import failure
+from bough.intake.endings import raise_if_failed
 from bough.intake.names import random_name
 
 _MOST_AT_ONCE = BOUNDS["grpc_requests"].most
@@ -46,9 +46,7 @@ async def answers(service: Service, request: Request) -> AsyncGenerator[pb.Gener
     """One request's news. Raises what it failed with."""
     async with contextlib.aclosing(service.run([request])) as news:
         async for _, stream, delta in news:
-            error = failure(delta.end) if delta.end is not None else None
-            if error is not None:
-                raise error
+            raise_if_failed(delta.end)
             yield response_of(stream, delta)
 
 

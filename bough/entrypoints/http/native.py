@@ -24,7 +24,7 @@ from bough.entrypoints.reasoning import with_reasoning
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event
 from bough.intake import NativeAnswer, NativeBatch, native_batch
-from bough.intake.endings import failure
+from bough.intake.endings import raise_if_failed
 from bough.intake.joins import parse_join
 from bough.intake.native import NATIVE_FIELDS, namespace_of
 from bough.tokenizer import Tokenizer
@@ -291,10 +291,7 @@ def _render(
     service: Service, batch: NativeBatch, renderers: dict[int, NativeAnswer], news: News, *, incremental: bool
 ) -> dict[str, Any]:
     at, stream, delta = news
-    if delta.end is not None:
-        error = failure(delta.end)
-        if error is not None:
-            raise error
+    raise_if_failed(delta.end)
     renderer = renderers.get(stream.id)
     if renderer is None:
         text = service.served.tokenizer is not None

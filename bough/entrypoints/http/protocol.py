@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LEAST_BYTES_A_SECOND = 1024
 """A body that comes slower than this is not being sent in earnest."""
+_MOST_BEHIND = 4
+"""Requests that are read while one before them on the connection is answered."""
 
 
 class TooSlow(InvalidRequest):
@@ -59,6 +61,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._body_bytes = 0
         self._client = Client()
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests without a whole response: the one being answered, and those behind it."""
 
     # -- the transport's side --------------------------------------------------------------------------------------
 
@@ -68,6 +72,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        for cycle in self._cycles:  # uvicorn itself thinks of the last one only
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
         self._client.leave()
 
@@ -101,6 +109,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._part = "body"
         self._head_bytes = self._body_bytes = 0
+        if self.cycle is not None:
+            self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             self.cycle.send = _unframed(self.cycle)  # type: ignore[method-assign, assignment]
 
@@ -111,8 +121,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._part = ""
         super().on_message_complete()
-        if not self.pipeline:
-            self.flow.resume_reading()  # a large body has paused it, and the client's end must not go unread
+        if len(self.pipeline) <= _MOST_BEHIND:
+            self.flow.resume_reading()  # a large body or a request before it has paused it: the client's end must be read
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -131,7 +141,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        if self._part == "body" and self._body_bytes >= LEAST_BYTES_A_SECOND * self.timeout_s:
+        keeps_pace = self._part == "body" and self._body_bytes >= LEAST_BYTES_A_SECOND * self.timeout_s
+        if keeps_pace or self.flow.read_paused:  # nobody is late with what is not read
             self._body_bytes = 0
             self._arm()
             return
@@ -157,7 +168,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: BoughError) -> None:
         """Says why, where nothing else has been said, and closes the connection."""
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        if not any(each.response_started and not each.response_complete for each in self._cycles) and not self.pipeline:
             reply = error_response(error)
             head = [b"HTTP/1.1 %d \r\n" % error.status]
             head += [name + b": " + value + b"\r\n" for name, value in reply.raw_headers]

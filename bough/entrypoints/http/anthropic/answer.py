@@ -19,7 +19,7 @@ from bough.core.messages import (
 )
 from bough.entrypoints.http.errors import error_body
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
-from bough.intake.endings import failure
+from bough.intake.endings import raise_if_failed
 from bough.intake.names import random_name
 from bough.parsers import assemble
 
@@ -49,9 +49,7 @@ class MessageBody:
         """Raises the error that the answer ended with."""
         self._events += events_of(delta, self._form.chat)
         if delta.end is not None:
-            error = failure(delta.end)
-            if error is not None:
-                raise error
+            raise_if_failed(delta.end)
             self._end = delta.end
 
     def render(self) -> Json:
@@ -92,9 +90,7 @@ class MessageEvents:
 
     def add(self, delta: Delta, prompt_tokens: int) -> bytes:
         """The delta's events. Raises the error that the answer ended with."""
-        error = failure(delta.end) if delta.end is not None else None
-        if error is not None:
-            raise error
+        raise_if_failed(delta.end)
         parts: list[bytes] = []
         if not self._begun:
             self._begun = True

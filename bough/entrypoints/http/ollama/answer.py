@@ -15,7 +15,7 @@ from bough.entrypoints.http.errors import error_body
 from bough.entrypoints.http.ollama.schema import Kind
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
-from bough.intake.endings import failure
+from bough.intake.endings import raise_if_failed
 
 Json = dict[str, Any]
 
@@ -48,9 +48,7 @@ class OllamaAnswer:
 
     def add(self, delta: Delta) -> list[Json]:
         """The objects that a delta is told in. Raises the error that the answer ended with."""
-        error = failure(delta.end) if delta.end is not None else None
-        if error is not None:
-            raise error
+        raise_if_failed(delta.end)
         scores = (
             chat_logprob_items(delta.logprobs, self._form.known)
             if delta.logprobs is not None and self._form.logprobs

@@ -28,7 +28,7 @@ from bough.core.messages import (
 from bough.entrypoints.http.openai.shapes import BytesOf, bytes_of, chat_logprobs, finish_reason, join_scores, usage
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
-from bough.intake.endings import failure
+from bough.intake.endings import raise_if_failed
 from bough.parsers import assemble
 
 Json = dict[str, Any]
@@ -92,9 +92,7 @@ class ChatBody:
         if delta.hidden_states is not None:
             choice.hidden_states.extend(delta.hidden_states)
         if delta.end is not None:
-            error = failure(delta.end)
-            if error is not None:
-                raise error
+            raise_if_failed(delta.end)
             choice.end = delta.end
 
     def render(self) -> Json:
@@ -279,9 +277,7 @@ class ChatChunks:
         return event(chunk)
 
     def _finish(self, index: int, end: End, hidden_states: Iterable[list[float]] | None) -> bytes:
-        error = failure(end)
-        if error is not None:
-            raise error
+        raise_if_failed(end)
         self._ends.append(end)
         finish: Json = {
             "finish_reason": finish_reason(end, called_tools=self._called[index]),

@@ -21,7 +21,7 @@ from bough.entrypoints.http.openai.shapes import (
 )
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
-from bough.intake.endings import failure
+from bough.intake.endings import raise_if_failed
 
 Json = dict[str, Any]
 
@@ -104,9 +104,7 @@ class CompletionBody:
         if delta.hidden_states is not None:
             one.hidden_states.extend(delta.hidden_states)
         if delta.end is not None:
-            error = failure(delta.end)
-            if error is not None:
-                raise error
+            raise_if_failed(delta.end)
             one.end = delta.end
 
     def render(self) -> Json:
@@ -191,9 +189,7 @@ class CompletionChunks:
         else:
             parts = [self._chunk(prompt, index, text, delta, scores)] if text or scores or delta.tokens else []
         if delta.end is not None:
-            error = failure(delta.end)
-            if error is not None:
-                raise error
+            raise_if_failed(delta.end)
             self._ends[prompt].append(delta.end)
             parts.append(self._finish(prompt, index, delta.end, delta.hidden_states))
         return b"".join(parts)

@@ -25,7 +25,7 @@ from bough.entrypoints.http.errors import in_words
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
-from bough.intake.endings import GIVEN_UP, failure
+from bough.intake.endings import GIVEN_UP, raise_if_failed
 from bough.intake.names import random_name
 
 _encode = msgspec.json.Encoder().encode
@@ -93,9 +93,7 @@ class Growing:
 
     def add(self, delta: Delta) -> list[Json]:
         """What a delta says. Raises the error that the answer ended with."""
-        error = failure(delta.end) if delta.end is not None else None
-        if error is not None:
-            raise error
+        raise_if_failed(delta.end)
         scores = (
             chat_logprob_items(delta.logprobs, self._form.known)
             if delta.logprobs is not None and self._form.logprobs
