@@ -28,8 +28,8 @@ log = logging.getLogger("bough.kernels")
 _COMMON = Path(__file__).with_name("hopper.cuh")
 """What sources may include."""
 SWIZZLED_BYTES = 128
-_NOT_SWIZZLED, _BY_128_BYTES = 0, 3
 """The width of a tile that the copy engine lays out for the tensor cores."""
+_NOT_SWIZZLED, _BY_128_BYTES = 0, 3  # CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

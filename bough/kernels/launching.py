@@ -31,6 +31,8 @@ def shared_bytes_per_sm(device: torch.device) -> int:
     """Shared memory of a multiprocessor; plenty on the CPU, where the interpreter knows none."""
     if device.type != "cuda":
         return 1 << 20
+    if torch.version.hip is not None:
+        return 64 << 10  # older builds for AMD don't tell
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 

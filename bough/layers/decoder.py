@@ -15,8 +15,9 @@ from bough.layers.norm import RMSNorm
 
 
 class Decoder(nn.Module):
-    """A `Model`. A block takes (x_TD, residual_TD, batch) and returns the same pair: what it adds to the residual stream,
-    and the stream without it, so that the next norm can do the addition; or their sum and None, where a product made it."""
+    """A `Model`. A block takes (x_TD, residual_TD, batch) and returns the same pair: what it adds to the residual stream
+    (perhaps as several addends, [P, T, D]), and the stream without it, so that the next norm can do the addition; or their
+    sum and None, where a product made it."""
 
     def __init__(
         self,

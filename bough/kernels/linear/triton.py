@@ -48,9 +48,12 @@ def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> tuple[Ten
 
 
 def _is_cut(x_TD: Tensor, weight_OD: Tensor) -> bool:
-    """Whether a product leaves so many multiprocessors without a tile that half of D each pays, added up by the norm."""
+    """Whether a product leaves so many multiprocessors without a tile that half of D each pays, added up by the norm.
+
+    In bfloat16 only: in float16 half of a sum might not fit where the whole does.
+    """
     (tokens, depth), rows = x_TD.shape, weight_OD.shape[0]
-    if not _CUT_FROM <= tokens < _ADD_FROM or depth < _CUT_DEPTH or depth % 64 or x_TD.dtype == torch.float32:
+    if not _CUT_FROM <= tokens < _ADD_FROM or depth < _CUT_DEPTH or depth % 64 or x_TD.dtype != torch.bfloat16:
         return False
     tiles = -(-tokens // _TILE) * -(-rows // _TILE)
     return 2 * tiles <= num_sms(x_TD.device) and _config("linear", x_TD, weight_OD) is None
