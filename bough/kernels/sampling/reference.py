@@ -43,11 +43,14 @@ def kept(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Ten
     """bool [R, V]: the tokens that pass every filter."""
     logits = logits_RV.float()
     vocab = logits.shape[1]
-    scaled = logits * (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)
-    ordered = logits.sort(dim=-1, descending=True).values
-    likelier = torch.searchsorted(-ordered, -logits)
-    mass = (scaled - scaled.max(-1, keepdim=True).values).double().exp()
-    cumulative = mass.sort(dim=-1, descending=True).values.cumsum(-1)
+    inverse = (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)
+    ordered, order = logits.sort(dim=-1, descending=True)
+    place = torch.arange(vocab, device=logits.device).expand_as(order)
+    is_tied = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+    likelier = torch.empty_like(order).scatter_(1, order, place.masked_fill(is_tied, 0).cummax(-1).values)
+    most = ordered[:, :1] * inverse
+    mass = (logits * inverse - most).double().exp()
+    cumulative = (ordered * inverse - most).double().exp().cumsum(-1)
     before = torch.cat((torch.zeros_like(cumulative[:, :1]), cumulative), -1)
     mass_before = before.gather(1, likelier) / cumulative[:, -1:]
     top_k = torch.where(top_k_R < 1, vocab, top_k_R).unsqueeze(1)
@@ -68,14 +71,13 @@ def sample(
     seeds_R: Tensor,
     counters_R: Tensor,
 ) -> Tensor:
-    if logits_RV.device.type == "cpu" and not temperature_R.any():  # elsewhere, looking would mean waiting
-        return argmax(logits_RV)
     step = max(1, LOGITS_AT_ONCE // logits_RV.shape[1])
     given = (logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, counters_R)
-    return torch.cat([_sample(*rows) for rows in zip(*(torch.split(each, step) for each in given), strict=True)])
+    draw = _draw_those_that_ask if logits_RV.device.type == "cpu" else _draw  # elsewhere, looking would mean waiting
+    return torch.cat([draw(*rows) for rows in zip(*(torch.split(each, step) for each in given), strict=True)])
 
 
-def _sample(
+def _draw_those_that_ask(
     logits_RV: Tensor,
     temperature_R: Tensor,
     top_k_R: Tensor,
@@ -84,9 +86,37 @@ def _sample(
     seeds_R: Tensor,
     counters_R: Tensor,
 ) -> Tensor:
-    logits = logits_RV.float()
-    keep = kept(logits, temperature_R, top_k_R, top_p_R, min_p_R)
-    inverse = (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)
-    score = logits * inverse + gumbel(seeds_R, counters_R, logits.shape[1])
+    """As `_draw`: rows at temperature 0 need no noise, rows without filters nothing sorted."""
+    chosen = argmax(logits_RV)
+    at = temperature_R.nonzero().squeeze(1)
+    if not len(at):
+        return chosen
+    logits, temperature, filters = logits_RV[at].float(), temperature_R[at], (top_k_R[at], top_p_R[at], min_p_R[at])
+    score = _scores(logits, temperature, seeds_R[at], counters_R[at])
+    top_k, top_p, min_p = filters
+    filtered = ((top_k >= 1) | (top_p < 1.0) | (min_p > 0.0)).nonzero().squeeze(1)
+    if len(filtered):
+        keep = kept(logits[filtered], temperature[filtered], *(each[filtered] for each in filters))
+        score[filtered] = torch.where(keep, score[filtered], float("-inf"))
+    chosen[at] = score.argmax(-1)
+    return chosen
+
+
+def _draw(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    counters_R: Tensor,
+) -> Tensor:
+    keep = kept(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
+    score = _scores(logits_RV.float(), temperature_R, seeds_R, counters_R)
     drawn = torch.where(keep, score, float("-inf")).argmax(-1)
     return torch.where(temperature_R == 0, argmax(logits_RV), drawn)
+
+
+def _scores(logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, counters_R: Tensor) -> Tensor:
+    inverse = (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)
+    return logits_RV * inverse + gumbel(seeds_R, counters_R, logits_RV.shape[1])
