@@ -111,8 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
         if self.cycle is not None:
             self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
-        if self.scope["http_version"] == "1.0" and self.cycle is not None:
-            self.cycle.send = _unframed(self.cycle)  # type: ignore[method-assign, assignment]
+            if self.scope["http_version"] == "1.0":
+                self.cycle.send = _unframed(self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

@@ -71,52 +71,26 @@ def sample(
     seeds_R: Tensor,
     counters_R: Tensor,
 ) -> Tensor:
-    step = max(1, LOGITS_AT_ONCE // logits_RV.shape[1])
     given = (logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, counters_R)
-    draw = _draw_those_that_ask if logits_RV.device.type == "cpu" else _draw  # elsewhere, looking would mean waiting
-    return torch.cat([draw(*rows) for rows in zip(*(torch.split(each, step) for each in given), strict=True)])
-
-
-def _draw_those_that_ask(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    seeds_R: Tensor,
-    counters_R: Tensor,
-) -> Tensor:
-    """As `_draw`: rows at temperature 0 need no noise, rows without filters nothing sorted."""
+    at_once = max(1, LOGITS_AT_ONCE // logits_RV.shape[1])
+    if len(logits_RV) > at_once:
+        pieces = zip(*(torch.split(each, at_once) for each in given), strict=True)
+        return torch.cat([sample(*rows) for rows in pieces])
     chosen = argmax(logits_RV)
-    at = temperature_R.nonzero().squeeze(1)
-    if not len(at):
+    if logits_RV.device.type == "cpu" and not temperature_R.any():
         return chosen
-    logits, temperature, filters = logits_RV[at].float(), temperature_R[at], (top_k_R[at], top_p_R[at], min_p_R[at])
-    score = _scores(logits, temperature, seeds_R[at], counters_R[at])
+    at = _those(temperature_R != 0)
+    logits, temperature, *filters, seeds, counters = (each[at] for each in given)
+    inverse = (1.0 / temperature.float().clamp(min=1e-10)).unsqueeze(1)
+    score = logits.float() * inverse + gumbel(seeds, counters, logits.shape[1])
     top_k, top_p, min_p = filters
-    filtered = ((top_k >= 1) | (top_p < 1.0) | (min_p > 0.0)).nonzero().squeeze(1)
-    if len(filtered):
-        keep = kept(logits[filtered], temperature[filtered], *(each[filtered] for each in filters))
-        score[filtered] = torch.where(keep, score[filtered], float("-inf"))
-    chosen[at] = score.argmax(-1)
+    by = _those((top_k >= 1) | (top_p < 1.0) | (min_p > 0.0))
+    keep = kept(logits[by], temperature[by], *(each[by] for each in filters))
+    score[by] = torch.where(keep, score[by], float("-inf"))
+    chosen[at] = torch.where(temperature == 0, chosen[at], score.argmax(-1))
     return chosen
 
 
-def _draw(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    seeds_R: Tensor,
-    counters_R: Tensor,
-) -> Tensor:
-    keep = kept(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
-    score = _scores(logits_RV.float(), temperature_R, seeds_R, counters_R)
-    drawn = torch.where(keep, score, float("-inf")).argmax(-1)
-    return torch.where(temperature_R == 0, argmax(logits_RV), drawn)
-
-
-def _scores(logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, counters_R: Tensor) -> Tensor:
-    inverse = (1.0 / temperature_R.float().clamp(min=1e-10)).unsqueeze(1)
-    return logits_RV * inverse + gumbel(seeds_R, counters_R, logits_RV.shape[1])
+def _those(asking_R: Tensor) -> Tensor | slice:
+    """The rows that ask for something; all of them where looking would mean waiting for a device."""
+    return asking_R.nonzero().squeeze(1) if asking_R.device.type == "cpu" else slice(None)
