@@ -53,7 +53,7 @@ def _ranges(config: Config) -> None:
         ("max_queued_requests", scheduler.max_queued_requests, 1, None),
         ("max_queued_tokens", scheduler.max_queued_tokens, 1, None),
         ("schedule_conservativeness", scheduler.schedule_conservativeness, 0.0, 100.0),
-        ("tpot_target_ms", scheduler.tpot_target_ms, 0.001, None),
+        ("tpot_target_ms", scheduler.tpot_target_ms, 0.0, None),
         ("small_request_share", scheduler.small_request_share, 0.0, 0.9),
         ("stream_interval", scheduler.stream_interval, 1, None),
         ("port", server.port, 0, 65_535),
@@ -72,14 +72,17 @@ def _ranges(config: Config) -> None:
         ("decode_log_interval_s", log.decode_log_interval_s, 0.0, None),
     ):
         _in_range(name, value, low, high)
-    chunk = scheduler.chunked_prefill_size
-    if chunk is not AUTO and chunk != -1 and chunk < 1:
-        raise ConfigError(
-            what=f"chunked_prefill_size is {chunk}",
-            why="it must be a positive number of tokens, or -1 for whole prompts",
-            fix="for example --chunked-prefill-size 2048",
-            param="chunked_prefill_size",
-        )
+    for name, chunk in (
+        ("chunked_prefill_size", scheduler.chunked_prefill_size),
+        ("unwatched_prefill_size", scheduler.unwatched_prefill_size),
+    ):
+        if chunk is not AUTO and chunk != -1 and chunk < 1:
+            raise ConfigError(
+                what=f"{name} is {chunk}",
+                why="it must be a positive number of tokens, or -1 for whole prompts",
+                fix=f"for example --{name.replace('_', '-')} 2048",
+                param=name,
+            )
 
 
 def _model(config: Config) -> None:

@@ -135,6 +135,8 @@ class SchedulerConfig:
     """Prompt tokens waiting at most; more get 429."""
     chunked_prefill_size: int | Auto = AUTO
     """Prompt tokens computed in one step at most; -1: whole prompts."""
+    unwatched_prefill_size: int | Auto = AUTO
+    """The most, if more, while all answers are sent whole: nobody sees tokens arrive, and larger steps cost less."""
     schedule_policy: SchedulePolicy = "auto"
     """Order of waiting requests."""
     schedule_conservativeness: float = 1.0
@@ -142,7 +144,7 @@ class SchedulerConfig:
     overlap_schedule: bool = True
     """Plan the next step while this one runs."""
     tpot_target_ms: float | Auto = AUTO
-    """Prefill chunks shrink so that running requests wait no longer than this between tokens."""
+    """Prefill chunks shrink so that running requests wait no longer than this between tokens; 0: they don't."""
     small_request_share: float = 0.25
     """Share of each step's prefill budget kept for short prompts while long ones are being computed."""
     priority_scheduling: bool = False

@@ -25,6 +25,8 @@ PENALISED_AT_ONCE = 1 << 22
 """Logits for which penalties are worked out at the same time."""
 GATHERED_KEYS = 1 << 16
 """Keys that attention in plain torch copies out of their pages at the same time, if no row has more..."""
+ROOMY_BYTES = 120 * GIB
+"""Of device memory, from which on activations of twice the tokens don't matter."""
 ATTENTION_MASK_BYTES = 96 * MIB
 """...and what its masks take."""
 
@@ -121,6 +123,12 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine, config))
     page_size = settle("page_size", config.cache.page_size, AUTO, choose_page_size(machine, backend, model))
     chunk = settle("chunked_prefill_size", config.scheduler.chunked_prefill_size, AUTO, choose_chunk(machine))
+    unwatched = settle(
+        "unwatched_prefill_size",
+        config.scheduler.unwatched_prefill_size,
+        AUTO,
+        choose_unwatched(config, machine, chunk),
+    )
     threads = settle("cpu_threads", device.cpu_threads, AUTO, choose_threads(machine, config))
     tpot = settle("tpot_target_ms", config.scheduler.tpot_target_ms, AUTO, choose_tpot_target(machine))
     switches = {
@@ -134,8 +142,8 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
             decisions[name] = Decision(False, switched_off)
 
     facts = plan_facts(
-        config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, chunk=chunk,
-        graphs=switches["cuda_graph"], packed=quantization != "none", backend=backend,
+        config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size,
+        chunk=chunk, unwatched=unwatched, graphs=switches["cuda_graph"], packed=quantization != "none", backend=backend,
     )  # fmt: skip
     plan = plan_memory(facts)
     settle("context_length", config.model.context_length, AUTO, choose_context(plan, model))
@@ -155,8 +163,8 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         ),
         cache=replace(config.cache, page_size=page_size, max_total_tokens=plan.kv_tokens),
         scheduler=replace(
-            config.scheduler, max_running_requests=running, chunked_prefill_size=chunk, tpot_target_ms=tpot,
-            overlap_schedule=switches["overlap_schedule"],
+            config.scheduler, max_running_requests=running, chunked_prefill_size=chunk,
+            unwatched_prefill_size=unwatched, tpot_target_ms=tpot, overlap_schedule=switches["overlap_schedule"],
         ),
     )  # fmt: skip
     return Resolved(config=resolved, decisions=decisions, plan=plan)
@@ -228,6 +236,15 @@ def choose_chunk(machine: MachineFacts) -> Decision[int]:
     raise AssertionError("unreachable")
 
 
+def choose_unwatched(config: Config, machine: MachineFacts, chunk: int) -> Decision[int]:
+    if config.device.deterministic:
+        return Decision(chunk, "--deterministic: answers are computed in the same steps, streamed or whole")
+    given = config.scheduler.chunked_prefill_size is not AUTO
+    if given or machine.device == "cpu" or machine.total_bytes < ROOMY_BYTES:
+        return Decision(chunk, "as --chunked-prefill-size")
+    return Decision(2 * chunk, "larger steps cost less a token, and there is memory for them")
+
+
 def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:
     ranks = config.parallel.tp_size if machine.device == "cpu" else 1
     threads = max(1, machine.physical_cores // max(1, ranks))
@@ -280,7 +297,7 @@ def one_at_a_time(config: Config) -> tuple[Config, dict[str, Decision[object]]]:
         config,
         device=replace(config.device, cuda_graph=False),
         cache=replace(config.cache, radix_cache=False),
-        scheduler=replace(config.scheduler, max_running_requests=1),
+        scheduler=replace(config.scheduler, max_running_requests=1, unwatched_prefill_size=AUTO),
     ), decisions
 
 
@@ -311,6 +328,7 @@ def plan_facts(
     kv_dtype: str,
     page_size: int,
     chunk: int,
+    unwatched: int,
     graphs: bool,
     packed: bool,
     backend: str,
@@ -329,7 +347,7 @@ def plan_facts(
     longest = model.context_length if context is AUTO else context
     running = config.scheduler.max_running_requests
     rows = MOST_RUNNING[machine.device] if running is AUTO else running
-    step_tokens, small_step = (largest_step(size, longest, rows) for size in (chunk, SMALL_STEP))
+    step_tokens, small_step = largest_step(chunk, unwatched, longest, rows), largest_step(SMALL_STEP, 0, longest, rows)
     kv_heads = -(-model.num_kv_heads // ranks)
     kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
     packed_bytes = model.packed_bytes if packed else 0
@@ -366,10 +384,10 @@ def plan_facts(
     )
 
 
-def largest_step(chunk: int, context: int, rows: int) -> int:
-    """Tokens of a step: of prompts `chunk` (-1: a whole context), and of rows that decode beside them, while they are few
-    against those; or those of all rows alone."""
-    prompts = context if chunk < 0 else min(chunk, context)
+def largest_step(chunk: int, unwatched: int, context: int, rows: int) -> int:
+    """Tokens of a step: of prompts `chunk` (-1: a whole context) or `unwatched`, and of rows that decode beside them, while
+    they are few against those; or those of all rows alone."""
+    prompts = context if chunk < 0 else min(max(chunk, unwatched), context * rows)
     return max(rows, prompts + min(rows, prompts // 8))
 
 

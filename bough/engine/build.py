@@ -193,10 +193,11 @@ def make_runner(
     shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in specs]
     pool = KVPool(shapes, num_pages, page_size, _DTYPES[config.model.kv_cache_dtype], device.torch_device)
     running = config.scheduler.max_running_requests
-    chunk = config.scheduler.chunked_prefill_size
+    chunk, unwatched = config.scheduler.chunked_prefill_size, config.scheduler.unwatched_prefill_size
     assert isinstance(running, int)
     assert isinstance(chunk, int)
-    step_tokens = largest_step(chunk, plan.context_length, running)
+    assert isinstance(unwatched, int)
+    step_tokens = largest_step(chunk, unwatched, plan.context_length, running)
     if whole:
         step_tokens = max(running, whole_step_tokens(chunk, plan, device.kind))
     limits = RunnerLimits(

@@ -27,6 +27,8 @@ class Limits:
     max_queued_tokens: int = 8_388_608
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Prompt tokens in one step at most."""
+    unwatched_tokens: int = 0
+    """The same while nobody sees tokens arrive, if that is more."""
     whole_prompts: bool = False
     """Never cut a prompt that fits into one step."""
     policy: SchedulePolicy = "auto"
@@ -38,6 +40,8 @@ class Limits:
     preempt_gap: int = 10
     min_chunk_tokens: int = 64
     """Progress that prefill makes in any case, whatever the target says."""
+    large_step_tokens: int = 4096
+    """Prompt tokens from which on a step that isn't quite full costs no more a token."""
     share_tokens: int = 32
     """A common new prefix of this many tokens (or a page) is worth waiting for another row to compute it."""
     group_min_tokens: int = 256
@@ -63,6 +67,7 @@ class Limits:
         """Limits of an engine. Values still `AUTO` follow the runner."""
         running = config.max_running_requests
         chunk = config.chunked_prefill_size
+        unwatched = config.unwatched_prefill_size
         target = config.tpot_target_ms
         return cls(
             num_slots=runner.num_slots,
@@ -76,6 +81,7 @@ class Limits:
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
             chunk_tokens=runner.max_step_tokens if chunk is AUTO or _int(chunk) <= 0 else _int(chunk),
+            unwatched_tokens=0 if unwatched is AUTO else _int(unwatched),
             whole_prompts=chunk is not AUTO and _int(chunk) <= 0,
             policy=config.schedule_policy,
             conservativeness=config.schedule_conservativeness,

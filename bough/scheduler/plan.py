@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 from msgspec import Struct
 
@@ -9,7 +11,7 @@ from bough.cache.prefix import CacheView
 from bough.core.step import I32, Bool
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
-from bough.scheduler.prefill import Room, Share, plan_prefill
+from bough.scheduler.prefill import LOOK_AHEAD, Room, Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
 from bough.scheduler.slots import NEVER
 
@@ -95,6 +97,7 @@ _BESIDE_LONG = 1.7
 _MOST_OWED = 32
 """Steps that a long prompt rests at most: what a token costs is an estimate."""
 
+_WATCHED = 1.0
 _UNWATCHED = 5.0
 """Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens."""
 
@@ -103,17 +106,17 @@ def _pace(queues: Queues, plan: StepPlan) -> float:
     """How many times their target the step's rows may wait for a token."""
     hold = queues.slots.hold
     is_watched = (hold[plan.decodes] < NEVER).any() or any(hold[run.slot] < NEVER for run in plan.runs)
-    return 1.0 if is_watched else _UNWATCHED
+    return _WATCHED if is_watched else _UNWATCHED
 
 
-def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int, pace: float = 1.0) -> int:
+def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int, pace: float) -> int:
     """Prompt tokens for a step that has `tokens` left, such that the rows that decode in it keep their time per token,
     `pace` times the target.
 
     While a crowd waits for its first tokens the target rests: larger chunks are more efficient, and all of the crowd gain
     what a few lose.
     """
-    budget = tokens if limits.whole_prompts else min(tokens, limits.chunk_tokens)
+    budget = tokens if limits.whole_prompts else min(tokens, _chunk(queues, limits, pace))
     if queues.prefill_cap is not None:
         budget = min(budget, queues.prefill_cap)
     if num_decodes and not _has_crowd(queues, num_decodes):
@@ -121,6 +124,16 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
         if within is not None:
             budget = min(budget, max(within, limits.min_chunk_tokens))
     return budget
+
+
+def _chunk(queues: Queues, limits: Limits, pace: float) -> int:
+    """Prompt tokens of a step: more where nobody sees tokens arrive, neither the next nor the first."""
+    if limits.unwatched_tokens <= limits.chunk_tokens or pace == _WATCHED:
+        return limits.chunk_tokens
+    is_watched = any(row.job.ask.stream for row in queues.prefilling.values()) or any(
+        waiting.job.ask.stream for waiting in islice(queues.waiting, LOOK_AHEAD)
+    )
+    return limits.chunk_tokens if is_watched else limits.unwatched_tokens
 
 
 def _has_crowd(queues: Queues, num_decodes: int) -> bool:

@@ -21,6 +21,8 @@ LOOK_AHEAD = 256
 _PEEK = 32
 _SLOW_MS = 1000.0
 """What takes longer by itself is slow: its first token isn't near, whatever a step gives it."""
+_SPARE = 8
+"""One in so many tokens of a large step may stay free."""
 PATIENCE_TO_FOLLOW = 32
 """Overtaken this often, a request no longer waits for another one to compute its prefix."""
 
@@ -99,6 +101,7 @@ class _Sharing:
         self.cache = cache
         self.limits = limits
         self.plan = PrefillPlan()
+        self.budget = room.tokens
         self.short_cut = int(limits.small_share * room.tokens)
         self.tokens = room.tokens
         self.long_tokens = room.tokens - self._kept_for_short()
@@ -211,6 +214,8 @@ class _Sharing:
                 found, waiting.job.ask.namespace, waiting.key, waiting.job.match_limit(len(waiting.key))
             )
             left = len(waiting.key) - found.num_tokens
+            if self._is_better_whole(left) and not is_starved(waiting):
+                return
             is_long = left > self.short_cut and not is_starved(waiting)
             share = Share(waiting, found.num_tokens, cached, 0, is_long, self._is_slow(left), found.tail_page)
             self.pages -= locked
@@ -223,6 +228,17 @@ class _Sharing:
             self.admitted.add(waiting.job.id)
             self.plan.shares.append(share)
             self.leaders.append((waiting.job.ask.namespace, waiting.key))
+
+    def _is_better_whole(self, left: int) -> bool:
+        """Would a prompt with so many tokens left to compute only begin in this step, which is about full, and does the next
+        one begin with it and have room for all? It ends no later for that, and need not read its beginning from pages.
+        """
+        return (
+            self.tokens < left <= self.budget
+            and self.budget >= self.limits.large_step_tokens
+            and self.tokens <= self.budget // _SPARE
+            and all(share.left == 0 for share in self.plan.shares)
+        )
 
     def _reserved(self) -> int:
         """Pages that the rows there are will want beyond what they have and are given in this step."""

@@ -34,8 +34,11 @@ def test_pages_are_looked_at_when_those_who_left_are_gone() -> None:
 
 @pytest.mark.long
 def test_memory_is_flat() -> None:
-    with served("", ["--device", "cpu", "--no-custom-kernels", "--cpu-threads", "1"]) as (url, process):
+    """With the custom kernels: without, a thousand requests in this time are too few for a slope, for temporary tensors
+    come and go by tens of MiB."""
+    with served("", ["--device", "cpu", "--cpu-threads", "1"]) as (url, process):
         seen = asyncio.run(soak(url, process, seconds=180, clients=16))
+    assert seen["requests"] > 5000
     assert verdict(seen, clients=16) == []
 
 

@@ -36,6 +36,7 @@ FLAG_AXES = {
     "page_size": "page_size",
     "radix_cache": "radix_cache",
     "chunked_prefill_size": "chunk_tokens",
+    "unwatched_prefill_size": "chunk_tokens",
     "schedule_policy": "policy",
     "overlap_schedule": "overlap",
     "attention_backend": "attention",

@@ -304,6 +304,49 @@ def test_rows_that_decode_take_nothing_from_a_prompts_chunk() -> None:
     check_answer(sim, long)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([15, 15, 15, 15, 15], [[15, 15, 15, 15], [15]]),  # the last ends in the second step either way
+        ([15, 15, 15, 10, 15], [[15, 15, 15, 10, 9], [6]]),  # there is more room than may stay free
+        ([20, 20, 20, 90], [[20, 20, 20, 4], [64], [22]]),  # no step has room for the last
+        ([100, 10, 10], [[48, 10, 6], [52, 4]]),  # the next step doesn't begin with the one that waits
+    ],
+)
+def test_a_prompt_is_not_cut_for_the_last_tokens_of_a_large_step(lengths: list[int], steps: list[list[int]]) -> None:
+    seen: list[list[int]] = []
+    sim = Sim(
+        context_length=400, num_pages=400, page_size=1, max_step_tokens=64, large_step_tokens=64, small_share=0.25,
+        fail_launch=lambda step: seen.append(step.num_query.tolist()),
+    )  # fmt: skip
+    clients = [sim.ask([start, *[5] * (length - 1)], max_new=1) for start, length in enumerate(lengths)]
+    sim.run()
+    assert seen == steps
+    for client in clients:
+        check_answer(sim, client)
+
+
+@pytest.mark.parametrize("watched", [None, "decoding", "begun", "waiting"])
+def test_steps_are_larger_while_nobody_sees_tokens_arrive(watched: str | None) -> None:
+    sizes: list[int] = []
+    sim = Sim(
+        context_length=400, num_pages=400, chunk_tokens=64, unwatched_tokens=128, max_step_tokens=128 + 8,
+        tpot_target_ms=0.0, small_share=0.0, fail_launch=lambda step: sizes.append(step.num_tokens),
+    )  # fmt: skip
+    if watched == "decoding":
+        sim.ask(PROMPT, max_new=50)
+        sim.turn()
+    if watched == "begun":
+        sim.ask([9] * 100, max_new=1)
+        sim.turn()
+    sizes.clear()
+    for start in range(4):
+        sim.ask([start] * 50, max_new=1, stream=watched == "waiting" and start == 3)
+    sim.turn()
+    assert sizes == [{None: 128, "decoding": 65}.get(watched, 64)]
+    sim.run()
+
+
 def test_chunks_shrink_to_the_time_per_token() -> None:
     sim = Sim(context_length=400, num_pages=400, max_step_tokens=256, tpot_target_ms=20.0, min_chunk_tokens=8)
     for _ in range(20):

@@ -65,11 +65,14 @@ def test_what_the_user_fixed_stays_and_is_no_decision() -> None:
 
 
 def test_rows_decode_beside_a_whole_chunk() -> None:
-    assert largest_step(8192, 16384, 512) == 8192 + 512
-    assert largest_step(2048, 131_072, 1024) == 2048 + 256  # few against the prompts
-    assert largest_step(8192, 1000, 64) == 1000 + 64  # no prompt is longer
-    assert largest_step(-1, 4096, 16) == 4096 + 16
-    assert largest_step(64, 4096, 256) == 256  # all rows, if no prompt comes
+    assert largest_step(8192, 0, 16384, 512) == 8192 + 512
+    assert largest_step(8192, 16384, 16384, 512) == 16384 + 512
+    assert largest_step(-1, 16384, 4096, 16) == 4096 + 16
+    assert largest_step(2048, 0, 131_072, 1024) == 2048 + 256  # few against the prompts
+    assert largest_step(8192, 0, 1000, 64) == 8192 + 64  # many short prompts fill a step too
+    assert largest_step(8192, 0, 1000, 4) == 4000 + 4  # these don't
+    assert largest_step(-1, 0, 4096, 16) == 4096 + 16
+    assert largest_step(64, 0, 4096, 256) == 256  # all rows, if no prompt comes
 
 
 def test_smaller_steps_are_suggested_only_where_they_help() -> None:
@@ -101,6 +104,24 @@ def test_gpu_choices() -> None:
     assert values["chunked_prefill_size"] == 8192
     assert values["cuda_graph"] is True
     assert 800_000 < values["max_total_tokens"] < 1_000_000  # type: ignore[operator]
+
+
+def test_steps_that_nobody_watches_are_larger_where_memory_is_plenty() -> None:
+    def sizes(machine: MachineFacts, model: ModelPlanFacts = LLAMA, **settings: object) -> tuple[object, object]:
+        values = flat(resolve(config(**settings), machine, model).config)
+        return values["chunked_prefill_size"], values["unwatched_prefill_size"]
+
+    assert sizes(H200) == (8192, 16384)
+    assert sizes(replace(H200, total_bytes=80 * GIB, free_bytes=79 * GIB)) == (8192, 8192)
+    assert sizes(H200, chunked_prefill_size=2048) == (2048, 2048)
+    assert sizes(H200, chunked_prefill_size=2048, unwatched_prefill_size=3000) == (2048, 3000)
+    assert sizes(H200, chunked_prefill_size=-1) == (-1, -1)
+    assert sizes(LAPTOP, SMOL) == (1024, 1024)
+    assert sizes(H200, deterministic=True) == (8192, 8192)
+    both = {"chunked_prefill_size": 2048, "unwatched_prefill_size": 4096}
+    assert sizes(H200, deterministic=True, **both) == (2048, 2048)
+    plans = [resolve(config(**settings), H200, LLAMA).plan for settings in ({"chunked_prefill_size": 8192}, {})]
+    assert plans[1].activation_bytes - plans[0].activation_bytes > GIB
 
 
 def test_tensor_parallel_halves_weights_and_kv() -> None:

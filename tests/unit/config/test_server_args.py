@@ -168,7 +168,8 @@ def test_flat_and_assemble_are_inverse() -> None:
     "bad",
     [{"port": 70_000}, {"tp_size": 0}, {"context_length": 0}, {"chunked_prefill_size": 0}, {"mem_fraction_static": 1.5},
      {"nnodes": 2}, {"nnodes": 2, "dist_init_addr": "a:1", "tp_size": 3}, {"node_rank": 1}, {"page_size": -1},
-     {"json_model_override_args": "{"}, {"json_model_override_args": "[1]"}, {"api_workers": 0}],
+     {"json_model_override_args": "{"}, {"json_model_override_args": "[1]"}, {"api_workers": 0},
+     {"unwatched_prefill_size": 0}],
 )  # fmt: skip
 def test_values_out_of_range(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -177,6 +178,12 @@ def test_values_out_of_range(bad: dict[str, object]) -> None:
     assert error.what
     assert error.why
     assert error.fix
+
+
+def test_values_at_the_edge() -> None:
+    edge = {"tpot_target_ms": 0.0, "chunked_prefill_size": -1, "small_request_share": 0.0, "response_store_size": 0}
+    values = flat(build_config(**edge))
+    assert {name: values[name] for name in edge} == edge
 
 
 def test_keys_are_shown_to_nobody() -> None:
