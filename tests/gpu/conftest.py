@@ -1,6 +1,13 @@
-"""Everything here needs a CUDA device, and is skipped as a whole without one."""
+"""Everything here needs a CUDA device, and is skipped as a whole without one.
+
+    make test-gpu
+
+Workers share the device's memory. Files with large models are a group (`xdist_group`), which one worker runs, so that no
+model is there twice; what tests leave in an allocator's cache goes back after each.
+"""
 
 import fcntl
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -46,3 +53,5 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests of several workers run side by side, except for those that fill the device or measure it."""
     with device_alone() if request.node.get_closest_marker("alone") else device_shared():
         yield
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -17,6 +17,8 @@ from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.models.load import build_model
 
+pytestmark = pytest.mark.xdist_group("large models")
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

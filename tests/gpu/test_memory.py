@@ -3,7 +3,6 @@ prefills their step, never a decode or the engine."""
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from bough.core.sampling import SamplingParams
 from bough.core.step import Step
 from bough.models.load import build_model
 from bough.runner.model_runner import ModelRunner
+
+pytestmark = pytest.mark.xdist_group("large models")
 
 WIDE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336,
@@ -44,13 +45,6 @@ def peak_of(runner: ModelRunner, step: Step) -> tuple[int, int]:
     torch.cuda.synchronize()
     del launched
     return torch.cuda.max_memory_allocated() - tensors, torch.cuda.max_memory_reserved() - reserved
-
-
-@pytest.fixture(autouse=True)
-def empty_device() -> None:
-    """What a test before has left is no part of this one's memory."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
