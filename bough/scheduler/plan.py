@@ -98,8 +98,9 @@ _MOST_OWED = 32
 """Steps that a long prompt rests at most: what a token costs is an estimate."""
 
 _WATCHED = 1.0
-_UNWATCHED = 5.0
-"""Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens."""
+_UNWATCHED = 8.0
+"""Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens: on a large
+GPU as long as its largest step takes."""
 
 
 def _pace(queues: Queues, plan: StepPlan) -> float:

@@ -365,7 +365,7 @@ def test_chunks_shrink_to_the_time_per_token() -> None:
 
 def test_rows_that_nobody_watches_wait_longer() -> None:
     """Beside an answer that is sent when it is whole, prompts take larger chunks, but not all of the step."""
-    sim = Sim(context_length=400, num_pages=400, max_step_tokens=256, tpot_target_ms=20.0, min_chunk_tokens=8)
+    sim = Sim(context_length=400, num_pages=400, max_step_tokens=256, tpot_target_ms=12.0, min_chunk_tokens=8)
     for _ in range(20):
         sim.queues.cost.observe(10.0, 0)
         sim.queues.cost.observe(10.0 + 64 * 0.5, 64)
@@ -375,7 +375,7 @@ def test_rows_that_nobody_watches_wait_longer() -> None:
     sim.ask([i % 7 for i in range(300)], max_new=2)
     before = sim.runner.num_tokens
     sim.turn()
-    assert 1 + 20 < sim.runner.num_tokens - before <= 1 + 180
+    assert 1 + 8 < sim.runner.num_tokens - before <= 1 + 172
     sim.run()
 
 
