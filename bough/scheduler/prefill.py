@@ -215,7 +215,10 @@ class _Sharing:
             )
             left = len(waiting.key) - found.num_tokens
             if self._is_better_whole(left) and not is_starved(waiting):
-                return
+                if self.tokens <= self.long_tokens:
+                    return
+                self.long_tokens = 0  # what is kept for short prompts is still theirs
+                continue
             is_long = left > self.short_cut and not is_starved(waiting)
             share = Share(waiting, found.num_tokens, cached, 0, is_long, self._is_slow(left), found.tail_page)
             self.pages -= locked
@@ -234,7 +237,8 @@ class _Sharing:
         one begin with it and have room for all? It ends no later for that, and need not read its beginning from pages.
         """
         return (
-            self.tokens < left <= self.budget
+            not self.limits.whole_prompts
+            and self.tokens < left <= self.budget
             and self.budget >= self.limits.large_step_tokens
             and self.tokens <= self.budget // _SPARE
             and all(share.left == 0 for share in self.plan.shares)

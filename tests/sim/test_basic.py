@@ -311,19 +311,31 @@ def test_rows_that_decode_take_nothing_from_a_prompts_chunk() -> None:
         ([15, 15, 15, 10, 15], [[15, 15, 15, 10, 9], [6]]),  # there is more room than may stay free
         ([20, 20, 20, 90], [[20, 20, 20, 4], [64], [22]]),  # no step has room for the last
         ([100, 10, 10], [[48, 10, 6], [52, 4]]),  # the next step doesn't begin with the one that waits
+        ([29, 29, 30, 4], [[29, 29, 4], [30]]),  # short prompts have the part that is kept for them
+        ([29, 29, 30, 90, 4], [[29, 29, 4], [30, 34], [56]]),  # and no younger one begins there instead
     ],
 )
 def test_a_prompt_is_not_cut_for_the_last_tokens_of_a_large_step(lengths: list[int], steps: list[list[int]]) -> None:
+    assert prefills_of(lengths) == steps
+
+
+def test_whole_prompts_fill_a_large_step_to_the_end() -> None:
+    """Where none is cut, those that fit follow one that doesn't."""
+    assert prefills_of([20, 20, 18, 30, 6], whole_prompts=True) == [[20, 20, 18, 6], [30]]
+
+
+def prefills_of(lengths: list[int], **limits: object) -> list[list[int]]:
+    """Prompts of such lengths that come at once, in large steps of 64 tokens: what each step computes of them."""
     seen: list[list[int]] = []
     sim = Sim(
         context_length=400, num_pages=400, page_size=1, max_step_tokens=64, large_step_tokens=64, small_share=0.25,
-        fail_launch=lambda step: seen.append(step.num_query.tolist()),
+        fail_launch=lambda step: seen.append(step.num_query.tolist()), **limits,
     )  # fmt: skip
     clients = [sim.ask([start, *[5] * (length - 1)], max_new=1) for start, length in enumerate(lengths)]
     sim.run()
-    assert seen == steps
     for client in clients:
         check_answer(sim, client)
+    return seen
 
 
 @pytest.mark.parametrize("watched", [None, "decoding", "begun", "waiting"])
