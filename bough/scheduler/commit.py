@@ -199,6 +199,7 @@ def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
     slots.live[slot] = True
     slots.emitted[slot] = job.emitted
     slots.hold[slot] = _hold(job)
+    slots.watched[slot] = job.is_watched
     slots.pinned[slot] = job.dry_retractions >= limits.max_retractions
     if job.gate is not None:
         queues.gates[slot] = job.gate

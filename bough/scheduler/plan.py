@@ -13,7 +13,6 @@ from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
 from bough.scheduler.prefill import LOOK_AHEAD, Room, Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
-from bough.scheduler.slots import NEVER
 
 _NO_SLOTS = np.empty(0, np.int32)
 _NO_NEEDS = np.empty(0, np.bool_)
@@ -105,8 +104,8 @@ GPU as long as its largest step takes."""
 
 def _pace(queues: Queues, plan: StepPlan) -> float:
     """How many times their target the step's rows may wait for a token."""
-    hold = queues.slots.hold
-    is_watched = (hold[plan.decodes] < NEVER).any() or any(hold[run.slot] < NEVER for run in plan.runs)
+    watched = queues.slots.watched
+    is_watched = watched[plan.decodes].any() or any(watched[run.slot] for run in plan.runs)
     return _WATCHED if is_watched else _UNWATCHED
 
 
@@ -131,8 +130,8 @@ def _chunk(queues: Queues, limits: Limits, pace: float) -> int:
     """Prompt tokens of a step: more where nobody sees tokens arrive, neither the next nor the first."""
     if limits.unwatched_tokens <= limits.chunk_tokens or pace == _WATCHED:
         return limits.chunk_tokens
-    is_watched = any(row.job.ask.stream for row in queues.prefilling.values()) or any(
-        waiting.job.ask.stream for waiting in islice(queues.waiting, LOOK_AHEAD)
+    is_watched = any(row.job.is_watched for row in queues.prefilling.values()) or any(
+        waiting.job.is_watched for waiting in islice(queues.waiting, LOOK_AHEAD)
     )
     return limits.chunk_tokens if is_watched else limits.unwatched_tokens
 

@@ -16,7 +16,7 @@ from bough.scheduler.constrain import Gate
 from bough.scheduler.learn import HitRate, OutputRatio, StepCost
 from bough.scheduler.limits import Limits
 from bough.scheduler.mail import Mail
-from bough.scheduler.slots import SlotTable
+from bough.scheduler.slots import NEVER, SlotTable
 
 _NO_IDS = np.empty(0, np.int32)
 _CAP_HELD_STEPS = 64
@@ -54,6 +54,8 @@ class Job(Struct, kw_only=True, eq=False):
     gate: Gate | None = None
     jumps: bool = False
     """Forced tokens may skip the sampler: nothing that it keeps or reports depends on seeing them."""
+    is_watched: bool = False
+    """Somebody sees its tokens arrive: they are sent on before its end, and not only to look for a stop string."""
     scored_to: int = 0
     """Next prompt token to be scored, if prompt log-probabilities are wanted."""
     prompt_scores: TokenLogprobs | None = None
@@ -77,6 +79,7 @@ class Job(Struct, kw_only=True, eq=False):
         sampling = self.ask.sampling
         plain = not (sampling.penalised or sampling.bad_words or sampling.logit_processor)
         self.jumps = plain and self.ask.logprobs is None and not self.ask.hidden_states
+        self.is_watched = self.ask.stream and (self.ask.text is None or self.ask.text.every < NEVER)
 
     def match_limit(self, num_tokens: int) -> int:
         """How many of the request's tokens may come from the cache: what must be computed anew is left out."""

@@ -53,6 +53,8 @@ class SlotTable:
         """Output tokens sent on."""
         self.hold: I32 = np.ones(n, np.int32)
         """Output tokens to gather before sending them on."""
+        self.watched: Bool = np.zeros(n, np.bool_)
+        """Somebody sees its tokens arrive."""
         self.pinned: Bool = np.zeros(n, np.bool_)
         """Retracted too often: its memory is reserved to the end, and it is not retracted again."""
         self.dirty: dict[int, tuple[int, int]] = {}

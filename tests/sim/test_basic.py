@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bough.core.messages import TextSpec
+from bough.scheduler.slots import NEVER
 from tests.sim.harness import VOCAB, Sim, check_answer, expected
 
 PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
@@ -170,8 +172,6 @@ def test_more_stop_ids_than_the_table_holds() -> None:
 
 
 def test_held_back_until_the_end() -> None:
-    from bough.core.messages import TextSpec
-
     sim = Sim()
     silent = sim.ask(PROMPT[:10], max_new=40, stream=False)
     watched = sim.ask(PROMPT[:11], max_new=40, stream=False, text=TextSpec(stop=("x",)))
@@ -356,6 +356,29 @@ def test_steps_are_larger_while_nobody_sees_tokens_arrive(watched: str | None) -
         sim.ask([start] * 50, max_new=1, stream=watched == "waiting" and start == 3)
     sim.turn()
     assert sizes == [{None: 128, "decoding": 65}.get(watched, 64)]
+    sim.run()
+
+
+def test_a_stop_string_is_looked_for_in_answers_that_nobody_watches() -> None:
+    """Their tokens go to the detokenizer as they come, but from there to nobody."""
+    sizes: list[int] = []
+    sim = Sim(
+        context_length=400, num_pages=400, chunk_tokens=64, unwatched_tokens=128, max_step_tokens=128 + 8,
+        tpot_target_ms=0.0, small_share=0.0, fail_launch=lambda step: sizes.append(step.num_tokens),
+    )  # fmt: skip
+    text = TextSpec(stop=("x",), every=NEVER)
+    decoding = sim.ask(PROMPT, max_new=50, text=text)
+    sim.turn()
+    sim.ask([9] * 200, max_new=1, text=text)
+    for start in range(4):
+        sim.ask([start] * 50, max_new=1, text=text)
+    sizes.clear()
+    sim.turn()
+    sim.turn()
+    assert sizes == [1 + 128, 1 + 128]
+    while not decoding.tokens:
+        sim.turn()
+    assert len(decoding.tokens) < 50
     sim.run()
 
 
