@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
@@ -25,10 +25,12 @@ PENALISED_AT_ONCE = 1 << 22
 """Logits for which penalties are worked out at the same time."""
 GATHERED_KEYS = 1 << 16
 """Keys that attention in plain torch copies out of their pages at the same time, if no row has more..."""
-ROOMY_BYTES = 120 * GIB
-"""Of device memory, from which on activations of twice the tokens don't matter."""
 ATTENTION_MASK_BYTES = 96 * MIB
 """...and what its masks take."""
+ROOMY_BYTES = 120 * GIB
+"""Of device memory, from which on steps of twice the tokens are worth their activations..."""
+ROOMY_SHARE = 16
+"""...if these take no more than one in so many tokens of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,6 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine, config))
     page_size = settle("page_size", config.cache.page_size, AUTO, choose_page_size(machine, backend, model))
     chunk = settle("chunked_prefill_size", config.scheduler.chunked_prefill_size, AUTO, choose_chunk(machine))
-    unwatched = settle(
-        "unwatched_prefill_size",
-        config.scheduler.unwatched_prefill_size,
-        AUTO,
-        choose_unwatched(config, machine, chunk),
-    )
     threads = settle("cpu_threads", device.cpu_threads, AUTO, choose_threads(machine, config))
     tpot = settle("tpot_target_ms", config.scheduler.tpot_target_ms, AUTO, choose_tpot_target(machine))
     switches = {
@@ -141,11 +137,16 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
             switches[name] = False
             decisions[name] = Decision(False, switched_off)
 
-    facts = plan_facts(
-        config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size,
-        chunk=chunk, unwatched=unwatched, graphs=switches["cuda_graph"], packed=quantization != "none", backend=backend,
-    )  # fmt: skip
-    plan = plan_memory(facts)
+    def planned(unwatched: int) -> MemoryPlan:
+        facts = plan_facts(
+            config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, chunk=chunk,
+            unwatched=unwatched, graphs=switches["cuda_graph"], packed=quantization != "none", backend=backend,
+        )  # fmt: skip
+        return plan_memory(facts)
+
+    larger = choose_unwatched(config, machine, chunk, planned)
+    unwatched = settle("unwatched_prefill_size", config.scheduler.unwatched_prefill_size, AUTO, larger)
+    plan = planned(unwatched)
     settle("context_length", config.model.context_length, AUTO, choose_context(plan, model))
     settle("max_total_tokens", config.cache.max_total_tokens, AUTO, Decision(plan.kv_tokens, plan.because))
     fraction = settle("mem_fraction_static", device.mem_fraction_static, AUTO, choose_fraction(plan))
@@ -236,12 +237,21 @@ def choose_chunk(machine: MachineFacts) -> Decision[int]:
     raise AssertionError("unreachable")
 
 
-def choose_unwatched(config: Config, machine: MachineFacts, chunk: int) -> Decision[int]:
+def choose_unwatched(
+    config: Config, machine: MachineFacts, chunk: int, planned: Callable[[int], MemoryPlan]
+) -> Decision[int]:
+    """`planned`: the memory plan with steps of so many tokens."""
     if config.device.deterministic:
         return Decision(chunk, "--deterministic: answers are computed in the same steps, streamed or whole")
     given = config.scheduler.chunked_prefill_size is not AUTO
     if given or machine.device == "cpu" or machine.total_bytes < ROOMY_BYTES:
         return Decision(chunk, "as --chunked-prefill-size")
+    try:
+        most = planned(2 * chunk).kv_tokens
+    except ConfigError:
+        most = 0
+    if most == 0 or most < planned(chunk).kv_tokens * (ROOMY_SHARE - 1) // ROOMY_SHARE:
+        return Decision(chunk, "as --chunked-prefill-size: the KV cache needs the memory")
     return Decision(2 * chunk, "larger steps cost less a token, and there is memory for them")
 
 

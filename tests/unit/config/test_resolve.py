@@ -124,6 +124,26 @@ def test_steps_that_nobody_watches_are_larger_where_memory_is_plenty() -> None:
     assert plans[1].activation_bytes - plans[0].activation_bytes > GIB
 
 
+@pytest.mark.parametrize(
+    ("weights_gib", "settings"),
+    [(15, {"max_total_tokens": 950_000}), (100, {}), (120, {}), (131, {}), (131, {"context_length": 6000}), (135, {})],
+)
+def test_no_model_is_served_worse_for_larger_steps(weights_gib: int, settings: dict[str, object]) -> None:
+    """A device may have much memory, and a model take most of it."""
+    model = replace(LLAMA, dense_params=weights_gib * GIB // 2)
+    smaller = outcome_of(model, chunked_prefill_size=8192, **settings)
+    larger = outcome_of(model, **settings)
+    assert larger == smaller or larger[0] > 0.93 * smaller[0] > 0
+
+
+def outcome_of(model: ModelPlanFacts, **settings: object) -> tuple[int, int, str]:
+    try:
+        plan = resolve(config(**settings), H200, model).plan
+    except ConfigError as error:
+        return 0, 0, error.what
+    return plan.kv_tokens, plan.context_length, ""
+
+
 def test_tensor_parallel_halves_weights_and_kv() -> None:
     one = resolve(config(), H200, LLAMA).plan
     two = resolve(config(tp_size=2), H200, LLAMA).plan
