@@ -83,6 +83,14 @@ def _ranges(config: Config) -> None:
                 fix=f"for example --{name.replace('_', '-')} 2048",
                 param=name,
             )
+    chunk, unwatched = scheduler.chunked_prefill_size, scheduler.unwatched_prefill_size
+    if unwatched is not AUTO and (unwatched == -1) != (chunk == -1):
+        raise ConfigError(
+            what=f"unwatched_prefill_size is {unwatched}, chunked_prefill_size {'auto' if chunk is AUTO else chunk}",
+            why="prompts are computed whole (-1) in all steps or in none",
+            fix="leave --unwatched-prefill-size out",
+            param="unwatched_prefill_size",
+        )
 
 
 def _model(config: Config) -> None:
