@@ -34,7 +34,7 @@ from bough.engine.early import Early
 from bough.engine.grammars import grammars_of
 from bough.engine.loop import Loop
 from bough.engine.outbox import open_outbox
-from bough.engine.pooling import pooling_limits, pooling_of, told, whole_step_tokens
+from bough.engine.pooling import pooling_limits, pooling_of, told
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, write_status
@@ -199,7 +199,7 @@ def make_runner(
     assert isinstance(unwatched, int)
     step_tokens = largest_step(chunk, unwatched, plan.context_length, running)
     if whole:
-        step_tokens = max(running, whole_step_tokens(chunk, plan, device.kind))
+        step_tokens = max(running, chunk)  # `pooling_settings` has seen to it that a text fits
     limits = RunnerLimits(
         num_slots=running,
         num_pages=num_pages,

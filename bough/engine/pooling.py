@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from bough.config.concerns import AUTO, Config
+from bough.config.concerns import AUTO, Auto, Config
 from bough.config.hf import Checkpoint
-from bough.config.memory_plan import MemoryPlan
 from bough.config.pooling_facts import PoolingFacts, pooling_facts, rerank_tokens
 from bough.config.resolve import ModelPlanFacts
 from bough.core.step import RunnerLimits
@@ -34,8 +33,10 @@ def pooling_settings(config: Config, pooling: PoolingFacts, checkpoint: Checkpoi
     if model.context_length is AUTO and 0 < pooling.max_length < checkpoint.max_context:
         model = replace(model, context_length=pooling.max_length)
     scheduler = config.scheduler
-    if pooling.whole and scheduler.chunked_prefill_size is AUTO:
-        scheduler = replace(scheduler, chunked_prefill_size=-1)
+    if pooling.whole:
+        longest = checkpoint.max_context if isinstance(model.context_length, Auto) else model.context_length
+        tokens = whole_step_tokens(scheduler.chunked_prefill_size, longest, device)
+        scheduler = replace(scheduler, chunked_prefill_size=tokens, unwatched_prefill_size=AUTO)
     return replace(
         config,
         model=model,
@@ -56,10 +57,10 @@ def without_kv(facts: ModelPlanFacts) -> ModelPlanFacts:
     return replace(facts, kv_values_per_token=0)
 
 
-def whole_step_tokens(given: object, plan: MemoryPlan, device: str) -> int:
+def whole_step_tokens(given: object, context_length: int, device: str) -> int:
     """Tokens of a step: at least one text of full length. `given`: what the operator asked for."""
     wanted = given if isinstance(given, int) and given > 0 else STEP_TOKENS[device]
-    return max(wanted, plan.context_length)
+    return max(wanted, context_length)
 
 
 def pooling_limits(limits: Limits, runner: RunnerLimits, pooling: PoolingFacts) -> Limits:

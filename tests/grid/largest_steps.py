@@ -15,8 +15,10 @@ from bough.core.step import RunnerLimits, SlotSetup, Step
 from bough.distributed.mesh import SINGLE
 from bough.engine.build import load_model, make_runner, open_device, warm_up
 from bough.engine.decide import decide
+from bough.engine.pooling import pooling_of
 from bough.platform import detect
 from bough.runner.model_runner import ModelRunner
+from bough.runner.pooling import PoolingRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 RICH = SamplingParams(
@@ -77,11 +79,24 @@ def largest_steps(limits: RunnerLimits) -> dict[str, Step]:
 
 def made(folder: Path, device: str, **settings: Any) -> tuple[ModelRunner, MemoryPlan]:
     """A runner as the engine builds it, on its own plan."""
+    runner, plan = _made(folder, device, **settings)
+    assert isinstance(runner, ModelRunner)
+    return runner, plan
+
+
+def made_to_pool(folder: Path, device: str, **settings: Any) -> tuple[PoolingRunner, MemoryPlan]:
+    """The same for a model that pools."""
+    runner, plan = _made(folder, device, **settings)
+    assert isinstance(runner, PoolingRunner)
+    return runner, plan
+
+
+def _made(folder: Path, device: str, **settings: Any) -> tuple[ModelRunner | PoolingRunner, MemoryPlan]:
     config = build_config(model=str(folder), load_format="dummy", device=device, **settings)
     checkpoint, resolved = decide(config, detect(config.device.device))
     machine = open_device(resolved.config, 0)
-    model = load_model(checkpoint, resolved.config, resolved.plan, machine, SINGLE)
-    runner = make_runner(model, resolved.config, resolved.plan, machine, checkpoint)
-    assert isinstance(runner, ModelRunner)
+    pooling = pooling_of(resolved.config, checkpoint)
+    model = load_model(checkpoint, resolved.config, resolved.plan, machine, SINGLE, pooling)
+    runner = make_runner(model, resolved.config, resolved.plan, machine, checkpoint, pooling)
     warm_up(runner, resolved.config)
     return runner, resolved.plan

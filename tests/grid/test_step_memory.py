@@ -14,9 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from largest_steps import largest_steps, made
+from largest_steps import GREEDY, largest_steps, made, made_to_pool, step_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from bough.config.memory_plan import MemoryPlan
+from bough.core.step import Step
+from bough.runner.model_runner import ModelRunner
+from bough.runner.pooling import PoolingRunner
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
@@ -27,6 +32,11 @@ SHAPES = {
     "wide layers": {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 500},
     "large vocabulary": {"vocab_size": 32_000},
 }
+ENCODER: dict[str, Any] = {
+    "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 256, "intermediate_size": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500, "max_position_embeddings": 512,
+    "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
+}  # fmt: skip
 STEPS: dict[str, dict[str, Any]] = {
     "few rows, long chunks": {"max_running_requests": 8, "chunked_prefill_size": 1024},
     "many rows": {"max_running_requests": 128, "chunked_prefill_size": 256},
@@ -81,8 +91,26 @@ def test_no_step_takes_more_than_was_kept(tmp_path: Path, shape: str, steps: str
     runner, plan = made(
         tmp_path, "cpu", dtype="float32", max_total_tokens=16_384, cpu_threads=1, custom_kernels=custom, **STEPS[steps]
     )
+    _check(runner, largest_steps(runner.limits), plan)
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 64}], ids=["as it comes", "small steps"])
+def test_no_step_of_whole_texts_takes_more_than_was_kept(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Texts are shorter than steps, or no step is shorter than a text."""
+    (tmp_path / "config.json").write_text(json.dumps(ENCODER))
+    runner, plan = made_to_pool(tmp_path, "cpu", dtype="float32", cpu_threads=1, **settings)
+    limits = runner.limits
+    long, short = limits.context_length, limits.max_step_tokens // limits.num_slots
+    steps = {
+        "long texts": step_of(limits, [(long, 0)] * (limits.max_step_tokens // long), GREEDY),
+        "short texts": step_of(limits, [(short, 0)] * limits.num_slots, GREEDY),
+    }
+    _check(runner, steps, plan)
+
+
+def _check(runner: ModelRunner | PoolingRunner, steps: dict[str, Step], plan: MemoryPlan) -> None:
     found = {}
-    for name, step in largest_steps(runner.limits).items():
+    for name, step in steps.items():
         gc.collect()
         with Counting() as counting:
             launched = runner.launch(step)
