@@ -231,7 +231,8 @@ class RadixTree:
             first = tail[at : at + size].tobytes()
             child = node.children.get(first)
             if child is None:
-                child = Node(node.namespace, tail[at:], pages[at // size :].copy(), node, self._tick)
+                # A view of a prompt's few last tokens would keep all of it.
+                child = Node(node.namespace, tail[at:].copy(), pages[at // size :].copy(), node, self._tick)
                 child.step = step
                 child.locks = 1
                 node.children[first] = child
@@ -263,7 +264,8 @@ class RadixTree:
         self.splits += 1
         self.version += 1  # a match names the lower half and counts its pages from the upper one's
         size = self.page_size
-        upper = Node(node.namespace, node.key[:at], node.pages[: at // size], parent, node.born)
+        # Each half has its own copy: one may outlive the other.
+        upper = Node(node.namespace, node.key[:at].copy(), node.pages[: at // size].copy(), parent, node.born)
         upper.locks = node.locks
         upper.hits = node.hits
         upper.last_used = node.last_used
@@ -271,8 +273,8 @@ class RadixTree:
         upper.step = node.step
         upper.detached = node.detached
         parent.children[upper.key[:size].tobytes()] = upper
-        node.key = node.key[at:]
-        node.pages = node.pages[at // size :]
+        node.key = node.key[at:].copy()
+        node.pages = node.pages[at // size :].copy()
         node.parent = upper
         upper.children[node.key[:size].tobytes()] = node
         if node.step in self._by_step:

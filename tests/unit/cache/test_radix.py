@@ -276,6 +276,34 @@ def test_splits_keep_the_rows_of_both_halves() -> None:
     assert len(pages) == 3
 
 
+def test_nodes_keep_no_more_of_a_prompt_than_their_own_tokens() -> None:
+    cache = PrefixCache(num_pages=1001, page_size=1)
+    for tail in range(20):
+        _fill(cache, [*range(500), 1000 + tail, 2000 + tail])
+    assert _memory(cache) == 8 * (500 + 20 * 2)
+
+
+def test_a_prompts_beginning_does_not_keep_its_end() -> None:
+    cache = PrefixCache(num_pages=504, page_size=1)
+    _fill(cache, list(range(500)))
+    _fill(cache, [0, 1, 2, 1000, 1001, 1002])
+    assert _memory(cache) == 8 * 503
+    cache.alloc(497)
+    assert _cached(cache, list(range(500))) == 3
+    assert _memory(cache) == 8 * 6
+
+
+def _memory(cache: PrefixCache) -> int:
+    """Bytes that the keys of the tree keep alive."""
+    owners = {}
+    for node in cache.tree.nodes():
+        owner = node.key
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        owners[id(owner)] = owner.nbytes
+    return sum(owners.values())
+
+
 def test_namespaces_vanish_when_empty() -> None:
     cache = PrefixCache(num_pages=20, page_size=1)
     for i in range(50):
