@@ -21,6 +21,8 @@ from bough.scheduler.slots import NEVER, SlotTable
 _NO_IDS = np.empty(0, np.int32)
 _CAP_HELD_STEPS = 64
 """Steps with prefills before a cap on them starts to grow."""
+_MOST_DEADLINES = 256
+"""Deadlines that are kept whether or not their requests have ended."""
 
 
 class Job(Struct, kw_only=True, eq=False):
@@ -330,5 +332,10 @@ class Queues:
         return moves
 
     def add_deadline(self, job: Job) -> None:
-        if job.ask.deadline_s:
-            heapq.heappush(self.deadlines, (job.ask.deadline_s, job.id))
+        """Notes when a request must be over. Those that ended before theirs are forgotten now and then."""
+        if not job.ask.deadline_s:
+            return
+        if len(self.deadlines) >= _MOST_DEADLINES and len(self.deadlines) > 2 * len(self.where):
+            self.deadlines = [entry for entry in self.deadlines if entry[1] in self.where]
+            heapq.heapify(self.deadlines)
+        heapq.heappush(self.deadlines, (job.ask.deadline_s, job.id))

@@ -260,6 +260,21 @@ def test_deadline() -> None:
     check_answer(sim, fine)
 
 
+def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
+    sim = Sim(num_slots=8)
+    slow = sim.ask(PROMPT, max_new=60, deadline_s=sim.clock.now + 500)
+    for _ in range(300):
+        for _ in range(4):
+            sim.ask(PROMPT[:3], max_new=1, deadline_s=sim.clock.now + 100_000)
+        sim.turn()
+        if slow.ends:
+            slow = sim.ask(PROMPT, max_new=60, deadline_s=sim.clock.now + 500)
+    assert 1 <= len(sim.queues.deadlines) <= 300
+    sim.clock.now += 1000
+    sim.run()
+    assert slow.end.reason == "abort"
+
+
 def test_timings_add_up() -> None:
     sim = Sim(max_running=1)
     first = sim.ask(PROMPT, max_new=10)
