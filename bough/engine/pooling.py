@@ -68,7 +68,7 @@ def pooling_limits(limits: Limits, runner: RunnerLimits, pooling: PoolingFacts) 
     limits = replace(limits, tpot_target_ms=0.0)
     if not pooling.whole:
         return limits
-    return replace(limits, whole_prompts=True, chunk_tokens=runner.max_step_tokens, small_share=0.0)
+    return replace(limits, whole_prompts=True, uncut=True, chunk_tokens=runner.max_step_tokens, small_share=0.0)
 
 
 def told(pooling: PoolingFacts | None, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Limits:
     """The same while nobody sees tokens arrive, if that is more."""
     whole_prompts: bool = False
     """Never cut a prompt that fits into one step."""
+    uncut: bool = False
+    """Not even after the device ran out of memory: the model must see all of it at once."""
     policy: SchedulePolicy = "auto"
     conservativeness: float = 1.0
     tpot_target_ms: float | None = None

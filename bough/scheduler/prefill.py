@@ -149,12 +149,9 @@ class _Sharing:
         """Gives a row what it can use of the budget. A chunk that is not the last ends at a page border if it can."""
         size = self.limits.page_size
         left = share.left
-        count = min(left, self.tokens, (share.held + self.pages) * size - share.start)
-        if share.is_long:
-            count = min(count, self.long_tokens)
-        if share.is_slow:
-            least = self.limits.min_chunk_tokens if isinstance(share.row, Waiting) else 0
-            count = min(count, max(self.slow_tokens, least))
+        count = min(left, (share.held + self.pages) * size - share.start)
+        if not (first and self.limits.uncut):
+            count = min(count, self._tokens_for(share))
         if count < left:
             if self.limits.whole_prompts and not first and left <= self.limits.max_step_tokens:
                 return False
@@ -168,6 +165,14 @@ class _Sharing:
         self.slow_tokens -= count if share.is_slow else 0
         self.pages -= share.num_new_pages(size)
         return True
+
+    def _tokens_for(self, share: Share) -> int:
+        """What is left of the budget for a row of this kind."""
+        tokens = min(self.tokens, self.long_tokens) if share.is_long else self.tokens
+        if share.is_slow:
+            least = self.limits.min_chunk_tokens if isinstance(share.row, Waiting) else 0
+            tokens = min(tokens, max(self.slow_tokens, least))
+        return tokens
 
     def spend_rest(self) -> None:
         """What short prompts did not want goes to the long ones."""

@@ -13,6 +13,8 @@ import torch
 from pooled_engine import DECODER, SIZES, TEXTS, PooledEngine, make_tiny
 
 from bough.core.errors import UnsupportedModel
+from bough.core.step import Step
+from bough.runner.pooling import LaunchedPool
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 TOLERANCE = 1e-4
@@ -287,6 +289,27 @@ def test_whole_texts_are_never_cut(tmp_path: Path) -> None:
             assert np.abs(values - expected[at]).max() <= TOLERANCE
     cache = engine.loop.cache
     assert cache.pool.num_free == cache.total, "every page is back"
+
+
+def test_whole_texts_are_not_cut_for_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are smaller once the device ran out of memory, but no smaller than a text."""
+    make_tiny("BertModel", tmp_path, **BERT)
+    texts = [[first, *range(1, length)] for first, length in enumerate([60, 70, 30, 20, 96, 50], 1)]
+    expected = PooledEngine(tmp_path).results(texts)
+    engine = PooledEngine(tmp_path, max_running_requests=2)
+    launch, sizes = engine.runner.launch, []
+
+    def fail_once(step: Step) -> LaunchedPool:
+        sizes.append(step.num_tokens)
+        if len(sizes) == 1:
+            raise MemoryError("out of memory")
+        return launch(step)
+
+    monkeypatch.setattr(engine.runner, "launch", fail_once)
+    for values, alone in zip(engine.results(texts), expected, strict=True):
+        assert np.abs(values - alone).max() <= TOLERANCE
+    assert sizes[0] == 60 + 70
+    assert (max(sizes[1:]), sum(sizes[1:])) == (96, sum(map(len, texts)))
 
 
 @pytest.mark.parametrize("causal", [True, False])
