@@ -96,6 +96,21 @@ def test_deep_schemas_are_refused() -> None:
         offered("hermes", tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])
 
 
+@pytest.mark.parametrize("kind", ["string", "array", "integer", ["string", "null"], None])
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_arguments_that_are_no_object_are_refused(kind: Any, choice: Any) -> None:
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]
+    with pytest.raises(InvalidRequest) as refused:
+        offered("hermes", tools=tools, tool_choice=choice)
+    assert refused.value.param == "tools[1].function.parameters"
+
+
+def test_arguments_need_not_say_that_they_are_an_object() -> None:
+    for schema in ({}, {"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        assert offered("hermes", tools=[tool]).tools
+
+
 def test_the_description_names_every_tool() -> None:
     text = describe(offered("hermes").tools)
     assert '"add"' in text

@@ -61,6 +61,7 @@ def offer(body: ChatRequest, parser: str | None) -> Offer:
     if choice == "none" or not tools:
         return NO_TOOLS
     _check_names(tools)
+    _check_parameters(tools)
     shown: list[Json] = [{"type": "function", "function": _function(tool)} for tool in tools]
     bounds.at_most("tools_bytes", len(_encode(shown)), "tools")
     one = body.parallel_tool_calls is False
@@ -110,6 +111,19 @@ def _check_names(tools: Sequence[Tool]) -> None:
                 param=f"tools[{at}].function.name",
             )
         seen.add(name)
+
+
+def _check_parameters(tools: Sequence[Tool]) -> None:
+    """Arguments are an object in every format: a call with others could be generated, but not read back."""
+    for at, tool in enumerate(tools):
+        given = (tool.function.parameters or {}).get("type", "object")
+        if given != "object" and not (isinstance(given, list) and "object" in given):
+            raise InvalidRequest(
+                what=f"tools[{at}].function.parameters is of type {str(given)[:50]!r}",
+                why="a call's arguments are a JSON object",
+                fix='send a schema of "type": "object", with the value as one of its properties',
+                param=f"tools[{at}].function.parameters",
+            )
 
 
 def _named(tools: Sequence[Tool], choice: object) -> Tool:
