@@ -250,7 +250,10 @@ class Intake:
     async def pause(self, mode: str = "abort", timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         if mode not in ("abort", "retract", "in_place"):
             raise InvalidRequest(
-                what=f"mode is {mode[:40]!r}", why="it must be abort, retract or in_place", fix="send a valid mode"
+                what=f"mode is {mode[:40]!r}",
+                why="it must be abort, retract or in_place",
+                fix="send a valid mode",
+                param="mode",
             )
         return await self.call(lambda call: Pause(call, mode), timeout_s)  # type: ignore[arg-type]
 

@@ -45,6 +45,7 @@ _WORDS: dict[str, dict[str, str]] = {
     "/api/chat": _OLLAMA_WORDS,
     "/api/generate": _OLLAMA_WORDS,
     **{path: {"prompt": "text"} for path in ("/generate", "/encode", "/classify")},
+    **{path: {"prompt": "query", "token_ids_logprob": "label_token_ids"} for path in ("/v1/score", "/score")},
     **{path: {"prompt": "input"} for path in ("/v1/embeddings", "/v1/classify", "/v1/moderations")},
 }
 """Names of fields where a route's own differ from those of the engine, which the checks behind all routes use."""

@@ -14,7 +14,7 @@ from bough.entrypoints.http.replies import json_reply, tenant_of
 from bough.entrypoints.service import Service
 from bough.intake.sessions import TIMEOUT_S
 
-_MOST_TIMEOUT_S = 30 * 24 * 3600.0
+_MOST_TIMEOUT_S = 30 * 24 * 3600
 
 
 class OpenSessionRequest(msgspec.Struct, kw_only=True):
@@ -83,5 +83,5 @@ def close_session(service: Service) -> Handler:
 def _within(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
         raise InvalidRequest(
-            what=f"{name} is {value}", why=f"it must be {low:g} to {high:g}", fix=f"send a valid {name}", param=name
+            what=f"{name} is {value}", why=f"it must be {low:,} to {high:,}", fix=f"send a valid {name}", param=name
         )

@@ -122,6 +122,29 @@ def test_wrong_chat_fields(http_client: httpx.Client, body: dict[str, Any], para
         assert len(error["message"].split("; ")) >= 2
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [10**9]}, "label_token_ids",
+         "label_token_ids has token id 1000000000"),
+        ("/score", {"query": "a", "items": ["b"], "label_token_ids": [10**9]}, "label_token_ids",
+         "label_token_ids has token id 1000000000"),
+        ("/v1/score", {"query": [], "items": [[]], "label_token_ids": [1]}, "query", "the prompt is empty"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format",
+         'text.format.schema is missing or no object; it says what the answer looks like; '
+         'send {"type": "json_schema", "name": ..., "schema": {...}}'),
+        ("/open_session", {"capacity_of_str_len": 0}, "capacity_of_str_len", "it must be 1 to 2,147,483,647"),
+        ("/open_session", {"timeout": 0}, "timeout", "it must be 0.001 to 2,592,000;"),
+    ],
+)  # fmt: skip
+def test_a_routes_errors_speak_of_its_own_fields(
+    http_client: httpx.Client, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    error = check_error(http_client.post(path, json=body), 400)
+    assert error["param"] == param
+    assert said in error["message"]
+
+
 def test_too_long_has_its_code(http_client: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "long " * 2000}]}
     assert check_error(http_client.post("/v1/chat/completions", json=body), 400)["code"] == "context_length_exceeded"

@@ -57,7 +57,8 @@ def test_the_key_opens_normal_routes_only() -> None:
         client.headers["authorization"] = "Bearer s4cret"
         assert client.get("/v1/models").status_code == 200
         assert client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
-        assert client.post("/pause_generation", json={"mode": "sideways"}).status_code == 400
+        wrong = client.post("/pause_generation", json={"mode": "sideways"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "mode")
         assert client.post("/continue_generation").status_code == 200
         assert client.post("/start_profile", json={"num_steps": 3}).status_code == 200
         assert client.post("/start_profile", json={"num_steps": -3}).status_code == 400

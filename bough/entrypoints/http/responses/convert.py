@@ -221,6 +221,13 @@ def _format(asked: ResponsesRequest) -> Json | None:
     if given is None:
         return None
     if given.get("type") == "json_schema":
+        if not isinstance(given.get("schema", given.get("schema_")), dict):
+            raise InvalidRequest(
+                what="text.format.schema is missing or no object",
+                why="it says what the answer looks like",
+                fix='send {"type": "json_schema", "name": ..., "schema": {...}}',
+                param="text.format",
+            )
         wrapped = {name: value for name, value in given.items() if name != "type"}
         return {"type": "json_schema", "json_schema": wrapped}
     return given
