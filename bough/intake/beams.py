@@ -142,6 +142,13 @@ def check(request: Request, sampling: SamplingParams, num_stops: int) -> None:
             fix=f"send n of at most {width}",
             param="n",
         )
+    if sampling.max_new_tokens < 1:
+        raise InvalidRequest(
+            what=f"max_new_tokens is {sampling.max_new_tokens}, beam_width is {width}",
+            why="there are no answers to choose from",
+            fix="ask for at least one token, or leave beam_width out",
+            param="max_new_tokens",
+        )
     if max(2, 1 + num_stops) * width + num_stops > MAX_CANDIDATES:
         raise InvalidRequest(
             what=f"{width} beams with {num_stops} stop tokens are too many",

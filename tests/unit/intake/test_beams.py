@@ -84,6 +84,7 @@ def test_the_answers_are_those_of_transformers(model: Any, width: int, most: int
         ({"logit_bias": {1: 1.0}}, {}),
         ({"grammar": GrammarSpec(kind="regex", source="a")}, {}),
         ({"n": 5}, {}),
+        ({"max_new_tokens": 0}, {}),
         ({"beam_width": 64, "stop_token_ids": tuple(range(30))}, {}),
         ({}, {"logprobs": LogprobSpec(start=0)}),
         ({}, {"session": SessionParams(id="x")}),
