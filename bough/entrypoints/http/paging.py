@@ -19,8 +19,13 @@ def page(
     """The part that the query's `limit` (at most `most`), `after` and `order` ask for. Raises `InvalidRequest`."""
     query = request.query_params
     limit = _limit(query.get("limit", "20"), most)
+    order = query.get("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(
+            what=f"order is {order[:20]!r}", why="it must be asc or desc", fix="send a valid order", param="order"
+        )
     rows = list(latest_first)
-    if query.get("order") == "asc":
+    if order == "asc":
         rows.reverse()
     if query.get("after"):
         places = [at for at, each in enumerate(rows) if name(each) == query["after"]]

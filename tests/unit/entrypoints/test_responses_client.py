@@ -244,6 +244,10 @@ def test_continuing(client: openai.OpenAI, server: FakeServer) -> None:
     listed = client.responses.input_items.list(third.id, order="asc", limit=2)
     assert [item.type for item in listed.data] == ["message", "message"]
     assert listed.has_more
+    turned = [item.id for item in client.responses.input_items.list(third.id, order="desc")]
+    assert turned == [item.id for item in client.responses.input_items.list(third.id, order="asc")][::-1]
+    with pytest.raises(openai.BadRequestError, match="it must be asc or desc"):
+        client.responses.input_items.list(third.id, order="ascending")  # type: ignore[arg-type]
     reference: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "Again"}]
     client.responses.create(model="fake", input=reference)
     assert prompt_of(server.engine.seen[-1]) == "assistant\nHello there.\nuser\nAgain\nassistant\n"
