@@ -170,7 +170,12 @@ def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
         )
     if facts.max_total_tokens is not None:
         asked = _round_down(facts.max_total_tokens, facts.page_size)
-        if asked > tokens or asked == 0:
+        if asked == 0:
+            return _Misfit(
+                what=f"a KV cache of {facts.max_total_tokens:,} tokens was asked for, a page has {facts.page_size:,}",
+                why="there must be at least one page",
+            )
+        if asked > tokens:
             return _Misfit(
                 what=f"a KV cache of {facts.max_total_tokens:,} tokens was asked for, {tokens:,} fit",
                 why=f"{numbers}; one token takes {show_bytes(facts.kv_bytes_per_token)}",

@@ -25,6 +25,7 @@ from bough.core.step import Launched, Runner, Step
 from bough.layers.batch import Batch
 from bough.layers.decoder import Decoder
 from bough.layers.norm import RMSNorm
+from bough.platform.whole_file import write_whole
 from bough.runner.model_runner import ModelRunner
 from bough.scheduler.queues import Queues
 
@@ -137,9 +138,7 @@ class DumpingRunner:
             path = self._directory / f"{name}.{os.getpid()}-{self._files:02d}.safetensors"
             self._files += 1
             try:
-                descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(save(recording.tensors()))
+                write_whole(path, save(recording.tensors()))
             except OSError as error:
                 _log.warning("can't write %s: %s", path, error.strerror)
             else:

@@ -65,6 +65,12 @@ def test_max_total_tokens_is_obeyed() -> None:
     assert plan.context_length == 960
 
 
+def test_less_than_a_page_is_told_apart_from_too_much() -> None:
+    with pytest.raises(ConfigError, match="a KV cache of 10 tokens was asked for, a page has 64") as caught:
+        plan_memory(replace(H200_8B, max_total_tokens=10))
+    assert "fit" not in caught.value.what + caught.value.why
+
+
 def test_misfit_has_numbers_and_commands() -> None:
     facts = replace(H200_8B, total_bytes=24 * GIB, free_bytes=23 * GIB, context_length=131_072, num_devices=8)
     with pytest.raises(ConfigError) as caught:
