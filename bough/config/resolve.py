@@ -121,7 +121,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     dtype = settle("dtype", config.model.dtype, "auto", choose_dtype(machine, model))
     as_weights: Decision[KvDType] = Decision(dtype, "that of the activations")
     kv_dtype = settle("kv_cache_dtype", config.model.kv_cache_dtype, "auto", as_weights)
-    quantization = settle("quantization", config.model.quantization, "auto", choose_quantization(model))
+    quantization = settle("quantization", config.model.quantization, "auto", choose_quantization(machine, model, dtype))
     backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine, config))
     page_size = settle("page_size", config.cache.page_size, AUTO, choose_page_size(machine, backend, model))
     chunk = settle("chunked_prefill_size", config.scheduler.chunked_prefill_size, AUTO, choose_chunk(machine))
@@ -201,10 +201,15 @@ def choose_dtype(machine: MachineFacts, model: ModelPlanFacts) -> Decision[DType
     return Decision(model.checkpoint_dtype, "the checkpoint's own")
 
 
-def choose_quantization(model: ModelPlanFacts) -> Decision[str]:
-    if model.quantization:
-        return Decision(model.quantization, "the checkpoint says so")
-    return Decision("none", "the checkpoint is not quantised")
+def choose_quantization(machine: MachineFacts, model: ModelPlanFacts, dtype: str) -> Decision[str]:
+    if not model.quantization:
+        return Decision("none", "the checkpoint is not quantised")
+    unpacked = (model.dense_params + model.packed_params) * ITEM_BYTES[dtype]
+    if machine.device == "cpu" and "cpu" not in machine.attention_backends and unpacked <= machine.free_bytes // 2:
+        return Decision(
+            "none", "without custom kernels (--no-custom-kernels, or no C++ compiler) packed weights are slow"
+        )
+    return Decision(model.quantization, "the checkpoint says so")
 
 
 def choose_attention(machine: MachineFacts, config: Config) -> Decision[str]:

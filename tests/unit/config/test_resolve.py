@@ -24,7 +24,7 @@ LLAMA = ModelPlanFacts(
 )  # fmt: skip
 LAPTOP = MachineFacts(
     device="cpu", name="a CPU", arch="avx512", total_bytes=16 * GIB, free_bytes=10 * GIB, host_free_bytes=10 * GIB,
-    physical_cores=2, fastest_dtype="float32",
+    physical_cores=2, fastest_dtype="float32", attention_backends=("cpu", "torch"),
 )  # fmt: skip
 H200 = MachineFacts(
     device="cuda", name="H200", arch="sm90", total_bytes=139 * GIB, free_bytes=138 * GIB, host_free_bytes=100 * GIB,
@@ -95,6 +95,17 @@ def test_cpu_choices() -> None:
     assert values["cpu_threads"] == 2
     assert values["context_length"] == 8192
     assert values["quantization"] == "gguf"
+
+
+def test_weights_stay_packed_where_something_multiplies_them_quickly() -> None:
+    def chosen(machine: MachineFacts, model: ModelPlanFacts = SMOL, **settings: object) -> object:
+        return resolve(config(**settings), machine, model).config.model.quantization
+
+    bare = replace(LAPTOP, attention_backends=("torch",))
+    assert chosen(LAPTOP) == "gguf"
+    assert chosen(bare) == "none"
+    assert chosen(bare, quantization="gguf-exact") == "gguf-exact"
+    assert chosen(bare, replace(SMOL, packed_params=2_000_000_000)) == "gguf"  # eight of ten gigabytes are too many
 
 
 def test_gpu_choices() -> None:
