@@ -133,6 +133,8 @@ def test_wrong_chat_fields(http_client: httpx.Client, body: dict[str, Any], para
         ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format",
          'text.format.schema is missing or no object; it says what the answer looks like; '
          'send {"type": "json_schema", "name": ..., "schema": {...}}'),
+        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role", "role is missing; roles are"),
+        ("/v1/responses", {"input": [{"content": "a"}]}, "input[0].role", "role is missing; roles are"),
         ("/open_session", {"capacity_of_str_len": 0}, "capacity_of_str_len", "it must be 1 to 2,147,483,647"),
         ("/open_session", {"timeout": 0}, "timeout", "it must be 0.001 to 2,592,000;"),
     ],

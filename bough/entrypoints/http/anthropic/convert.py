@@ -75,7 +75,11 @@ def _messages(asked: CountTokensRequest) -> list[Json]:
             case "system":
                 made.append({"role": "system", "content": _text_of(message.get("content"), f"{where}.content")})
             case other:
-                raise _bad(f"{where}.role is {str(other)[:50]!r}", "roles are user and assistant", f"{where}.role")
+                raise _bad(
+                    f"{where}.role is {'missing' if other is None else repr(str(other)[:50])}",
+                    "roles are user and assistant",
+                    f"{where}.role",
+                )
     return _joined(made)
 
 

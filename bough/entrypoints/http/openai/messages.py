@@ -38,7 +38,11 @@ def with_tools(messages: list[Json], description: str) -> list[Json]:
 def _message(message: Json, where: str) -> Json:
     role = message.get("role")
     if role not in _ROLES:
-        raise _bad(f"{where}.role is {str(role)[:50]!r}", f"roles are: {', '.join(sorted(_ROLES))}", f"{where}.role")
+        raise _bad(
+            f"{where}.role is {'missing' if role is None else repr(str(role)[:50])}",
+            f"roles are: {', '.join(sorted(_ROLES))}",
+            f"{where}.role",
+        )
     shaped = dict(message)
     if role == "developer":
         shaped["role"] = "system"

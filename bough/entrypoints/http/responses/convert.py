@@ -104,7 +104,11 @@ def messages_of(items: Sequence[Json]) -> list[Json]:
 def _add_message(item: Json, where: str, made: list[Json], assistant: Callable[[], Json]) -> None:
     role = item.get("role")
     if role not in _ROLES:
-        raise _bad(f"{where}.role is {str(role)[:50]!r}", f"roles are {', '.join(_ROLES)}", f"{where}.role")
+        raise _bad(
+            f"{where}.role is {'missing' if role is None else repr(str(role)[:50])}",
+            f"roles are {', '.join(_ROLES)}",
+            f"{where}.role",
+        )
     text = _text(item.get("content"), f"{where}.content")
     if role != "assistant":
         made.append({"role": role, "content": text})
