@@ -136,7 +136,7 @@ class SchedulerConfig:
     chunked_prefill_size: int | Auto = AUTO
     """Prompt tokens computed in one step at most; -1: whole prompts."""
     unwatched_prefill_size: int | Auto = AUTO
-    """The most, if more, while all answers are sent whole: nobody sees tokens arrive, and larger steps cost less."""
+    """Prompt tokens in one step, if more, while all answers are sent whole: nobody sees tokens arrive, and it costs less."""
     schedule_policy: SchedulePolicy = "auto"
     """Order of waiting requests."""
     schedule_conservativeness: float = 1.0
