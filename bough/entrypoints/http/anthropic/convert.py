@@ -10,6 +10,7 @@ import msgspec
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, Json, MessagesRequest
+from bough.entrypoints.http.openai.fields import bad_field, bad_role
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, NamedFunction, NamedTool, Tool
 
 _encode = msgspec.json.Encoder().encode
@@ -60,7 +61,7 @@ def _is_prefill(last: Json) -> bool:
 
 def _messages(asked: CountTokensRequest) -> list[Json]:
     if not asked.messages:
-        raise _bad("messages is empty", "there is nothing to answer", "messages")
+        raise bad_field("messages is empty", "there is nothing to answer", "messages")
     bounds.count("messages", asked.messages, "messages")
     made: list[Json] = []
     if asked.system:
@@ -75,11 +76,7 @@ def _messages(asked: CountTokensRequest) -> list[Json]:
             case "system":
                 made.append({"role": "system", "content": _text_of(message.get("content"), f"{where}.content")})
             case other:
-                raise _bad(
-                    f"{where}.role is {'missing' if other is None else repr(str(other)[:50])}",
-                    "roles are user and assistant",
-                    f"{where}.role",
-                )
+                raise bad_role(where, other, "roles are user and assistant")
     return _joined(made)
 
 
@@ -99,7 +96,7 @@ def _blocks(content: object, where: str) -> list[Json]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise _bad(f"{where} is neither text nor a list of blocks", "content is one of these", where)
+        raise bad_field(f"{where} is neither text nor a list of blocks", "content is one of these", where)
     bounds.count("content_parts", content, where)
     return content
 
@@ -124,8 +121,8 @@ def _text(block: Json, where: str) -> str:
             param=where,
         )
     if kind == "text":
-        raise _bad(f"{where}.text is no text", "it must be a string", f"{where}.text")
-    raise _bad(f"{where}.type is {str(kind)[:50]!r}", "this kind of block has no place here", f"{where}.type")
+        raise bad_field(f"{where}.text is no text", "it must be a string", f"{where}.text")
+    raise bad_field(f"{where}.type is {str(kind)[:50]!r}", "this kind of block has no place here", f"{where}.type")
 
 
 def _user(content: object, where: str) -> list[Json]:
@@ -146,7 +143,7 @@ def _user(content: object, where: str) -> list[Json]:
 def _tool_result(block: Json, where: str) -> Json:
     call = block.get("tool_use_id")
     if not isinstance(call, str):
-        raise _bad(f"{where}.tool_use_id is missing", "a result names its call", f"{where}.tool_use_id")
+        raise bad_field(f"{where}.tool_use_id is missing", "a result names its call", f"{where}.tool_use_id")
     given = block.get("content")
     text = "" if given is None else _text_of(given, f"{where}.content")
     return {"role": "tool", "tool_call_id": call, "content": f"Error: {text}" if block.get("is_error") else text}
@@ -163,7 +160,7 @@ def _assistant(content: object, where: str) -> Json:
                 calls.append(_tool_use(block, place))
             case "thinking":
                 if not isinstance(block.get("thinking"), str):
-                    raise _bad(f"{place}.thinking is no text", "it must be a string", f"{place}.thinking")
+                    raise bad_field(f"{place}.thinking is no text", "it must be a string", f"{place}.thinking")
                 thoughts.append(block["thinking"])
             case "redacted_thinking":
                 pass  # nobody but its maker can read it
@@ -182,7 +179,7 @@ def _assistant(content: object, where: str) -> Json:
 def _tool_use(block: Json, where: str) -> Json:
     name, call, given = block.get("name"), block.get("id"), block.get("input", {})
     if not isinstance(name, str) or not isinstance(call, str) or not isinstance(given, dict):
-        raise _bad(f"{where} is no call", "a call has an id, a name and an input object", where)
+        raise bad_field(f"{where} is no call", "a call has an id, a name and an input object", where)
     return {"id": call, "type": "function", "function": {"name": name, "arguments": _encode(given).decode()}}
 
 
@@ -204,9 +201,9 @@ def _tools(tools: Sequence[Json]) -> list[Tool]:
             )
         name, about, schema = tool.get("name"), tool.get("description"), tool.get("input_schema")
         if not isinstance(name, str):
-            raise _bad(f"{where}.name is missing", "a tool has a name", f"{where}.name")
+            raise bad_field(f"{where}.name is missing", "a tool has a name", f"{where}.name")
         if not isinstance(schema, dict) or not isinstance(about, str | None):
-            raise _bad(f"{where}.input_schema is missing", "a tool says what it takes", f"{where}.input_schema")
+            raise bad_field(f"{where}.input_schema is missing", "a tool says what it takes", f"{where}.input_schema")
         strict = tool.get("strict") is True
         made.append(Tool(function=FunctionDefinition(name=name, description=about, parameters=schema, strict=strict)))
     return made
@@ -227,7 +224,7 @@ def _tool_choice(choice: Json | None) -> tuple[Choice | None, bool | None]:
         case "tool" if isinstance(choice.get("name"), str):
             return NamedTool(function=NamedFunction(name=choice["name"])), parallel
         case other:
-            raise _bad(
+            raise bad_field(
                 f"tool_choice.type is {str(other)[:50]!r}",
                 "it must be auto, any, none, or tool with a name",
                 "tool_choice",
@@ -249,9 +246,11 @@ def _thinking(thinking: Json | None) -> tuple[bool, int | None]:
                 return True, None
             if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
                 return True, budget
-            raise _bad("thinking.budget_tokens is no number of tokens", "it must be positive", "thinking.budget_tokens")
+            raise bad_field(
+                "thinking.budget_tokens is no number of tokens", "it must be positive", "thinking.budget_tokens"
+            )
         case other:
-            raise _bad(
+            raise bad_field(
                 f"thinking.type is {str(other)[:50]!r}", "it must be enabled, adaptive or disabled", "thinking.type"
             )
 
@@ -262,15 +261,13 @@ def _output(asked: CountTokensRequest) -> tuple[Json | None, Any]:
     form = config.get("format") or asked.output_format
     effort = config.get("effort")
     if effort not in (None, "low", "medium", "high", "xhigh", "max"):
-        raise _bad(f"output_config.effort is {str(effort)[:50]!r}", "it must be low to max", "output_config.effort")
+        raise bad_field(
+            f"output_config.effort is {str(effort)[:50]!r}", "it must be low to max", "output_config.effort"
+        )
     if form is None:
         return None, effort
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        raise _bad(
+        raise bad_field(
             "output_config.format is not known", "it must be of type json_schema with a schema", "output_config.format"
         )
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}, effort
-
-
-def _bad(what: str, why: str, param: str) -> InvalidRequest:
-    return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)

@@ -10,7 +10,7 @@ import msgspec
 from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
 from bough.entrypoints.http.ollama.schema import Json, OllamaChatRequest, OllamaCommon, OllamaGenerateRequest
-from bough.entrypoints.http.openai.fields import served_name
+from bough.entrypoints.http.openai.fields import bad_field, served_name
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, Tool
 from bough.entrypoints.service import Served
 
@@ -79,7 +79,7 @@ def _format(given: str | Json | None) -> Json | None:
         return {"type": "json_object"}
     if isinstance(given, dict):
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given}}
-    raise _bad(f"format is {str(given)[:50]!r}", 'it must be "json" or a schema', "format")
+    raise bad_field(f"format is {str(given)[:50]!r}", 'it must be "json" or a schema', "format")
 
 
 def _message(message: Json, where: str) -> Json:
@@ -99,13 +99,13 @@ def _message(message: Json, where: str) -> Json:
 
 def _calls(calls: object, where: str) -> list[Json]:
     if not isinstance(calls, list):
-        raise _bad(f"{where}.tool_calls is no list", "it must be a list of calls", f"{where}.tool_calls")
+        raise bad_field(f"{where}.tool_calls is no list", "it must be a list of calls", f"{where}.tool_calls")
     made: list[Json] = []
     for at, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             place = f"{where}.tool_calls[{at}]"
-            raise _bad(f"{place}.function.name is missing", "a call names its function", place)
+            raise bad_field(f"{place}.function.name is missing", "a call names its function", place)
         given = function.get("arguments", {})
         text = given if isinstance(given, str) else _encode(given).decode()
         made.append({"type": "function", "function": {"name": function["name"], "arguments": text}})
@@ -132,12 +132,8 @@ def _tools(tools: Sequence[Json]) -> list[Tool] | None:
         try:
             function = msgspec.convert(given, FunctionDefinition)
         except msgspec.ValidationError as error:
-            raise _bad(
+            raise bad_field(
                 f"tools[{at}].function is wrong", str(error).replace("`", ""), f"tools[{at}].function"
             ) from error
         made.append(Tool(function=function))
     return made or None
-
-
-def _bad(what: str, why: str, param: str) -> InvalidRequest:
-    return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)

@@ -1,4 +1,5 @@
-"""Fields that chat and plain completions have in common: names, sizes, and what this server does not do."""
+"""Fields that chats, plain completions and other vendors' words for them have in common: names, sizes, what this server
+does not do, and how a wrong one is told."""
 
 from __future__ import annotations
 
@@ -10,6 +11,17 @@ from bough.entrypoints.http.openai.schema import ChatRequest, Common
 from bough.entrypoints.http.replies import within_tenant
 from bough.entrypoints.service import Served
 from bough.intake.native import namespace_of as salted
+
+
+def bad_field(what: str, why: str, param: str) -> InvalidRequest:
+    """The error for a field that is there to be sent right."""
+    return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)
+
+
+def bad_role(where: str, role: object, why: str) -> InvalidRequest:
+    """The error for the message at `where`, whose role is unknown or missing."""
+    told = "missing" if role is None else repr(str(role)[:50])
+    return bad_field(f"{where}.role is {told}", why, f"{where}.role")
 
 
 def served_name(served: Served, model: str | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.entrypoints.http.openai.fields import bad_field, bad_role
 
 Json = dict[str, Any]
 
@@ -38,11 +39,7 @@ def with_tools(messages: list[Json], description: str) -> list[Json]:
 def _message(message: Json, where: str) -> Json:
     role = message.get("role")
     if role not in _ROLES:
-        raise _bad(
-            f"{where}.role is {'missing' if role is None else repr(str(role)[:50])}",
-            f"roles are: {', '.join(sorted(_ROLES))}",
-            f"{where}.role",
-        )
+        raise bad_role(where, role, f"roles are: {', '.join(sorted(_ROLES))}")
     shaped = dict(message)
     if role == "developer":
         shaped["role"] = "system"
@@ -55,7 +52,7 @@ def _message(message: Json, where: str) -> Json:
     for name in ("name", "tool_call_id", "reasoning_content", "refusal"):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
-            raise _bad(f"{where}.{name} is no text", "it must be a string", f"{where}.{name}")
+            raise bad_field(f"{where}.{name} is no text", "it must be a string", f"{where}.{name}")
     return {name: value for name, value in shaped.items() if value is not None or name == "content"}
 
 
@@ -65,9 +62,9 @@ def _content(content: object, where: str, *, optional: bool) -> str | list[Json]
     if content is None:
         if optional:
             return None
-        raise _bad(f"{where}.content is missing", "this role's messages need content", f"{where}.content")
+        raise bad_field(f"{where}.content is missing", "this role's messages need content", f"{where}.content")
     if not isinstance(content, list):
-        raise _bad(
+        raise bad_field(
             f"{where}.content is neither text nor a list of parts",
             "OpenAI's format knows only these",
             f"{where}.content",
@@ -80,7 +77,7 @@ def _part(part: object, where: str) -> Json:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
-        raise _bad(f"{where} is no content part", "parts are objects with a type", where)
+        raise bad_field(f"{where} is no content part", "parts are objects with a type", where)
     kind = part.get("type")
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
@@ -92,23 +89,19 @@ def _part(part: object, where: str) -> Json:
         )
     text = part.get(field)
     if not isinstance(text, str):
-        raise _bad(f"{where}.{field} is no text", "it must be a string", f"{where}.{field}")
+        raise bad_field(f"{where}.{field} is no text", "it must be a string", f"{where}.{field}")
     return {"type": "text", "text": text}
 
 
 def _tool_calls(calls: object, where: str) -> list[Json]:
     if not isinstance(calls, list):
-        raise _bad(f"{where}.tool_calls is no list", "it must be a list of calls", f"{where}.tool_calls")
+        raise bad_field(f"{where}.tool_calls is no list", "it must be a list of calls", f"{where}.tool_calls")
     bounds.count("tools", calls, f"{where}.tool_calls")
     for at, call in enumerate(calls):
         place = f"{where}.tool_calls[{at}]"
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(f"{place}.function.name is missing", "a call names its function", place)
+            raise bad_field(f"{place}.function.name is missing", "a call names its function", place)
         if not isinstance(function.get("arguments", ""), str | dict):
-            raise _bad(f"{place}.function.arguments is no text", "arguments are JSON text", place)
+            raise bad_field(f"{place}.function.arguments is no text", "arguments are JSON text", place)
     return calls
-
-
-def _bad(what: str, why: str, param: str) -> InvalidRequest:
-    return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)

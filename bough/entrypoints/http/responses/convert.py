@@ -7,6 +7,7 @@ from typing import Any
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.entrypoints.http.openai.fields import bad_field, bad_role
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, NamedFunction, NamedTool, Tool
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
 
@@ -55,7 +56,9 @@ def input_items(given: str | Sequence[Json], lookup: Callable[[str], Json | None
         if item.get("type") == "item_reference":
             found = lookup(str(item.get("id", "")))
             if found is None:
-                raise _bad(f"input[{at}] refers to an item that is not stored", "it has expired, or never was", "input")
+                raise bad_field(
+                    f"input[{at}] refers to an item that is not stored", "it has expired, or never was", "input"
+                )
             items.append(found)
         else:
             items.append(item)
@@ -97,18 +100,14 @@ def messages_of(items: Sequence[Json]) -> list[Json]:
     if thoughts:
         assistant()
     if not made:
-        raise _bad("input is empty", "there is nothing to answer", "input")
+        raise bad_field("input is empty", "there is nothing to answer", "input")
     return made
 
 
 def _add_message(item: Json, where: str, made: list[Json], assistant: Callable[[], Json]) -> None:
     role = item.get("role")
     if role not in _ROLES:
-        raise _bad(
-            f"{where}.role is {'missing' if role is None else repr(str(role)[:50])}",
-            f"roles are {', '.join(_ROLES)}",
-            f"{where}.role",
-        )
+        raise bad_role(where, role, f"roles are {', '.join(_ROLES)}")
     text = _text(item.get("content"), f"{where}.content")
     if role != "assistant":
         made.append({"role": role, "content": text})
@@ -121,7 +120,7 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _bad(f"{where} is neither text nor a list of parts", "content is one of these", where)
+        raise bad_field(f"{where} is neither text nor a list of parts", "content is one of these", where)
     bounds.count("content_parts", content, where)
     texts: list[str] = []
     for at, part in enumerate(content):
@@ -135,7 +134,7 @@ def _text(content: object, where: str) -> str:
                 param=f"{where}[{at}].type",
             )
         if not isinstance(part.get(field), str):
-            raise _bad(f"{where}[{at}].{field} is no text", "it must be a string", f"{where}[{at}].{field}")
+            raise bad_field(f"{where}[{at}].{field} is no text", "it must be a string", f"{where}[{at}].{field}")
         texts.append(part[field])
     return "\n".join(texts)
 
@@ -143,21 +142,21 @@ def _text(content: object, where: str) -> str:
 def _call(item: Json, where: str) -> Json:
     call, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
     if not isinstance(call, str) or not isinstance(name, str) or not isinstance(arguments, str):
-        raise _bad(f"{where} is no call", "a call has a call_id, a name and arguments as JSON text", where)
+        raise bad_field(f"{where} is no call", "a call has a call_id, a name and arguments as JSON text", where)
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _call_output(item: Json, where: str) -> Json:
     call = item.get("call_id")
     if not isinstance(call, str):
-        raise _bad(f"{where}.call_id is missing", "an output names its call", f"{where}.call_id")
+        raise bad_field(f"{where}.call_id is missing", "an output names its call", f"{where}.call_id")
     return {"role": "tool", "tool_call_id": call, "content": _text(item.get("output"), f"{where}.output")}
 
 
 def _thoughts(item: Json, where: str) -> list[str]:
     content = item.get("content") or []
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
-        raise _bad(f"{where}.content is no list of parts", "reasoning is told in parts", f"{where}.content")
+        raise bad_field(f"{where}.content is no list of parts", "reasoning is told in parts", f"{where}.content")
     return [each["text"] for each in content if isinstance(each.get("text"), str)]
 
 
@@ -194,9 +193,9 @@ def _tools(tools: Sequence[Json]) -> list[Tool]:
             )
         name, about, schema = tool.get("name"), tool.get("description"), tool.get("parameters")
         if not isinstance(name, str):
-            raise _bad(f"{where}.name is missing", "a tool has a name", f"{where}.name")
+            raise bad_field(f"{where}.name is missing", "a tool has a name", f"{where}.name")
         if not isinstance(about, str | None) or not isinstance(schema, dict | None):
-            raise _bad(f"{where} has the wrong types", "description is text, parameters an object", where)
+            raise bad_field(f"{where} has the wrong types", "description is text, parameters an object", where)
         strict = tool.get("strict") is True
         made.append(Tool(function=FunctionDefinition(name=name, description=about, parameters=schema, strict=strict)))
     return made
@@ -213,7 +212,7 @@ def _tool_choice(choice: str | Json | None) -> tuple[Any, frozenset[str] | None]
             names = frozenset(str(tool.get("name")) for tool in tools if isinstance(tool, dict))
             return mode, names
         case _:
-            raise _bad(
+            raise bad_field(
                 "tool_choice is not known",
                 "it must be none, auto, required, a function by name, or allowed_tools",
                 "tool_choice",
@@ -235,7 +234,3 @@ def _format(asked: ResponsesRequest) -> Json | None:
         wrapped = {name: value for name, value in given.items() if name != "type"}
         return {"type": "json_schema", "json_schema": wrapped}
     return given
-
-
-def _bad(what: str, why: str, param: str) -> InvalidRequest:
-    return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)
