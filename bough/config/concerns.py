@@ -51,6 +51,8 @@ class ModelConfig:
     """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load."""
     kv_cache_dtype: KvDType = "auto"
     """Type of cached keys and values."""
+    first_layer_table: Literal["auto", "on", "off"] = "auto"
+    """Keep what the first layer's projections make of each token of the vocabulary, instead of computing it. Takes memory."""
     context_length: int | Auto = AUTO
     """Longest prompt plus answer, in tokens. auto: the model's own, or what fits the memory."""
     chat_template: str = ""

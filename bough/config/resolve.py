@@ -30,7 +30,9 @@ ATTENTION_MASK_BYTES = 96 * MIB
 ROOMY_BYTES = 120 * GIB
 """Of device memory, from which on steps of twice the tokens are worth their activations..."""
 ROOMY_SHARE = 16
-"""...if these take no more than one in so many tokens of the KV cache."""
+"""...if these take no more than one in so many tokens of the KV cache..."""
+TABLE_SHARE = 32
+"""...and so is a table of the first layer, at one in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +139,20 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
             switches[name] = False
             decisions[name] = Decision(False, switched_off)
 
-    def planned(unwatched: int) -> MemoryPlan:
+    def planned(unwatched: int, table: bool) -> MemoryPlan:
         facts = plan_facts(
             config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, chunk=chunk,
             unwatched=unwatched, graphs=switches["cuda_graph"], packed=quantization != "none", backend=backend,
+            table=table,
         )  # fmt: skip
         return plan_memory(facts)
 
-    larger = choose_unwatched(config, machine, chunk, planned)
+    given = config.model.first_layer_table
+    larger = choose_unwatched(config, machine, chunk, lambda tokens: planned(tokens, given == "on"))
     unwatched = settle("unwatched_prefill_size", config.scheduler.unwatched_prefill_size, AUTO, larger)
-    plan = planned(unwatched)
+    looked_up = choose_first_layer(config, machine, lambda table: planned(unwatched, table))
+    table = settle("first_layer_table", given, "auto", looked_up)
+    plan = planned(unwatched, table == "on")
     settle("context_length", config.model.context_length, AUTO, choose_context(plan, model))
     settle("max_total_tokens", config.cache.max_total_tokens, AUTO, Decision(plan.kv_tokens, plan.because))
     fraction = settle("mem_fraction_static", device.mem_fraction_static, AUTO, choose_fraction(plan))
@@ -156,7 +162,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         config,
         model=replace(
             config.model, dtype=dtype, kv_cache_dtype=kv_dtype, quantization=quantization,
-            context_length=plan.context_length,
+            context_length=plan.context_length, first_layer_table=table,
         ),
         device=replace(
             device, device=machine.device, mem_fraction_static=fraction, attention_backend=backend, cpu_threads=threads,
@@ -260,6 +266,40 @@ def choose_unwatched(
     return Decision(2 * chunk, "larger steps cost less a token, and there is memory for them")
 
 
+def choose_first_layer(
+    config: Config, machine: MachineFacts, planned: Callable[[bool], MemoryPlan]
+) -> Decision[Literal["on", "off"]]:
+    """`planned`: the memory plan with the table, or without."""
+    wanted = config.model.first_layer_table
+    reason = ""
+    if config.model.is_embedding:
+        reason = "models that pool have none"
+    elif machine.device == "cpu":
+        reason = "on a CPU blocks are computed as one"
+    if reason and wanted == "on":
+        raise ConfigError(
+            what="--first-layer-table on was asked for, it can't be had here",
+            why=reason,
+            fix="leave it out",
+            param="first_layer_table",
+        )
+    if not reason and config.device.safe_mode:
+        reason = "--safe-mode"
+    if not reason and machine.total_bytes < ROOMY_BYTES:
+        reason = f"the memory serves better as KV cache on {show_bytes(machine.total_bytes)}"
+    if reason or wanted != "auto":
+        return Decision("off", reason)
+    without = planned(False)
+    try:
+        took = planned(True)
+    except ConfigError:
+        took = None
+    if took is None or took.kv_tokens < without.kv_tokens * (TABLE_SHARE - 1) // TABLE_SHARE:
+        return Decision("off", "the KV cache needs the memory")
+    size = show_bytes(took.weight_bytes - without.weight_bytes)
+    return Decision("on", f"{size} instead of a product")
+
+
 def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:
     ranks = config.parallel.tp_size if machine.device == "cpu" else 1
     threads = max(1, machine.physical_cores // max(1, ranks))
@@ -347,6 +387,7 @@ def plan_facts(
     graphs: bool,
     packed: bool,
     backend: str,
+    table: bool,
 ) -> PlanFacts:
     """The memory plan's inputs for one rank."""
     ranks = config.parallel.tp_size
@@ -367,6 +408,8 @@ def plan_facts(
     kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
     packed_bytes = model.packed_bytes if packed else 0
     dense = model.dense_params if packed else model.dense_params + model.packed_params
+    if table:
+        dense += model.vocab_size * model.attention_width
     fraction = config.device.mem_fraction_static
     total = config.cache.max_total_tokens
     gathers = longest if backend == "torch" else 0

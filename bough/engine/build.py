@@ -172,6 +172,7 @@ def load_model(
         context_length=plan.context_length,
         seed=config.model.seed,
         pooling=pooling,
+        first_layer_table=config.model.first_layer_table == "on",
         progress=progress,
     )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from bough.config.model_facts import ModelFacts
 from bough.layers.batch import AttentionSpec, Batch, RotatingBackend
 from bough.layers.build import Build
-from bough.layers.linear import kv_heads_per_rank
+from bough.layers.linear import QKVLinear, kv_heads_per_rank
 from bough.layers.norm import RMSNorm
 from bough.layers.rotary import Rope
 
@@ -18,6 +19,18 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.by_token_VO: Tensor | None = None
+        """What the projection gives for each token of the vocabulary, where that is known (in the first layer)."""
+
+    def project(self, qkv: QKVLinear, x_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """What `forward` takes: [T, N, H], [T, K, H], [T, K, H]. In the model's last layer there may be queries of those
+        tokens only that are read."""
+        if self.by_token_VO is not None and batch.embeds_TD is None and not qkv._forward_hooks:  # who watches sees it made
+            return qkv.heads(embedding(batch.ids_T, self.by_token_VO))
+        backend = batch.attention
+        queries_at_L = backend.queries_at(self.spec) if isinstance(backend, RotatingBackend) else None
+        projected: tuple[Tensor, Tensor, Tensor] = qkv(x_TD, queries_at_L)
+        return projected
 
     def forward(
         self,

@@ -39,6 +39,13 @@ class AttentionBackend(Protocol):
 class RotatingBackend(AttentionBackend, Protocol):
     """An attention backend that also norms and rotates queries and keys, in the pass that writes the KV."""
 
+    def queries_at(self, spec: AttentionSpec) -> Tensor | None:
+        """int64 indices of the tokens whose queries a layer's forward takes, and whose results it gives; None: all.
+
+        Only the model's last layer may leave out others, which are not in `Batch.logits_at`.
+        """
+        ...
+
     def forward_rope(
         self,
         spec: AttentionSpec,
@@ -53,7 +60,7 @@ class RotatingBackend(AttentionBackend, Protocol):
         eps: float,
         offset: float,
     ) -> Tensor:
-        """Like `forward`. In the model's last layer it may leave out tokens that are not in `Batch.logits_at`."""
+        """Like `forward`."""
         ...
 
 

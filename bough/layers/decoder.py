@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
+from bough.layers.attention import Attention
 from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.embedding import Head, VocabEmbedding
 from bough.layers.fused import FusedBlocks
+from bough.layers.linear import QKVLinear
 from bough.layers.norm import RMSNorm
+
+_TOKENS_AT_ONCE = 4096
+"""Of the vocabulary, when the first layer's table is made."""
+
+
+@runtime_checkable
+class _Projecting(Protocol):
+    """A block that begins with a norm and attention."""
+
+    attn_norm: RMSNorm
+    qkv: QKVLinear
+    attn: Attention
 
 
 class Decoder(nn.Module):
@@ -49,6 +65,22 @@ class Decoder(nn.Module):
         for block in self.layers:
             x_TD, residual_TD = block(x_TD, residual_TD, batch)
         return self.norm.last(x_TD, residual_TD, batch)
+
+    @torch.no_grad()
+    def look_up_first_layer(self) -> None:
+        """From now on, what the first block projects is looked up by token: nothing comes before it but the embedding.
+
+        To be called once the weights are there, and again when they change.
+        """
+        block = self.layers[0]
+        assert isinstance(block, _Projecting), "every decoder's block is"
+        weight, vocab = block.attn_norm.weight, self.embed.shape[0]
+        table_VO = weight.new_empty(vocab, block.qkv.width)
+        for begin in range(0, vocab, _TOKENS_AT_ONCE):
+            end = min(begin + _TOKENS_AT_ONCE, vocab)
+            x_TD = self.embed.of(torch.arange(begin, end, device=weight.device))
+            table_VO[begin:end] = block.qkv.product(block.attn_norm(x_TD))
+        block.attn.by_token_VO = table_VO
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
         out: Tensor = self.head(hidden_LD)

@@ -33,7 +33,11 @@ class VocabEmbedding(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         if batch.embeds_TD is not None:
             return batch.embeds_TD.clone()  # what follows may be added to it in place
-        x_TD = self._lookup(batch.ids_T)
+        return self.of(batch.ids_T)
+
+    def of(self, ids_T: Tensor) -> Tensor:
+        """The vectors of tokens -> [T, D]."""
+        x_TD = self._lookup(ids_T)
         return x_TD if self.scale is None else x_TD * self.scale
 
     def _lookup(self, ids_T: Tensor) -> Tensor:

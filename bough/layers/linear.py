@@ -110,14 +110,35 @@ class QKVLinear(_Weighted):
             bias=bias,
         )
         self.head_dim = head_dim
-        self.num_heads = heads.stop - heads.start
-        self.num_kv_heads = kv_heads.stop - kv_heads.start
+        self.num_heads: int = heads.stop - heads.start
+        self.num_kv_heads: int = kv_heads.stop - kv_heads.start
+        self.width = (self.num_heads + 2 * self.num_kv_heads) * head_dim
+        """O: values of a token's product."""
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, N, H], [T, K, H], [T, K, H]: views of one product."""
-        heads = self.matrix.forward(x_TD, self.bias).view(x_TD.shape[0], -1, self.head_dim)
+    def forward(self, x_TD: Tensor, queries_at_L: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, N, H], [T, K, H], [T, K, H]. With `queries_at_L` the queries are those of the tokens it names, [L, N, H]."""
+        if queries_at_L is None:
+            return self.heads(self.product(x_TD))
+        split = self.num_heads * self.head_dim
+        q_LO = self._some_rows(x_TD.index_select(0, queries_at_L), slice(0, split))
+        k_TKH, v_TKH = self._by_head(self._some_rows(x_TD, slice(split, None))).chunk(2, 1)
+        return self._by_head(q_LO), k_TKH, v_TKH
+
+    def product(self, x_TD: Tensor) -> Tensor:
+        """[T, O]: queries, keys and values of each token, one after the other."""
+        return self.matrix.forward(x_TD, self.bias)
+
+    def heads(self, product_TO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, N, H], [T, K, H], [T, K, H]: views of a product."""
+        heads = self._by_head(product_TO)
         keys, values = self.num_heads, self.num_heads + self.num_kv_heads
         return heads[:, :keys], heads[:, keys:values], heads[:, values:]
+
+    def _by_head(self, product_TO: Tensor) -> Tensor:
+        return product_TO.view(product_TO.shape[0], -1, self.head_dim)
+
+    def _some_rows(self, x_TD: Tensor, rows: slice) -> Tensor:
+        return self.matrix.some_rows(x_TD, rows, None if self.bias is None else self.bias[rows])
 
 
 def kv_heads_per_rank(num_kv_heads: int, build: Build) -> int:

@@ -43,7 +43,7 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.attn_norm.add(x_TD, residual_TD)
-        q_TNH, k_TKH, v_TKH = self.qkv(x_TD)
+        q_TNH, k_TKH, v_TKH = self.attn.project(self.qkv, x_TD, batch)
         x_TD = self.after_attn_norm(
             self.out(self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope, self.q_norm, self.k_norm))
         )

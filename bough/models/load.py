@@ -10,6 +10,7 @@ from bough.config.pooling_facts import PoolingFacts
 from bough.distributed.mesh import SINGLE, Mesh
 from bough.layers.batch import Model
 from bough.layers.build import Build
+from bough.layers.decoder import Decoder
 from bough.models.pooled import PooledModel, load_projections, pooled_architecture
 from bough.models.registry import find_architecture
 from bough.quantization.choose import choose_scheme
@@ -29,12 +30,13 @@ def build_model(
     context_length: int | None = None,
     seed: int = 0,
     pooling: PoolingFacts | None = None,
+    first_layer_table: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
     `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights.
-    With `pooling` it is a `PooledModel`. `progress` hears how much has been read; dummy weights are not read.
+    With `pooling` it is a `PooledModel`. `first_layer_table`: see `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not read.
     """
     facts = checkpoint.facts
     architecture = find_architecture(facts.architecture) if pooling is None else pooled_architecture(facts, pooling)
@@ -53,5 +55,8 @@ def build_model(
         load_weights(model, architecture.weights, checkpoint, progress)
         if isinstance(model, PooledModel):
             load_projections(model, checkpoint.path)
+    if first_layer_table:
+        assert isinstance(model, Decoder), "models that pool have none"
+        model.look_up_first_layer()
     model.eval()
     return model  # type: ignore[return-value]

@@ -50,6 +50,11 @@ class Matrix(nn.Module, ABC):
     def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) -> [T, O] in the dtype of x."""
 
+    def some_rows(self, x_TD: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
+        """`forward` by some of the weight's rows, with the bias of those -> [T, rows]. Schemes that can compute no others."""
+        out: Tensor = self(x_TD)[:, rows]
+        return out if bias is None else out + bias
+
     def onto(self, x_TD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `kernels.linear.linear_onto`."""
         out_TO: Tensor = self(x_TD)

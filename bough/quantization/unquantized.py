@@ -47,6 +47,9 @@ class DenseMatrix(Matrix):
     def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return linear(x_TD, self.weight, bias_O)
 
+    def some_rows(self, x_TD: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
+        return linear(x_TD, self.weight[rows], bias)
+
     def onto(self, x_TD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         return linear_onto(x_TD, self.weight, stream_TO)
 

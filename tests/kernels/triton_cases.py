@@ -364,11 +364,19 @@ def _tail(bed: Bed, spec: Layer, dtype: torch.dtype) -> None:
         cos_sin = bed.normal(int(positions.max()) + 1, spec.head_dim)
         runner = backend.TritonAttention(bed.device)
 
+        q_norm, k_norm = (bed.normal(spec.head_dim).to(dtype) for _ in range(2)) if bed.rng.random() < 0.5 else (None, None)
+
         def attend() -> Tensor:
             runner.prepare(inputs)
-            return runner.forward_rope(spec, q, k, v, positions, cos_sin)
+            queries_at = runner.queries_at(spec)
+            queries = q if queries_at is None else q[queries_at]
+            return runner.forward_rope(spec, queries, k, v, positions, cos_sin, q_norm=q_norm, k_norm=k_norm)
 
-        whole = attend()
+        def attend_unrotated() -> Tensor:
+            runner.prepare(inputs)
+            return runner.forward(spec, q if inputs.tail is None else q[at], k, v)
+
+        whole, unrotated = attend(), attend_unrotated()
         few = replace(
             inputs,
             query_start_R1=bed.ints(range(len(at) + 1)),
@@ -380,6 +388,10 @@ def _tail(bed: Bed, spec: Layer, dtype: torch.dtype) -> None:
         )
         inputs.tail = Tail(at, lambda: few)
         close(same_twice(attend), whole[at], dtype)
+        close(same_twice(attend_unrotated), unrotated[at], dtype)
+        earlier = replace(spec, layer=spec.layer - 1)
+        runner.prepare(inputs)
+        assert runner.queries_at(earlier) is None
 
 
 @contextmanager

@@ -122,6 +122,10 @@ class CpuAttention:
         loaded.bough_attention(self.step_address, ctypes.addressof(layer))
         return out
 
+    def queries_at(self, spec: Spec) -> Tensor | None:
+        """None: every layer attends for all tokens."""
+        return None
+
     def forward_rope(
         self,
         spec: Spec,

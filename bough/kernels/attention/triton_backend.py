@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from bough.kernels.attention import decode_hopper, fresh, plan, triton
-from bough.kernels.attention.inputs import AttentionInputs, Spec
+from bough.kernels.attention.inputs import AttentionInputs, Spec, Tail
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.launching import num_sms, power_of_two, shared_bytes_per_sm
-from bough.kernels.rotary.triton import rope_and_write, write_kv
+from bough.kernels.rotary.triton import rope_and_write, rope_queries, write_kv
 
 DECODE = Shape(block_m=16, block_n=64, num_warps=2, num_stages=2, ctas_per_sm=4, may_align=True)
 """Rows whose queries (times the heads of a KV head) fit into one tile: the KV is read once, at memory bandwidth."""
@@ -63,12 +63,21 @@ class TritonAttention:
         self._prepared.clear()
         self._decode_plans.clear()
 
+    def queries_at(self, spec: Spec) -> Tensor | None:
+        """Tokens whose queries a layer's forward takes, and whose results it gives: the step's tail, where it has one, in the
+        last layer. None: all."""
+        tail = self._tail(spec)
+        return None if tail is None else tail.at_L
+
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]."""
+        """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]; of `queries_at` alone, if any."""
         inputs = self._step()
         k_scale, v_scale = inputs.scales(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
         write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+        tail = self._tail(spec)
+        if tail is not None:
+            self.prepare(tail.inputs())
         return self.attend(spec, q_TNH, k_TKH, v_TKH)
 
     def forward_rope(
@@ -86,12 +95,10 @@ class TritonAttention:
         offset: float = 0.0,
         interleaved: bool = False,
     ) -> Tensor:
-        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write.
-
-        In the last layer the result has the rows of the step's tail only, where it has one.
-        """
+        """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write."""
         inputs = self._step()
-        if self._hopper and inputs.max_query == 1:
+        tail = self._tail(spec)
+        if self._hopper and inputs.max_query == 1 and tail is None:
             raw = decode_hopper.Raw(
                 q_TNH, k_TKH, v_TKH, positions_T, cos_sin_PR, q_norm, k_norm, eps, offset, interleaved
             )  # fmt: skip
@@ -99,7 +106,7 @@ class TritonAttention:
                 return self._decode(spec, inputs, raw)
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
-            q_TNH,
+            q_TNH if tail is None else k_TKH[:, :0],
             k_TKH,
             v_TKH,
             positions_T,
@@ -115,9 +122,10 @@ class TritonAttention:
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        if inputs.tail is not None and spec.causal and spec.layer == len(inputs.k_caches) - 1:
-            self.prepare(inputs.tail.inputs())
-            q = q.index_select(0, inputs.tail.at_L)  # its keys and values are in the pages, with all others
+        if tail is not None:  # its keys and values are in the pages now, with all others
+            positions_L = positions_T.index_select(0, tail.at_L)
+            q = rope_queries(q_TNH, positions_L, cos_sin_PR, q_norm, eps, offset, interleaved=interleaved)
+            self.prepare(tail.inputs())
         return self.attend(spec, q, k, v_TKH)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -149,6 +157,10 @@ class TritonAttention:
             found = self._decode_plans[kind] = plan.plan_rows(inputs, kind, decode_hopper.SHAPE, most_query=1)
         workspace = self._workspace(found, decode_hopper.WIDTH)
         return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
+
+    def _tail(self, spec: Spec) -> Tail | None:
+        inputs = self._step()
+        return inputs.tail if spec.causal and spec.layer == len(inputs.k_caches) - 1 else None
 
     def _step(self) -> AttentionInputs:
         if self._inputs is None:

@@ -362,6 +362,23 @@ def qk_norm_rope(
     )
 
 
+def rope_queries(
+    q_TNH: Tensor,
+    positions_T: Tensor,
+    cos_sin_PR: Tensor,
+    q_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """What `rope_and_write` makes of queries, for queries alone."""
+    no_keys = q_TNH[:, :0]
+    return _heads(
+        q_TNH, no_keys, positions_T, cos_sin_PR, interleaved=interleaved, q_norm=q_norm, eps=eps, offset=offset
+    )[0]
+
+
 def rope_and_write(
     q_TNH: Tensor,
     k_TKH: Tensor,

@@ -135,6 +135,35 @@ def test_steps_that_nobody_watches_are_larger_where_memory_is_plenty() -> None:
     assert plans[1].activation_bytes - plans[0].activation_bytes > GIB
 
 
+def test_the_first_layer_is_looked_up_where_memory_is_plenty() -> None:
+    def looked_up(machine: MachineFacts, model: ModelPlanFacts = LLAMA, **settings: object) -> object:
+        return flat(resolve(config(**settings), machine, model).config)["first_layer_table"]
+
+    assert looked_up(H200) == "on"
+    assert looked_up(H200, first_layer_table="off") == "off"
+    assert looked_up(H200, safe_mode=True) == "off"
+    assert looked_up(H200, is_embedding=True) == "off"
+    assert looked_up(H200, replace(LLAMA, dense_params=60 * 10**9)) == "off"
+    small = replace(H200, total_bytes=80 * GIB, free_bytes=79 * GIB)
+    assert looked_up(small) == "off"
+    assert looked_up(small, first_layer_table="on") == "on"
+    assert looked_up(LAPTOP, SMOL) == "off"
+    for machine, settings in ((LAPTOP, {}), (H200, {"is_embedding": True})):
+        with pytest.raises(ConfigError, match="first-layer-table"):
+            looked_up(machine, first_layer_table="on", **settings)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_layers_table_is_planned_for(ranks: int) -> None:
+    plans = [
+        resolve(config(first_layer_table=given, tp_size=ranks), replace(H200, num_devices=2), LLAMA).plan
+        for given in ("off", "on")
+    ]
+    table = LLAMA.vocab_size * LLAMA.attention_width * 2 // ranks
+    assert plans[1].weight_bytes - plans[0].weight_bytes == table
+    assert plans[0].kv_bytes - plans[1].kv_bytes == pytest.approx(table, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("weights_gib", "settings"),
     [(15, {"max_total_tokens": 950_000}), (100, {}), (120, {}), (131, {}), (131, {"context_length": 6000}), (135, {})],
