@@ -2,8 +2,8 @@
 
     python gpu_suite.py bough.bench.suite:engine MODEL_DIR
 
-`engine` is started with the arguments its peers get: dummy weights, no tokenizer, bf16, context 16384, memory 0.85, 512
-running requests.
+`engine` is started with the arguments its peers get: dummy weights (drawn as theirs are), no tokenizer, bf16, context 16384,
+memory 0.85, 512 running requests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class SuiteEngine:
         arguments: dict[str, Any] = {
             "model_path": model,
             "load_format": "dummy",
+            "dummy_weights": "even",
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
             "context_length": 16384,

@@ -112,6 +112,13 @@ def _model(config: Config) -> None:
                 fix="""for example --json-model-override-args '{"num_hidden_layers": 2}'""",
                 param="json_model_override_args",
             )
+    if config.model.dummy_weights != "normal" and config.model.load_format != "dummy":
+        raise ConfigError(
+            what=f"dummy_weights is {config.model.dummy_weights}, the weights are no dummies",
+            why=f"load_format is {config.model.load_format}",
+            fix="add --load-format dummy, or leave --dummy-weights out",
+            param="dummy_weights",
+        )
 
 
 def _parallel(config: Config) -> None:

@@ -26,6 +26,7 @@ Profile = Literal["balanced", "dev", "latency", "throughput"]
 SchedulePolicy = Literal["auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first"]
 EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "priority"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+DummyWeights = Literal["normal", "even"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -45,6 +46,9 @@ class ModelConfig:
     """Name that clients use. Default: the model's own."""
     load_format: LoadFormat = "auto"
     """Format of the weights; `dummy` makes seeded random ones of the config's shapes."""
+    dummy_weights: DummyWeights = "normal"
+    """How dummy weights are drawn: `normal`, as models begin their training, or `even`, within 0.001 of zero, as vLLM and
+    SGLang draw theirs: for comparisons with them, since what a GPU may spend on a product depends on the numbers in it."""
     dtype: DType = "auto"
     """Type of weights and activations. `half` is float16, `float` float32."""
     quantization: str = "auto"
@@ -52,7 +56,7 @@ class ModelConfig:
     kv_cache_dtype: KvDType = "auto"
     """Type of cached keys and values."""
     first_layer_table: Literal["auto", "on", "off"] = "auto"
-    """Keep what the first layer's projections make of each token of the vocabulary, instead of computing it. Takes memory."""
+    """Keep what the first layer projects each token of the vocabulary to, instead of computing it again. Takes memory."""
     context_length: int | Auto = AUTO
     """Longest prompt plus answer, in tokens. auto: the model's own, or what fits the memory."""
     chat_template: str = ""

@@ -171,6 +171,7 @@ def load_model(
         quantization=config.model.quantization,
         context_length=plan.context_length,
         seed=config.model.seed,
+        dummy_weights=config.model.dummy_weights,
         pooling=pooling,
         first_layer_table=config.model.first_layer_table == "on",
         progress=progress,

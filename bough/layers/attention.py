@@ -25,7 +25,9 @@ class Attention(nn.Module):
     def project(self, qkv: QKVLinear, x_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """What `forward` takes: [T, N, H], [T, K, H], [T, K, H]. In the model's last layer there may be queries of those
         tokens only that are read."""
-        if self.by_token_VO is not None and batch.embeds_TD is None and not qkv._forward_hooks:  # who watches sees it made
+        if (
+            self.by_token_VO is not None and batch.embeds_TD is None and not qkv._forward_hooks
+        ):  # who watches sees it made
             return qkv.heads(embedding(batch.ids_T, self.by_token_VO))
         backend = batch.attention
         queries_at_L = backend.queries_at(self.spec) if isinstance(backend, RotatingBackend) else None

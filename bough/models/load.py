@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from bough.config.concerns import DummyWeights
 from bough.config.hf import Checkpoint
 from bough.config.pooling_facts import PoolingFacts
 from bough.distributed.mesh import SINGLE, Mesh
@@ -29,14 +30,16 @@ def build_model(
     quantization: str = "auto",
     context_length: int | None = None,
     seed: int = 0,
+    dummy_weights: DummyWeights = "normal",
     pooling: PoolingFacts | None = None,
     first_layer_table: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
-    `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights.
-    With `pooling` it is a `PooledModel`. `first_layer_table`: see `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not read.
+    `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights,
+    which are drawn as `dummy_weights` says. With `pooling` it is a `PooledModel`. `first_layer_table`: see
+    `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not read.
     """
     facts = checkpoint.facts
     architecture = find_architecture(facts.architecture) if pooling is None else pooled_architecture(facts, pooling)
@@ -50,7 +53,7 @@ def build_model(
     )
     model: nn.Module = architecture.make(facts, build)
     if dummy:
-        fill_dummy(model, seed)
+        fill_dummy(model, seed, dummy_weights)
     else:
         load_weights(model, architecture.weights, checkpoint, progress)
         if isinstance(model, PooledModel):

@@ -51,7 +51,7 @@ class Matrix(nn.Module, ABC):
         """x @ weight.T (+ bias) -> [T, O] in the dtype of x."""
 
     def some_rows(self, x_TD: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
-        """`forward` by some of the weight's rows, with the bias of those -> [T, rows]. Schemes that can compute no others."""
+        """`forward` by some of the weight's rows, with their bias -> [T, rows]. Schemes that can, compute no others."""
         out: Tensor = self(x_TD)[:, rows]
         return out if bias is None else out + bias
 

@@ -364,7 +364,9 @@ def _tail(bed: Bed, spec: Layer, dtype: torch.dtype) -> None:
         cos_sin = bed.normal(int(positions.max()) + 1, spec.head_dim)
         runner = backend.TritonAttention(bed.device)
 
-        q_norm, k_norm = (bed.normal(spec.head_dim).to(dtype) for _ in range(2)) if bed.rng.random() < 0.5 else (None, None)
+        q_norm, k_norm = (
+            (bed.normal(spec.head_dim).to(dtype) for _ in range(2)) if bed.rng.random() < 0.5 else (None, None)
+        )
 
         def attend() -> Tensor:
             runner.prepare(inputs)

@@ -64,13 +64,13 @@ class TritonAttention:
         self._decode_plans.clear()
 
     def queries_at(self, spec: Spec) -> Tensor | None:
-        """Tokens whose queries a layer's forward takes, and whose results it gives: the step's tail, where it has one, in the
-        last layer. None: all."""
+        """Tokens whose queries a layer's forward takes, and whose results it gives: in the last layer the step's tail, where
+        it has one. None: all."""
         tail = self._tail(spec)
         return None if tail is None else tail.at_L
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]; of `queries_at` alone, if any."""
+        """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim], or [L, ...] of `queries_at`."""
         inputs = self._step()
         k_scale, v_scale = inputs.scales(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]

@@ -169,6 +169,7 @@ def test_flat_and_assemble_are_inverse() -> None:
     [{"port": 70_000}, {"tp_size": 0}, {"context_length": 0}, {"chunked_prefill_size": 0}, {"mem_fraction_static": 1.5},
      {"nnodes": 2}, {"nnodes": 2, "dist_init_addr": "a:1", "tp_size": 3}, {"node_rank": 1}, {"page_size": -1},
      {"json_model_override_args": "{"}, {"json_model_override_args": "[1]"}, {"api_workers": 0},
+     {"dummy_weights": "even"}, {"dummy_weights": "even", "load_format": "safetensors"},
      {"unwatched_prefill_size": 0}, {"unwatched_prefill_size": -1},
      {"unwatched_prefill_size": -1, "chunked_prefill_size": 2048},
      {"unwatched_prefill_size": 4096, "chunked_prefill_size": -1}],

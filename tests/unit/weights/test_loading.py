@@ -214,6 +214,17 @@ def test_dummy_weights_are_seeded_small_and_finite(folder: Path) -> None:
     assert torch.isfinite(one).all()
 
 
+def test_dummy_weights_can_be_drawn_evenly(folder: Path) -> None:
+    checkpoint = open_checkpoint(str(folder), load_format="dummy")
+    model = build_model(checkpoint, dtype=torch.float32, device=CPU, dummy_weights="even")
+    assert isinstance(model, torch.nn.Module)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    assert matrices
+    for weight in matrices:
+        assert weight.abs().max() <= 1e-3
+        assert weight.std() == pytest.approx(1e-3 / 3**0.5, rel=0.1)
+
+
 def test_every_registered_architecture_can_be_imported() -> None:
     for name in ARCHITECTURES:
         architecture = find_architecture(name)
