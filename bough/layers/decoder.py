@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ _TOKENS_AT_ONCE = 4096
 """Of the vocabulary, when the first layer's table is made."""
 
 
-@runtime_checkable
 class _Projecting(Protocol):
-    """A block that begins with a norm and attention."""
+    """How every block begins: with a norm and attention."""
 
     attn_norm: RMSNorm
     qkv: QKVLinear
@@ -72,8 +71,7 @@ class Decoder(nn.Module):
 
         To be called once the weights are there, and again when they change.
         """
-        block = self.layers[0]
-        assert isinstance(block, _Projecting), "every decoder's block is"
+        block = cast(_Projecting, self.layers[0])
         weight, vocab = block.attn_norm.weight, self.embed.shape[0]
         table_VO = weight.new_empty(vocab, block.qkv.width)
         for begin in range(0, vocab, _TOKENS_AT_ONCE):
