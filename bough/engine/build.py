@@ -194,6 +194,7 @@ def make_runner(
     specs = [] if whole else attention_specs(model)
     shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in specs]
     pool = KVPool(shapes, num_pages, page_size, _DTYPES[config.model.kv_cache_dtype], device.torch_device)
+    device.reserve(plan.activation_bytes)
     running = config.scheduler.max_running_requests
     chunk, unwatched = config.scheduler.chunked_prefill_size, config.scheduler.unwatched_prefill_size
     assert isinstance(running, int)

@@ -70,6 +70,14 @@ class Device:
 
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_async)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Takes memory from the driver for tensors to come. Taken when it is wanted, a step waits for it until the device is
+        idle, and again for each tensor of a new size."""
+        if self.is_async:
+            import torch
+
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)  # torch's allocator keeps it
+
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) memory of the device now."""
         if self.is_async:

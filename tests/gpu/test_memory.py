@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import InProcess, Setup
-from largest_steps import largest_steps, made
+from largest_steps import GREEDY, largest_steps, made, step_of
 from tiny import make_tiny
 
 from bough.config.hf import open_checkpoint
@@ -85,6 +85,17 @@ def test_all_that_is_planned_is_really_there(wide: Path) -> None:
     assert free + held >= plan.activation_bytes, (show_bytes(free), show_bytes(plan.activation_bytes))
     for step in largest_steps(runner.limits).values():
         runner.launch(step).wait()
+
+
+def test_steps_of_new_sizes_ask_the_driver_for_nothing(wide: Path) -> None:
+    """Until it has found memory, the device computes nothing."""
+    runner, _ = made(wide, "cuda", max_total_tokens=262_144, cuda_graph=False)
+    most = runner.limits.max_step_tokens
+    runner.launch(step_of(runner.limits, [(700, 0), (1, 300)], GREEDY)).wait()  # libraries' own workspaces, which stay
+    asked = torch.cuda.memory_stats()["num_device_alloc"]
+    for tokens in (3001, most // 2, most - 999, 5003, most // 2 + 77, most - 41, most):
+        runner.launch(step_of(runner.limits, [(tokens - 600, 0), (600, 64)], GREEDY)).wait()
+    assert torch.cuda.memory_stats()["num_device_alloc"] == asked
 
 
 # -- out of memory --------------------------------------------------------------------------------
