@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from bough.config.model_facts import ModelFacts
-from bough.layers.batch import AttentionSpec, Batch, RotatingBackend
+from bough.layers.batch import AttentionSpec, Batch, rotates
 from bough.layers.build import Build
 from bough.layers.linear import QKVLinear, kv_heads_per_rank
 from bough.layers.norm import RMSNorm
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         ):  # who watches sees it made
             return qkv.heads(embedding(batch.ids_T, self.by_token_VO))
         backend = batch.attention
-        queries_at_L = backend.queries_at(self.spec) if isinstance(backend, RotatingBackend) else None
+        queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
         projected: tuple[Tensor, Tensor, Tensor] = qkv(x_TD, queries_at_L)
         return projected
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         backend = batch.attention
         if rope is None:
             return backend.forward(self.spec, q_TNH, k_TKH, v_TKH)
-        if isinstance(backend, RotatingBackend):
+        if rotates(backend):
             return backend.forward_rope(
                 self.spec,
                 q_TNH,
