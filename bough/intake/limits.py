@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token
@@ -45,13 +48,7 @@ class Limits:
 
     def ids_of(self, prompt: Sequence[int] | Ids) -> Ids:
         """A prompt's ids as an array. Raises if they are no ids of this model."""
-        if isinstance(prompt, np.ndarray):
-            ids = prompt
-        else:
-            try:
-                ids = np.frombuffer(array("i", prompt), np.int32)  # refuses what is no integer, which numpy would cast
-            except (TypeError, OverflowError):
-                ids = np.empty(1, object)
+        ids = prompt if isinstance(prompt, np.ndarray) else _as_array(prompt)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequest(
                 what="the prompt is no list of token ids",
@@ -59,10 +56,10 @@ class Limits:
                 fix="send text, or a list of integers",
                 param="input_ids",
             )
-        if len(ids) and not (ids.min() >= 0 and ids.max() < self._vocab_size):
+        if len(ids) and not (ids.max() < self._vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
             bad = ids[(ids < 0) | (ids >= self._vocab_size)][0]
             raise no_such_token(f"the prompt has token id {bad}", self._vocab_size, param="input_ids")
-        return ids.astype(np.int32, copy=False)
+        return ids.view(np.int32) if ids.dtype == np.uint32 else ids.astype(np.int32, copy=False)
 
     def fitted(self, request: Request, prompt: Ids) -> SamplingParams:
         """The request's sampling parameters, with a length that fits. Raises if the request can't be served."""
@@ -114,3 +111,15 @@ class Limits:
             fix="shorten the prompt, or start the server with a larger --context-length",
             param="prompt",
         )
+
+
+def _as_array(ids: Sequence[int]) -> npt.NDArray[Any]:
+    """Numbers as they are; what are no integers becomes an array of none. `array` refuses those, where numpy would cast."""
+    try:
+        return np.frombuffer(array("I", ids), np.uint32)  # three times as fast as any signed kind
+    except TypeError:
+        pass
+    except OverflowError:
+        with contextlib.suppress(TypeError, OverflowError):
+            return np.frombuffer(array("q", ids), np.int64)
+    return np.empty(1, object)

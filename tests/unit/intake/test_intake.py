@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bough.core.errors import (
@@ -118,6 +119,10 @@ async def test_lengths_are_made_to_fit(intake: Intake, length: int, room: Any, w
         (request([[1]]), InvalidRequest, "token ids"),
         (request(["x"]), InvalidRequest, "token ids"),
         (request([2**70]), InvalidRequest, "token ids"),
+        (request([-1, "x"]), InvalidRequest, "token ids"),
+        (request([5, 2**31]), InvalidRequest, "token id 2147483648"),
+        (request([5, -(2**40)]), InvalidRequest, "token id -1099511627776"),
+        (request(np.array([5, 2**31], np.uint32)), InvalidRequest, "token id 2147483648"),
         (request(stop_token_ids=(60_000,)), InvalidRequest, "stop_token_ids"),
         (request(temperature=-1.0), InvalidRequest, "temperature"),
         (request(rid="x" * 1000), InvalidRequest, "rid is too large"),
