@@ -96,7 +96,6 @@ class Intake:
         self._places: dict[int, Place] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._gone: BoughError | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self.pools = pools
         self.sessions = Sessions(self.abort)
         self.joins = Joins(self.call, tokenizer)
@@ -132,16 +131,15 @@ class Intake:
 
     async def start(self) -> None:
         """Opens the channels. Call once, in the loop that will use the intake."""
-        self._inbox: AsyncInbox[ToApi] = AsyncInbox(self._endpoints.api(self._worker), ToApi)
+        self._inbox: AsyncInbox[ToApi] = AsyncInbox(self._endpoints.api(self._worker), ToApi, self._take)
         self._outbox = AsyncOutbox(self._endpoints.engine, max_held_bytes=_MOST_HELD_BYTES)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         """Gives up what is left and closes the channels."""
         self.fail_all(Unavailable(what="the server is shutting down"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
         self._inbox.close()
         self._outbox.close()
         if self.tokenizers is not None:
@@ -439,18 +437,17 @@ class Intake:
         self.stats.ended[how] += 1
         self.stats.live = len(self._streams)
 
-    async def _read(self) -> None:
-        while not self._inbox.closed:
-            for message in await self._inbox.drain():
-                match message:
-                    case Deltas(deltas):
-                        self._hear(deltas)
-                    case Tokens():
-                        self._hear(plain_deltas(message))
-                    case Reply(call=call):
-                        answer = self._calls.get(call)
-                        if answer is not None and not answer.done():
-                            answer.set_result(message)
+    def _take(self, messages: Iterable[ToApi]) -> None:
+        for message in messages:
+            match message:
+                case Deltas(deltas):
+                    self._hear(deltas)
+                case Tokens():
+                    self._hear(plain_deltas(message))
+                case Reply(call=call):
+                    answer = self._calls.get(call)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
 
     def _hear(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:

@@ -12,6 +12,8 @@ import os
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from bough.ipc.codec import FRAME_HEAD, MAX_MESSAGE_BYTES, Codec
@@ -39,7 +41,7 @@ class _Connection:
         """Bytes of `partial` that have arrived, once it is as long as its frame."""
 
 
-class _Reader(Generic[T]):
+class _Reader(ABC, Generic[T]):
     """A bound socket, its connections and their decoder."""
 
     def __init__(self, address: str, message_type: Any, max_bytes: int) -> None:
@@ -55,27 +57,20 @@ class _Reader(Generic[T]):
             os.unlink(address)
         self._door.bind(address)
         self._door.listen(128)
-        self._epoll = select.epoll()
-        self._epoll.register(self._door.fileno(), select.EPOLLIN)
 
-    def take(self) -> list[T]:
-        """Everything that has arrived, without waiting."""
-        return self._read(self._epoll.poll(0))
+    @abstractmethod
+    def _watch(self, descriptor: int) -> None:
+        """From now on, `_look` is to be called when there is something at the descriptor."""
 
-    def _read(self, ready: list[tuple[int, int]]) -> list[T]:
-        messages: list[T] = []
-        while ready:
-            more = False
-            for descriptor, _ in ready:
-                connection = self._connections.get(descriptor)
-                if connection is not None:
-                    more |= self._read_one(connection, messages)
-                elif descriptor == self._door.fileno():
-                    more |= self._accept()
-            if not more or len(messages) >= _MOST_PER_DRAIN:
-                break
-            ready = self._epoll.poll(0)
-        return messages
+    @abstractmethod
+    def _unwatch(self, descriptor: int) -> None: ...
+
+    def _look(self, descriptor: int, messages: list[T]) -> bool:
+        """Reads once where something may be. Returns whether there may be more."""
+        connection = self._connections.get(descriptor)
+        if connection is not None:
+            return self._read_one(connection, messages)
+        return descriptor == self._door.fileno() and self._accept()
 
     def _accept(self) -> bool:
         """Lets a writer in, if one is at the door."""
@@ -91,7 +86,7 @@ class _Reader(Generic[T]):
             return False
         connected.setblocking(False)
         self._connections[connected.fileno()] = _Connection(connected)
-        self._epoll.register(connected.fileno(), select.EPOLLIN)
+        self._watch(connected.fileno())
         return True
 
     def _read_one(self, connection: _Connection, messages: list[T]) -> bool:
@@ -154,7 +149,7 @@ class _Reader(Generic[T]):
     def _part(self, connection: _Connection, why: str) -> None:
         """Ends a connection; with a reason, a message was lost."""
         descriptor = connection.socket.fileno()
-        self._epoll.unregister(descriptor)
+        self._unwatch(descriptor)
         del self._connections[descriptor]
         connection.socket.close()
         if why:
@@ -169,7 +164,6 @@ class _Reader(Generic[T]):
         for connection in self._connections.values():
             connection.socket.close()
         self._connections.clear()
-        self._epoll.close()
         self._door.close()
 
 
@@ -186,7 +180,9 @@ class Inbox(_Reader[T]):
         self._spin_s = spin_s
         self._busy_s = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        self._epoll = select.epoll()
+        self._watch(self._door.fileno())
+        self._watch(self._wake)
 
     def drain(self, block_s: float = 0.0) -> list[T]:
         """What has arrived. Waits at most `block_s` for a first message; `close` ends the wait."""
@@ -195,6 +191,23 @@ class Inbox(_Reader[T]):
             messages = self._wait(block_s)
         if self._spin_s and (messages or block_s <= 0):
             self._busy_s = time.monotonic()
+        return messages
+
+    def _watch(self, descriptor: int) -> None:
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def _unwatch(self, descriptor: int) -> None:
+        self._epoll.unregister(descriptor)
+
+    def _read(self, ready: list[tuple[int, int]]) -> list[T]:
+        messages: list[T] = []
+        while ready:
+            more = False
+            for descriptor, _ in ready:
+                more |= self._look(descriptor, messages)
+            if not more or len(messages) >= _MOST_PER_DRAIN:
+                break
+            ready = self._epoll.poll(0)
         return messages
 
     def _wait(self, block_s: float) -> list[T]:
@@ -220,46 +233,42 @@ class Inbox(_Reader[T]):
         """Frees the socket. The reader's own thread only, after its loop."""
         self.closed = True
         self._free()
+        self._epoll.close()
         wake, self._wake = self._wake, -1
         if wake >= 0:
             os.close(wake)
 
 
 class AsyncInbox(_Reader[T]):
-    """The reading end, for one asyncio loop."""
+    """The reading end, for one asyncio loop: what has arrived is heard of in the turn that finds it."""
 
-    def __init__(self, address: str, message_type: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, address: str, message_type: Any, hear: Callable[[list[T]], None], *, max_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        """`hear` is called in the loop with messages as they arrive, in their writers' order."""
         super().__init__(address, message_type, max_bytes)
         self.closed = False
-        self._messages: list[T] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._hear = hear
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._epoll.fileno(), self._arrived)
+        self._watch(self._door.fileno())
 
-    async def drain(self) -> list[T]:
-        """Waits for messages and returns all that have arrived; an empty list once closed."""
-        while not self._messages and not self.closed:
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        messages, self._messages = self._messages, []
-        return messages if not self.closed else []
+    def _watch(self, descriptor: int) -> None:
+        self._loop.add_reader(descriptor, self._arrived, descriptor)
 
-    def _arrived(self) -> None:
-        self._messages += self.take()
-        if self._messages:
-            self._wake()
+    def _unwatch(self, descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _arrived(self, descriptor: int) -> None:
+        """Reads once: if there is more, the next turn brings it, and other work gets its turn."""
+        messages: list[T] = []
+        self._look(descriptor, messages)
+        if messages:
+            self._hear(messages)
 
     def close(self) -> None:
-        """Ends `drain` and frees the socket. Call in the loop's thread."""
+        """Frees the socket; nothing is heard any more. Call in the loop's thread."""
         if not self.closed:
             self.closed = True
-            self._loop.remove_reader(self._epoll.fileno())
-            self._wake()
+            for descriptor in (self._door.fileno(), *self._connections):
+                self._unwatch(descriptor)
             self._free()

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from bough.core.errors import Unavailable
-from bough.core.messages import Abort, GetInfo, ToEngine
+from bough.core.messages import Abort, AbortByName, GetInfo, ToEngine
 from bough.ipc import AsyncInbox, AsyncOutbox, Endpoints, Inbox, MessageTooLarge, Outbox
 from bough.ipc.endpoints import PrivateDirectory, sweep
 
@@ -248,26 +248,60 @@ async def test_what_was_gathered_leaves_before_the_writer_closes(endpoints: Endp
     inbox.release()
 
 
-async def test_the_async_inbox_gets_all_messages(endpoints: Endpoints) -> None:
-    inbox: AsyncInbox[ToEngine] = AsyncInbox(endpoints.api(3), ToEngine)
-    outbox = Outbox(endpoints.api(3))
+async def test_the_async_inbox_hears_all_messages(endpoints: Endpoints) -> None:
     got: list[ToEngine] = []
+    all_there = asyncio.Event()
 
-    async def read() -> None:
-        while len(got) < 9000:
-            got.extend(await inbox.drain())
+    def hear(messages: list[ToEngine]) -> None:
+        assert messages
+        got.extend(messages)
+        if len(got) == 9000:
+            all_there.set()
 
-    async def write() -> None:
-        for i in range(9000):
-            outbox.send(Abort(i))
-            if i % 1000 == 0:
-                await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(asyncio.gather(read(), write()), 60)
+    inbox: AsyncInbox[ToEngine] = AsyncInbox(endpoints.api(3), ToEngine, hear)
+    outbox = Outbox(endpoints.api(3))
+    for i in range(9000):
+        outbox.send(Abort(i))
+        if i % 1000 == 0:
+            await asyncio.sleep(0.001)
+    await asyncio.wait_for(all_there.wait(), 60)
     assert got == [Abort(i) for i in range(9000)]
-    asyncio.get_running_loop().call_later(0.02, inbox.close)
-    assert await asyncio.wait_for(inbox.drain(), 30) == []
-    outbox.close()
+    inbox.close()
+    inbox.close()
+    outbox.send(Abort(0))
+    await asyncio.sleep(0.02)
+    assert len(got) == 9000, "nothing is heard once it is closed"
+    outbox.close(0)
+
+
+async def test_the_async_inbox_hears_many_writers_large_messages_and_those_after_a_broken_one(
+    endpoints: Endpoints,
+) -> None:
+    got: list[ToEngine] = []
+    inbox: AsyncInbox[ToEngine] = AsyncInbox(endpoints.api(0), ToEngine, got.extend)
+    writers = [Outbox(endpoints.api(0)) for _ in range(5)]
+    large = AbortByName(7, "x" * 3_000_000)
+    for at, writer in enumerate(writers):
+        writer.send(Abort(at))
+        writer.send(large)
+    broken = socket.socket(socket.AF_UNIX)
+    broken.connect(endpoints.api(0))
+    broken.sendall(b"\xff" * 16)
+    give_up_s = time.monotonic() + 60
+    while len(got) < 10 or not inbox.num_malformed:
+        assert time.monotonic() < give_up_s
+        await asyncio.sleep(0.001)
+    assert sorted(each.id for each in got if isinstance(each, Abort)) == [0, 1, 2, 3, 4]
+    assert [each for each in got if isinstance(each, AbortByName)] == [large] * 5
+    assert inbox.num_malformed == 1
+    writers[0].send(Abort(9))
+    while got[-1] != Abort(9):
+        assert time.monotonic() < give_up_s
+        await asyncio.sleep(0.001)
+    for writer in writers:
+        writer.close()
+    broken.close()
+    inbox.close()
 
 
 def test_many_small_messages_a_second(endpoints: Endpoints) -> None:
