@@ -88,13 +88,14 @@ class Engine:
         of such dicts, each with all text so far; in a batch they carry `index`. Leaving the iterator early ends the
         requests. Raises `InvalidRequest`, and what a lone request failed with: `RequestFailed`, `DeadlineExceeded`, ...
         """
-        batch = self._batch(
-            prompt, input_ids, sampling_params, stream=stream, return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num, token_ids_logprob=token_ids_logprob,
-            processed_logprobs=processed_logprobs, return_text_in_logprobs=return_text_in_logprobs,
-            return_hidden_states=return_hidden_states, rid=rid, priority=priority, cache_salt=cache_salt,
-            extra_key=extra_key, session_params=session_params,
-        )  # fmt: skip
+        batch = self._batch({
+            "text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream,
+            "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
+            "top_logprobs_num": top_logprobs_num, "token_ids_logprob": token_ids_logprob,
+            "processed_logprobs": processed_logprobs, "return_text_in_logprobs": return_text_in_logprobs,
+            "return_hidden_states": return_hidden_states, "rid": rid, "priority": priority,
+            "cache_salt": cache_salt, "extra_key": extra_key, "session_params": session_params,
+        })  # fmt: skip
         if stream:
             return self._iterate(batch)
         return self._call(self._whole(batch))
@@ -109,7 +110,8 @@ class Engine:
         **options: Any,
     ) -> Answers | AsyncIterator[Json]:
         """Like `generate`, for a program with an event loop. With `stream`, await it for an async iterator."""
-        batch = self._batch(prompt, input_ids, sampling_params, stream=stream, **options)
+        given = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream}
+        batch = self._batch({**given, **options})
         if stream:
             return self._async_iterate(batch)
         future = self._submit(self._whole(batch))
@@ -363,18 +365,9 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             self._driver.submit(self._intake.close()).result(5)
 
-    def _batch(
-        self,
-        prompt: Any,
-        input_ids: Any,
-        sampling_params: Any,
-        *,
-        stream: bool,
-        **options: Any,
-    ) -> NativeBatch:
-        fields = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream}
+    def _batch(self, fields: Json) -> NativeBatch:
         return native_batch(
-            {**fields, **options},
+            fields,
             defaults=self._defaults,
             want_text=self.tokenizer is not None,
             every=self.config.scheduler.stream_interval,

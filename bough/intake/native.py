@@ -57,13 +57,13 @@ def native_batch(
     pooling model is to return; `bounded`: the prompts and their answers are counted, as they are not for `Engine`.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    unknown = sorted(given.keys() - NATIVE_FIELDS)
-    if unknown:
+    if not given.keys() <= NATIVE_FIELDS:
+        unknown = min(given.keys() - NATIVE_FIELDS)
         raise InvalidRequest(
-            what=f"there is no field {unknown[0][:60]!r}",
+            what=f"there is no field {unknown[:60]!r}",
             why=f"known are {', '.join(sorted(NATIVE_FIELDS))}",
             fix="remove it",
-            param=unknown[0][:60],
+            param=unknown[:60],
         )
     prompts, single = _prompts(given)
     if bounded:

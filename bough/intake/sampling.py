@@ -51,7 +51,7 @@ def parse_sampling(given: Mapping[str, Any] | None, defaults: Mapping[str, Any] 
     if given is not None and not isinstance(given, Mapping):
         raise _wrong("sampling_params", given, "an object")
     own = {name: value for name, value in (given or {}).items() if value is not None}
-    merged = {**{name: value for name, value in (defaults or {}).items() if value is not None}, **own}
+    merged = {**{name: value for name, value in defaults.items() if value is not None}, **own} if defaults else own
     if "seed" in merged:
         merged.setdefault("sampling_seed", merged.pop("seed"))
     fields: dict[str, Any] = {}
@@ -222,6 +222,8 @@ _ELSEWHERE: Final = frozenset({*_GRAMMARS, "bad_words", "stream_interval"})
 
 
 def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
+    if given.keys().isdisjoint(_GRAMMARS):
+        return None
     asked = [name for name in _GRAMMARS if name in given and given[name] not in (None, "")]
     if not asked:
         return None
