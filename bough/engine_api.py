@@ -28,6 +28,11 @@ Json = dict[str, Any]
 Answers = Json | list[Json]
 T = TypeVar("T")
 
+_BUSY_S = 0.01
+"""A lone call waits busily for so long: the answer to a cached prompt comes within, and being woken would add to it what
+is a few hundredths of its time."""
+_CORES_TO_BE_BUSY = 4
+
 
 class Engine:
     """A model, ready to generate. Ends its processes on `shutdown`, at the end of `with`, or with the program."""
@@ -49,7 +54,7 @@ class Engine:
             self.tokenizer: Tokenizer | None = tokenizer_of(self.config.model, self._checkpoint)
             self._defaults = self._model_defaults(self._checkpoint)
             self._running.wait_ready()
-            self._driver = Driver("bough-engine")
+            self._driver = Driver("bough-engine", busy_s=_busy_s(self._running.facts))
             try:
                 self._intake = self._call(self._open_intake())
             except BaseException:
@@ -490,3 +495,9 @@ class Engine:
             work.result()
         finally:
             work.cancel()
+
+
+def _busy_s(facts: Mapping[str, Any]) -> float:
+    """How long a caller's wait is busy. Never where the cores compute, or are few."""
+    computes_elsewhere = facts.get("device", "cpu") != "cpu"
+    return _BUSY_S if computes_elsewhere and len(os.sched_getaffinity(0)) >= _CORES_TO_BE_BUSY else 0.0

@@ -6,16 +6,19 @@ thread. While calls overlap, are cancelled or come from coroutines, the backgrou
 
 from __future__ import annotations
 
+import _signal
 import asyncio
 import concurrent.futures
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
 from bough.core.errors import Unavailable
+from bough.intake.selector import CallerSelector
 
 T = TypeVar("T")
 
@@ -38,8 +41,11 @@ class Driver:
     Not in a process that was forked meanwhile: the loop's descriptors are the parent's, too.
     """
 
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+    def __init__(self, name: str, *, busy_s: float = 0.0) -> None:
+        """`busy_s`: a thread that turns the loop itself waits busily in its call's first so many seconds, then it sleeps."""
+        self._selector = CallerSelector()
+        self._busy_s = busy_s
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._selector)
         self._lock = threading.Lock()
         self._turning = False
         """Somebody turns the loop, or is about to."""
@@ -95,8 +101,7 @@ class Driver:
 
     def _claim(self) -> bool:
         """Whether the calling thread shall turn the loop."""
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
+        if asyncio._get_running_loop() is not None:
             return False  # a thread turns one loop at a time
         with self._lock:
             if self._turning or self._closed:
@@ -107,7 +112,8 @@ class Driver:
     def _run_here(self, work: Coroutine[Any, Any, T]) -> T:
         task = self.loop.create_task(work)
         try:
-            with _interrupts_cancel(task, self.loop):
+            self._selector.stay_awake(self._busy_s)
+            with _InterruptsCancel(task, self.loop):
                 return self.loop.run_until_complete(task)
         except RuntimeError:
             if self._closed and not task.done():
@@ -116,6 +122,7 @@ class Driver:
         finally:
             if not task.done():
                 task.cancel()
+            self._selector.stay_awake(0)
             with self._lock:
                 self._turning = False
                 unfinished = self._calls > 0 or not task.done()
@@ -204,29 +211,38 @@ class Driver:
             self.loop.stop()
 
 
-@contextlib.contextmanager
-def _interrupts_cancel(task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Ctrl-C ends the task, not whatever else the loop is at. It is raised once the task has ended."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    struck = False
+class _InterruptsCancel:
+    """Ctrl-C ends the task, not whatever else the loop is at. It is raised once the task has ended.
 
-    def strike(_number: int, _frame: object) -> None:
-        nonlocal struck
-        if struck:
+    The handler is set by `_signal`, which is what `signal` calls: that one looks for each handler among the members of
+    an enumeration, in vain, which would take as long as all else that a lone call costs here.
+    """
+
+    __slots__ = ("_loop", "_ours", "_struck", "_task")
+
+    def __init__(self, task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._task = task
+        self._loop = loop
+        self._struck = False
+
+    def __enter__(self) -> None:
+        self._ours = (
+            threading.current_thread() is threading.main_thread()
+            and _signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._ours:
+            _signal.signal(signal.SIGINT, self._strike)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ours:
+            _signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._struck and (error is None or isinstance(error, asyncio.CancelledError)):
             raise KeyboardInterrupt
-        struck = True
-        loop.call_soon_threadsafe(task.cancel)
 
-    signal.signal(signal.SIGINT, strike)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not struck:
-            raise
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if struck:
-        raise KeyboardInterrupt
+    def _strike(self, _number: int, _frame: object) -> None:
+        if self._struck:
+            raise KeyboardInterrupt
+        self._struck = True
+        self._loop.call_soon_threadsafe(self._task.cancel)

@@ -15,9 +15,9 @@ import pytest
 from bough.intake.driver import Driver, DriverClosed
 
 
-@pytest.fixture
-def driver() -> Iterator[Driver]:
-    made = Driver("test-driver")
+@pytest.fixture(params=[0.0, 0.1], ids=["sleeps", "waits-busily"])
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    made = Driver("test-driver", busy_s=request.param)
     yield made
     made.close(wait_s=30)
     assert not made._thread.is_alive()
@@ -30,6 +30,23 @@ async def where(seconds: float = 0.0) -> int:
 
 def test_a_lone_call_stays_in_its_thread(driver: Driver) -> None:
     assert [driver.run(where(0.001)) for _ in range(5)] == [threading.get_ident()] * 5
+
+
+def test_only_the_beginning_of_a_callers_own_wait_is_busy() -> None:
+    made = Driver("test-driver", busy_s=0.1)
+    try:
+        before_s = time.thread_time()
+        made.run(where(0.05))
+        assert time.thread_time() - before_s > 0.01
+        before_s = time.thread_time()
+        made.run(where(0.5))
+        assert time.thread_time() - before_s < 0.3
+        assert made._thread.ident is not None
+        clock = time.pthread_getcpuclockid(made._thread.ident)
+        made.submit(where(0.3)).result(30)
+        assert time.clock_gettime(clock) < 0.1, "the background thread waits for others, and sleeps"
+    finally:
+        made.close(wait_s=30)
 
 
 def test_tasks_go_on_with_the_next_call(driver: Driver) -> None:

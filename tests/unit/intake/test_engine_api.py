@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bough.core.errors import BoughError, ConfigError, Conflict, InvalidRequest, RequestFailed, Unavailable
-from bough.engine_api import Engine
+from bough.engine_api import Engine, _busy_s
 from tests.unit.intake.conftest import FAKE
 from tests.unit.intake.test_intake import BAD, IDS, SLOW, echo
 
@@ -268,3 +268,11 @@ def test_a_fork_of_the_owner_takes_none_of_its_answers() -> None:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert made.generate(input_ids=IDS, sampling_params={"max_new_tokens": 2})["output_ids"] == echo(IDS, 2)
+
+
+def test_callers_wait_busily_only_where_another_device_computes_and_cores_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for device, cores, busy in (("cuda", 16, True), ("cuda", 2, False), ("cpu", 16, False), (None, 16, False)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert (_busy_s({} if device is None else {"device": device}) > 0) is busy

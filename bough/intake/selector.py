@@ -1,0 +1,47 @@
+"""What an event loop waits with that turns in the thread of a waiting caller."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from typing import TypeAlias
+
+_LOOK_EVERY = 4
+"""While there is something to do already, every so many turns of the loop look for more."""
+
+Ready: TypeAlias = list[tuple[selectors.SelectorKey, int]]
+
+
+class CallerSelector(selectors.EpollSelector):
+    """Asks the kernel seldom: a call takes a few turns of the loop, most of which only hand on what is there already.
+
+    Waits are busy within the time that `stay_awake` gives them: a thread that sleeps is woken late, and finds the
+    processor's caches cold.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_unasked = 0
+        self._awake_until_s = 0.0
+
+    def stay_awake(self, seconds: float) -> None:
+        """Waits are busy for so long from now; 0: they sleep at once."""
+        self._awake_until_s = time.monotonic() + seconds if seconds > 0 else 0.0
+
+    def select(self, timeout: float | None = None) -> Ready:
+        if timeout is not None and timeout <= 0:
+            self._num_unasked += 1
+            if self._num_unasked < _LOOK_EVERY:
+                return []
+        self._num_unasked = 0
+        if self._awake_until_s and (timeout is None or timeout > 0):
+            now_s = time.monotonic()
+            give_up_s = float("inf") if timeout is None else now_s + timeout
+            while now_s < min(self._awake_until_s, give_up_s):
+                ready = super().select(0)
+                if ready:
+                    return ready
+                now_s = time.monotonic()
+            if timeout is not None:
+                timeout = max(0.0, give_up_s - now_s)
+        return super().select(timeout)
