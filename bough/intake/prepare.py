@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -16,6 +15,8 @@ from bough.intake.limits import Limits
 from bough.intake.request import Request
 from bough.intake.sessions import SessionParams, Sessions
 from bough.tokenizer import TokenizerPool
+
+_NO_IDS: Ids = np.empty(0, np.int32)
 
 
 class Preparer:
@@ -48,13 +49,15 @@ class Preparer:
 
     async def prompts(self, requests: Sequence[Request]) -> list[Ids]:
         """Each request's token ids, those of its session before its own."""
+        before: dict[int, Ids] = {}
         texts: dict[bool, list[int]] = {True: [], False: []}
-        prompts: list[Ids | None] = [None] * len(requests)
-        before = [None if each.session is None else await self._before(each, each.session) for each in requests]
+        prompts = [_NO_IDS] * len(requests)
         for at, request in enumerate(requests):
+            if request.session is not None:
+                before[at] = await self._before(request, request.session)
             if isinstance(request.prompt, str):
                 self._limits.check_text(request.prompt)
-                texts[request.add_special_tokens and not _some(before[at])].append(at)
+                texts[request.add_special_tokens and not len(before.get(at, ()))].append(at)
             else:
                 prompts[at] = self._limits.ids_of(request.prompt)
         for special, places in texts.items():
@@ -63,19 +66,18 @@ class Preparer:
                 encoded = await self._tokenizers.encode_batch([str(requests[at].prompt) for at in places], special)
                 for at, ids in zip(places, encoded, strict=True):
                     prompts[at] = np.asarray(ids, np.int32)
-        return [
-            prompt if not _some(prefix) else np.concatenate([prefix, prompt])
-            for prefix, prompt in zip(before, prompts, strict=True)
-            if prompt is not None
-        ]
+        for at, prefix in before.items():
+            if len(prefix):
+                prompts[at] = np.concatenate([prefix, prompts[at]])
+        return prompts
 
     async def samplings(self, requests: Sequence[Request], prompts: Sequence[Ids]) -> list[SamplingParams]:
         """Each request's parameters, with a length that fits and its bad words as tokens."""
-        fitted = map(self._limits.fitted, requests, prompts)
-        return [
-            await self._with_bad_words(params, request.bad_words) if request.bad_words else params
-            for request, params in zip(requests, fitted, strict=True)
-        ]
+        fitted = list(map(self._limits.fitted, requests, prompts))
+        for at, request in enumerate(requests):
+            if request.bad_words:
+                fitted[at] = await self._with_bad_words(fitted[at], request.bad_words)
+        return fitted
 
     async def _with_bad_words(self, params: SamplingParams, given: Sequence[str]) -> SamplingParams:
         if self._tokenizers is None:
@@ -134,7 +136,3 @@ def _check_sessions(requests: Sequence[Request]) -> None:
             fix="send them one by one",
             param="session_params",
         )
-
-
-def _some(ids: Ids | None) -> TypeGuard[Ids]:
-    return ids is not None and len(ids) > 0
