@@ -57,6 +57,11 @@ class Limits:
     seed: int = 0
 
     @property
+    def tile_tokens(self) -> int:
+        """Products of large steps are cut into tiles of up to so many tokens; one that is not full costs as much as any."""
+        return max(1, self.large_step_tokens // 8)
+
+    @property
     def capacity_tokens(self) -> int:
         """KV tokens that one request can ever hold."""
         return min((self.num_pages - 1) * self.page_size, self.pages_per_slot * self.page_size)

@@ -61,7 +61,11 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     part_ms = _part_of_long(queues, limits, num_decodes, pace)
     if wants_prefill and not plan.retract:
         budget = prefill_budget(queues, limits, tokens, num_decodes, pace)
-        room = Room(budget, _slow_tokens(queues, limits, budget, part_ms), pages, decode_pages)
+        decode_tokens = limits.max_step_tokens - tokens
+        if budget >= limits.large_step_tokens and not limits.whole_prompts:
+            budget -= (decode_tokens + budget) % limits.tile_tokens
+        slow_tokens = _slow_tokens(queues, limits, budget, part_ms)
+        room = Room(budget, slow_tokens, pages, decode_pages, decode_tokens)
         prefill = plan_prefill(queues, cache, limits, room)
         plan.shares = prefill.shares
         if prefill.preempt:

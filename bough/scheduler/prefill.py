@@ -59,6 +59,8 @@ class Room(Struct):
     pages: int
     decode_pages: int
     """Those that the step's decode rows take."""
+    decode_tokens: int
+    """What these rows bring into the step."""
 
 
 class PrefillPlan(Struct):
@@ -108,6 +110,7 @@ class _Sharing:
         self.slow_tokens = room.slow_tokens
         self.pages = room.pages
         self.decode_pages = room.decode_pages
+        self.decode_tokens = room.decode_tokens
         self.promised = 0
         """Pages that requests admitted in this step will want later."""
         self.locked: dict[int, int] = {}
@@ -197,9 +200,11 @@ class _Sharing:
             return
         ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
         reserve = self._reserved()
+        looks_left: int | None = None
         for waiting in islice(ordered(queues, cache, limits), LOOK_AHEAD):
-            if self.tokens <= 0 or (above is not None and waiting.job.ask.priority <= above):
+            if self.tokens <= 0 or looks_left == 0 or (above is not None and waiting.job.ask.priority <= above):
                 return
+            looks_left = None if looks_left is None else looks_left - 1
             found = match(waiting, cache)
             if waiting.job.id in self.admitted or (cache.enabled and _follows(waiting, found, self.leaders, limits)):
                 continue
@@ -212,7 +217,7 @@ class _Sharing:
             alone = queues.num_live == 0 and not self.plan.shares
             short_pages = 0 if alone else whole + locked + reserve + self.promised - self.pages
             if slots_left <= 0 or short_pages > 0:
-                if limits.priority:
+                if limits.priority and looks_left is None:
                     self.plan.preempt = give_way(queues, limits, waiting, short_pages, 1 - slots_left)
                 return
             found = cache.lengthen(
@@ -220,9 +225,14 @@ class _Sharing:
             )
             left = len(waiting.key) - found.num_tokens
             if self._is_better_whole(left) and not is_starved(waiting):
-                if self.tokens <= self.long_tokens:
-                    return
-                self.long_tokens = 0  # what is kept for short prompts is still theirs
+                if self.tokens > self.long_tokens:
+                    self.long_tokens = 0  # what is kept for short prompts is still theirs
+                elif looks_left is None:
+                    looks_left = _PEEK  # for what fits into the rest, without delaying this one
+                    self.promised += whole
+                    slots_left -= 1
+                continue
+            if looks_left is not None and not self._fills_tiles(left):
                 continue
             is_long = left > self.short_cut and not is_starved(waiting)
             share = Share(waiting, found.num_tokens, cached, 0, is_long, self._is_slow(left), found.tail_page)
@@ -248,6 +258,11 @@ class _Sharing:
             and self.tokens <= self.budget // _SPARE
             and all(share.left == 0 for share in self.plan.shares)
         )
+
+    def _fills_tiles(self, left: int) -> bool:
+        """Do fewer places stay empty in the tiles of the step's products with a prompt of so many tokens, which fits?"""
+        tokens, tile = self.decode_tokens + self.budget - self.tokens, self.limits.tile_tokens
+        return left <= self.tokens and -(tokens + left) % tile < -tokens % tile
 
     def _reserved(self) -> int:
         """Pages that the rows there are will want beyond what they have and are given in this step."""

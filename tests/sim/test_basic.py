@@ -334,16 +334,54 @@ def test_a_prompt_is_not_cut_for_the_last_tokens_of_a_large_step(lengths: list[i
     assert prefills_of(lengths) == steps
 
 
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([15, 15, 15, 14, 30, 5], [[15, 15, 15, 14, 5], [30]]),  # 64 tokens are eight full tiles
+        ([15, 15, 15, 14, 30, 6, 3], [[15, 15, 15, 14, 3], [30, 6]]),  # 6 don't fit
+        ([15, 15, 15, 14, 30, 2, 3], [[15, 15, 15, 14, 2, 3], [30]]),
+        ([15, 15, 15, 11, 30, 7, 8], [[15, 15, 15, 11], [30, 7, 8]]),  # its tiles are full already
+        ([15, 15, 15, 12, 30, *[8] * 33, 7], [[15, 15, 15, 12], [30, 8, 8, 8]]),  # too far behind
+    ],
+)
+def test_what_fills_the_last_tile_of_a_large_step_overtakes_what_does_not_fit(
+    lengths: list[int], steps: list[list[int]]
+) -> None:
+    assert prefills_of(lengths)[: len(steps)] == steps
+
+
+def test_who_is_overtaken_still_finds_memory_in_the_next_step() -> None:
+    assert prefills_of([15, 15, 15, 14, 30, 5], num_pages=95)[0] == [15, 15, 15, 14, 5], "room for all of them"
+    assert prefills_of([15, 15, 15, 14, 30, 5], num_pages=94)[:2] == [[15, 15, 15, 14], [30]]
+
+
+def test_decodes_and_prompts_fill_tiles_together() -> None:
+    sizes: list[int] = []
+    sim = Sim(
+        context_length=400, num_pages=800, page_size=1, chunk_tokens=64, max_step_tokens=72, large_step_tokens=64,
+        tpot_target_ms=0.0, small_share=0.0, fail_launch=lambda step: sizes.append(step.num_tokens),
+    )  # fmt: skip
+    for start in range(3):
+        sim.ask([start] * 5, max_new=50)
+    sim.turn()
+    sim.ask([9] * 300, max_new=1)
+    sizes.clear()
+    for _ in range(3):
+        sim.turn()
+    assert sizes == [64, 64, 64]
+    sim.run()
+
+
 def test_whole_prompts_fill_a_large_step_to_the_end() -> None:
     """Where none is cut, those that fit follow one that doesn't."""
     assert prefills_of([20, 20, 18, 30, 6], whole_prompts=True) == [[20, 20, 18, 6], [30]]
 
 
-def prefills_of(lengths: list[int], **limits: object) -> list[list[int]]:
+def prefills_of(lengths: list[int], num_pages: int = 600, **limits: object) -> list[list[int]]:
     """Prompts of such lengths that come at once, in large steps of 64 tokens: what each step computes of them."""
     seen: list[list[int]] = []
     sim = Sim(
-        context_length=400, num_pages=400, page_size=1, max_step_tokens=64, large_step_tokens=64, small_share=0.25,
+        context_length=400, num_pages=num_pages, page_size=1, max_step_tokens=64, large_step_tokens=64, small_share=0.25,
         fail_launch=lambda step: seen.append(step.num_query.tolist()), **limits,
     )  # fmt: skip
     clients = [sim.ask([start, *[5] * (length - 1)], max_new=1) for start, length in enumerate(lengths)]
