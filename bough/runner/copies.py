@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bough.core.step import I32
 from bough.kernels.pages import copy_pages
 from bough.memory.mha import KVPool, are_chained
-from bough.platform.device import Device
 from bough.runner.capture import capture
+from bough.runner.staging import Stage
 
 MOST = 16
 """Pages that the graph copies. Those that a step does not need are page 0 onto itself, which is nobody's."""
@@ -18,9 +19,8 @@ MOST = 16
 class PageCopies:
     """Queues copies of whole pages in every layer."""
 
-    def __init__(self, pool: KVPool, machine: Device) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._machine = machine
         self._pages: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -32,14 +32,14 @@ class PageCopies:
         pages = self._pages = torch.zeros((2, MOST), dtype=torch.int64, device=caches[0].device)
         self._graph, _ = capture(lambda: copy_pages(caches, pages[0], pages[1]))
 
-    def copy(self, source_M: I32, target_M: I32) -> None:
-        """Copies pages; all are read before any is written."""
+    def copy(self, source_M: I32, target_M: I32, stage: Stage) -> None:
+        """Copies pages; all are read before any is written. `stage`: of the step that they are made for."""
         count = len(source_M)
         if self._graph is None or self._pages is None or count > MOST or are_chained(source_M, target_M):
             self._pool.copy_pages(source_M, target_M)
             return
-        host = self._machine.host_buffer(self._pages.nbytes).view(torch.int64).view(2, MOST)
-        pages = host.numpy()
+        room = stage.room(self._pages.nbytes)
+        pages = room.array.view(np.int64).reshape(2, MOST)
         pages[0, :count], pages[1, :count], pages[:, count:] = source_M, target_M, 0
-        self._pages.copy_(host, non_blocking=True)
+        self._pages.copy_(room.tensor.view(torch.int64).view(2, MOST), non_blocking=True)
         self._graph.replay()

@@ -8,16 +8,15 @@ kernel takes the host longer than the largest graph takes the device. All graphs
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bough.platform.device import Device, Event
 from bough.runner.capture import capture
 from bough.runner.forward import Extent, Forward
 from bough.runner.inputs import Layout, Sizes, StepTensors
@@ -35,23 +34,15 @@ WORTH_IT = 4
 """Mixed steps that no graph can serve are run eagerly this often before one is captured for them in passing."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
+class GraphKey(NamedTuple):
+    """What a graph was captured for."""
+
     tokens: int
     rows: int
     kind: Kind
     shared: bool
     decode: bool
     """Serves steps of decode rows only, one token each; otherwise any mixture."""
-
-
-@dataclass(slots=True, eq=False)
-class Staging:
-    """Where a graph's inputs are written on the host. In use until the device has copied them."""
-
-    host: Tensor
-    arrays: dict[str, npt.NDArray[Any]]
-    copied: Event
 
 
 @dataclass(slots=True)
@@ -64,22 +55,10 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     result: Tensor
     """Tokens [rows] or logits [rows, vocab]."""
-    stages: deque[Staging] = field(default_factory=deque)
-    """The one that was used longest ago first."""
 
-    def stage(self, machine: Device) -> Staging:
-        """Room for the next step's inputs."""
-        if self.stages and self.stages[0].copied.done():
-            self.stages.rotate(-1)
-        else:
-            host = machine.host_buffer(self.layout.num_bytes)
-            self.stages.append(Staging(host, self.layout.arrays(host.numpy()), machine.event()))
-        return self.stages[-1]
-
-    def replay(self, staged: Staging) -> None:
-        """Queues the step whose inputs are staged."""
-        self.buffer.copy_(staged.host, non_blocking=True)
-        staged.copied.record()
+    def replay(self, packed: Tensor) -> None:
+        """Queues a step whose inputs are packed in pinned memory."""
+        self.buffer.copy_(packed, non_blocking=True)
         self.graph.replay()
 
 
@@ -100,6 +79,8 @@ class Graphs:
         self._spare_slot = spare_slot
         self._pool: Any = None
         self._captured: dict[GraphKey, Captured] = {}
+        self._stand_ins: dict[GraphKey, Captured] = {}
+        """What serves instead of sizes that are not captured, until another one is."""
         self._wanted: list[GraphKey] = []
         self._missed: Counter[GraphKey] = Counter()
 
@@ -113,10 +94,13 @@ class Graphs:
             return None
         if key in self._captured:
             return self._captured[key]
+        if key in self._stand_ins:
+            return self._stand_ins[key]
         stand_in = self._larger(key)
         if stand_in is not None:
             if key not in self._wanted:
                 self._wanted.append(key)
+            self._stand_ins[key] = stand_in
             return stand_in
         if not key.decode:
             self._missed[key] += 1
@@ -146,9 +130,10 @@ class Graphs:
         self._wanted[:0] = [key for key in keys if key is not None]
 
     def _key(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> GraphKey | None:
-        tokens = next((size for size in self._sizes if size >= num_tokens), None)
-        if tokens is None:
+        at = bisect_left(self._sizes, num_tokens)
+        if at == len(self._sizes):
             return None
+        tokens = self._sizes[at]
         decode = num_rows == num_tokens
         rows = tokens
         if not decode:
@@ -169,6 +154,11 @@ class Graphs:
         return self._captured[min(fits, key=lambda k: (k.tokens, k.rows))] if fits else None
 
     def capture(self, key: GraphKey) -> Captured:
+        captured = self._captured[key] = self._record(key)
+        self._stand_ins.clear()
+        return captured
+
+    def _record(self, key: GraphKey) -> Captured:
         layout = Layout(Sizes(tokens=key.tokens, rows=key.rows, writes=2 * key.rows + TABLE_ROOM))
         device = self._forward.state.page_table.device
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
@@ -178,8 +168,7 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, result = capture(lambda: self._run(tensors, extent, key.kind), self._pool)
-        captured = self._captured[key] = Captured(layout, buffer, tensors, graph, result)
-        return captured
+        return Captured(layout, buffer, tensors, graph, result)
 
     def _run(self, tensors: StepTensors, extent: Extent, kind: Kind) -> Tensor:
         self._forward.write_table(tensors)

@@ -3,6 +3,9 @@
 T tokens, R rows, U page-table writes, each padded to the sizes of a captured graph (or not padded at all). Padding is
 harmless by construction: padded tokens write no KV, padded rows have no queries, and both refer to the spare
 slot at the end of every table.
+
+A device without other work waits while a step is packed, and the time goes into calls rather than into what they do. So
+arrays of one type and length form a *block*, which is laid out, padded and given to the device as a whole.
 """
 
 from __future__ import annotations
@@ -15,10 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bough.core.step import I32, Step
+from bough.core.step import I32, RunnerLimits, Step
+from bough.runner.staging import ALIGN, Stage
 from bough.sampler.state import PlainRows
-
-ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class StepTensors:
-    """Device views of a packed step."""
+    """Device views of a packed step, block after block."""
 
     ids_T: Tensor
     """Input ids; negative: the last sample of the token's slot."""
@@ -40,56 +42,54 @@ class StepTensors:
     token_slots_T: Tensor
     loc_T: Tensor
     """KV location (page * page_size + offset) that each token writes; -1: none."""
-    kv_len_R: Tensor
-    query_start_R1: Tensor
-    slots_R: Tensor
     last_at_R: Tensor
     """Index of each sampling row's last token; padded with 0."""
     sample_slots_R: Tensor
     """Where each sampling row's token is kept; the spare slot for padding."""
+    top_k_R: Tensor
+    seed_R: Tensor
+    counter_R: Tensor
     table_at_U: Tensor
+    query_start_R1: Tensor
+    group_start_R1: Tensor
+    """Where each group of rows that share a leading span of KV begins (unused groups are empty)..."""
+    kv_len_R: Tensor
+    slots_R: Tensor
+    group_rows_R: Tensor
+    """...the groups' rows, group after group..."""
+    group_tokens_R: Tensor
+    """...and how many tokens each group shares."""
     table_pages_U: Tensor
     temperature_R: Tensor
     top_p_R: Tensor
     min_p_R: Tensor
-    top_k_R: Tensor
-    seed_R: Tensor
-    counter_R: Tensor
-    group_rows_R: Tensor
-    """Rows of the groups that share a leading span of KV, group after group..."""
-    group_start_R1: Tensor
-    """...where each group begins (unused groups are empty)..."""
-    group_tokens_R: Tensor
-    """...and how many tokens it shares."""
 
 
-_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+@dataclass(slots=True)
+class StepArrays:
+    """Host views of a packed step: its blocks. Lines are arrays of `StepTensors`, in the same order."""
+
+    tokens: npt.NDArray[np.int64]
+    """ids, positions, token_slots, loc"""
+    samples: npt.NDArray[np.int64]
+    """last_at, sample_slots, then `PlainRows.longs`"""
+    table_at: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int32]
+    """query_start, group_start"""
+    rows: npt.NDArray[np.int32]
+    """kv_len, slots, group_rows, group_tokens"""
+    table_pages: npt.NDArray[np.int32]
+    filters: npt.NDArray[np.float32]
+    """`PlainRows.floats`"""
 
 
-def _fields(sizes: Sizes) -> list[tuple[str, Any, int]]:
-    t, r, u = sizes.tokens, sizes.rows, sizes.writes
-    return [
-        ("ids_T", np.int64, t),
-        ("positions_T", np.int64, t),
-        ("token_slots_T", np.int64, t),
-        ("loc_T", np.int64, t),
-        ("kv_len_R", np.int32, r),
-        ("query_start_R1", np.int32, r + 1),
-        ("slots_R", np.int32, r),
-        ("last_at_R", np.int64, r),
-        ("sample_slots_R", np.int64, r),
-        ("table_at_U", np.int64, u),
-        ("table_pages_U", np.int32, u),
-        ("temperature_R", np.float32, r),
-        ("top_p_R", np.float32, r),
-        ("min_p_R", np.float32, r),
-        ("top_k_R", np.int32, r),
-        ("seed_R", np.int64, r),
-        ("counter_R", np.int64, r),
-        ("group_rows_R", np.int32, r),
-        ("group_start_R1", np.int32, r + 1),
-        ("group_tokens_R", np.int32, r),
-    ]
+_T, _R, _R1, _U = range(4)
+_BLOCKS: tuple[tuple[type[Any], int, torch.dtype, tuple[tuple[int, int], ...]], ...] = (
+    (np.int64, 8, torch.int64, ((4, _T), (5, _R), (1, _U))),
+    (np.int32, 4, torch.int32, ((2, _R1), (4, _R), (1, _U))),
+    (np.float32, 4, torch.float32, ((3, _R),)),
+)
+"""By type and its size: how many arrays of which length each block has, in the order of `StepTensors`."""
 
 
 class Layout:
@@ -97,89 +97,137 @@ class Layout:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self._places: list[tuple[str, Any, int, int]] = []
-        self._cuts: list[int] = []
-        """Bytes of each array, and of the gap after it."""
-        offset = 0
-        for name, dtype, length in _fields(sizes):
-            num_bytes = length * np.dtype(dtype).itemsize
-            gap = -num_bytes % ALIGN
-            self._places.append((name, dtype, offset, num_bytes))
-            self._cuts += (num_bytes, gap)
-            offset += num_bytes + gap
-        self.num_bytes = offset
+        self._blocks: list[tuple[tuple[int, int], type[Any], int, tuple[int, int]]] = []
+        """Shape, type, first byte and strides of each."""
+        self._parts: list[int] = []
+        """Bytes of all blocks of a type..."""
+        self._cuts: list[list[int]] = []
+        """...and, in elements, its arrays, each with the gap behind it."""
+        lengths = (sizes.tokens, sizes.rows, sizes.rows + 1, sizes.writes)
+        end = 0
+        for dtype, item_bytes, _, blocks in _BLOCKS:
+            start, cuts = end, []
+            for count, which in blocks:
+                length = lengths[which]
+                gap = -length % (ALIGN // item_bytes)
+                line_bytes = (length + gap) * item_bytes
+                self._blocks.append(((count, length), dtype, end, (line_bytes, item_bytes)))
+                cuts += [length, gap] * count
+                end += count * line_bytes
+            self._parts.append(end - start)
+            self._cuts.append(cuts)
+        self.num_bytes = end
 
-    def arrays(self, buffer: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
-        return {
-            name: buffer[offset : offset + num_bytes].view(dtype) for name, dtype, offset, num_bytes in self._places
-        }
+    def arrays(self, buffer: npt.NDArray[np.uint8]) -> StepArrays:
+        return StepArrays(
+            *[np.ndarray(shape, dtype, buffer, at, strides) for shape, dtype, at, strides in self._blocks]
+        )
 
     def tensors(self, buffer: Tensor) -> StepTensors:
-        # One call for all: slices made one by one take longer, and the device has nothing to do yet.
-        pieces = buffer.split_with_sizes(self._cuts)[::2]
-        named = zip(self._places, pieces, strict=True)
-        return StepTensors(**{name: piece.view(_TORCH[dtype]) for (name, dtype, _, _), piece in named})
+        # One call for all arrays of a type: made one by one they take longer.
+        tensors: list[Tensor] = []
+        for part, (_, _, dtype, _), cuts in zip(buffer.split_with_sizes(self._parts), _BLOCKS, self._cuts, strict=True):
+            tensors += part.view(dtype).split_with_sizes(cuts)[::2]
+        return StepTensors(*tensors)
+
+
+def stage_bytes(limits: RunnerLimits) -> int:
+    """Host memory that all but the strangest steps need."""
+    tokens, rows = limits.max_step_tokens, limits.num_slots
+    return Layout(Sizes(tokens, rows, writes=2 * rows + tokens)).num_bytes
 
 
 class Packer:
     """Packs steps. Keeps the host's mirror of the page table, from which KV locations are looked up."""
 
     def __init__(self, num_slots: int, pages_per_slot: int, page_size: int) -> None:
-        self.spare_slot = num_slots
         self.page_size = page_size
-        self.table = np.zeros((num_slots + 1, pages_per_slot), np.int32)
+        self.pages_per_slot = pages_per_slot
+        self.table: I32 = np.zeros((num_slots + 1, pages_per_slot), np.int32)
+        self._pages = self.table.reshape(-1)
+        """The same, as `Step.table_at` counts."""
+        self._token_padding = np.array([[0], [0], [num_slots], [-1]])
+        self._sample_padding = np.array([[0], [num_slots], [1], [0], [0]])
+        self._filter_padding = np.array([[0.0], [1.0], [0.0]])
+        self._row_padding = np.array([[0], [num_slots], [0], [0]])
+        self._write_padding = num_slots * pages_per_slot
+
+    def write_table(self, step: Step) -> None:
+        """Notes the step's page-table writes."""
+        self._pages[step.table_at] = step.table_pages
 
     def pack(self, step: Step, plain: PlainRows, layout: Layout, buffer: npt.NDArray[np.uint8]) -> None:
         """Fills `buffer` with the step, padded to the layout's sizes."""
-        self.fill(step, plain, layout.arrays(buffer))
+        arrays = layout.arrays(buffer)
+        self.write_table(step)
+        num_writes = len(step.table_at)
+        arrays.table_at[0, :num_writes] = step.table_at
+        arrays.table_pages[0, :num_writes] = step.table_pages
+        _pad(arrays.table_at, num_writes, self._write_padding)
+        _pad(arrays.table_pages, num_writes, 0)
+        self._put_rows(step, arrays)
+        self._put_tokens(step, arrays)
+        self._put_samples(plain, arrays)
 
-    def fill(self, step: Step, plain: PlainRows, a: dict[str, npt.NDArray[Any]]) -> None:
-        """Fills the arrays of a layout with the step, padded to their sizes."""
-        num_tokens, num_rows, num_samples = step.num_tokens, step.num_rows, len(plain.rows)
-        self.table.reshape(-1)[step.table_at] = step.table_pages
-        query_start = np.zeros(num_rows + 1, np.int64)
-        np.cumsum(step.num_query, out=query_start[1:])
-        positions, token_slots = self._positions(step, query_start)
-        pages = self.table[token_slots, positions // self.page_size]
-        _put(a["ids_T"], step.tokens, 0)
-        _put(a["positions_T"], positions, 0)
-        _put(a["token_slots_T"], token_slots, self.spare_slot)
-        _put(a["loc_T"], pages * self.page_size + positions % self.page_size, -1)
-        _put(a["kv_len_R"], step.context + step.num_query, 0)
-        _put(a["query_start_R1"], query_start, num_tokens)
-        _put(a["slots_R"], step.slots, self.spare_slot)
-        _put(a["last_at_R"], query_start[1:][plain.rows] - 1, 0)
-        _put(a["sample_slots_R"], plain.slots, self.spare_slot)
-        spare = self.spare_slot * self.table.shape[1]
-        _put(a["table_at_U"], step.table_at, spare)
-        _put(a["table_pages_U"], step.table_pages, 0)
-        for name, values, pad in (
-            ("temperature_R", plain.temperature, 0.0),
-            ("top_p_R", plain.top_p, 1.0),
-            ("min_p_R", plain.min_p, 0.0),
-            ("top_k_R", plain.top_k, 1),
-            ("seed_R", plain.seed, 0),
-            ("counter_R", plain.counter, 0),
-        ):
-            a[name][:num_samples] = values
-            a[name][num_samples:] = pad
-        if step.shared is not None:
-            _put(a["group_rows_R"], step.shared.rows, 0)
-            _put(a["group_start_R1"], step.shared.start, len(step.shared.rows))
-            _put(a["group_tokens_R"], step.shared.num_tokens, 0)
+    def upload(self, step: Step, plain: PlainRows, stage: Stage) -> StepTensors:
+        """Queues the copy of a step, not padded, to the device."""
+        layout = Layout(Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at)))
+        room = stage.room(layout.num_bytes)
+        self.pack(step, plain, layout, room.array)
+        return layout.tensors(stage.send(room.tensor))
+
+    def _put_rows(self, step: Step, into: StepArrays) -> None:
+        num_rows, rows, starts = step.num_rows, into.rows, into.starts
+        starts[:, 0] = 0
+        np.add.accumulate(step.num_query, out=starts[0, 1 : num_rows + 1])
+        np.add(step.context, step.num_query, out=rows[0, :num_rows])
+        rows[1, :num_rows] = step.slots
+        _pad(rows, num_rows, self._row_padding)
+        _pad(starts, num_rows + 1, step.num_tokens)
+        shared = step.shared
+        if shared is None:
+            starts[1] = 0
         else:
-            a["group_start_R1"][:] = 0
+            num_groups, num_members = len(shared.num_tokens), len(shared.rows)
+            starts[1, : num_groups + 1] = shared.start
+            starts[1, num_groups + 1 :] = num_members
+            rows[2, :num_members] = shared.rows
+            rows[3, :num_groups] = shared.num_tokens
+            rows[3, num_groups:] = 0
 
-    def _positions(
-        self, step: Step, query_start: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Position and slot of every token. Decode-only steps need no expansion."""
-        if step.num_tokens == step.num_rows:
-            return step.context.astype(np.int64), step.slots.astype(np.int64)
-        base = np.repeat(step.context - query_start[:-1], step.num_query)
-        return base + np.arange(step.num_tokens), np.repeat(step.slots.astype(np.int64), step.num_query)
+    def _put_tokens(self, step: Step, into: StepArrays) -> None:
+        num_tokens, num_rows, tokens = step.num_tokens, step.num_rows, into.tokens
+        slots, positions = step.slots, step.context
+        lines = np.multiply(slots, self.pages_per_slot, dtype=np.int64)
+        if num_rows < num_tokens:  # otherwise each row has one token
+            first = positions - into.starts[0, :num_rows]
+            if num_rows > 1:  # otherwise the row's numbers are every token's
+                first, slots, lines = (each.repeat(step.num_query) for each in (first, slots, lines))
+            positions = np.arange(num_tokens, dtype=np.int32)
+            positions += first
+        places = positions // self.page_size
+        pages = self._pages.take(lines + places)
+        pages -= places
+        tokens[0, :num_tokens] = step.tokens
+        tokens[1, :num_tokens] = positions
+        tokens[2, :num_tokens] = slots
+        tokens[3, :num_tokens] = pages
+        locations = tokens[3, :num_tokens]  # page * page_size + position % page_size, without another division
+        locations *= self.page_size
+        locations += tokens[1, :num_tokens]
+        _pad(tokens, num_tokens, self._token_padding)
+
+    def _put_samples(self, plain: PlainRows, into: StepArrays) -> None:
+        num_samples, samples, filters = len(plain.rows), into.samples, into.filters
+        samples[0, :num_samples] = into.starts[0, 1:].take(plain.rows)
+        samples[0, :num_samples] -= 1
+        samples[1, :num_samples] = plain.slots
+        samples[2:, :num_samples] = plain.longs
+        filters[:, :num_samples] = plain.floats
+        _pad(samples, num_samples, self._sample_padding)
+        _pad(filters, num_samples, self._filter_padding)
 
 
-def _put(target: npt.NDArray[Any], values: npt.NDArray[Any] | I32, pad: int) -> None:
-    target[: len(values)] = values
-    target[len(values) :] = pad
+def _pad(block: npt.NDArray[Any], used: int, padding: npt.NDArray[Any] | int) -> None:
+    if used < block.shape[1]:
+        block[:, used:] = padding

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,8 +21,9 @@ from bough.runner.copies import PageCopies
 from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
 from bough.runner.graphs import Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
-from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
+from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.moves import Mover
+from bough.runner.staging import Stage, Stages
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, Shaper, apply_masks
 from bough.sampler.state import PlainRows, SlotParams
@@ -57,7 +59,8 @@ class ModelRunner:
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
         self.hidden = HiddenSlots()
-        self.copies = PageCopies(pool, device)
+        self.copies = PageCopies(pool)
+        self._stages = Stages(device, stage_bytes(limits))
         self.graphs: Graphs | None = None
         if graph_max_tokens and device.is_async:
             self.graphs = Graphs(
@@ -76,15 +79,16 @@ class ModelRunner:
         for moves in step.moves:
             assert self.mover is not None, "nobody joins on a runner that can't move KV"
             self.mover.move(moves)
+        stage = self._stages.take()
         if len(step.copy_from):
-            self.copies.copy(step.copy_from, step.copy_to)
+            self.copies.copy(step.copy_from, step.copy_to, stage)
         plain = self.params.gather(step)
         states = self.hidden.of(step)
         if self.graphs is not None and not len(step.prompt_logprobs) and states is None:
-            launched = self._replay(self.graphs, step, plain)
+            launched = self._replay(self.graphs, step, plain, stage)
             if launched is not None:
                 return launched
-        return self._eager(step, plain, states)
+        return self._eager(step, plain, stage, states)
 
     def idle(self) -> None:
         """Uses a moment without work to capture a graph that was missed."""
@@ -95,7 +99,7 @@ class ModelRunner:
     def clear(self) -> None:
         self.machine.synchronize()
 
-    def _replay(self, graphs: Graphs, step: Step, plain: PlainRows) -> Launched | None:
+    def _replay(self, graphs: Graphs, step: Step, plain: PlainRows, stage: Stage) -> Launched | None:
         is_plain = not len(plain.rich) and not len(step.constrained)
         captured = graphs.serve(
             step.num_tokens, step.num_rows, "sampled" if is_plain else "logits", step.shared is not None
@@ -103,11 +107,11 @@ class ModelRunner:
         if captured is None:
             return None
         if len(step.table_at) > captured.layout.sizes.writes:
-            self._write_table_apart(step)
-        staged = captured.stage(self.machine)
-        self.packer.fill(step, plain, staged.arrays)
-        captured.replay(staged)
-        launched = LaunchedStep(self, step, plain, captured.tensors)
+            self._write_table_apart(step, stage)
+        room = stage.room(captured.layout.num_bytes)
+        self.packer.pack(step, plain, captured.layout, room.array)
+        captured.replay(room.tensor)
+        launched = LaunchedStep(self, step, plain, captured.tensors, stage)
         if is_plain:
             launched.finish(captured.result[: len(plain.rows)])
         else:
@@ -115,25 +119,21 @@ class ModelRunner:
             launched.have_logits(captured.result[: len(plain.rows)].clone())
         return launched
 
-    def _write_table_apart(self, step: Step) -> None:
+    def _write_table_apart(self, step: Step, stage: Stage) -> None:
         """A step with more page-table writes than its graph has room for makes them ahead of it."""
-        at = upload(step.table_at, self.device)
-        self.forward.state.page_table.view(-1).scatter_(0, at, upload(step.table_pages, self.device))
-        self.packer.table.reshape(-1)[step.table_at] = step.table_pages
+        at, pages = stage.bring(step.table_at, torch.int64), stage.bring(step.table_pages, torch.int32)
+        self.forward.state.page_table.view(-1).scatter_(0, at, pages)
+        self.packer.write_table(step)
         step.table_at, step.table_pages = step.table_at[:0], step.table_pages[:0]
 
-    def _eager(self, step: Step, plain: PlainRows, states: HiddenWanted | None = None) -> Launched:
-        sizes = Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at))
-        layout = Layout(sizes)
-        host = self.machine.host_buffer(layout.num_bytes)
-        self.packer.pack(step, plain, layout, host.numpy())
-        tensors = layout.tensors(host.to(self.device, non_blocking=True))
+    def _eager(self, step: Step, plain: PlainRows, stage: Stage, states: HiddenWanted | None) -> Launched:
+        tensors = self.packer.upload(step, plain, stage)
         extent = Extent(
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),
             shared=step.shared is not None,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
-            follows=bool((step.tokens < 0).any()),
+            follows=bool(step.tokens.min() < 0),
         )
         self.forward.write_table(tensors)
         scored = self._scored_positions(step)
@@ -145,7 +145,7 @@ class ModelRunner:
         if states is not None:
             at = torch.cat([at, upload(states.at, self.device)])
         hidden = self.forward.hidden(tensors, extent, at)
-        launched = LaunchedStep(self, step, plain, tensors)
+        launched = LaunchedStep(self, step, plain, tensors, stage)
         if states is not None:
             states.keep(hidden[num_scored:])
             launched.hidden = states
@@ -206,20 +206,21 @@ class _Scored:
 class LaunchedStep:
     """A step in flight. Sampling happens at once unless a grammar's masks must come first."""
 
-    def __init__(self, runner: ModelRunner, step: Step, plain: PlainRows, tensors: StepTensors) -> None:
+    def __init__(self, runner: ModelRunner, step: Step, plain: PlainRows, tensors: StepTensors, stage: Stage) -> None:
         self._runner = runner
         self._step = step
         self._plain = plain
         self._tensors = tensors
+        self._stage = stage
         self._logits: Tensor | None = None
-        self._tokens: Tensor | None = None
+        self._tokens: npt.NDArray[np.int64] | None = None
+        """In a room of the stage: there once the step is done."""
         self._scores: Scores | None = None
         self._failed: dict[int, str] = {}
         self._barred: tuple[list[int], Tensor] | None = None
         """Rows with a list of allowed tokens, and whether anything is left of it."""
         self.prompt_scores: Scores | None = None
         self.hidden: HiddenWanted | None = None
-        self._done = runner.machine.event()
 
     @property
     def step(self) -> Step:
@@ -243,15 +244,17 @@ class LaunchedStep:
 
     def finish(self, tokens: Tensor) -> None:
         """Queues the copy of the results to the host."""
-        self._tokens = download(tokens)
-        self._done.record()
+        room = self._stage.room(tokens.nbytes)
+        room.tensor.view(torch.int64).copy_(tokens, non_blocking=True)
+        self._tokens = room.array.view(np.int64)
+        self._stage.seal()
 
     def wait(self) -> Outcome:
         assert self._tokens is not None, "a step with constrained rows is waited for after sample"
-        self._done.wait()
+        self._stage.wait()
         rows = self._step.num_rows
         tokens = np.full((rows, 1), -1, np.int32)
-        tokens[self._plain.rows, 0] = self._tokens.numpy()
+        tokens[self._plain.rows, 0] = self._tokens
         counts = self._step.samples.astype(np.int32)
         return Outcome(
             tokens=tokens,
@@ -306,5 +309,5 @@ class LaunchedStep:
             temperature = self._tensors.temperature_R[at].clamp_min(1e-5)[:, None]
             tempered = torch.where(temperature > 1e-5, shaped[at].float() / temperature, shaped[at].float())
             logits = torch.where(wanted[:, None], tempered, logits)
-        rows = self._plain.rows[index]
+        rows = self._plain.rows[index].astype(np.int32)
         self._scores = score(logits, tokens[at], rows, [spec for _, spec in asked]).download()

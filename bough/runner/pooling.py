@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bough.config.pooling_facts import PoolingFacts
-from bough.core.step import Launched, Mask, Outcome, RunnerLimits, Step
+from bough.core.step import I64, Launched, Mask, Outcome, RunnerLimits, Step
 from bough.kernels.attention.inputs import HostLengths
 from bough.layers.pooling import Spans
 from bough.memory.mha import KVPool
@@ -16,7 +16,8 @@ from bough.memory.transfer import download, upload
 from bough.models.pooled import PooledModel
 from bough.platform.device import Device
 from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
-from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
+from bough.runner.inputs import Packer, StepTensors, stage_bytes
+from bough.runner.staging import Stage, Stages
 from bough.sampler.state import SlotParams
 
 
@@ -47,6 +48,7 @@ class PoolingRunner:
         self._forward = Forward(model, pool, state, attention)  # type: ignore[arg-type]
         self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self._params = SlotParams(limits.num_slots, limits.vocab_size)
+        self._stages = Stages(device, stage_bytes(limits))
         self._second_at = np.zeros(slots, np.int32)
 
     @torch.inference_mode()
@@ -54,10 +56,8 @@ class PoolingRunner:
         for setup in step.setups:
             self._second_at[setup.slot] = setup.second_at
         plain = self._params.gather(step)
-        layout = Layout(Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at)))
-        host = self.machine.host_buffer(layout.num_bytes)
-        self._packer.pack(step, plain, layout, host.numpy())
-        tensors = layout.tensors(host.to(self._device, non_blocking=True))
+        stage = self._stages.take()
+        tensors = self._packer.upload(step, plain, stage)
         extent = Extent(
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),
@@ -74,7 +74,7 @@ class PoolingRunner:
         else:
             hidden = self._forward.hidden(tensors, extent, tensors.last_at_R[: len(plain.rows)])
             results = self._model.results(hidden, None)
-        return LaunchedPool(self, step, plain.rows, results)
+        return LaunchedPool(self, step, plain.rows, results, stage)
 
     def idle(self) -> None:
         """There is nothing to prepare in quiet moments."""
@@ -103,13 +103,13 @@ class LaunchedPool:
 
     needs_masks = False
 
-    def __init__(self, runner: PoolingRunner, step: Step, rows: npt.NDArray[np.int32], results: Tensor) -> None:
+    def __init__(self, runner: PoolingRunner, step: Step, rows: I64, results: Tensor, stage: Stage) -> None:
         self._step = step
         self._rows = rows
         self._sparse = runner.pooling.task == "sparse"
         self._results = download(results)
-        self._done = runner.machine.event()
-        self._done.record()
+        self._stage = stage
+        stage.seal()
 
     @property
     def step(self) -> Step:
@@ -119,7 +119,7 @@ class LaunchedPool:
         raise ValueError("a pooling model samples nothing")
 
     def wait(self) -> Outcome:
-        self._done.wait()
+        self._stage.wait()
         values = self._results.numpy()
         finite = np.isfinite(values).all(axis=1)
         embeddings, failed = {}, {}

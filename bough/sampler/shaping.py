@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bough.config.resolve import PENALISED_AT_ONCE
-from bough.core.step import I32, SlotSetup
+from bough.core.step import I64, SlotSetup
 from bough.kernels import masks as masks_kernel
 from bough.memory.transfer import upload
 
@@ -124,7 +124,7 @@ class Shaper:
         if setup.sampling.penalised or setup.sampling.bad_words:
             self._history.assign(setup)
 
-    def shape(self, logits: Tensor, rich: I32, setups: list[SlotSetup], num_output: list[int]) -> Tensor:
+    def shape(self, logits: Tensor, rich: I64, setups: list[SlotSetup], num_output: list[int]) -> Tensor:
         """Returns reshaped logits. `rich[i]` is the row of `setups[i]`, which has drawn `num_output[i]` tokens."""
         logits = self._penalise(logits, rich, setups)
         adds, bans = self._scatter_lists(rich, setups, num_output)
@@ -136,7 +136,7 @@ class Shaper:
         logits = self._ban_words(logits, rich, setups)
         return self._process(logits, rich, setups)
 
-    def advance(self, rich: I32, setups: list[SlotSetup], tokens: Tensor) -> None:
+    def advance(self, rich: I64, setups: list[SlotSetup], tokens: Tensor) -> None:
         """Call after the draw with all rows' tokens [rows]."""
         wanted = [
             (int(row), s.slot)
@@ -147,7 +147,7 @@ class Shaper:
             rows = self._up([row for row, _ in wanted])
             self._history.advance(self._history.lines([slot for _, slot in wanted]), tokens[rows])
 
-    def _penalise(self, logits: Tensor, rich: I32, setups: list[SlotSetup]) -> Tensor:
+    def _penalise(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
         some = [(int(row), s) for row, s in zip(rich, setups, strict=True) if s.sampling.penalised]
         if not some:
             return logits
@@ -176,7 +176,7 @@ class Shaper:
         return picked - frequency * counts - presence * (counts > 0)
 
     def _scatter_lists(
-        self, rich: I32, setups: list[SlotSetup], num_output: list[int]
+        self, rich: I64, setups: list[SlotSetup], num_output: list[int]
     ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int]]]:
         adds: list[tuple[int, int, float]] = []
         bans: list[tuple[int, int]] = []
@@ -199,7 +199,7 @@ class Shaper:
         where = (self._up(rows), self._up(tokens))
         return logits.float().index_put(where, self._up_floats(np.full(len(rows), -np.inf)))
 
-    def _allow_only(self, logits: Tensor, rich: I32, setups: list[SlotSetup]) -> Tensor:
+    def _allow_only(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
         pairs = [
             (int(row), token)
             for row, s in zip(rich, setups, strict=True)
@@ -212,7 +212,7 @@ class Shaper:
         kept = logits[rows, tokens]
         return logits.index_fill(0, rows, -torch.inf).index_put((rows, tokens), kept)
 
-    def _ban_words(self, logits: Tensor, rich: I32, setups: list[SlotSetup]) -> Tensor:
+    def _ban_words(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
         words = [
             (int(row), s.slot, word)
             for row, s in zip(rich, setups, strict=True)
@@ -233,7 +233,7 @@ class Shaper:
         penalty = torch.where(hit, -torch.inf, 0.0).to(logits.dtype)
         return logits.index_put((rows, final), penalty, accumulate=True)
 
-    def _process(self, logits: Tensor, rich: I32, setups: list[SlotSetup]) -> Tensor:
+    def _process(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
         by_name: dict[str, list[tuple[int, SlotSetup]]] = {}
         for row, setup in zip(rich.tolist(), setups, strict=True):
             if setup.sampling.logit_processor is not None:

@@ -14,25 +14,31 @@ import numpy.typing as npt
 
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
-from bough.core.step import I32, SlotSetup, Step
+from bough.core.step import I32, I64, SlotSetup, Step
 
 
 @dataclass(slots=True)
 class PlainRows:
-    """Parameters of the sampling rows of a step, in row order. `greedy`: every row takes the best token."""
+    """Parameters of the sampling rows of a step, in row order."""
 
-    rows: I32
+    rows: I64
     """Indices into the step's rows."""
     slots: I32
-    temperature: npt.NDArray[np.float32]
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    top_k: I32
-    seed: npt.NDArray[np.int64]
-    counter: npt.NDArray[np.int64]
-    greedy: bool
-    rich: I32
+    floats: npt.NDArray[np.float32]
+    """[3, rows]: temperature, top_p, min_p"""
+    longs: I64
+    """[3, rows]: top_k, seed, counter"""
+    rich: I64
     """Positions within `rows` whose slots are rich."""
+
+    @property
+    def counter(self) -> I64:
+        """Tokens that each row has drawn before this step."""
+        counter: I64 = self.longs[2]
+        return counter
+
+
+_NONE: I64 = np.empty(0, np.int64)
 
 
 class SlotParams:
@@ -41,13 +47,13 @@ class SlotParams:
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         n = num_slots + 1
-        self.temperature = np.zeros(n, np.float32)
-        self.top_p = np.ones(n, np.float32)
-        self.min_p = np.zeros(n, np.float32)
-        self.top_k = np.full(n, vocab_size, np.int32)
-        self.seed = np.zeros(n, np.int64)
-        self.counter = np.zeros(n, np.int64)
-        """Output tokens drawn so far: the position in the row's own stream of random numbers."""
+        self._floats = np.zeros((3, n), np.float32)
+        self._longs = np.zeros((3, n), np.int64)
+        self.temperature, self.top_p, self.min_p = self._floats
+        self.top_k, self.seed, self.counter = self._longs
+        """`counter`: output tokens drawn so far, which is the position in the row's own stream of random numbers."""
+        self.top_p[:] = 1.0
+        self.top_k[:] = vocab_size
         self.rich = np.zeros(n, np.bool_)
         self.setups: dict[int, SlotSetup] = {}
         """Rich slots only."""
@@ -69,22 +75,16 @@ class SlotParams:
 
     def gather(self, step: Step) -> PlainRows:
         """The sampling rows of a step, and advances their streams by one draw."""
-        rows = np.flatnonzero(step.samples).astype(np.int32)
-        slots = step.slots[rows]
-        temperature = self.temperature[slots]
-        counter = self.counter[slots]
-        self.counter[slots] = counter + 1
+        rows = step.samples.nonzero()[0]
+        slots = step.slots.take(rows)
+        longs = self._longs.take(slots, axis=1)
+        self.counter[slots] = longs[2] + 1
         return PlainRows(
             rows=rows,
             slots=slots,
-            temperature=temperature,
-            top_p=self.top_p[slots],
-            min_p=self.min_p[slots],
-            top_k=self.top_k[slots],
-            seed=self.seed[slots],
-            counter=counter,
-            greedy=not temperature.any(),
-            rich=np.flatnonzero(self.rich[slots]).astype(np.int32),
+            floats=self._floats.take(slots, axis=1),
+            longs=longs,
+            rich=self.rich.take(slots).nonzero()[0] if self.setups else _NONE,
         )
 
 

@@ -1,9 +1,6 @@
-"""Copies of pages through a graph, with a stand-in that runs what the graph would, and rooms that are in use."""
+"""Copies of pages through a graph, with a stand-in that runs what the graph would."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +10,7 @@ from bough.kernels.pages import copy_pages
 from bough.memory.mha import KVPool, KVShape
 from bough.platform import Device
 from bough.runner.copies import MOST, PageCopies
-from bough.runner.graphs import Captured
-from bough.runner.inputs import Layout, Sizes
+from bough.runner.staging import Stages
 
 
 class Replayed:
@@ -38,7 +34,8 @@ def pool() -> KVPool:
 
 
 def test_what_is_copied_and_when_the_graph_does_it(pool: KVPool) -> None:
-    copies = PageCopies(pool, Device("cpu"))
+    copies = PageCopies(pool)
+    stages = Stages(Device("cpu"), 1024)
     pages = copies._pages = torch.full((2, MOST), 63, dtype=torch.int64)
     graph = Replayed(pool, pages)
     copies._graph = graph  # type: ignore[assignment]
@@ -46,7 +43,7 @@ def test_what_is_copied_and_when_the_graph_does_it(pool: KVPool) -> None:
     replays = [1, 2, 3, 3, 3]
     for (source, target), times in zip(cases, replays, strict=True):
         before = [cache.clone() for cache in (*pool.keys, *pool.values)]
-        copies.copy(np.array(source, np.int32), np.array(target, np.int32))
+        copies.copy(np.array(source, np.int32), np.array(target, np.int32), stages.take())
         for cache, old in zip((*pool.keys, *pool.values), before, strict=True):
             expected = old.clone()
             for come, go in zip(source, target, strict=True):
@@ -56,37 +53,7 @@ def test_what_is_copied_and_when_the_graph_does_it(pool: KVPool) -> None:
 
 
 def test_nothing_is_captured_on_a_cpu(pool: KVPool) -> None:
-    copies = PageCopies(pool, Device("cpu"))
+    copies = PageCopies(pool)
     old = pool.keys[0][2].clone()
-    copies.copy(np.array([2], np.int32), np.array([5], np.int32))
+    copies.copy(np.array([2], np.int32), np.array([5], np.int32), Stages(Device("cpu"), 1024).take())
     assert torch.equal(pool.keys[0][5], old)
-
-
-def test_a_room_is_used_again_once_its_copy_is_done() -> None:
-    events: list[Any] = []
-
-    class Machine:
-        def host_buffer(self, num_bytes: int) -> torch.Tensor:
-            return torch.empty(num_bytes, dtype=torch.uint8)
-
-        def event(self) -> Any:
-            events.append(SimpleNamespace(reached=False))
-            event = events[-1]
-            event.done = lambda: event.reached
-            return event
-
-    layout = Layout(Sizes(tokens=2, rows=2, writes=4))
-    captured = Captured(layout, torch.zeros(1), None, None, torch.zeros(1))  # type: ignore[arg-type]
-    machine: Any = Machine()
-    first, second = captured.stage(machine), captured.stage(machine)
-    assert first is not second
-    assert not np.shares_memory(first.arrays["ids_T"], second.arrays["ids_T"])
-    events[1].reached = True
-    third = captured.stage(machine)  # the oldest is still in use, whatever the others are
-    assert third not in (first, second)
-    events[0].reached = True
-    assert captured.stage(machine) is first
-    assert captured.stage(machine) is second
-    assert first.arrays["ids_T"].base is not None
-    first.arrays["ids_T"][:] = 77
-    assert 77 in first.host.view(torch.int64)[:8].tolist()

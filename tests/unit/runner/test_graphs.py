@@ -16,10 +16,9 @@ class NotedGraphs(Graphs):
         super().__init__(forward=None, max_tokens=largest, context_length=1024, spare_slot=8)  # type: ignore[arg-type]
         self.captures: list[GraphKey] = []
 
-    def capture(self, key: GraphKey) -> Any:
+    def _record(self, key: GraphKey) -> Any:
         self.captures.append(key)
-        self._captured[key] = SimpleNamespace(key=key)  # type: ignore[assignment]
-        return self._captured[key]
+        return SimpleNamespace(key=key)
 
     def key_for(self, tokens: int, rows: int, shared: bool = False) -> GraphKey | None:
         served: Any = self.serve(tokens, rows, "sampled", shared)
@@ -54,6 +53,14 @@ def test_a_larger_graph_stands_in_and_the_size_is_wanted_for_later():
     assert graphs.capture_one_wanted()
     assert not graphs.capture_one_wanted()
     assert graphs.key_for(3, 3) == GraphKey(4, 4, "sampled", False, True)
+
+
+def test_a_graph_that_suits_better_takes_the_stand_ins_place():
+    graphs = NotedGraphs()
+    graphs.warm_up([(64, 64)])
+    assert [graphs.key_for(3, 3) for _ in range(2)] == [GraphKey(64, 64, "sampled", False, True)] * 2
+    graphs.capture(GraphKey(8, 8, "sampled", False, True))
+    assert [graphs.key_for(3, 3) for _ in range(2)] == [GraphKey(8, 8, "sampled", False, True)] * 2
 
 
 def test_too_much_padding_is_not_accepted():
