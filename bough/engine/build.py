@@ -140,10 +140,11 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
     # What start-up leaves behind stays: no collection needs to look at it.
     gc.freeze()
     gc.enable()
-    if rank > 0:
-        run_worker(Inbox(launch.endpoints.rank(rank), ToWorker), runner)
-        return
-    serve_steps(launch, start, checkpoint, resolved, runner)
+    with torch.inference_mode():  # once: steps that find it on are launched sooner
+        if rank > 0:
+            run_worker(Inbox(launch.endpoints.rank(rank), ToWorker), runner)
+        else:
+            serve_steps(launch, start, checkpoint, resolved, runner)
 
 
 def open_device(config: Config, rank: int) -> Device:

@@ -21,6 +21,7 @@ from bough.runner.copies import PageCopies
 from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
 from bough.runner.graphs import Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
+from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.moves import Mover
 from bough.runner.staging import Stage, Stages
@@ -70,7 +71,7 @@ class ModelRunner:
                 spare_slot=limits.num_slots,
             )
 
-    @torch.inference_mode()
+    @without_gradients
     def launch(self, step: Step) -> Launched:
         for setup in step.setups:
             self.params.fill(setup)
@@ -236,7 +237,7 @@ class LaunchedStep:
         else:
             self._draw(logits, None)
 
-    @torch.inference_mode()
+    @without_gradients
     def sample(self, masks: Mask) -> None:
         assert self._logits is not None, "sample is called once, and only if needs_masks"
         logits, self._logits = self._logits, None

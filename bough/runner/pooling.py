@@ -16,6 +16,7 @@ from bough.memory.transfer import download, upload
 from bough.models.pooled import PooledModel
 from bough.platform.device import Device
 from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
+from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.staging import Stage, Stages
 from bough.sampler.state import SlotParams
@@ -51,7 +52,7 @@ class PoolingRunner:
         self._stages = Stages(device, stage_bytes(limits))
         self._second_at = np.zeros(slots, np.int32)
 
-    @torch.inference_mode()
+    @without_gradients
     def launch(self, step: Step) -> Launched:
         for setup in step.setups:
             self._second_at[setup.slot] = setup.second_at
