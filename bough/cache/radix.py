@@ -140,10 +140,13 @@ class RadixTree:
         Only pages that are computed for certain count, and only where they spare a fair part of a page.
         """
         size, at = self.page_size, found.num_tokens
-        best, page = max(size // _WORTH_A_COPY, 1) - 1, 0
         wanted = key[at : min(limit, at + size - 1)]  # a whole page would have been matched
-        for node, used in self._next_pages(found, namespace):
-            if node.step in self._by_step or len(wanted) <= best:
+        least = max(size // _WORTH_A_COPY, 1)
+        if len(wanted) < least:
+            return found
+        best, page = least - 1, 0
+        for node, used in self._next_pages(found, namespace, wanted[:least].tobytes()):
+            if node.step in self._by_step:
                 continue
             stored = node.key[used * size : used * size + len(wanted)]
             count = _num_equal(stored, wanted)
@@ -151,8 +154,9 @@ class RadixTree:
                 best, page = count, int(node.pages[used])
         return structs.replace(found, num_tokens=at + best, tail_page=page) if page else found
 
-    def _next_pages(self, found: Match, namespace: str) -> Iterator[tuple[Node, int]]:
-        """Where the tree goes on behind a match: nodes and which of their pages, the latest few."""
+    def _next_pages(self, found: Match, namespace: str, head: bytes) -> Iterator[tuple[Node, int]]:
+        """Where the tree goes on behind a match: nodes and which of their pages; of branches, those of the latest few that
+        begin with `head`."""
         node = self._roots.get(namespace)
         if found.path:
             node, used = found.path[-1]
@@ -160,8 +164,9 @@ class RadixTree:
                 yield node, used
                 return
         if node is not None:
-            for child in islice(reversed(node.children.values()), _LOOKED_AT):
-                yield child, 0
+            for first, child in islice(reversed(node.children.items()), _LOOKED_AT):
+                if first.startswith(head):
+                    yield child, 0
 
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
         """Would matching again give the same? May say no where it would, never the other way round."""
