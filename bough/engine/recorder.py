@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from hashlib import blake2b
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -22,10 +22,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def fingerprint(ask: Generate) -> int:
-    """64 bits that a client's second try of the same request has too."""
-    digest = blake2b(ask.prompt, digest_size=8)
-    digest.update(_encode(ask.sampling))
-    return int.from_bytes(digest.digest(), "little")
+    """64 bits that a client's second try of the same request has too: half of them for the prompt, half for its length and
+    the sampling. Made before each first launch, so it is quick rather than hard to forge."""
+    return crc32(ask.prompt) << 32 | crc32(_encode(ask.sampling), len(ask.prompt))
 
 
 class Quarantine:
@@ -65,8 +64,8 @@ class RecordingRunner:
             num_tokens=step.num_tokens,
             num_decodes=step.num_decodes,
             constrained=len(step.constrained),
-            requests=queues.slots.request_id[step.slots],
-            prints=self._prints[step.slots],
+            requests=queues.slots.request_id.take(step.slots),
+            prints=self._prints.take(step.slots),
             num_query=step.num_query,
             context=step.context,
         )

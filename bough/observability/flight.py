@@ -48,6 +48,10 @@ def _record_type(rows: int) -> np.dtype[np.void]:
     )
 
 
+_FACTS = struct.Struct("<qdiiii")
+"""A record up to its columns: index, at_s, num_rows, num_tokens, num_decodes, constrained."""
+
+
 class FlightRecorder:
     """The writing end."""
 
@@ -62,7 +66,10 @@ class FlightRecorder:
             os.close(descriptor)
         self._map[: _HEAD.size] = _HEAD.pack(_MAGIC, max_rows, NUM_RECORDS, 0, -1, 0)
         self._words = memoryview(self._map)[:_START].cast("q")
-        self._records: Any = np.frombuffer(self._map, kind, NUM_RECORDS, _START)
+        records: Any = np.frombuffer(self._map, kind, NUM_RECORDS, _START)
+        self._requests, self._prints = records["request"], records["print"]
+        self._num_query, self._context = records["num_query"], records["context"]
+        self._record_bytes = kind.itemsize
         self._max_rows = max_rows
         self._written = 0
 
@@ -72,14 +79,13 @@ class FlightRecorder:
     ) -> None:  # fmt: skip
         """A step is about to be launched."""
         rows = min(len(requests), self._max_rows)
-        record = self._records[self._written % NUM_RECORDS]
-        record["index"], record["at_s"] = index, at_s
-        record["num_rows"], record["num_tokens"] = rows, num_tokens
-        record["num_decodes"], record["constrained"] = num_decodes, constrained
-        record["request"][:rows] = requests[:rows]
-        record["print"][:rows] = prints[:rows]
-        record["num_query"][:rows] = num_query[:rows]
-        record["context"][:rows] = context[:rows]
+        at = self._written % NUM_RECORDS
+        start = _START + at * self._record_bytes
+        _FACTS.pack_into(self._map, start, index, at_s, rows, num_tokens, num_decodes, constrained)
+        self._requests[at, :rows] = requests[:rows]
+        self._prints[at, :rows] = prints[:rows]
+        self._num_query[at, :rows] = num_query[:rows]
+        self._context[at, :rows] = context[:rows]
         self._written += 1
         self._words[_WRITTEN_AT] = self._written
 
