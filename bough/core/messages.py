@@ -26,6 +26,7 @@ RequestId = int
 CallId = int
 """Ids of control calls are made like request ids."""
 Ids = npt.NDArray[np.int32]
+_PACKED_ID = np.dtype("<i4")
 
 WORKER_SHIFT = 40
 
@@ -46,12 +47,12 @@ def home_worker(request_id: int) -> int:
 
 
 def pack_ids(ids: Sequence[int] | Ids) -> bytes:
-    return np.asarray(ids, dtype="<i4").tobytes()
+    return np.asarray(ids, _PACKED_ID).tobytes()
 
 
 def unpack_ids(packed: bytes) -> Ids:
     """A read-only view of the packed ids."""
-    return np.frombuffer(packed, dtype="<i4")
+    return np.frombuffer(packed, _PACKED_ID)
 
 
 # -- into the engine ------------------------------------------------------------------------------

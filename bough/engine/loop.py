@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -15,7 +16,7 @@ from bough.engine.control import Control, Hooks
 from bough.engine.inbox import Clock, Inbox, Outbox, SystemClock
 from bough.scheduler.accept import abort, abort_all, accept, collect_grammars, expire, stop_at
 from bough.scheduler.account import check_account
-from bough.scheduler.commit import Flight, commit
+from bough.scheduler.commit import Flight, commit, grow_tree
 from bough.scheduler.fail import fail_step, is_out_of_memory
 from bough.scheduler.limits import Limits
 from bough.scheduler.masks import fill_masks
@@ -27,6 +28,10 @@ from bough.scheduler.sharing import Groups
 _FAILURES_IN_A_ROW = 3
 _BLOCKED_S = 0.001
 """How long to wait for news when requests wait for something that no step will bring."""
+
+
+def _later() -> None:
+    """The mail leaves at the end of the turn: the device waits for something else."""
 
 
 class EngineBroken(BoughError):
@@ -111,7 +116,7 @@ class Loop:
         self._receive()
         entry = self._launch_next()
         if entry is not None and entry.launched is not None and entry.launched.needs_masks:
-            self._settle(keep=1)
+            self._settle(keep=1, tell=_later)
             self._sample(entry, entry.launched)
         self._settle(keep=self.depth if entry is not None and entry.error is None else 0)
         self._send()
@@ -174,8 +179,11 @@ class Loop:
             entry.launched = self.runner.launch(flight.step)
         except Exception as error:
             entry.error = error
-        self.laps.launch += time.perf_counter() - committed
+        launched = time.perf_counter()
         self._in_flight.append(entry)
+        grow_tree(flight, self.queues, self.cache)
+        self.laps.launch += launched - committed
+        self.laps.commit += time.perf_counter() - launched
         return entry
 
     def _sample(self, entry: _InFlight, launched: Launched) -> None:
@@ -187,8 +195,11 @@ class Loop:
             entry.error = error
         self.laps.mask += time.perf_counter() - began
 
-    def _settle(self, *, keep: int) -> None:
-        """Settles the oldest steps until `keep` are in flight. The only place that waits for the device."""
+    def _settle(self, *, keep: int, tell: Callable[[], None] | None = None) -> None:
+        """Settles the oldest steps until `keep` are in flight. The only place that waits for the device.
+
+        Their news leave before their memory is put in order, unless `tell` does something else.
+        """
         while len(self._in_flight) > keep:
             entry = self._in_flight.popleft()
             self._worked = True
@@ -200,14 +211,15 @@ class Loop:
                 error = raised
             waited = time.perf_counter()
             now = self.clock.monotonic()
+            sent_s = self.laps.send
             if outcome is not None:
+                settle(entry.flight, outcome, self.queues, self.cache, now=now, tell=tell or self._send)
                 self._learn(entry, now)
-                settle(entry.flight, outcome, self.queues, self.cache, now=now)
                 self._failures = 0
             elif error is not None:
                 self._fail(entry, error, now)
             self.laps.wait += waited - began
-            self.laps.settle += time.perf_counter() - waited
+            self.laps.settle += time.perf_counter() - waited - (self.laps.send - sent_s)
 
     def _learn(self, entry: _InFlight, now: float) -> None:
         """What the step cost: it ran from its launch, or from the end of the step before it."""

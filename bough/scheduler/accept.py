@@ -75,6 +75,7 @@ def _job(queues: Queues, ask: Generate, now: float) -> Job:
     queues.next_seq += 1
     return Job(
         ask=ask,
+        id=ask.id,
         prompt=prompt,
         key=prompt.astype(np.int64),
         seq=queues.next_seq,
@@ -128,8 +129,8 @@ def _check_prompt(limits: Limits, job: Job) -> None:
     count = len(job.prompt)
     if count == 0:
         raise InvalidRequest(what="the prompt has no tokens", fix="send at least one token", param="prompt")
-    low, high = int(job.prompt.min()), int(job.prompt.max())
-    if low < 0 or high >= limits.vocab_size:
+    if int(job.prompt.view(np.uint32).max()) >= limits.vocab_size:  # what is below zero is far above it so
+        low, high = int(job.prompt.min()), int(job.prompt.max())
         bad = low if low < 0 else high
         raise no_such_token(f"the prompt has token id {bad}", limits.vocab_size, param="prompt")
     wanted = 0 if job.ask.pool else min(job.ask.sampling.max_new_tokens, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,10 @@ from bough.scheduler.prefill import Share
 from bough.scheduler.queues import Job, Prefilling, Queues, Running
 from bough.scheduler.sharing import Groups
 from bough.scheduler.slots import NEVER, NO_TOKEN
+
+_ONE = np.array(1, np.int32)
+_NO_PLACES = np.empty(0, np.int64)
+_NO_PAGES = np.empty(0, np.int32)
 
 HELD_WITH_STOPS = 16
 """Tokens held back at most where a stop string may end the request."""
@@ -40,6 +44,8 @@ class Flight(Struct):
     """A committed step and what settling it needs to know."""
 
     step: Step
+    where: I64
+    """The step's slots, as an index of their columns."""
     chunks: list[ChunkRow]
     tails: dict[int, list[int]]
     """Row -> forced tokens that it brought in, which become output when the step settles."""
@@ -53,9 +59,10 @@ class Flight(Struct):
 
 
 class _Arrays:
-    """The step's arrays, in the making."""
+    """The step's arrays, in the making: of the rows after the `num_decodes` that decode."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_decodes: int) -> None:
+        self.num_decodes = num_decodes
         self.slots: list[int] = []
         self.num_query: list[int] = []
         self.context: list[int] = []
@@ -67,18 +74,20 @@ class _Arrays:
         self.tails: list[tuple[int, int]] = []
         """Slots whose first page of their own begins as a copy, and of which page."""
 
-    def add(self, slot: int, context: int, tokens: I32, *, samples: bool) -> None:
+    def add(self, slot: int, context: int, tokens: I32, *, samples: bool) -> int:
+        """Returns the row's number in the step. `tokens` may be a view."""
         self.slots.append(slot)
         self.num_query.append(len(tokens))
         self.context.append(context)
         self.samples.append(samples)
         self.tokens.append(tokens)
+        return self.num_decodes + len(self.slots) - 1
 
 
 def commit(
     plan: StepPlan, queues: Queues, cache: PrefixCache, groups: Groups, limits: Limits, *, now: float
 ) -> Flight | None:
-    """Changes the queues and the cache as planned. None: the plan only took memory away."""
+    """Changes the queues and the cache as planned; `grow_tree` must follow. None: the plan only took memory away."""
     for slot in plan.retract:
         retract(queues, cache, _row_of(queues, slot), dry=True)
     for slot in plan.preempt:
@@ -90,35 +99,34 @@ def commit(
     queues.next_step += 1
     queues.counters.steps += 1
     _count_overtaken(plan, queues)
-    arrays = _Arrays()
+    num = len(plan.decodes)
+    arrays = _Arrays(num)
     rows = [_enter(share, queues, cache, limits, arrays, now) for share in plan.shares]
-    decode_at, decode_pages = _give_pages(plan, rows, queues, cache, limits, arrays)
-    copies = np.array([(page, queues.slots.private_pages(slot)[0]) for slot, page in arrays.tails], np.int32)
+    _give_pages(plan, rows, queues, cache, limits, arrays)
     tails = _runs(plan, queues, arrays, index)
     chunks = _chunks(plan, rows, queues, arrays, index)
     context = _decodes(plan, queues, index)
-    _resend_dirty(queues, arrays, index)
-    _grow_tree(chunks, queues, cache, index)
-    num = len(plan.decodes)
-    for chunk in chunks:
-        chunk.row += num
+    if queues.slots.dirty:
+        _resend_dirty(queues, arrays, index)
+    where = _column(num, plan.decodes, arrays.slots, np.int64)
     step = Step(
         index=index,
         num_decodes=num,
-        slots=_join(plan.decodes, arrays.slots),
-        num_query=_join(np.ones(num, np.int32), arrays.num_query),
-        context=_join(context, arrays.context),
-        samples=_join(np.ones(num, np.bool_), arrays.samples),
-        tokens=np.concatenate([np.full(num, FROM_DEVICE, np.int32), *arrays.tokens]),
-        table_at=np.concatenate([decode_at, *arrays.table_at]),
-        table_pages=np.concatenate([decode_pages, *arrays.table_pages]),
+        slots=where.astype(np.int32),
+        num_query=_column(num, 1, arrays.num_query, np.int32),
+        context=_column(num, context, arrays.context, np.int32),
+        samples=_column(num, True, arrays.samples, np.bool_),
+        tokens=np.concatenate([np.full(num, FROM_DEVICE, np.int32), *arrays.tokens] if num else arrays.tokens),
+        table_at=np.concatenate(arrays.table_at) if arrays.table_at else _NO_PLACES,
+        table_pages=np.concatenate(arrays.table_pages) if arrays.table_pages else _NO_PAGES,
         moves=queues.take_moves(),
-        copy_from=copies.reshape(-1, 2)[:, 0],
-        copy_to=copies.reshape(-1, 2)[:, 1],
         setups=arrays.setups,
         shared=groups.of(queues, limits, plan.decodes) if cache.enabled and num > 1 else None,
     )
-    flight = Flight(step, chunks, {row + num: tail for row, tail in tails.items()})
+    if arrays.tails:
+        step.copy_from = np.array([page for _, page in arrays.tails], np.int32)
+        step.copy_to = np.array([queues.slots.private_pages(slot)[0] for slot, _ in arrays.tails], np.int32)
+    flight = Flight(step, where, chunks, tails)
     _mark_scored(flight)
     if queues.gates:
         _mark_constrained(flight, queues)
@@ -128,9 +136,15 @@ def commit(
 _T = TypeVar("_T", bound=np.generic)
 
 
-def _join(first: npt.NDArray[_T], rest: list[int] | list[bool]) -> npt.NDArray[_T]:
-    """Decode rows' values, then the others'."""
-    return np.concatenate([first, np.array(rest, first.dtype)]) if rest else first
+def _column(num: int, decodes: npt.NDArray[Any] | int, rest: list[int] | list[bool], kind: type[_T]) -> npt.NDArray[_T]:
+    """The values of `num` decode rows, then the others'."""
+    if not num:
+        return np.array(rest, kind)
+    column = np.empty(num + len(rest), kind)
+    column[:num] = decodes
+    if rest:
+        column[num:] = rest
+    return column
 
 
 def _row_of(queues: Queues, slot: int) -> Prefilling | Running:
@@ -164,12 +178,13 @@ def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arr
     row = Prefilling(job, slot, node, waiting.key, share.start, share.start)
     queues.prefilling[slot] = queues.where[job.id] = row
     _fill_slot(queues, row, limits)
-    slots.table[slot, : len(pages)] = pages
     slots.num_pages[slot] = slots.tree_pages[slot] = len(pages)
     if share.tail_page:
         arrays.tails.append((slot, share.tail_page))
     if len(pages):
-        arrays.table_at.append(slot * slots.pages_per_slot + np.arange(len(pages), dtype=np.int64))
+        slots.table[slot, : len(pages)] = pages
+        start = slot * slots.pages_per_slot
+        arrays.table_at.append(np.arange(start, start + len(pages)))
         arrays.table_pages.append(pages)
     if not job.admitted_s:
         job.admitted_s = now
@@ -187,7 +202,8 @@ def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
     slots.seq[slot] = job.seq
     slots.priority[slot] = max(-(2**31), min(job.ask.priority, 2**31 - 1))
     slots.history[slot, :num_prompt] = job.prompt
-    slots.history[slot, num_prompt : num_prompt + num_output] = job.output
+    if num_output:
+        slots.history[slot, num_prompt : num_prompt + num_output] = job.output
     slots.prompt_len[slot] = num_prompt
     slots.known[slot] = num_prompt + num_output
     slots.kv_len[slot] = slots.kv_settled[slot] = row.computed
@@ -243,18 +259,20 @@ def _setup(job: Job, slot: int, num_output: int, limits: Limits) -> SlotSetup:
 
 def _give_pages(
     plan: StepPlan, rows: list[Prefilling], queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays
-) -> tuple[I64, I32]:
-    """Allocates the step's new pages. Returns the table writes of decode rows; others' go to `arrays`."""
+) -> None:
+    """Allocates the step's new pages."""
     slots, size = queues.slots, limits.page_size
     growing = plan.decodes[plan.needs_page]
     wants = [(run.slot, run.num_new_pages) for run in plan.runs]
     wants += [(row.slot, share.num_new_pages(size)) for row, share in zip(rows, plan.shares, strict=True)]
-    pages = cache.alloc(len(growing) + sum(count for _, count in wants))
-    first = pages[: len(growing)]
-    column = slots.num_pages[growing]
-    slots.table[growing, column] = first
-    slots.num_pages[growing] = column + 1
     at = len(growing)
+    pages = cache.alloc(at + sum(count for _, count in wants))
+    if at:
+        column = slots.num_pages[growing]
+        slots.table[growing, column] = pages[:at]
+        slots.num_pages[growing] = column + _ONE
+        arrays.table_at.append(growing * slots.pages_per_slot + column)
+        arrays.table_pages.append(pages[:at])
     for slot, count in wants:
         if count > 0:
             held = int(slots.num_pages[slot])
@@ -262,10 +280,9 @@ def _give_pages(
             slots.table[slot, held : held + count] = mine
             slots.num_pages[slot] = held + count
             start = slot * slots.pages_per_slot + held
-            arrays.table_at.append(np.arange(start, start + count, dtype=np.int64))
+            arrays.table_at.append(np.arange(start, start + count))
             arrays.table_pages.append(mine)
             at += count
-    return growing.astype(np.int64) * slots.pages_per_slot + column, first
 
 
 def _resend_dirty(queues: Queues, arrays: _Arrays, index: int) -> None:
@@ -277,12 +294,15 @@ def _resend_dirty(queues: Queues, arrays: _Arrays, index: int) -> None:
         arrays.table_pages.append(slots.table[slot, lo:hi].copy())
 
 
-def _grow_tree(chunks: list[ChunkRow], queues: Queues, cache: PrefixCache, index: int) -> None:
-    """Full pages enter the tree now: device order makes them readable by the next step."""
+def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
+    """The full pages of a committed step's chunks enter the tree: device order makes them readable by the next step.
+
+    The step itself does not need it, so its launch comes first; whatever else looks at the tree or the queues comes after.
+    """
     if not cache.enabled:
         return
     slots, size = queues.slots, cache.page_size
-    for chunk in chunks:
+    for chunk in flight.chunks:
         slot = chunk.slot
         row = _row_of(queues, slot)
         node = row.node
@@ -293,7 +313,7 @@ def _grow_tree(chunks: list[ChunkRow], queues: Queues, cache: PrefixCache, index
         first = node.depth // size
         tail = chunk.key[node.depth : end]
         extended = cache.insert(
-            node, tail, slots.table[slot, first : end // size], step=index, priority=chunk.job.ask.priority
+            node, tail, slots.table[slot, first : end // size], step=flight.step.index, priority=chunk.job.ask.priority
         )
         row.node = extended.node
         slots.tree_pages[slot] = end // size
@@ -309,8 +329,10 @@ def _grow_tree(chunks: list[ChunkRow], queues: Queues, cache: PrefixCache, index
 def _decodes(plan: StepPlan, queues: Queues, index: int) -> I32:
     """Advances the rows that decode. Returns the tokens they have in memory before the step."""
     slots, rows = queues.slots, plan.decodes
+    if not len(rows):
+        return _NO_PAGES
     context: I32 = slots.kv_len[rows]
-    slots.kv_len[rows] = context + 1
+    slots.kv_len[rows] = context + _ONE
     slots.out_launched[rows] += 1
     slots.last_step[rows] = index
     if queues.forced:
@@ -326,8 +348,8 @@ def _runs(plan: StepPlan, queues: Queues, arrays: _Arrays, index: int) -> dict[i
     for run in plan.runs:
         slot, job = run.slot, queues.running[run.slot].job
         tail = run.tokens[1:]
-        tails[len(arrays.slots)] = tail
-        arrays.add(slot, int(slots.kv_len[slot]), np.array(run.tokens, np.int32), samples=True)
+        row = arrays.add(slot, int(slots.kv_len[slot]), np.array(run.tokens, np.int32), samples=True)
+        tails[row] = tail
         num_output = int(slots.out_launched[slot]) + len(tail)
         arrays.setups.append(_setup(job, slot, num_output, queues.limits))
         slots.kv_len[slot] += len(run.tokens)
@@ -345,9 +367,9 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
         slot, job, count = row.slot, row.job, share.num_tokens
         is_last = share.left == 0
         samples = is_last and (job.limit > 0 or bool(job.ask.pool))
-        chunks.append(ChunkRow(len(arrays.slots), slot, job, row.key, row.computed, count, is_last))
-        tokens = slots.history[slot, row.computed : row.computed + count].copy()
-        arrays.add(slot, row.computed, tokens, samples=samples)
+        tokens = slots.history[slot, row.computed : row.computed + count]
+        at = arrays.add(slot, row.computed, tokens, samples=samples)
+        chunks.append(ChunkRow(at, slot, job, row.key, row.computed, count, is_last))
         row.computed += count
         slots.kv_len[slot] = row.computed
         slots.last_step[slot] = index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bough.core.step import I32
+from bough.core.step import I32, I64
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Job, Prefilling, Queues, Running
 
@@ -21,7 +21,7 @@ def expected_output(job: Job, limits: Limits, ratio: float) -> int:
     return max(0, min(rest, int(max(expected, _MIN_EXPECTED))))
 
 
-def running_need(queues: Queues, limits: Limits, rows: I32, ratio: float) -> I32:
+def running_need(queues: Queues, limits: Limits, rows: I64, ratio: float) -> I32:
     """Per running row, pages that it will want beyond what it has."""
     slots = queues.slots
     done = slots.out_launched[rows]
@@ -43,4 +43,4 @@ def row_need(queues: Queues, limits: Limits, row: Prefilling | Running, ratio: f
     """Pages that a row will want beyond what it has."""
     if isinstance(row, Prefilling):
         return prefill_need(queues, limits, row, ratio)
-    return int(running_need(queues, limits, np.array([row.slot], np.int32), ratio)[0])
+    return int(running_need(queues, limits, np.array([row.slot]), ratio)[0])

@@ -8,6 +8,7 @@ from bough.core.messages import Began, Reply, RowOutput, ToDetokenizer, Tokens
 from bough.core.step import I32, I64
 
 _NO_TOKENS = np.empty(0, np.int32)
+_PACKED = np.dtype("<i4")
 
 
 class Mail:
@@ -48,7 +49,7 @@ class Mail:
     def _close(self) -> None:
         if self._ids:
             tokens = self._tokens[0] if len(self._tokens) == 1 else np.concatenate(self._tokens)
-            packed = tokens.astype("<i4", copy=False).tobytes()
+            packed = tokens.astype(_PACKED, copy=False).tobytes()
             self._messages.append(Tokens(ids=self._ids, counts=self._counts, tokens=packed, rows=self._rows))
             self._ids, self._counts, self._tokens, self._rows = [], [], [], {}
 

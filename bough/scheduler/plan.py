@@ -8,13 +8,13 @@ import numpy as np
 from msgspec import Struct
 
 from bough.cache.prefix import CacheView
-from bough.core.step import I32, Bool
+from bough.core.step import I64, Bool
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
 from bough.scheduler.prefill import LOOK_AHEAD, Room, Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
 
-_NO_SLOTS = np.empty(0, np.int32)
+_NO_SLOTS = np.empty(0, np.int64)
 _NO_NEEDS = np.empty(0, np.bool_)
 
 
@@ -29,7 +29,7 @@ class Run(Struct):
 class StepPlan(Struct):
     """One step: rows that decode, rows with forced tokens, prompts' chunks; and rows that lose their memory before it."""
 
-    decodes: I32
+    decodes: I64
     needs_page: Bool
     """Per decode row: its next token begins a page."""
     runs: list[Run] = []
@@ -50,14 +50,14 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     """Decodes first, within memory; then prefill within what is left of the token budget."""
     wants_prefill = bool(queues.prefilling or len(queues.waiting))
     plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
-    decode_pages = int(np.count_nonzero(plan.needs_page))
+    num_decodes = len(plan.decodes) + len(plan.runs)
+    decode_pages = int(np.count_nonzero(plan.needs_page)) if num_decodes else 0
     pages = cache.num_available - decode_pages
     tokens = limits.max_step_tokens - len(plan.decodes)
     for run in plan.runs:
         pages -= run.num_new_pages
         tokens -= len(run.tokens)
-    num_decodes = len(plan.decodes) + len(plan.runs)
-    pace = _pace(queues, plan)
+    pace = _pace(queues, plan) if num_decodes else _UNWATCHED
     part_ms = _part_of_long(queues, limits, num_decodes, pace)
     if wants_prefill and not plan.retract:
         budget = prefill_budget(queues, limits, tokens, num_decodes, pace)
@@ -109,7 +109,7 @@ GPU as long as its largest step takes."""
 def _pace(queues: Queues, plan: StepPlan) -> float:
     """How many times their target the step's rows may wait for a token."""
     watched = queues.slots.watched
-    is_watched = watched[plan.decodes].any() or any(watched[run.slot] for run in plan.runs)
+    is_watched = np.count_nonzero(watched[plan.decodes]) or any(watched[run.slot] for run in plan.runs)
     return _WATCHED if is_watched else _UNWATCHED
 
 
@@ -147,8 +147,9 @@ def _has_crowd(queues: Queues, num_decodes: int) -> bool:
 
 def _part_of_long(queues: Queues, limits: Limits, num_decodes: int, pace: float) -> float | None:
     """Milliseconds of each step that long prompts may take on average; None: as much as others."""
-    known = queues.cost.decode_ms > 0.0 and queues.cost.prefill_token_ms > 0.0
-    if not num_decodes or limits.tpot_target_ms == 0.0 or not known or _has_crowd(queues, num_decodes):
+    if not num_decodes or limits.tpot_target_ms == 0.0 or _has_crowd(queues, num_decodes):
+        return None
+    if queues.cost.decode_ms <= 0.0 or queues.cost.prefill_token_ms <= 0.0:  # not known yet
         return None
     return pace * (_BESIDE_LONG - 1.0) * queues.cost.decode_ms
 
@@ -177,7 +178,7 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
     if not len(rows):
         return StepPlan(_NO_SLOTS, _NO_NEEDS)
     more = slots.out_launched[rows] < slots.out_limit[rows]
-    if not more.all():
+    if np.count_nonzero(more) < len(rows):
         rows = rows[more]
     rows = _within_tokens(queues, limits, rows, wants_prefill=wants_prefill)
     needs = slots.kv_len[rows] >= slots.num_pages[rows] * limits.page_size
@@ -192,7 +193,7 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
     return StepPlan(rows, needs, runs)
 
 
-def _within_tokens(queues: Queues, limits: Limits, rows: I32, *, wants_prefill: bool) -> I32:
+def _within_tokens(queues: Queues, limits: Limits, rows: I64, *, wants_prefill: bool) -> I64:
     """Of more rows than a step has room for, those that have waited longest; prompts keep a part of it."""
     cap = limits.max_step_tokens
     if wants_prefill and cap > 1:
@@ -203,7 +204,7 @@ def _within_tokens(queues: Queues, limits: Limits, rows: I32, *, wants_prefill: 
     return rows[np.sort(waited)]
 
 
-def _plan_dry(queues: Queues, cache: CacheView, limits: Limits, rows: I32, needs: Bool, short: int) -> StepPlan:
+def _plan_dry(queues: Queues, cache: CacheView, limits: Limits, rows: I64, needs: Bool, short: int) -> StepPlan:
     """Not every row can have its page: the youngest give theirs up, unless rows that are leaving will do."""
     retract = victims(queues, limits, short) if coming(queues) < short else []
     fits = ~needs | (np.cumsum(needs) <= cache.num_available)
@@ -217,8 +218,8 @@ def _plan_dry(queues: Queues, cache: CacheView, limits: Limits, rows: I32, needs
 
 
 def _plan_runs(
-    queues: Queues, limits: Limits, rows: I32, needs: Bool, *, pages: int, tokens: int
-) -> tuple[list[Run], I32, Bool]:
+    queues: Queues, limits: Limits, rows: I64, needs: Bool, *, pages: int, tokens: int
+) -> tuple[list[Run], I64, Bool]:
     """Rows with forced tokens take them all at once where `pages` and `tokens` to spare allow; otherwise the first, which
     may not be the one that the device has."""
     slots = queues.slots

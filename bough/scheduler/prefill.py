@@ -88,7 +88,8 @@ def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: Room) -
         under_way = [row for row in under_way if row.job.ask.priority < level]
         if under_way:
             sharing.admit(above=max(row.job.ask.priority for row in under_way))
-    sharing.go_on(under_way)
+    if under_way:
+        sharing.go_on(under_way)
     if not sharing.plan.preempt:
         sharing.admit()
     sharing.spend_rest()
@@ -121,9 +122,13 @@ class _Sharing:
     def _kept_for_short(self) -> int:
         """The part of the budget that long prompts leave to short ones, if there are any."""
         queues, cut = self.queues, self.short_cut
-        wanted = sum(left for row in queues.prefilling.values() if (left := len(row.key) - row.computed) <= cut)
+        wanted = 0
+        for row in queues.prefilling.values():
+            left = len(row.key) - row.computed
+            wanted += left if left <= cut else 0
         if wanted < cut:
-            wanted += sum(len(w.key) for w in islice(queues.waiting, _PEEK) if len(w.key) <= cut)
+            for waiting in islice(queues.waiting, _PEEK):
+                wanted += len(waiting.key) if len(waiting.key) <= cut else 0
         kept = min(cut, wanted)
         oldest = queues.waiting.oldest()
         if oldest is not None and is_starved(oldest):
@@ -208,10 +213,13 @@ class _Sharing:
             found = match(waiting, cache)
             if waiting.job.id in self.admitted or (cache.enabled and _follows(waiting, found, self.leaders, limits)):
                 continue
-            locks = {
-                id(node): used for node, used in found.path if node.locks == 0 and used > self.locked.get(id(node), 0)
-            }
-            locked = sum(used - self.locked.get(node, 0) for node, used in locks.items())
+            locks: dict[int, int] = {}
+            locked = 0
+            for node, used in found.path:
+                before = self.locked.get(id(node), 0)
+                if node.locks == 0 and used > before:
+                    locks[id(node)] = used
+                    locked += used - before
             cached = found.num_tokens // limits.page_size
             whole = limits.pages_for(len(waiting.key) + expected_output(waiting.job, limits, ratio)) - cached
             alone = queues.num_live == 0 and not self.plan.shares
@@ -267,6 +275,8 @@ class _Sharing:
     def _reserved(self) -> int:
         """Pages that the rows there are will want beyond what they have and are given in this step."""
         queues, limits = self.queues, self.limits
+        if not queues.running and not queues.prefilling:
+            return 0
         rows = queues.running_slots()
         ratio = queues.ratio.estimate(len(rows) + len(queues.prefilling), limits.conservativeness)
         pages = int(running_need(queues, limits, rows, ratio).sum()) - self.decode_pages
@@ -278,6 +288,8 @@ class _Sharing:
 
 def _follows(waiting: Waiting, found: Match, leaders: list[tuple[str, I64]], limits: Limits) -> bool:
     """Is a row of this step about to compute a prefix of this request, so that it had better wait for it?"""
+    if not leaders:
+        return False
     threshold = max(limits.page_size, limits.share_tokens)
     probe = found.num_tokens + threshold
     key, namespace = waiting.key, waiting.job.ask.namespace

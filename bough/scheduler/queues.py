@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from bough.cache.radix import Match, Node
 from bough.core.grammar import GrammarQueue
 from bough.core.messages import Generate, Ids, Span, TokenLogprobs
-from bough.core.step import I32, I64, KVMoves
+from bough.core.step import I64, KVMoves
 from bough.scheduler.constrain import Gate
 from bough.scheduler.learn import HitRate, OutputRatio, StepCost
 from bough.scheduler.limits import Limits
@@ -29,6 +29,7 @@ class Job(Struct, kw_only=True, eq=False):
     """A request from its arrival to its end: what it asked for, and what all phases add to."""
 
     ask: Generate
+    id: int
     prompt: Ids
     key: I64
     """The prompt as the tree sees it."""
@@ -66,10 +67,6 @@ class Job(Struct, kw_only=True, eq=False):
     hidden_to: int = 0
     """Positions whose hidden states have been gathered."""
     hidden: list[list[float]] = []
-
-    @property
-    def id(self) -> int:
-        return self.ask.id
 
     @property
     def scores_prompt(self) -> bool:
@@ -188,18 +185,19 @@ class WaitingQueue:
             self._levels = sorted(self._fresh, reverse=True)
         self._count(waiting, -1)
 
-    def levels(self) -> Iterator[tuple[list[Waiting], ValuesView[Waiting]]]:
+    def levels(self) -> Iterator[tuple[ValuesView[Waiting], ValuesView[Waiting]]]:
         """Per priority, most urgent first: those that return, and those that have just come, oldest first."""
         for level in self._levels:
-            yield list(self._returning[level].values()), self._fresh[level].values()
+            yield self._returning[level].values(), self._fresh[level].values()
 
     def oldest(self) -> Waiting | None:
         """The oldest of the most urgent."""
         if not self._levels:
             return None
         level = self._levels[0]
-        heads = [next(iter(q[level].values())) for q in (self._returning, self._fresh) if q[level]]
-        return min(heads, key=lambda w: w.job.seq)
+        back = next(iter(self._returning[level].values()), None)
+        fresh = next(iter(self._fresh[level].values()), None)
+        return back if fresh is None or (back is not None and back.job.seq < fresh.job.seq) else fresh
 
     def _level(self, waiting: Waiting) -> int:
         level = waiting.job.ask.priority if self._by_priority else 0
@@ -280,7 +278,7 @@ class Queues:
         """Looks at every request that comes, and raises for those that must not be served."""
         self.epoch = 0
         """Changes with the set of running rows."""
-        self._running_slots: I32 | None = None
+        self._running_slots: I64 | None = None
 
     @property
     def num_live(self) -> int:
@@ -321,10 +319,10 @@ class Queues:
         self._running_slots = None
         self.epoch += 1
 
-    def running_slots(self) -> I32:
+    def running_slots(self) -> I64:
         """Slots of running rows, in the order they began to run. Nobody changes it."""
         if self._running_slots is None:
-            self._running_slots = np.fromiter(self.running, np.int32, len(self.running))
+            self._running_slots = np.fromiter(self.running, np.int64, len(self.running))
         return self._running_slots
 
     def take_moves(self) -> list[KVMoves]:

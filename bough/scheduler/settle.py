@@ -5,12 +5,14 @@ Decode rows are handled as columns; only rows that end or that want more than to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.messages import End, EndReason, RowOutput
-from bough.core.step import I32, Bool, Outcome
+from bough.core.step import I32, I64, Bool, Outcome
 from bough.scheduler.commit import ChunkRow, Flight
 from bough.scheduler.jump import jump
 from bough.scheduler.leave import (
@@ -25,40 +27,50 @@ from bough.scheduler.leave import (
 from bough.scheduler.queues import Job, Leaving, Queues, Running
 from bough.scheduler.scores import add_output, add_prompt, add_unpredicted
 
+_ONE = np.array(1, np.int32)
+"""Numpy takes it for a number in half the time that a number takes it."""
 
-def settle(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache, *, now: float) -> None:
-    """Takes in the outcome of the oldest step in flight. What rows that have ended yield is dropped."""
-    step, slots = flight.step, queues.slots
+
+def settle(
+    flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache, *, now: float, tell: Callable[[], None]
+) -> None:
+    """Takes in the outcome of the oldest step in flight. What rows that have ended yield is dropped.
+
+    `tell` is called when the step's tokens and the ends that come with them are in the mail, before any memory goes back:
+    whoever waits for them need not wait for that.
+    """
+    step, slots, where = flight.step, queues.slots, flight.where
     if flight.tails:
         take_tails(flight, queues)
-    live = slots.live[step.slots]
+    live = slots.live[where]
     if queues.void:
         _leave_out_void(flight, queues, live)
-    alive = step.slots[live]
-    slots.kv_settled[alive] = (step.context + step.num_query)[live]
     queues.settled = step.index
-    cache.settle(step.index)
     due = step.samples & live
-    yields = due & (outcome.counts > 0)
-    failed = outcome.failed | flight.rejected if flight.rejected else outcome.failed
-    for row in (*failed, *outcome.barred):
-        yields[row] = False
+    yields = due & outcome.counts.astype(np.bool_)
+    errors: dict[int, BoughError] = {}
+    if outcome.failed or outcome.barred or flight.rejected:
+        errors = _errors(flight, outcome)
+        yields[list(errors)] = False
     if outcome.hidden_states:
         _gather_hidden(flight, outcome, queues)
     if flight.chunks:
         _settle_chunks(flight, outcome, queues, yields, now)
-    rows = np.flatnonzero(yields).astype(np.int32)
-    if len(rows):
-        _settle_tokens(flight, outcome, queues, cache, rows, now)
-    for row, why in failed.items():
-        _fail_row(int(step.slots[row]), _unusable(why), queues, cache, now)
-    for row in outcome.barred:
-        _fail_row(int(step.slots[row]), _no_token_left(), queues, cache, now)
+    rows = yields.nonzero()[0]
+    ended = _settle_tokens(flight, outcome, queues, rows, now) if len(rows) else []
     for chunk in flight.chunks:
-        if chunk.is_last and not yields[chunk.row]:
-            _finish_without_output(chunk, outcome, queues, cache, now)
-    for row in np.flatnonzero(due & ~yields).tolist():
-        _fail_row(int(step.slots[row]), _unusable("the step yielded no token for it"), queues, cache, now)
+        if chunk.is_last and not yields[chunk.row] and chunk.row not in errors:
+            ended += _finish_without_output(chunk, outcome, queues, now)
+    tell()
+    slots.kv_settled[where[live]] = (step.context + step.num_query)[live]
+    cache.settle(step.index)
+    for gone in ended:
+        queues.ratio.observe(int(slots.out_settled[gone.slot]), min(gone.job.limit, queues.limits.estimate_clip_tokens))
+        let_go(queues, cache, gone, requeue=False)
+    for row, error in errors.items():
+        _fail_row(int(where[row]), error, queues, cache, now)
+    for row in (due > yields).nonzero()[0].tolist():
+        _fail_row(int(where[row]), _unusable("the step yielded nothing for it"), queues, cache, now)
     release_settled(queues, cache)
 
 
@@ -87,15 +99,15 @@ def take_tails(flight: Flight, queues: Queues) -> None:
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache, rows: I32, now: float) -> None:
-    """Appends each row's token, finds the rows that end with it, and sends on what is due."""
+def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, rows: I64, now: float) -> list[Running | Leaving]:
+    """Appends each row's token and puts what is due in the mail. Returns the rows that have ended."""
     slots = queues.slots
-    where = flight.step.slots[rows]
-    tokens = outcome.tokens[rows, 0]
+    where = flight.where[rows]
+    tokens = outcome.tokens[:, 0][rows]
     known = slots.known[where]
     slots.history[where, known] = tokens
-    slots.known[where] = known + 1
-    num_output = slots.out_settled[where] + 1
+    slots.known[where] = known + _ONE
+    num_output = slots.out_settled[where] + _ONE
     slots.out_settled[where] = num_output
     queues.counters.output_tokens += len(rows)
     stops = _stops(queues, where, tokens) & (num_output > slots.min_new[where])
@@ -105,17 +117,17 @@ def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, cache: Pref
         failed = _accept(queues, flight.step.index, where, tokens, stops, ended, now)
     if outcome.output_logprobs is not None:
         _gather_scores(outcome, queues, rows, where)
-    _send(queues, where, tokens, num_output, stops, ended, failed, now)
-    for slot in where[ended].tolist():
-        row = queues.running.get(slot) or queues.leaving[slot]
-        queues.ratio.observe(int(slots.out_settled[slot]), min(row.job.limit, queues.limits.estimate_clip_tokens))
-        let_go(queues, cache, row, requeue=False)
+    _mail(queues, where, tokens, num_output, stops, ended, failed, now)
+    return [queues.running.get(slot) or queues.leaving[slot] for slot in where[ended].tolist()]
 
 
-def _stops(queues: Queues, where: I32, tokens: I32) -> Bool:
+def _stops(queues: Queues, where: I64, tokens: I32) -> Bool:
     """Which tokens end their rows."""
     slots = queues.slots
-    stops: Bool = (slots.stop_ids[where] == tokens[:, None]).any(axis=1)
+    stops = np.zeros(len(where), np.bool_)
+    hits = slots.stop_ids.take(where, 0) == tokens[:, None]
+    if np.count_nonzero(hits):
+        stops[hits.nonzero()[0]] = True
     if slots.more_stops:
         for at, slot in enumerate(where.tolist()):
             more = slots.more_stops.get(slot)
@@ -124,7 +136,7 @@ def _stops(queues: Queues, where: I32, tokens: I32) -> Bool:
     return stops
 
 
-def _accept(queues: Queues, step: int, where: I32, tokens: I32, stops: Bool, ended: Bool, now: float) -> dict[int, End]:
+def _accept(queues: Queues, step: int, where: I64, tokens: I32, stops: Bool, ended: Bool, now: float) -> dict[int, End]:
     """Shows constrained rows their token. Marks those that end with it; returns the ends of those that went wrong."""
     failed: dict[int, End] = {}
     gated = np.flatnonzero(np.isin(where, list(queues.gates)) & ~stops)
@@ -166,7 +178,7 @@ def _misfit(job: Job, token: int) -> BoughError:
     )
 
 
-def _gather_scores(outcome: Outcome, queues: Queues, rows: I32, where: I32) -> None:
+def _gather_scores(outcome: Outcome, queues: Queues, rows: I64, where: I64) -> None:
     arrays = outcome.output_logprobs
     assert arrays is not None, "called for steps with scores"
     slot_of = dict(zip(rows.tolist(), where.tolist(), strict=True))
@@ -176,9 +188,9 @@ def _gather_scores(outcome: Outcome, queues: Queues, rows: I32, where: I32) -> N
             add_output((queues.running.get(slot) or queues.leaving[slot]).job, arrays, at)
 
 
-def _send(
+def _mail(
     queues: Queues,
-    where: I32,
+    where: I64,
     tokens: I32,
     num_output: I32,
     stops: Bool,
@@ -186,14 +198,14 @@ def _send(
     failed: dict[int, End],
     now: float,
 ) -> None:
-    """Sends on the rows that have gathered enough, and those that end."""
+    """Puts in the mail the rows that have gathered enough, and those that end."""
     slots = queues.slots
     pending = num_output - slots.emitted[where]
-    due = np.flatnonzero((pending >= slots.hold[where]) | ended)
+    due = ((pending >= slots.hold[where]) | ended).nonzero()[0]
     if not len(due):
         return
     senders, counts = where[due], pending[due]
-    if int(counts.max()) == 1:
+    if not np.count_nonzero(counts > _ONE):
         out = tokens[due]
     else:
         owner = np.repeat(senders, counts)
@@ -204,7 +216,7 @@ def _send(
     special = ended[due]
     if queues.reporting:
         special = special | np.isin(senders, list(queues.reporting))
-    for at in np.flatnonzero(special).tolist():
+    for at in special.nonzero()[0].tolist():
         slot, column = int(senders[at]), int(due[at])
         job = (queues.running.get(slot) or queues.leaving[slot]).job
         end = None
@@ -258,6 +270,14 @@ def _gather_hidden(flight: Flight, outcome: Outcome, queues: Queues) -> None:
             job.hidden = states[-1:].tolist()
 
 
+def _errors(flight: Flight, outcome: Outcome) -> dict[int, BoughError]:
+    """Rows whose result can't be used, and what their requests are told."""
+    errors = {row: _unusable(why) for row, why in (outcome.failed | flight.rejected).items()}
+    for row in outcome.barred:
+        errors.setdefault(row, _no_token_left())
+    return errors
+
+
 def _unusable(why: str) -> BoughError:
     return RequestFailed(what="the model's result for this request can't be used", why=why)
 
@@ -278,22 +298,23 @@ def _fail_row(slot: int, error: BoughError, queues: Queues, cache: PrefixCache, 
         end_request(queues, cache, row, end)
 
 
-def _finish_without_output(chunk: ChunkRow, outcome: Outcome, queues: Queues, cache: PrefixCache, now: float) -> None:
-    """Ends requests that want no tokens: pooled results, and prompts that were only to be scored."""
+def _finish_without_output(chunk: ChunkRow, outcome: Outcome, queues: Queues, now: float) -> list[Running | Leaving]:
+    """Ends a request that wants no tokens: a pooled result, or a prompt that was only to be scored. Returns its row; none
+    if there is no such result."""
     job, slot = chunk.job, chunk.slot
     if not queues.slots.live[slot] or (job.limit > len(job.output) and not job.ask.pool):
-        return None
+        return []
     row: Running | Leaving = queues.running.get(slot) or queues.leaving[slot]
     job.first_token_s = job.first_token_s or now
     embedding = b""
     if job.ask.pool:
         pooled = outcome.embeddings.get(chunk.row)
         if pooled is None:
-            return _fail_row(slot, _unusable("the model returned no pooled result"), queues, cache, now)
+            return []
         embedding = pooled.astype("<f4").tobytes()
     end = make_end(job, queues.slots.output(slot), now, "stop" if job.ask.pool else "length")
     count_end(queues, end)
     output: RowOutput = take_extras(job, end, embedding)
     queues.mail.add(job.id, row=output)
-    let_go(queues, cache, row, requeue=False)
-    return None
+    queues.slots.live[slot] = False
+    return [row]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bough.cache.radix import Node
-from bough.core.step import I32, SharedSpans
+from bough.core.step import I64, SharedSpans
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
 
@@ -16,11 +16,11 @@ class Groups:
     """Remembers the grouping until the set of decode rows changes."""
 
     def __init__(self) -> None:
-        self._slots: I32 | None = None
+        self._slots: I64 | None = None
         self._epoch = -1
         self._shared: SharedSpans | None = None
 
-    def of(self, queues: Queues, limits: Limits, slots: I32) -> SharedSpans | None:
+    def of(self, queues: Queues, limits: Limits, slots: I64) -> SharedSpans | None:
         if (
             self._slots is None
             or self._epoch != queues.epoch
