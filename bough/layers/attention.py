@@ -22,17 +22,18 @@ class Attention(nn.Module):
         self.by_token_VO: Tensor | None = None
         """What the projection gives for each token of the vocabulary, where that is known (in the first layer)."""
 
-    def project(self, qkv: QKVLinear, x_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """What `forward` takes: [T, N, H], [T, K, H], [T, K, H]. In the model's last layer there may be queries of those
-        tokens only that are read."""
-        if (
-            self.by_token_VO is not None and batch.embeds_TD is None and not qkv._forward_hooks
-        ):  # who watches sees it made
-            return qkv.heads(embedding(batch.ids_T, self.by_token_VO))
+    def project(
+        self, norm: RMSNorm, qkv: QKVLinear, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """How a block begins: what `forward` takes, [T, N, H], [T, K, H], [T, K, H], and the residual stream with `x_TD`
+        added. In the model's last layer there may be queries of those tokens only that are read."""
+        table_VO = self.by_token_VO
+        if table_VO is not None and batch.embeds_TD is None and not qkv._forward_hooks:  # who watches sees it made
+            return qkv.heads(embedding(batch.ids_T, table_VO)), x_TD
+        x_TD, residual_TD = norm.add(x_TD, residual_TD)
         backend = batch.attention
         queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
-        projected: tuple[Tensor, Tensor, Tensor] = qkv(x_TD, queries_at_L)
-        return projected
+        return qkv(x_TD, queries_at_L), residual_TD
 
     def forward(
         self,

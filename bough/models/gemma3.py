@@ -42,11 +42,8 @@ class Block(nn.Module):
         self.after_ffn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.attn_norm.add(x_TD, residual_TD)
-        q_TNH, k_TKH, v_TKH = self.attn.project(self.qkv, x_TD, batch)
-        x_TD = self.after_attn_norm(
-            self.out(self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope, self.q_norm, self.k_norm))
-        )
+        heads, residual_TD = self.attn.project(self.attn_norm, self.qkv, x_TD, residual_TD, batch)
+        x_TD = self.after_attn_norm(self.out(self.attn(*heads, batch, self.rope, self.q_norm, self.k_norm)))
         x_TD, residual_TD = self.ffn_norm.add(x_TD, batch.beside(x_TD, residual_TD))
         return self.after_ffn_norm(self.down(self.gate_up(x_TD))), residual_TD
 

@@ -55,9 +55,8 @@ class Block(nn.Module):
             self.down = RowLinear(facts.intermediate, facts.hidden, build)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        x_TD, residual_TD = self.attn_norm.add(x_TD, residual_TD)
-        q_TNH, k_TKH, v_TKH = self.attn.project(self.qkv, x_TD, batch)
-        x_TD = self.attn(q_TNH, k_TKH, v_TKH, batch, self.rope)
+        heads, residual_TD = self.attn.project(self.attn_norm, self.qkv, x_TD, residual_TD, batch)
+        x_TD = self.attn(*heads, batch, self.rope)
         x_TD, residual_TD = self.ffn_norm.add(*self.out.onto(x_TD, batch.beside(x_TD, residual_TD)))
         if self.is_sparse:
             return self.moe(x_TD), residual_TD

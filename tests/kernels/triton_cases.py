@@ -371,7 +371,7 @@ def _tail(bed: Bed, spec: Layer, dtype: torch.dtype) -> None:
         def attend() -> Tensor:
             runner.prepare(inputs)
             queries_at = runner.queries_at(spec)
-            queries = q if queries_at is None else q[queries_at]
+            queries = q if queries_at is None or bed.rng.random() < 0.5 else q[queries_at]
             return runner.forward_rope(spec, queries, k, v, positions, cos_sin, q_norm=q_norm, k_norm=k_norm)
 
         def attend_unrotated() -> Tensor:

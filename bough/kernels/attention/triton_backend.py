@@ -77,6 +77,7 @@ class TritonAttention:
         write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
         tail = self._tail(spec)
         if tail is not None:
+            q_TNH = _of_tail(q_TNH, tail)
             self.prepare(tail.inputs())
         return self.attend(spec, q_TNH, k_TKH, v_TKH)
 
@@ -124,7 +125,9 @@ class TritonAttention:
         )
         if tail is not None:  # its keys and values are in the pages now, with all others
             positions_L = positions_T.index_select(0, tail.at_L)
-            q = rope_queries(q_TNH, positions_L, cos_sin_PR, q_norm, eps, offset, interleaved=interleaved)
+            q = rope_queries(
+                _of_tail(q_TNH, tail), positions_L, cos_sin_PR, q_norm, eps, offset, interleaved=interleaved
+            )
             self.prepare(tail.inputs())
         return self.attend(spec, q, k, v_TKH)
 
@@ -220,6 +223,11 @@ class TritonAttention:
             width = power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
             found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, fresh_from)
         return found
+
+
+def _of_tail(q_TNH: Tensor, tail: Tail) -> Tensor:
+    """The tail's queries, also of who projects those of all tokens."""
+    return q_TNH if len(q_TNH) == len(tail.at_L) else q_TNH.index_select(0, tail.at_L)
 
 
 def _as_read(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
