@@ -62,7 +62,7 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     if wants_prefill and not plan.retract:
         budget = prefill_budget(queues, limits, tokens, num_decodes, pace)
         decode_tokens = limits.max_step_tokens - tokens
-        if budget >= limits.large_step_tokens and not limits.whole_prompts:
+        if budget >= limits.large_step_tokens and not limits.whole_prompts and _wanted_tokens(queues) > budget:
             budget -= (decode_tokens + budget) % limits.tile_tokens
         slow_tokens = _slow_tokens(queues, limits, budget, part_ms)
         room = Room(budget, slow_tokens, pages, decode_pages, decode_tokens)
@@ -77,6 +77,11 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     if not plan.has_rows and not plan.retract and not plan.preempt and _stuck(queues):
         plan.retract = victims(queues, limits, 1)
     return plan
+
+
+def _wanted_tokens(queues: Queues) -> int:
+    """Of all prompts, what is not computed yet; some of it may turn out to be cached."""
+    return queues.waiting.num_tokens + sum(len(row.key) - row.computed for row in queues.prefilling.values())
 
 
 def _take_out(plan: StepPlan, preempt: list[int]) -> None:
