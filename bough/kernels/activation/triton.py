@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
     out = torch.empty((*x_T2F.shape[:-1], width), dtype=x.dtype, device=x.device)
     if rows:
         block = min(1024, power_of_two(width))
-        grid = (rows, triton.cdiv(width, block))
+        grid = (rows, cdiv(width, block))
         _gated_kernel[grid](x, out, x.stride(0), width, GELU=gelu, BLOCK=block, **pdl_options(x.device))
     return out
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.kernels.activation.triton import gated
-from bough.kernels.launching import num_sms, pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear import ring as hopper
 
 MOST_TOKENS = 256
@@ -212,14 +212,14 @@ def skinny(
     alike = bias is None or bias.dtype == x.dtype
     ring = config.ring and tma and tokens <= hopper.MOST_TOKENS and alike and hopper.is_ready(device)
     block_t = power_of_two(tokens, 8 if ring else 16)
-    k_steps = triton.cdiv(depth, config.block_k)
-    tiles = triton.cdiv(rows, config.block_n)
+    k_steps = cdiv(depth, config.block_k)
+    tiles = cdiv(rows, config.block_n)
     total = tiles * k_steps
     if config.programs_per_sm:
-        per_chunk = triton.cdiv(total, num_sms(device) * config.programs_per_sm)
+        per_chunk = cdiv(total, num_sms(device) * config.programs_per_sm)
     else:
-        per_chunk = triton.cdiv(k_steps, config.split)
-    programs = triton.cdiv(total, per_chunk)
+        per_chunk = cdiv(k_steps, config.split)
+    programs = cdiv(total, per_chunk)
     needed = 2 * programs * config.block_n * block_t * (2 if silu_mul else 1)
     partial, counters = _SCRATCH.get(device, needed, tiles)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=device)

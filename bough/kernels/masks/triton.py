@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.launching import cdiv
+
 _WORDS = 64
 
 
@@ -25,7 +27,7 @@ def _mask_kernel(logits, rows, masks, V, W, stride, WORDS: tl.constexpr):
 
 def apply_masks(logits_RV: Tensor, rows_M: Tensor, masks_MW: Tensor) -> None:
     num_tokens = logits_RV.shape[1]
-    grid = (len(rows_M), triton.cdiv(num_tokens, 32 * _WORDS))
+    grid = (len(rows_M), cdiv(num_tokens, 32 * _WORDS))
     _mask_kernel[grid](
         logits_RV, rows_M, masks_MW.contiguous(), num_tokens, masks_MW.shape[1], logits_RV.stride(0), WORDS=_WORDS
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bough.kernels.activation.triton import gated
 from bough.kernels.choices import facts_of
-from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import weight_tile
 from bough.kernels.moe import lone_hopper
 
@@ -296,7 +296,7 @@ class _Sorted:
 
 def _sort(ids: Tensor, num_experts: int, block_t: int) -> _Sorted:
     num_pairs, device = ids.numel(), ids.device
-    num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_t) + num_experts)
+    num_blocks = min(num_pairs, cdiv(num_pairs, block_t) + num_experts)
     block_expert = torch.empty(num_blocks, dtype=torch.int32, device=device)
     block_e = power_of_two(num_experts)
     if num_pairs <= _ONE_PROGRAM_PAIRS:
@@ -320,7 +320,7 @@ def _sort(ids: Tensor, num_experts: int, block_t: int) -> _Sorted:
         return _Sorted(pairs, block_expert, num_blocks, num_experts)
     pairs = torch.full((num_blocks * block_t,), num_pairs, dtype=torch.int32, device=device)
     counts, cursors = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
-    grid = (triton.cdiv(num_pairs, 1024),)
+    grid = (cdiv(num_pairs, 1024),)
     _count_kernel[grid](ids, counts, num_pairs, num_experts, BLOCK=1024)
     _lay_out_kernel[(num_blocks,)](
         counts, cursors, block_expert, num_experts, num_blocks, BLOCK_T=block_t, BLOCK_E=block_e
@@ -337,7 +337,7 @@ def _product(
     rows, depth = out.shape[1], x.shape[1]
     even = rows % shape.block_n == 0 and depth % shape.block_k == 0
     tma = even and facts_of(x.device.type, x.device.index).capability >= (9, 0) and torch.version.hip is None
-    _experts_kernel[(order.num_blocks * triton.cdiv(rows, shape.block_n),)](
+    _experts_kernel[(order.num_blocks * cdiv(rows, shape.block_n),)](
         x,
         _descriptor(flat, shape) if tma else flat,
         out,
@@ -400,7 +400,7 @@ def fused_experts(
     parts = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     _product(hidden, down_EDF, parts, order, shape, per_token=1, act=None)
     block = min(1024, power_of_two(width))
-    _combine_kernel[(tokens, triton.cdiv(width, block))](
+    _combine_kernel[(tokens, cdiv(width, block))](
         parts, weights, ids, out, width, experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x.device)
     )
     return out

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.launching import cdiv
 from bough.kernels.pages import reference
 
 _WORDS = 4096
@@ -41,5 +42,5 @@ def copy_pages(caches: Sequence[Tensor], source_M: Tensor, target_M: Tensor) -> 
         else:
             by_words.setdefault(num_bytes // 4, []).append(each.data_ptr())
     for words, addresses in by_words.items():
-        grid = (len(addresses), len(source_M), triton.cdiv(words, _WORDS))
+        grid = (len(addresses), len(source_M), cdiv(words, _WORDS))
         _copy_kernel[grid](_addresses(tuple(addresses), source_M.device), source_M, target_M, words, WORDS=_WORDS)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 
 _HEADS = 8
 """Heads a program handles."""
@@ -284,7 +284,7 @@ def _heads(
         _check_cache(k_cache)
         _check_cache(v_cache)
     heads = min(_HEADS, power_of_two(max(num_heads, kv_heads)))
-    _heads_kernel[(tokens, triton.cdiv(num_heads, heads) + triton.cdiv(kv_heads, heads))](
+    _heads_kernel[(tokens, cdiv(num_heads, heads) + cdiv(kv_heads, heads))](
         q,
         k,
         value,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 
 _STRETCH = 4096
 _SCAN = 2048
@@ -219,7 +219,7 @@ def _redraw(logits, level, inverse, seed, counter, V, SCAN: tl.constexpr):
 def _parts(logits: Tensor) -> tuple[Tensor, int]:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    return logits, triton.cdiv(logits.shape[1], _STRETCH)
+    return logits, cdiv(logits.shape[1], _STRETCH)
 
 
 def argmax(logits_RV: Tensor) -> Tensor:
