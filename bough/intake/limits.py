@@ -47,7 +47,7 @@ class Limits:
                 raise self._too_long(f"at least {least}")
 
     def ids_of(self, prompt: Sequence[int] | Ids) -> Ids:
-        """A prompt's ids as an array. Raises if they are no ids of this model."""
+        """A prompt's ids as an array of its own: who gave one may use it again. Raises if they are no ids of this model."""
         ids = prompt if isinstance(prompt, np.ndarray) else _as_array(prompt)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequest(
@@ -59,7 +59,7 @@ class Limits:
         if len(ids) and not (ids.max() < self._vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
             bad = ids[(ids < 0) | (ids >= self._vocab_size)][0]
             raise no_such_token(f"the prompt has token id {bad}", self._vocab_size, param="input_ids")
-        return ids.view(np.int32) if ids.dtype == np.uint32 else ids.astype(np.int32, copy=False)
+        return ids.astype(np.int32) if ids is prompt else ids.view(np.int32)
 
     def fitted(self, request: Request, prompt: Ids) -> SamplingParams:
         """The request's sampling parameters, with a length that fits. Raises if the request can't be served."""

@@ -22,6 +22,7 @@ from bough.core.messages import LogprobSpec, unpack_ids
 from bough.core.sampling import SamplingParams
 from bough.intake import Intake, Place, Request
 from bough.intake.request import pieces
+from bough.intake.sessions import SessionParams
 from bough.ipc import Endpoints
 from bough.launch import Running
 from bough.observability.metrics import Sheet
@@ -82,6 +83,17 @@ async def test_text_is_tokenised_as_the_tokenizer_does(intake: Intake, smollm: T
     text = "many words " * 15
     (stream,) = await intake.submit(request(text, 1))
     assert stream.prompt.tolist() == smollm.encode(text)
+    await stream.collect()
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.int64])
+async def test_a_session_keeps_what_was_sent_whatever_becomes_of_the_callers_array(intake: Intake, kind: type) -> None:
+    session = intake.sessions.open()
+    buffer = np.array([50, 51, 52], kind)
+    await intake.collect(request(buffer, 1, rid="first", session=SessionParams(id=session)))
+    buffer[:] = 9
+    (stream,) = await intake.submit(request([60], 1, session=SessionParams(id=session, rid="first")))
+    assert stream.prompt.tolist()[:3] == [50, 51, 52]
     await stream.collect()
 
 
