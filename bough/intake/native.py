@@ -103,15 +103,19 @@ def _prompts(given: Mapping[str, Any]) -> tuple[list[str | Sequence[int] | Ids],
         if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
             return list(value), False
         raise _wrong(name, value, "a text or a list of texts")
-    if isinstance(value, np.ndarray):
-        return ([value], True) if value.ndim == 1 else (list(value), False)
-    if isinstance(value, list | tuple) and value:
-        if isinstance(value[0], list | tuple | np.ndarray):
-            if not all(isinstance(each, list | tuple | np.ndarray) for each in value):
-                raise _wrong(name, value, "a list of token ids or a list of such lists")
-            return list(value), False
+    if isinstance(value, np.ndarray) and value.ndim == 1:
         return [value], True
+    if is_listed(value) and len(value):
+        if not is_listed(value[0]):
+            return [value], True
+        if all(map(is_listed, value)):
+            return list(value), False
     raise _wrong(name, value, "a list of token ids or a list of such lists")
+
+
+def is_listed(value: Any) -> bool:
+    """Whether it has elements. An array without dimensions is a number."""
+    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def _column(name: str, value: Any, rows: int, single: bool) -> Sequence[Any]:
@@ -233,7 +237,7 @@ def _name(name: str, value: Any, most: str = "salt_chars") -> str:
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:
     shown = repr(value)
-    if isinstance(value, list | tuple | dict | np.ndarray):
+    if isinstance(value, dict) or is_listed(value):
         shown = f"{'a' if len(value) else 'an empty'} {type(value).__name__}"
     return InvalidRequest(
         what=f"{name} is {shown[:60]}", why=f"it must be {wanted}", fix=f"send a valid {name}", param=name

@@ -9,6 +9,7 @@ import numpy as np
 
 from bough.config.pooling_facts import PoolingFacts
 from bough.core.errors import InvalidRequest
+from bough.intake.native import is_listed
 from bough.intake.pool_texts import Input
 from bough.intake.pooling import Pooled
 from bough.intake.scores import as_weights
@@ -31,9 +32,9 @@ def native_inputs(text: Any, input_ids: Any) -> tuple[list[Input], bool]:
         if isinstance(text, list | tuple) and text and all(isinstance(each, str) for each in text):
             return list(text), False
         raise _wrong("text", "a text or a list of texts")
-    if isinstance(input_ids, list | tuple | np.ndarray) and len(input_ids):
-        if isinstance(input_ids[0], list | tuple | np.ndarray):
-            if all(isinstance(each, list | tuple | np.ndarray) for each in input_ids):
+    if is_listed(input_ids) and len(input_ids):
+        if is_listed(input_ids[0]):
+            if all(map(is_listed, input_ids)):
                 return [list(each) for each in input_ids], False
         elif all(isinstance(each, int | np.integer) for each in input_ids):
             return [list(input_ids)], True

@@ -46,6 +46,7 @@ def test_arrays_are_prompts() -> None:
     assert native_batch({"input_ids": np.arange(3)}).single
     assert len(native_batch({"input_ids": np.zeros((4, 3), np.int32)}).requests) == 4
     assert len(native_batch({"input_ids": [np.arange(3), np.arange(2)]}).requests) == 2
+    assert native_batch({"input_ids": [np.array(1), np.array(2)]}).single
 
 
 def test_scored_ids_may_be_one_list_or_one_each() -> None:
@@ -66,6 +67,9 @@ def test_scored_ids_may_be_one_list_or_one_each() -> None:
         ({"input_ids": "abc"}, "input_ids"),
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [[1], 2]}, "input_ids"),
+        ({"input_ids": np.array(5)}, "input_ids"),
+        ({"input_ids": [np.arange(2), np.array(5)]}, "input_ids"),
+        ({"input_ids": np.empty((0, 3), np.int32)}, "input_ids"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": "a", "rid": ["x"]}, "rid"),
         ({"text": "a", "stream": "yes"}, "stream"),
