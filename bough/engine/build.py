@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +43,7 @@ from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
 from bough.platform import Device
+from bough.platform.processor import usable_cpus
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
@@ -310,7 +310,7 @@ def serve_steps(
 
 def _spin_s(device: Device) -> float:
     """How long the loop waits busily for the next request once it has nothing to do. Never where the cores compute."""
-    return SPIN_S if device.is_async and len(os.sched_getaffinity(0)) >= CORES_TO_SPIN else 0.0
+    return SPIN_S if device.is_async and usable_cpus() >= CORES_TO_SPIN else 0.0
 
 
 def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues, config: Config) -> Runner:

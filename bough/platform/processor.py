@@ -75,6 +75,13 @@ def allowed_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def usable_cpus() -> int:
+    """Logical CPUs that this process may keep busy at once: allowed ones, no more than the control group's quota."""
+    quota = cgroup_cpu_quota()
+    allowed = len(allowed_cpus())
+    return allowed if quota is None else max(1, min(allowed, math.floor(quota)))
+
+
 def cgroup_cpu_quota(
     root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")
 ) -> float | None:

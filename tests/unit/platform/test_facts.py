@@ -12,7 +12,7 @@ from bough.platform import Device, cpu_dtype, detect
 from bough.platform.disk_cache import cache_directory, recall, remember
 from bough.platform.facts import torch_cuda_version
 from bough.platform.huge_pages import prefer_huge_pages
-from bough.platform.processor import cgroup_cpu_quota, find_compiler, memory_bytes, processor
+from bough.platform.processor import cgroup_cpu_quota, find_compiler, memory_bytes, processor, usable_cpus
 
 
 def test_cpu_facts_agree_with_others() -> None:
@@ -35,6 +35,15 @@ def test_affinity_limits_the_cores() -> None:
     finally:
         os.sched_setaffinity(0, before)
         processor.cache_clear()
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(None, 8), (2.0, 2), (3.5, 3), (0.5, 1), (64.0, 8)])
+def test_who_may_keep_cpus_busy_is_bounded_by_the_quota_too(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
+) -> None:
+    monkeypatch.setattr("bough.platform.processor.allowed_cpus", lambda: frozenset(range(8)))
+    monkeypatch.setattr("bough.platform.processor.cgroup_cpu_quota", lambda: quota)
+    assert usable_cpus() == expected
 
 
 def test_cuda_asked_for_without_one_is_an_error() -> None:
