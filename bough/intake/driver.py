@@ -23,7 +23,8 @@ from bough.intake.selector import CallerSelector
 T = TypeVar("T")
 
 _LINGER_S = 0.1
-"""After its last call, the background thread keeps turning for so long: what was cancelled ends meanwhile."""
+"""After its last call, the background thread keeps turning for so long, unless a lone caller comes to do it itself: what
+was cancelled ends meanwhile."""
 _END_S = 2.0
 """Time for what is left to end when the loop is closed."""
 
@@ -54,6 +55,8 @@ class Driver:
         self._calls = 0
         """Calls that were submitted and are not done."""
         self._closed = False
+        self._lingers_no_more = threading.Condition(self._lock)
+        """Told whenever `_lingers` may have become false."""
         self._wanted = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._turn_in_background, name=name, daemon=True)
         self._thread.start()
@@ -77,6 +80,7 @@ class Driver:
                 work.close()
                 raise DriverClosed
             self._calls += 1
+            self._lingers_no_more.notify_all()
             self.loop.call_soon_threadsafe(self._begin, work, future)
         self._turn_if_nobody_does()
         return future
@@ -93,6 +97,7 @@ class Driver:
             if self._closed:
                 return
             self._closed = True  # before the stop: a thread that is stopped by it asks why
+            self._lingers_no_more.notify_all()
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._wanted.release()
         self._thread.join(wait_s)
@@ -104,6 +109,9 @@ class Driver:
         if asyncio._get_running_loop() is not None:
             return False  # a thread turns one loop at a time
         with self._lock:
+            if self._lingers():  # calls that follow one another closely would never find it at rest
+                self.loop.call_soon_threadsafe(self._leave)
+                self._lingers_no_more.wait_for(lambda: not self._lingers())
             if self._turning or self._closed:
                 return False
             self._turning = True
@@ -132,6 +140,10 @@ class Driver:
                 self._wanted.release()
 
     # -- in the background -------------------------------------------------------------------------------------------
+
+    def _lingers(self) -> bool:
+        """Whether the background thread turns the loop for nobody."""
+        return self._background and not self._calls and not self._closed
 
     def _turn_if_nobody_does(self) -> None:
         with self._lock:
@@ -179,6 +191,7 @@ class Driver:
                 with self._lock:
                     if not self._calls:
                         self._turning = self._background = False
+                        self._lingers_no_more.notify_all()
                         break
             with self._lock:
                 ends = self._closed and (self._background or not self._turning)
@@ -207,7 +220,12 @@ class Driver:
     def _rest(self) -> None:
         if self._calls:
             self._rest_when_idle()
-        elif self._background:
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """In the loop: gives it to whoever comes next."""
+        if self._lingers():
             self.loop.stop()
 
 

@@ -129,6 +129,34 @@ def test_the_background_thread_rests_and_the_caller_turns_again(driver: Driver) 
         time.sleep(0.02)
 
 
+def test_the_background_thread_leaves_the_loop_to_calls_that_follow_one_another_closely(driver: Driver) -> None:
+    assert driver.submit(where()).result(30) == driver._thread.ident
+    assert [driver.run(where(0.01)) for _ in range(30)] == [threading.get_ident()] * 30
+
+
+def test_the_loop_is_handed_over_many_times(driver: Driver) -> None:
+    """Threads that submit, callbacks and lone calls take turns; nobody is forgotten, nor stopped by another's end."""
+    done: list[int] = []
+
+    def alternate(number: int) -> None:
+        for turn in range(200):
+            if turn % 3 == number % 3:
+                driver.submit(where()).result(30)
+            elif turn % 3:
+                driver.run(where(0.0001 * (turn % 2)))
+            else:
+                driver.call_soon(done.append, -1)
+                driver.run(where())
+        done.append(number)
+
+    threads = [threading.Thread(target=alternate, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(number for number in done if number >= 0) == [0, 1, 2, 3]
+
+
 def test_errors_are_the_callers(driver: Driver) -> None:
     async def fail() -> None:
         raise ZeroDivisionError("on purpose")
