@@ -201,14 +201,18 @@ class Driver:
 
     def _end(self) -> None:
         """Ends what is left, so that nobody waits for ever, and the loop."""
-        self.loop.call_soon(self.loop.stop)
-        self.loop.run_forever()  # what was submitted last begins, and no stop is left over
+        self._turn_once()  # what was submitted last begins, and no stop is left over
         left = asyncio.all_tasks(self.loop)
         for task in left:
             task.cancel()
         if left:
             self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+        self._turn_once()  # whoever waits for what has ended hears of it
         self.loop.close()
+
+    def _turn_once(self) -> None:
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
 
     def _rest_when_idle(self) -> None:
         """In the loop, while the background thread turns it: stops it once there were no calls for a while."""

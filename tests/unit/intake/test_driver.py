@@ -248,6 +248,27 @@ def test_whoever_waits_at_the_end_is_told_so() -> None:
         assert made.loop.is_closed()
 
 
+def test_whoever_waits_for_what_ends_with_the_loop_is_told_so() -> None:
+    made = Driver("test-driver")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        go_on.wait(30)
+
+    async def at_once() -> int:
+        return 7
+
+    made.call_soon(hold)
+    assert begun.wait(30)
+    future = made.submit(at_once())  # begins in the turn in which the loop is stopped, and ends in the next
+    made.close(wait_s=0)
+    go_on.set()
+    assert future.result(30) == 7
+    made._thread.join(30)
+    assert made.loop.is_closed()
+
+
 def test_a_thread_that_the_end_stops_at_once_knows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be through with the loop before the thread that closes has come any further."""
     made = Driver("test-driver")
