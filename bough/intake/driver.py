@@ -122,11 +122,15 @@ class Driver:
         try:
             self._selector.stay_awake(self._busy_s)
             with _InterruptsCancel(task, self.loop):
-                return self.loop.run_until_complete(task)
-        except RuntimeError:
-            if self._closed and not task.done():
-                raise DriverClosed from None
-            raise
+                while True:
+                    try:
+                        return self.loop.run_until_complete(task)
+                    except RuntimeError:
+                        if task.done():
+                            raise
+                        if self._closed:
+                            raise DriverClosed from None
+                        # the stop of a call that was interrupted as it ended
         finally:
             if not task.done():
                 task.cancel()

@@ -185,6 +185,18 @@ def test_an_interrupt_cancels_the_work_and_nothing_else(driver: Driver) -> None:
     assert driver.run(where()) == threading.get_ident()
 
 
+def test_an_interrupt_within_a_calls_last_turn_does_not_stop_the_next_call(driver: Driver) -> None:
+    async def interrupted_as_it_ends() -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        asyncio.get_running_loop().call_soon(interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.run(interrupted_as_it_ends())
+    assert driver.run(where(0.01)) == threading.get_ident()
+
+
 def test_cancelling_a_submitted_call_ends_it(driver: Driver) -> None:
     begun, ended = threading.Event(), threading.Event()
 
