@@ -101,6 +101,12 @@ class Worker:
     def drain(self, *, now: bool = False) -> None:
         """Takes no new requests and ends `run` when those under way have ended; `now`: at once."""
         if self._service is not None:
+            if not now and self._service.intake.num_live:
+                _log.info(
+                    "stopping: requests under way (%d) get %g s to end (--drain-timeout-s), a second signal ends them now",
+                    self._service.intake.num_live,
+                    self._config.server.drain_timeout_s,
+                )
             self._service.drain(now=now)
         self._stopping.set()
         self._server.stop(now=now)

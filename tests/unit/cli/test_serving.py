@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from functools import partial
 
 import pytest
@@ -10,6 +12,9 @@ from bough.cli import serving
 from bough.cli.serving import LocalServer, run_in_loop
 from bough.config.server_args import build_config
 from bough.core.errors import ConfigError
+from bough.core.sampling import SamplingParams
+from bough.entrypoints.service import Service
+from bough.intake import Request
 from bough.launch import start
 from tests.unit.intake.conftest import FAKE
 
@@ -23,3 +28,25 @@ def test_a_server_that_failed_to_start_can_still_be_stopped(monkeypatch: pytest.
         run_in_loop(server.run(lambda _: None))
     server.stop_now()
     server.stop()
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_whoever_stops_a_busy_server_is_told_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, busy: bool
+) -> None:
+    monkeypatch.setattr(serving, "start", partial(start, programs=FAKE))
+    server = LocalServer(build_config(port=0, drain_timeout_s=7, skip_server_warmup=True), quiet=True)
+    asked: list[asyncio.Task[None]] = []
+
+    def opened(service: Service) -> None:
+        async def ask() -> None:
+            if busy:
+                await service.intake.submit(Request(prompt=[7, 9], sampling=SamplingParams(max_new_tokens=100)))
+            server.stop()
+
+        asked.append(asyncio.ensure_future(ask()))
+
+    with caplog.at_level(logging.INFO, "bough.entrypoints.http.worker"):
+        run_in_loop(server.run(opened))
+    told = [record.getMessage() for record in caplog.records if "get 7 s to end" in record.getMessage()]
+    assert len(told) == busy, caplog.text
