@@ -206,6 +206,7 @@ class _Sharing:
         ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
         reserve = self._reserved()
         looks_left: int | None = None
+        kept = 0  # pages for the request behind which the looks begin: those it needs, and those it has found
         for waiting in islice(ordered(queues, cache, limits), LOOK_AHEAD):
             if self.tokens <= 0 or looks_left == 0 or (above is not None and waiting.job.ask.priority <= above):
                 return
@@ -223,7 +224,7 @@ class _Sharing:
             cached = found.num_tokens // limits.page_size
             whole = limits.pages_for(len(waiting.key) + expected_output(waiting.job, limits, ratio)) - cached
             alone = queues.num_live == 0 and not self.plan.shares
-            short_pages = 0 if alone else whole + locked + reserve + self.promised - self.pages
+            short_pages = 0 if alone else whole + locked + reserve + self.promised + kept - self.pages
             if slots_left <= 0 or short_pages > 0:
                 if limits.priority and looks_left is None:
                     self.plan.preempt = give_way(queues, limits, waiting, short_pages, 1 - slots_left)
@@ -237,7 +238,7 @@ class _Sharing:
                     self.long_tokens = 0  # what is kept for short prompts is still theirs
                 elif looks_left is None:
                     looks_left = _PEEK  # for what fits into the rest, without delaying this one
-                    self.promised += whole
+                    kept = whole + locked
                     slots_left -= 1
                 continue
             if looks_left is not None and not self._fills_tiles(left):

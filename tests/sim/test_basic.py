@@ -355,6 +355,37 @@ def test_who_is_overtaken_still_finds_memory_in_the_next_step() -> None:
     assert prefills_of([15, 15, 15, 14, 30, 5], num_pages=94)[:2] == [[15, 15, 15, 14], [30]]
 
 
+def test_who_is_overtaken_still_finds_its_cached_beginning() -> None:
+    """Pages of the tree that nobody holds yet are memory for others, until it has them."""
+    for num_pages, overtakes in ((122, False), (123, True)):
+        seen: list[list[int]] = []
+        sim = large_steps(seen, num_pages)
+        sim.ask(cached := [30, *[6] * 19], max_new=1)
+        sim.run()
+        seen.clear()
+        for start, length in enumerate([15, 15, 15, 14]):
+            sim.ask([start, *[5] * (length - 1)], max_new=3)
+        sim.ask([*cached, *[7] * 30], max_new=1)
+        sim.ask([20, *[5] * 4], max_new=1)
+        sim.turn()
+        sim.turn()
+        assert seen == [[15, 15, 15, 14, *[5] * overtakes], [1, 1, 1, 1, 30]]
+        sim.run()
+
+
+def test_nobody_gives_way_twice_to_one_that_waits_for_the_next_step() -> None:
+    """Of less urgent rows, some get the rest of the step: the urgent request is looked at before them and after."""
+    seen: list[list[int]] = []
+    sim = large_steps(seen, num_pages=67 + 59 + 30 + 1, priority=True)
+    sim.ask([39, *[6] * 66], max_new=1)
+    sim.turn()
+    for start, length in enumerate([15, 15, 15, 14, 30]):
+        sim.ask([start, *[5] * (length - 1)], max_new=1, priority=20)
+    sim.run()
+    assert seen == [[64], [15, 15, 15, 14, 3], [30]]
+    assert sim.queues.counters.retractions == 0, "there is memory for all"
+
+
 def test_decodes_and_prompts_fill_tiles_together() -> None:
     sizes: list[int] = []
     sim = Sim(
@@ -380,15 +411,20 @@ def test_whole_prompts_fill_a_large_step_to_the_end() -> None:
 def prefills_of(lengths: list[int], num_pages: int = 600, **limits: object) -> list[list[int]]:
     """Prompts of such lengths that come at once, in large steps of 64 tokens: what each step computes of them."""
     seen: list[list[int]] = []
-    sim = Sim(
-        context_length=400, num_pages=num_pages, page_size=1, max_step_tokens=64, large_step_tokens=64, small_share=0.25,
-        fail_launch=lambda step: seen.append(step.num_query.tolist()), **limits,
-    )  # fmt: skip
+    sim = large_steps(seen, num_pages, **limits)
     clients = [sim.ask([start, *[5] * (length - 1)], max_new=1) for start, length in enumerate(lengths)]
     sim.run()
     for client in clients:
         check_answer(sim, client)
     return seen
+
+
+def large_steps(seen: list[list[int]], num_pages: int, **limits: object) -> Sim:
+    """Steps of 64 tokens, which are eight tiles. `seen`: what each step computes of its rows."""
+    return Sim(
+        context_length=400, num_pages=num_pages, page_size=1, max_step_tokens=64, large_step_tokens=64, small_share=0.25,
+        fail_launch=lambda step: seen.append(step.num_query.tolist()), **limits,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("watched", [None, "decoding", "begun", "waiting"])

@@ -64,7 +64,7 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         "max_step_tokens": step_tokens,
         "chunk_tokens": draw(st.sampled_from([4, 7, step_tokens])),
         "unwatched_tokens": draw(st.sampled_from([0, step_tokens])),
-        "large_step_tokens": draw(st.sampled_from([8, 4096])),
+        "large_step_tokens": draw(st.sampled_from([8, 16, 64, 4096])),
         "whole_prompts": draw(st.sampled_from([False, False, True])),
         "depth": draw(st.integers(0, 2)),
         "radix": draw(st.sampled_from([True, True, True, False])),
