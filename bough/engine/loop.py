@@ -236,7 +236,10 @@ class Loop:
         fail_step(entry.flight, error, self.queues, self.cache, now=now)
         broken = isinstance(error, EngineBroken)
         if is_out_of_memory(error) and not broken:
-            return  # smaller steps follow, and a request that meets it again fails: it ends by itself
+            # Smaller steps follow, and a request that meets it again fails: it ends by itself. They have the memory of what
+            # the step had computed, which the error's frames would keep.
+            error.__traceback__ = None
+            return
         self._failures += 1
         if broken or self._failures >= _FAILURES_IN_A_ROW:
             self._in_flight.clear()

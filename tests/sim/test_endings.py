@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 from bough.core.messages import StopAt
 from bough.core.sampling import GrammarSpec
+from bough.core.step import Step
 from tests.sim.harness import VOCAB, Client, Sim, check_answer, expected
 
 PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
@@ -281,6 +284,32 @@ def test_out_of_memory_retracts_and_shrinks(depth: int) -> None:
         sim.ask([at % 37, *range(9)], max_new=1)
         sim.run()
     assert sim.queues.prefill_cap is None or sim.queues.prefill_cap > 32, "and then it is"
+
+
+class _Computed:
+    """What a step had in memory when it ran out of it."""
+
+
+@pytest.mark.parametrize("moment", ["fail_launch", "fail_wait"])
+def test_what_a_step_had_computed_is_gone_before_a_smaller_one_is_tried(moment: str) -> None:
+    held: list[weakref.ref[_Computed]] = []
+
+    def run_out(step: Step) -> None:
+        if not held:
+            computed = _Computed()
+            held.append(weakref.ref(computed))
+            raise MemoryError("out of memory")
+
+    sim = Sim(depth=0, **{moment: run_out})
+    client = sim.ask(PROMPT, max_new=5)
+    gc.disable()  # nothing says when the collector comes
+    try:
+        sim.turn()
+        assert held[0]() is None
+    finally:
+        gc.enable()
+    sim.run()
+    check_answer(sim, client)
 
 
 def test_a_request_that_runs_out_of_memory_twice_fails() -> None:
