@@ -217,7 +217,7 @@ def make_runner(
         assert isinstance(model, PooledModel)
         attend = attention_factory("whole" if whole else config.device.attention_backend, device.torch_device)
         return PoolingRunner(model, pooling, pool, limits, attend, device)
-    return ModelRunner(
+    runner = ModelRunner(
         model,
         pool,
         limits,
@@ -227,6 +227,9 @@ def make_runner(
         processors=load_processors(config.model.logit_processors),
         mover=Mover(pool, checkpoint.facts.ropes, plan.context_length, device.torch_device),
     )
+    if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
+        runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which
+    return runner
 
 
 def _check_room(plan: MemoryPlan, device: Device) -> None:

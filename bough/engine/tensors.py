@@ -121,15 +121,16 @@ class DumpingRunner:
     def _watching(self, step: Step, chosen: dict[int, _Recording]) -> Iterator[None]:
         watcher = _Watcher(step, chosen)
         graphs, self._local.graphs = self._local.graphs, None
-        self._model.fused.apart, self._local.forward.narrows = True, False
+        narrows, self._local.forward.narrows = self._local.forward.narrows, False
+        self._model.fused.apart = True
         handles = [module.register_forward_hook(watcher.hook(name)) for name, module in _watched(self._model)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._model.fused.apart, self._local.forward.narrows = False, True
-            self._local.graphs = graphs
+            self._model.fused.apart = False
+            self._local.graphs, self._local.forward.narrows = graphs, narrows
 
     def _write_ended(self) -> None:
         for number in [each for each in self._recordings if each not in self._queues.where]:
