@@ -206,7 +206,7 @@ class _Sharing:
         ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
         reserve = self._reserved()
         looks_left: int | None = None
-        kept = 0  # pages for the request behind which the looks begin: those it needs, and those it has found
+        kept = 0  # pages of those who are overtaken: what they need, and what they have found
         for waiting in islice(ordered(queues, cache, limits), LOOK_AHEAD):
             if self.tokens <= 0 or looks_left == 0 or (above is not None and waiting.job.ask.priority <= above):
                 return
@@ -233,15 +233,14 @@ class _Sharing:
                 found, waiting.job.ask.namespace, waiting.key, waiting.job.match_limit(len(waiting.key))
             )
             left = len(waiting.key) - found.num_tokens
-            if self._is_better_whole(left) and not is_starved(waiting):
+            if looks_left is None and self._is_better_whole(left) and not is_starved(waiting):
                 if self.tokens > self.long_tokens:
                     self.long_tokens = 0  # what is kept for short prompts is still theirs
-                elif looks_left is None:
-                    looks_left = _PEEK  # for what fits into the rest, without delaying this one
-                    kept = whole + locked
-                    slots_left -= 1
-                continue
+                    continue
+                looks_left = _PEEK  # for what fits into the rest
             if looks_left is not None and not self._fills_tiles(left):
+                kept += whole + locked  # whoever is overtaken finds its slot and its memory in the next step
+                slots_left -= 1
                 continue
             is_long = left > self.short_cut and not is_starved(waiting)
             share = Share(waiting, found.num_tokens, cached, 0, is_long, self._is_slow(left), found.tail_page)

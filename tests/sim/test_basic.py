@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bough.core.messages import TextSpec
@@ -373,6 +375,23 @@ def test_who_is_overtaken_still_finds_its_cached_beginning() -> None:
         sim.run()
 
 
+@pytest.mark.parametrize(
+    ("num_slots", "num_pages", "overtakes"),
+    [(6, 600, False), (7, 600, True), (8, 156, False), (8, 166, False), (8, 167, True)],
+)
+def test_nobody_takes_the_place_of_those_it_overtakes(num_slots: int, num_pages: int, overtakes: bool) -> None:
+    """The first of them leaves the rest of the step to others, and the next does not fit either."""
+    seen: list[list[int]] = []
+    sim = large_steps(seen, num_pages, num_slots=num_slots, max_step_tokens=80, chunk_tokens=64, tpot_target_ms=0.0)
+    for start, length in enumerate([15, 15, 15, 14, 30, 30, 5]):
+        sim.ask([start, *[5] * (length - 1)], max_new=7)
+    sim.turn()
+    sim.turn()
+    assert seen[0] == [15, 15, 15, 14, *[5] * overtakes]
+    assert seen[1] == [*[1] * len(seen[0]), 30, 30]
+    sim.run()
+
+
 def test_nobody_gives_way_twice_to_one_that_waits_for_the_next_step() -> None:
     """Of less urgent rows, some get the rest of the step: the urgent request is looked at before them and after."""
     seen: list[list[int]] = []
@@ -421,9 +440,10 @@ def prefills_of(lengths: list[int], num_pages: int = 600, **limits: object) -> l
 
 def large_steps(seen: list[list[int]], num_pages: int, **limits: object) -> Sim:
     """Steps of 64 tokens, which are eight tiles. `seen`: what each step computes of its rows."""
+    shape: dict[str, Any] = {"max_step_tokens": 64, "large_step_tokens": 64, "small_share": 0.25, **limits}
     return Sim(
-        context_length=400, num_pages=num_pages, page_size=1, max_step_tokens=64, large_step_tokens=64, small_share=0.25,
-        fail_launch=lambda step: seen.append(step.num_query.tolist()), **limits,
+        context_length=400, num_pages=num_pages, page_size=1,
+        fail_launch=lambda step: seen.append(step.num_query.tolist()), **shape,
     )  # fmt: skip
 
 
