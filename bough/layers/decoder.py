@@ -22,7 +22,7 @@ _TOKENS_AT_ONCE = 4096
 
 
 class _Projecting(Protocol):
-    """How every block begins: with a norm and attention."""
+    """How blocks begin: with a norm and attention."""
 
     attn_norm: RMSNorm
     qkv: QKVLinear
@@ -66,11 +66,14 @@ class Decoder(nn.Module):
         return self.norm.last(x_TD, residual_TD, batch)
 
     @torch.no_grad()
-    def look_up_first_layer(self) -> None:
+    def look_up_first_layer(self) -> bool:
         """From now on, what the first block projects is looked up by token: nothing comes before it but the embedding.
+        Returns False where the block is of another kind.
 
         To be called once the weights are there, and again when they change.
         """
+        if not all(hasattr(self.layers[0], part) for part in _Projecting.__annotations__):
+            return False
         block = cast(_Projecting, self.layers[0])
         weight, vocab = block.attn_norm.weight, self.embed.shape[0]
         table_VO = weight.new_empty(vocab, block.qkv.width)
@@ -79,6 +82,7 @@ class Decoder(nn.Module):
             x_TD = self.embed.of(torch.arange(begin, end, device=weight.device))
             table_VO[begin:end] = block.qkv.product(block.attn_norm(x_TD))
         block.attn.by_token_VO = table_VO
+        return True
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
         out: Tensor = self.head(hidden_LD)

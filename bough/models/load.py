@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
@@ -18,6 +20,8 @@ from bough.quantization.choose import choose_scheme
 from bough.quantization.unquantized import Unquantized
 from bough.weights.dummy import fill_dummy
 from bough.weights.load import Progress, load_weights
+
+_log = logging.getLogger(__name__)
 
 
 def build_model(
@@ -58,8 +62,7 @@ def build_model(
         load_weights(model, architecture.weights, checkpoint, progress)
         if isinstance(model, PooledModel):
             load_projections(model, checkpoint.path)
-    if first_layer_table:
-        assert isinstance(model, Decoder), "models that pool have none"
-        model.look_up_first_layer()
+    if first_layer_table and not (isinstance(model, Decoder) and model.look_up_first_layer()):
+        _log.warning("%s computes its first layer: nothing of it can be looked up", facts.architecture)
     model.eval()
     return model  # type: ignore[return-value]

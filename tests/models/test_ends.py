@@ -104,6 +104,27 @@ def test_a_first_layer_that_is_looked_up_is_the_one_computed(case: str, tmp_path
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_block_of_another_kind_is_computed(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    expected = logits_of(load(tmp_path), DenseAttention(2))
+    model = load(tmp_path)
+    assert isinstance(model, Decoder)
+    plain = model.layers[0]
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = plain
+
+        def forward(self, *given: object) -> object:
+            return self.inner(*given)
+
+    model.layers[0] = Wrapped()
+    assert not model.look_up_first_layer()
+    for wanted, actual in zip(expected, logits_of(model, DenseAttention(2)), strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_given_embeddings_are_not_looked_up(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
     model, plain = load(tmp_path, first_layer_table=True), load(tmp_path)
