@@ -22,7 +22,7 @@ from bough.intake.endings import as_error
 from bough.intake.joins import parse_join
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.launch import Programs, Running, start
-from bough.platform.processor import usable_cpus
+from bough.platform.processor import can_wait_busily
 from bough.tokenizer import Tokenizer, tokenizer_of
 
 Json = dict[str, Any]
@@ -32,7 +32,6 @@ T = TypeVar("T")
 _BUSY_S = 0.01
 """A lone call waits busily for so long: the answer to a cached prompt comes within, and being woken would add to it what
 is a few hundredths of its time."""
-_CORES_TO_BE_BUSY = 4
 
 
 class Engine:
@@ -501,4 +500,4 @@ class Engine:
 def _busy_s(facts: Mapping[str, Any]) -> float:
     """How long a caller's wait is busy. Never where the cores compute, or are few."""
     computes_elsewhere = facts.get("device", "cpu") != "cpu"
-    return _BUSY_S if computes_elsewhere and usable_cpus() >= _CORES_TO_BE_BUSY else 0.0
+    return _BUSY_S if computes_elsewhere and can_wait_busily() else 0.0

@@ -257,11 +257,7 @@ def choose_unwatched(
     given = config.scheduler.chunked_prefill_size is not AUTO
     if given or machine.device == "cpu" or machine.total_bytes < ROOMY_BYTES:
         return Decision(chunk, "as --chunked-prefill-size")
-    try:
-        most = planned(2 * chunk).kv_tokens
-    except ConfigError:
-        most = 0
-    if most == 0 or most < planned(chunk).kv_tokens * (ROOMY_SHARE - 1) // ROOMY_SHARE:
+    if affordable(lambda: planned(2 * chunk), lambda: planned(chunk), ROOMY_SHARE) is None:
         return Decision(chunk, "as --chunked-prefill-size: the KV cache needs the memory")
     return Decision(2 * chunk, "larger steps cost less a token, and there is memory for them")
 
@@ -289,15 +285,20 @@ def choose_first_layer(
         reason = f"the memory serves better as KV cache on {show_bytes(machine.total_bytes)}"
     if reason or wanted != "auto":
         return Decision("off", reason)
-    without = planned(False)
-    try:
-        took = planned(True)
-    except ConfigError:
-        took = None
-    if took is None or took.kv_tokens < without.kv_tokens * (TABLE_SHARE - 1) // TABLE_SHARE:
+    took = affordable(lambda: planned(True), lambda: planned(False), TABLE_SHARE)
+    if took is None:
         return Decision("off", "the KV cache needs the memory")
-    size = show_bytes(took.weight_bytes - without.weight_bytes)
+    size = show_bytes(took.weight_bytes - planned(False).weight_bytes)
     return Decision("on", f"{size} instead of a product")
+
+
+def affordable(wanted: Callable[[], MemoryPlan], without: Callable[[], MemoryPlan], share: int) -> MemoryPlan | None:
+    """A plan with something that is nice to have, if it takes no more than one in `share` tokens of the KV cache."""
+    try:
+        plan = wanted()
+    except ConfigError:
+        return None
+    return plan if plan.kv_tokens >= without().kv_tokens * (share - 1) // share else None
 
 
 def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:

@@ -43,7 +43,7 @@ from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
 from bough.platform import Device
-from bough.platform.processor import usable_cpus
+from bough.platform.processor import can_wait_busily
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
@@ -72,7 +72,6 @@ SHARED_GRAPHS = (64, 256)
 
 SPIN_S = 0.002
 """A wait for requests begins busily for this long: waking up takes longer than most of a request's way through the host."""
-CORES_TO_SPIN = 4
 
 
 @dataclass(slots=True)
@@ -313,7 +312,7 @@ def serve_steps(
 
 def _spin_s(device: Device) -> float:
     """How long the loop waits busily for the next request once it has nothing to do. Never where the cores compute."""
-    return SPIN_S if device.is_async and usable_cpus() >= CORES_TO_SPIN else 0.0
+    return SPIN_S if device.is_async and can_wait_busily() else 0.0
 
 
 def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues, config: Config) -> Runner:

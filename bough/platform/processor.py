@@ -16,6 +16,9 @@ NAMED_FLAGS = (
 )  # fmt: skip
 """Instruction sets that some decision depends on, in Linux's spelling."""
 
+_CORES_TO_SPARE = 4
+"""With fewer, whoever waits busily takes the core of whom it waits for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
@@ -80,6 +83,11 @@ def usable_cpus() -> int:
     quota = cgroup_cpu_quota()
     allowed = len(allowed_cpus())
     return allowed if quota is None else max(1, min(allowed, math.floor(quota)))
+
+
+def can_wait_busily() -> bool:
+    """Whether a core can be spared for a wait that is soon over. Where the cores compute, nobody should ask."""
+    return usable_cpus() >= _CORES_TO_SPARE
 
 
 def cgroup_cpu_quota(

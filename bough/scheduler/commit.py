@@ -18,9 +18,8 @@ from bough.scheduler.policy import mix
 from bough.scheduler.prefill import Share
 from bough.scheduler.queues import Job, Prefilling, Queues, Running
 from bough.scheduler.sharing import Groups
-from bough.scheduler.slots import NEVER, NO_TOKEN
+from bough.scheduler.slots import NEVER, NO_TOKEN, ONE
 
-_ONE = np.array(1, np.int32)
 _NO_PLACES = np.empty(0, np.int64)
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -270,7 +269,7 @@ def _give_pages(
     if at:
         column = slots.num_pages[growing]
         slots.table[growing, column] = pages[:at]
-        slots.num_pages[growing] = column + _ONE
+        slots.num_pages[growing] = column + ONE
         arrays.table_at.append(growing * slots.pages_per_slot + column)
         arrays.table_pages.append(pages[:at])
     for slot, count in wants:
@@ -332,7 +331,7 @@ def _decodes(plan: StepPlan, queues: Queues, index: int) -> I32:
     if not len(rows):
         return _NO_PAGES
     context: I32 = slots.kv_len[rows]
-    slots.kv_len[rows] = context + _ONE
+    slots.kv_len[rows] = context + ONE
     slots.out_launched[rows] += 1
     slots.last_step[rows] = index
     if queues.forced:

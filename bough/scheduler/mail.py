@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from bough.core.messages import Began, Reply, RowOutput, ToDetokenizer, Tokens
+from bough.core.messages import Began, Reply, RowOutput, ToDetokenizer, Tokens, pack_ids
 from bough.core.step import I32, I64
 
 _NO_TOKENS = np.empty(0, np.int32)
-_PACKED = np.dtype("<i4")
 
 
 class Mail:
@@ -49,8 +48,7 @@ class Mail:
     def _close(self) -> None:
         if self._ids:
             tokens = self._tokens[0] if len(self._tokens) == 1 else np.concatenate(self._tokens)
-            packed = tokens.astype(_PACKED, copy=False).tobytes()
-            self._messages.append(Tokens(ids=self._ids, counts=self._counts, tokens=packed, rows=self._rows))
+            self._messages.append(Tokens(ids=self._ids, counts=self._counts, tokens=pack_ids(tokens), rows=self._rows))
             self._ids, self._counts, self._tokens, self._rows = [], [], [], {}
 
     def take(self) -> list[ToDetokenizer]:

@@ -26,9 +26,7 @@ from bough.scheduler.leave import (
 )
 from bough.scheduler.queues import Job, Leaving, Queues, Running
 from bough.scheduler.scores import add_output, add_prompt, add_unpredicted
-
-_ONE = np.array(1, np.int32)
-"""Numpy takes it for a number in half the time that a number takes it."""
+from bough.scheduler.slots import ONE
 
 
 def settle(
@@ -106,8 +104,8 @@ def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, rows: I64, 
     tokens = outcome.tokens[:, 0][rows]
     known = slots.known[where]
     slots.history[where, known] = tokens
-    slots.known[where] = known + _ONE
-    num_output = slots.out_settled[where] + _ONE
+    slots.known[where] = known + ONE
+    num_output = slots.out_settled[where] + ONE
     slots.out_settled[where] = num_output
     queues.counters.output_tokens += len(rows)
     stops = _stops(queues, where, tokens) & (num_output > slots.min_new[where])
@@ -205,7 +203,7 @@ def _mail(
     if not len(due):
         return
     senders, counts = where[due], pending[due]
-    if not np.count_nonzero(counts > _ONE):
+    if not np.count_nonzero(counts > ONE):
         out = tokens[due]
     else:
         owner = np.repeat(senders, counts)

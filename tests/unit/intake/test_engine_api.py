@@ -274,5 +274,5 @@ def test_callers_wait_busily_only_where_another_device_computes_and_cores_are_ma
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for device, cores, busy in (("cuda", 16, True), ("cuda", 2, False), ("cpu", 16, False), (None, 16, False)):
-        monkeypatch.setattr("bough.engine_api.usable_cpus", lambda cores=cores: cores)
+        monkeypatch.setattr("bough.platform.processor.usable_cpus", lambda cores=cores: cores)
         assert (_busy_s({} if device is None else {"device": device}) > 0) is busy
