@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
 from bough.kernels import cuda_source
-from bough.kernels.attention import fresh, fresh_hopper
+from bough.kernels.attention import fresh, fresh_hopper, triton_backend as backend
 from bough.kernels.attention.fresh_hopper import PLACES, TILE, Place, attend, cut, section
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths
 from bough.kernels.choices import Facts
 from bough.kernels.cuda_source import CudaSourceError, StreamNumbers
 from bough.kernels.rotary.reference import write_kv
@@ -92,6 +94,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, list[tuple[int, int, int]], dict[str, int]]] = []
+        self.tables: list[int | None] = []
 
     def launch(self, blocks: int, arguments: list[object], stream: int) -> None:
         args = arguments[-1]
@@ -99,6 +102,7 @@ class Recorded:
         places = [(each.first, each.number, each.tokens) for each in args.places[: args.num_places]]
         numbers = {name: getattr(args, name) for name in ("stream", "heads", "heads_per_kv", "section", "out_token")}
         self.launches.append((blocks, places, numbers))
+        self.tables.append(args.table)
 
 
 @pytest.fixture
@@ -125,6 +129,20 @@ def test_ragged_rows_are_one_launch(recorded: Recorded, stream: SimpleNamespace)
     assert places == [(100, 1, 72), (0, 0, 100), (100, 0, 128)]
     assert blocks == 3 * 4
     assert numbers == {"stream": 0, "heads": 4, "heads_per_kv": 2, "section": 4, "out_token": 4 * 64}
+
+
+def test_the_kernel_is_given_a_table_where_queries_are_not_rotated(recorded: Recorded, stream: SimpleNamespace) -> None:
+    q, k, v, out = tensors(300)
+    table = torch.zeros(200, 64)
+    attend(q, k, v, ((0, 100), (100, 200)), 0.1, out, table)
+    attend(q, k, v, ((0, 100), (100, 200)), 0.1, out)
+    assert recorded.tables == [table.data_ptr(), None]
+    with pytest.raises(ValueError, match="a row of 201 tokens can't be rotated to 200 positions"):
+        attend(q, k, v, ((0, 201),), 0.1, out, table)
+    assert fresh_hopper.can_rotate(table, 64)
+    assert not fresh_hopper.can_rotate(table[:, :32], 64)  # a part of each head
+    assert not fresh_hopper.can_rotate(table[:, :32], 32)  # with gaps
+    assert not fresh_hopper.can_rotate(table.bfloat16(), 64)
 
 
 def test_every_stream_has_its_counter(recorded: Recorded, stream: SimpleNamespace) -> None:
@@ -215,3 +233,71 @@ def test_fresh_keys_are_those_that_a_cache_gives_back(dtype: torch.dtype, scale:
     cache = torch.zeros((1, 1, 1, 8), dtype=dtype)
     write_kv(x, x, cache, cache.clone(), torch.tensor([0]), k_scale=scale)
     assert torch.equal(_as_read(x, dtype, scale)[0, 0], (cache[0, 0, 0].float() * scale).bfloat16())
+
+
+LAYER = SimpleNamespace(layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, window=None, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rotated_before", "others"),
+    [
+        ([(100, 0), (64, 0)], 0, []),
+        ([(1, 30), (1, 7), (100, 0), (64, 0)], 2, []),
+        ([(1, 30), (100, 0), (5, 0), (70, 0)], 106, [(1, 100)]),  # a row that is too short for the kernel lies between
+        ([(100, 0), (1, 5)], 101, [(0, 100)]),
+    ],
+)
+def test_the_fresh_rows_of_a_steps_end_are_rotated_by_attention(
+    monkeypatch: pytest.MonkeyPatch, rows: list[tuple[int, int]], rotated_before: int, others: list[tuple[int, int]]
+) -> None:
+    tokens = sum(num for num, _ in rows)
+    q, k, v, _ = tensors(tokens)
+    table = torch.zeros(200, 64)
+    cache = torch.zeros(40, 16, 2, 64, dtype=torch.bfloat16)
+    calls: list[tuple[str, object]] = []
+
+    def rope(q: Tensor, k: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        calls.append(("rope", len(q)))
+        return q.clone(), k
+
+    def attend_fresh(q: object, k: Tensor, v: Tensor, rows: list[tuple[int, int]], *_: object, **__: object) -> None:
+        calls.append(("raw" if isinstance(q, fresh.Unrotated) else "rotated", rows))
+
+    for module, name, fake in (
+        (backend, "rope_and_write", rope),
+        (fresh, "attend_fresh", attend_fresh),
+        (fresh, "suits", lambda *_: True),
+        (fresh, "shortest", lambda *_, **__: 64),
+        (fresh, "rotates", lambda *_, **__: True),
+        (backend.plan, "plan_rows", lambda *_, **__: None),
+        (backend.TritonAttention, "_launch", lambda *_: None),
+    ):
+        monkeypatch.setattr(module, name, fake)
+    lengths = [sum(row) for row in rows]
+    inputs = AttentionInputs(
+        query_start_R1=torch.zeros(len(rows) + 1),
+        kv_len_R=torch.tensor(lengths),
+        slots_R=torch.arange(len(rows)),
+        page_table=torch.zeros(len(rows), 20),
+        loc_T=torch.zeros(tokens),
+        page_size=16,
+        max_query=100,
+        max_kv=max(lengths),
+        k_caches=[cache],
+        v_caches=[cache],
+        host=HostLengths(np.array([n for n, _ in rows], np.int32), np.array([c for _, c in rows], np.int32)),
+    )
+    monkeypatch.setattr(backend, "_decode_shape", lambda *_: backend.DECODE)
+    runner = backend.TritonAttention(torch.device("cpu"))
+    runner.prepare(inputs)
+    runner.forward_rope(LAYER, q, k, v, torch.zeros(tokens), table)
+    starts = np.cumsum([0, *(n for n, _ in rows)])
+    mine = [(int(s), n) for s, (n, c) in zip(starts, rows, strict=False) if s >= rotated_before and c == 0 and n >= 64]
+    want: list[tuple[str, object]] = [("rope", rotated_before)]
+    want += [("raw", mine)] if mine else []
+    want += [("rotated", others)] if others else []
+    assert calls == want
+    calls.clear()
+    runner.forward_rope(LAYER, q, k, v, torch.zeros(tokens), table, q_norm=torch.ones(64), k_norm=torch.ones(64))
+    assert calls[0] == ("rope", tokens)
+    assert [name for name, _ in calls[1:]] == ["rotated"]

@@ -77,6 +77,8 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     """Small relative to the whole, and nowhere wild."""
     assert got.shape == want.shape, (got.shape, want.shape)
     assert got.dtype == want.dtype, (got.dtype, want.dtype)
+    if not want.numel():
+        return
     a, b = got.double().cpu(), want.double().cpu()
     assert not a.isnan().any(), "not a number"
     limit = 2e-5 if dtype == torch.float32 else 1e-2
@@ -176,9 +178,12 @@ def _rotary(
     mine = [torch.ones(pages, page, kv_heads, width, device=bed.device).to(cache_dtype) for _ in range(2)]
     theirs = [cache.clone() for cache in mine]
     norm_weights = (q_weight, k_weight, 1e-5, 1.0) if bed.rng.random() < 0.5 else ()
+    first = q[: bed.rng.choice([0, 1, tokens - 1, tokens])]
     with poison():
-        got = rotary.rope_and_write(q, k, v, positions, table, *mine, loc, *norm_weights, **style, **scales)
-    want = rotary_reference.rope_and_write(q, k, v, positions, table, *theirs, loc, *norm_weights, **style, **scales)
+        got = rotary.rope_and_write(first, k, v, positions, table, *mine, loc, *norm_weights, **style, **scales)
+    want = rotary_reference.rope_and_write(
+        first, k, v, positions, table, *theirs, loc, *norm_weights, **style, **scales
+    )
     for a, b in zip(got, want, strict=True):
         close(a, b, dtype)
     assert torch.equal(mine[1].view(torch.uint8), theirs[1].view(torch.uint8)), "v was not written as it is"
@@ -341,6 +346,42 @@ def _attention(bed: Bed, spec: Layer, page: int, dtype: torch.dtype, cache: torc
         got = same_twice(lambda: runner.forward(spec, q, k, v))
         close(got, attention_reference.forward(spec, inputs, q, k, v), dtype)
         assert not got[sum(row[0] for row in rows) :].any(), "padding must be zero"
+
+
+def rope_cases(bed: Bed) -> Cases:
+    layers = [Layer(32, 8, 128), Layer(7, 7, 64)] if bed.large else [Layer(4, 2, 16)]
+    for dtype in bed.dtypes:
+        for spec in layers:
+            for kind in ("fresh last", "fresh alone", "anyhow", "half rotated"):
+                cache = FLOAT8 if bed.large and dtype != torch.float32 and bed.rng.random() < 0.3 else dtype
+                yield f"rope {spec} {kind} {dtype} cache {cache}", partial(_rope, bed, spec, kind, dtype, cache)
+
+
+def _rope(bed: Bed, spec: Layer, kind: str, dtype: torch.dtype, cache: torch.dtype) -> None:
+    """Rotation, KV write and attention at once: rows without context may be rotated by another kernel than the rest."""
+    with small_shapes(bed):
+        rows = [] if kind == "fresh alone" else _ragged(bed)
+        long = [(bed.rng.randrange(64, 700) if bed.large else bed.rng.randrange(8, 30), 0) for _ in range(3)]
+        rows += [long[0]] * 3 if kind == "fresh alone" and bed.rng.random() < 0.5 else long
+        if kind == "anyhow":
+            bed.rng.shuffle(rows)
+        inputs = attention_inputs(bed, rows, spec, 16, cache, pad_rows=0, pad_tokens=0)
+        q, k, v = bed.strided(
+            inputs.num_tokens, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), spec.head_dim, dtype
+        )
+        positions = bed.ints([context + i for num, context in rows for i in range(num)], torch.int64)
+        rotated = spec.head_dim // 2 if kind == "half rotated" else spec.head_dim
+        angles = bed.normal(int(positions.max()) + 1, rotated // 2, scale=3.0)
+        table = torch.cat((angles.cos(), angles.sin()), 1)
+        runner = backend.TritonAttention(bed.device)
+
+        def attend() -> Tensor:
+            runner.prepare(inputs)
+            return runner.forward_rope(spec, q, k, v, positions, table)
+
+        got = same_twice(attend)
+        turned = rotary_reference.apply_rope(q, k, positions, table)
+        close(got, attention_reference.forward(spec, inputs, *turned, v), dtype)
 
 
 def tail_cases(bed: Bed) -> Cases:
@@ -565,6 +606,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "attention": attention_cases,
     "shared": shared_cases,
     "tail": tail_cases,
+    "rope": rope_cases,
     "sampling": sampling_cases,
     "masks": mask_cases,
     "pages": page_cases,

@@ -5,6 +5,8 @@ On Hopper one launch of `fresh_hopper` takes all such rows; elsewhere cuDNN take
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,6 +46,18 @@ def shortest(q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -> int:
     return FRESH_FROM if hopper and fresh_hopper.is_ready(q_TNH, v_TKV) else CUDNN_FROM
 
 
+class Unrotated(NamedTuple):
+    """Queries as the projection left them, which attention rotates itself. Those of a row are at positions 0, 1, ..."""
+
+    q_TNH: Tensor
+    cos_sin_PR: Tensor
+
+
+def rotates(q_TNH: Tensor, v_TKV: Tensor, cos_sin_PR: Tensor, *, hopper: bool = True) -> bool:
+    """Whether queries may be `Unrotated` here, where the layer `suits`. Keys are dense, and otherwise like the values."""
+    return hopper and fresh_hopper.suits(q_TNH, v_TKV, v_TKV) and fresh_hopper.can_rotate(cos_sin_PR, q_TNH.shape[2])
+
+
 def padded_length(length: int) -> int:
     """Lengths are rounded up, so that cuDNN builds its plans for a few of them: causal attention ignores what follows."""
     step = 256 if length <= 4096 else 512
@@ -51,7 +65,7 @@ def padded_length(length: int) -> int:
 
 
 def attend_fresh(
-    q_TNH: Tensor,
+    q_TNH: Tensor | Unrotated,
     k_TKH: Tensor,
     v_TKV: Tensor,
     rows: list[tuple[int, int]],
@@ -61,6 +75,9 @@ def attend_fresh(
     hopper: bool = True,
 ) -> None:
     """Fills `out_TNV` for the rows (first token, tokens)."""
+    if isinstance(q_TNH, Unrotated):
+        fresh_hopper.attend(q_TNH.q_TNH, k_TKH, v_TKV, tuple(rows), scale, out_TNV, q_TNH.cos_sin_PR)
+        return
     if hopper and fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
         fresh_hopper.attend(q_TNH, k_TKH, v_TKV, tuple(rows), scale, out_TNV)
         return
@@ -71,15 +88,16 @@ def attend_fresh(
 
 
 def attend_whole(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float, *, hopper: bool = True
+    q_TNH: Tensor | Unrotated, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float, *, hopper: bool = True
 ) -> Tensor:
     """[T, N, V] where all tokens belong to fresh rows of one `length`."""
-    if hopper and fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
-        out_TNV = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-        rows = tuple((first, length) for first in range(0, q_TNH.shape[0], length))
-        fresh_hopper.attend(q_TNH, k_TKH, v_TKV, rows, scale, out_TNV)
+    q = q_TNH.q_TNH if isinstance(q_TNH, Unrotated) else q_TNH
+    if q is not q_TNH or (hopper and fresh_hopper.suits(q, k_TKH, v_TKV)):
+        out_TNV = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        rows = [(first, length) for first in range(0, q.shape[0], length)]
+        attend_fresh(q_TNH, k_TKH, v_TKV, rows, scale, out_TNV, hopper=hopper)
         return out_TNV
-    return _sdpa(q_TNH, k_TKH, v_TKV, scale, rows=q_TNH.shape[0] // length)
+    return _sdpa(q, k_TKH, v_TKV, scale, rows=q.shape[0] // length)
 
 
 def _rows(x: Tensor, first: int, length: int, padded: int) -> Tensor:

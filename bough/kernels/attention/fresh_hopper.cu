@@ -10,6 +10,9 @@
 //
 // With CTAS 2, two blocks work on two heads that share K and V: each fetches one half of every KV block for both.
 //
+// Queries that are not rotated yet are rotated in registers, as a tile of them is taken: a pass of its own would read and
+// write all of them once more.
+//
 // Defined by the compiler's flags: D (64 or 128), FP16 (0: bf16), CTAS (1 or 2), STAGES of the ring, PLACES in the list of
 // a launch, STREAMS that may launch at once.
 
@@ -101,12 +104,24 @@ INLINE u32 pack(float low, float high) {
     return both;
 }
 
+INLINE float2 unpack(u32 both) {
+    float2 x;
+#if FP16
+    asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+        : "=f"(x.x), "=f"(x.y) : "r"(both));
+#else
+    x.x = __uint_as_float(both << 16), x.y = __uint_as_float(both & 0xffff0000u);
+#endif
+    return x;
+}
+
 // The feeding warp ------------------------------------------------------------------------------------------------------
 
 struct Place { int first; unsigned short number, tokens; };  // the row's first token; of the tile: number in the row, tokens
 
 struct Args {
-    void *out;      // [T, heads, D]
+    void *out;           // [T, heads, D]
+    const float *table;  // [positions, D]: cosines, then sines, by which queries are rotated; null: they are already
     int stream;     // which counter is this launch's
     int num_places, heads, heads_per_kv, section;  // `section`: heads that are worked off together
     int out_token;  // elements from one token to the next
@@ -252,12 +267,30 @@ struct Worker {
         return smem + slot * Q_BYTES + chunk / 8 * Q_PANEL + row * 128 + ((chunk % 8 ^ lane % 8) * 16);
     }
 
-    INLINE void take_queries(u32 slot) {
+    INLINE void take_queries(u32 slot, const Tile &tile) {
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                          : "=r"(q[4 * i]), "=r"(q[4 * i + 1]), "=r"(q[4 * i + 2]), "=r"(q[4 * i + 3])
                          : "r"(fragment(slot, i)) : "memory");
+        if (args.table) rotate(tile);
+    }
+
+    // Elements i and i + D / 2 of a head turn together: this thread has both. A row's tokens are at positions 0, 1, ...
+    INLINE void rotate(const Tile &tile) {
+        const float *lines[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = min(64 * group + 16 * warp + lane / 4 + 8 * r, tile.tokens - 1);
+            lines[r] = args.table + (tile.number * M + row) * D + lane % 4 * 2;
+        }
+#pragma unroll
+        for (int i = 0; i < D / 8; i++) {
+            const float2 *at = (const float2 *)(lines[i % 2] + i / 4 * 16 + i / 2 % 2 * 8);
+            float2 cosine = __ldg(at), sine = __ldg(at + D / 4), a = unpack(q[i]), b = unpack(q[i + D / 8]);
+            q[i] = pack(fmaf(a.x, cosine.x, -(b.x * sine.x)), fmaf(a.y, cosine.y, -(b.y * sine.y)));
+            q[i + D / 8] = pack(fmaf(b.x, cosine.x, a.x * sine.x), fmaf(b.y, cosine.y, a.y * sine.y));
+        }
     }
 
     INLINE void queue_scores() {
@@ -386,7 +419,7 @@ struct Worker {
         Tile tile = wait_tile(turn);
         if (tile.tokens == 0) return;
         int block = tile.number;
-        take_queries(0);
+        take_queries(0, tile);
         take_turn();
         wait_stage();
         products_begin();
@@ -407,7 +440,7 @@ struct Worker {
             if (ends) {
                 next = wait_tile(turn + 1);
                 if (next.tokens == 0) break;
-                take_queries(turn + 1 & 1);
+                take_queries(turn + 1 & 1, next);
             }
             int next_block = ends ? next.number : block - 1;
             take_turn();

@@ -42,6 +42,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         ("out", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("stream", "num_places", "heads", "heads_per_kv", "section", "out_token")),
         ("scale", ctypes.c_float),
         ("places", Place * PLACES),
@@ -94,9 +95,27 @@ def is_ready(q_TNH: Tensor, k_TKH: Tensor) -> bool:
     return _is_ready(q_TNH.device, q_TNH.dtype, q_TNH.shape[2], _in_pairs(q_TNH, k_TKH))
 
 
-def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, rows: Rows, scale: float, out_TNH: Tensor) -> None:
-    """Fills `out_TNH`, contiguous but for its tokens' stride, for the rows; other tokens stay. Needs `suits`."""
+def can_rotate(cos_sin_PR: Tensor, head_dim: int) -> bool:
+    """Whether the kernel rotates queries by this table itself: it turns whole heads, by float32."""
+    return cos_sin_PR.shape[1] == head_dim and cos_sin_PR.dtype == torch.float32 and cos_sin_PR.is_contiguous()
+
+
+def attend(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    rows: Rows,
+    scale: float,
+    out_TNH: Tensor,
+    cos_sin_PR: Tensor | None = None,
+) -> None:
+    """Fills `out_TNH`, contiguous but for its tokens' stride, for the rows; other tokens stay. Needs `suits`.
+
+    With `cos_sin_PR`, which it `can_rotate` by, the queries are not rotated yet: those of a row are at positions 0, 1, ...
+    """
     tiles, device = cut(rows), q_TNH.device
+    if cos_sin_PR is not None and tiles.longest > cos_sin_PR.shape[0]:
+        raise ValueError(f"a row of {tiles.longest} tokens can't be rotated to {cos_sin_PR.shape[0]} positions")
     num_tokens, heads, head_dim = q_TNH.shape
     if tiles.tokens > num_tokens or out_TNH.stride(1) != head_dim or out_TNH.stride(0) % 8 or out_TNH.data_ptr() % 16:
         raise ValueError(f"rows up to token {tiles.tokens} into {tuple(out_TNH.shape)} with strides {out_TNH.stride()}")
@@ -106,7 +125,8 @@ def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, rows: Rows, scale: float
     maps = (tensor_map(q_TNH, TILE), tensor_map(k_TKH, share), tensor_map(v_TKH, share))
     stream = torch.cuda.current_stream(device).cuda_stream
     args = _Args(
-        out=out_TNH.data_ptr(), stream=loaded.streams.of(stream), heads=heads, heads_per_kv=heads // kv_heads,
+        out=out_TNH.data_ptr(), table=None if cos_sin_PR is None else cos_sin_PR.data_ptr(),
+        stream=loaded.streams.of(stream), heads=heads, heads_per_kv=heads // kv_heads,
         section=section(tiles.longest, heads, kv_heads, head_dim, loaded.cache_bytes), out_token=out_TNH.stride(0),
         scale=scale * math.log2(math.e),
     )  # fmt: skip

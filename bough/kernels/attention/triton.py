@@ -411,13 +411,14 @@ def attend(
     zero_padding: bool = False,
     after_plan: bool = False,
 ) -> None:
-    """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous).
+    """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous). `q_TNH` must have their tokens, those
+    behind it need not.
 
     `shared` is (float32 [T, N, V], float32 [T, N]): a plan of groups leaves its result and log-sum-exp (base 2) there and
     doesn't touch `out_TNV`; a plan of rows merges what it finds there. With `zero_padding` tokens of no row become zero.
     `after_plan`: the plan may just have been queued, so this launch must not start before it ends.
     """
-    num_tokens, num_heads, width = q_TNH.shape
+    _, num_heads, width = q_TNH.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     v_width = v_cache.shape[3]
     shape = plan.shape
@@ -442,7 +443,7 @@ def attend(
         0.0 if softcap is None else softcap,
         v_scale,
         0 if window is None else window,
-        num_tokens,
+        out_TNV.shape[0],
         plan.tiles.shape[1],
         page_table.stride(0),
         q_TNH.stride(0),

@@ -42,6 +42,8 @@ class _Prepared:
     shared: Plan | None
     fresh: list[tuple[int, int]]
     """(first token, tokens) of rows whose attention needs no pages."""
+    all_fresh_from: int
+    """From this token on there are no others."""
     just_planned: bool = True
 
 
@@ -105,9 +107,17 @@ class TritonAttention:
             )  # fmt: skip
             if decode_hopper.suits(spec, inputs, raw):
                 return self._decode(spec, inputs, raw)
+        first, later = q_TNH, None
+        if tail is not None:
+            first = q_TNH[:0]
+        else:
+            prepared = self._kind(spec, q_TNH, v_TKH)
+            plain = q_norm is None and not interleaved
+            if prepared.fresh and plain and fresh.rotates(q_TNH, v_TKH, cos_sin_PR, hopper=self._hopper):
+                first, later = q_TNH[: prepared.all_fresh_from], fresh.Unrotated(q_TNH, cos_sin_PR)
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
-            q_TNH if tail is None else k_TKH[:, :0],
+            first,
             k_TKH,
             v_TKH,
             positions_T,
@@ -129,14 +139,26 @@ class TritonAttention:
                 _of_tail(q_TNH, tail), positions_L, cos_sin_PR, q_norm, eps, offset, interleaved=interleaved
             )
             self.prepare(tail.inputs())
-        return self.attend(spec, q, k, v_TKH)
+            prepared = self._kind(spec, q, v_TKH)
+        return self._attend(spec, prepared, q, k, v_TKH, later)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """`forward` for KV that is already in the pages."""
-        inputs = self._step()
         q = q_TNH if q_TNH.stride(2) == 1 else q_TNH.contiguous()
+        return self._attend(spec, self._kind(spec, q, v_TKH), q, k_TKH, v_TKH)
+
+    def _attend(
+        self,
+        spec: Spec,
+        prepared: _Prepared,
+        q: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        later: fresh.Unrotated | None = None,
+    ) -> Tensor:
+        """`later`: the queries of all tokens, to be rotated where `q`, which is rotated, ends: there all rows are fresh."""
+        inputs = self._step()
         v_width = inputs.v_caches[spec.layer].shape[3]
-        prepared = self._prepare_kind(spec, q, v_TKH, v_width)
         if prepared.fresh:
             k_scale, v_scale = inputs.scales(spec.layer)
             k_TKH = _as_read(k_TKH, inputs.k_caches[spec.layer].dtype, k_scale)
@@ -144,11 +166,20 @@ class TritonAttention:
         if not prepared.rows and prepared.shared is None:
             lengths = {length for _, length in prepared.fresh}
             if len(lengths) == 1 and sum(length for _, length in prepared.fresh) == inputs.num_tokens:
-                return fresh.attend_whole(q, k_TKH, v_TKH, lengths.pop(), spec.scale, hopper=self._hopper).flatten(1)
+                queries = q if later is None else later
+                return fresh.attend_whole(
+                    queries, k_TKH, v_TKH, lengths.pop(), spec.scale, hopper=self._hopper
+                ).flatten(1)
         out = torch.empty((inputs.num_tokens, spec.num_heads, v_width), dtype=q.dtype, device=q.device)
         self._launch(spec, inputs, prepared, q, out)
-        if prepared.fresh:
-            fresh.attend_fresh(q, k_TKH, v_TKH, prepared.fresh, spec.scale, out, hopper=self._hopper)
+        rows = prepared.fresh
+        if later is not None:
+            rest = [row for row in rows if row[0] >= len(q)]
+            rows = rows[: len(rows) - len(rest)]
+            if rest:
+                fresh.attend_fresh(later, k_TKH, v_TKH, rest, spec.scale, out)
+        if rows:
+            fresh.attend_fresh(q, k_TKH, v_TKH, rows, spec.scale, out, hopper=self._hopper)
         return out.flatten(1)
 
     def _decode(self, spec: Spec, inputs: AttentionInputs, raw: decode_hopper.Raw) -> Tensor:
@@ -211,8 +242,10 @@ class TritonAttention:
             made.append(triton.Workspace.make(num_chunks, each.shape.block_m, v_width, self._device))
         return made[-1]
 
-    def _prepare_kind(self, spec: Spec, q: Tensor, v: Tensor, v_width: int) -> _Prepared:
+    def _kind(self, spec: Spec, q: Tensor, v: Tensor) -> _Prepared:
+        """The launches of layers like this one."""
         inputs = self._step()
+        v_width = inputs.v_caches[spec.layer].shape[3]
         kind = Kind(spec.num_heads, spec.num_kv_heads, spec.window, spec.causal)
         fresh_from = _NEVER
         if inputs.host is not None and fresh.suits(spec, q, v):
@@ -263,7 +296,12 @@ def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_
     if has_longer:
         longer = shape_for(PREFILL if inputs.num_tokens >= _LARGE_STEP else EXTEND, kind.group, bytes_per_token)
         rows.append(plan.plan_rows(inputs, kind, longer, least_query=most_decode + 1, fresh_from=fresh_from))
-    return _Prepared(rows, shared, fresh_rows)
+    all_fresh_from = inputs.num_tokens
+    for first, length in reversed(fresh_rows):
+        if first + length != all_fresh_from:
+            break
+        all_fresh_from = first
+    return _Prepared(rows, shared, fresh_rows, all_fresh_from)
 
 
 def _decode_shape(inputs: AttentionInputs, kind: Kind) -> Shape:

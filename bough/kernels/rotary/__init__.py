@@ -64,7 +64,10 @@ def rope_and_write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(Norm and) rotate q and k, and write k and v to their pages, in one pass. Returns the rotated (q, k)."""
+    """(Norm and) rotate q and k, and write k and v to their pages, in one pass. Returns the rotated (q, k).
+
+    There may be fewer queries than keys: those of the first tokens.
+    """
     out: tuple[Tensor, Tensor] = _IMPLEMENTATIONS.pick("rope_and_write", q_TNH.device)(
         q_TNH,
         k_TKH,

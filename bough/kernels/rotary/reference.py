@@ -24,7 +24,8 @@ def apply_rope(
     q_TNH: Tensor, k_TKH: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, -1)
-    return _rotate(q_TNH, cos, sin, interleaved), _rotate(k_TKH, cos, sin, interleaved)
+    num = len(q_TNH)  # there may be fewer than keys
+    return _rotate(q_TNH, cos[:num], sin[:num], interleaved), _rotate(k_TKH, cos, sin, interleaved)
 
 
 def qk_norm_rope(

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Rotary embedding, q/k norms and the KV write on the GPU: one program a token and a group of heads."""
+"""Rotary embedding, q/k norms and the KV write on the GPU: one program a token and a group of heads of one kind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _rounded_to_float8(value):
     return tl.where(tl.abs(value) < 0.015625, small, normal).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_tokens", "tokens"])
 def _heads_kernel(
     q,
     k,
@@ -63,6 +63,8 @@ def _heads_kernel(
     k_cache_head,
     v_cache_token,
     v_cache_head,
+    q_tokens,
+    tokens,
     N: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -79,9 +81,13 @@ def _heads_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (N + HEADS - 1) // HEADS
+    program = tl.program_id(0)
+    is_query = program < q_tokens * Q_PARTS
+    program = tl.where(is_query, program, program - q_tokens * Q_PARTS)
+    count = tl.where(is_query, q_tokens, tokens)
+    part = program // count
+    token = (program % count).to(tl.int64)
     trigger(PDL)
     # Positions are inputs of the step: no kernel since its first ordinary launch writes them.
     position = tl.load(positions + token).to(tl.int64)
@@ -90,7 +96,7 @@ def _heads_kernel(
     cos = tl.load(cos_sin + position * (2 * HALF) + half, mask=in_half, other=0.0)[None, :]
     sin = tl.load(cos_sin + position * (2 * HALF) + HALF + half, mask=in_half, other=0.0)[None, :]
     wait(PDL)
-    if part < Q_PARTS:
+    if is_query:
         head = part * HEADS + tl.arange(0, HEADS)
         a, b, rest = _load_head(
             q + token * q_token, q_head, head, N, H, HALF, q_weight, eps, offset,
@@ -102,7 +108,7 @@ def _heads_kernel(
             q_out + token * (N * H), H, head, N, H, HALF, a, b, rest, INTERLEAVED, BLOCK_HALF, BLOCK_REST
         )  # fmt: skip
     else:
-        head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
+        head = part * HEADS + tl.arange(0, HEADS)
         a, b, rest = _load_head(
             k + token * k_token, k_head, head, K, H, HALF, k_weight, eps, offset,
             NORM_K, INTERLEAVED, BLOCK_HALF, BLOCK_REST,
@@ -272,9 +278,9 @@ def _heads(
     v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     q, k = _dense(q), _dense(k)
-    tokens, num_heads, width = q.shape
-    kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
-    q_out = torch.empty((tokens, num_heads, width), dtype=q.dtype, device=q.device)
+    (q_tokens, num_heads, width), (tokens, kv_heads, _) = q.shape, k.shape
+    half = cos_sin.shape[1] // 2
+    q_out = torch.empty((q_tokens, num_heads, width), dtype=q.dtype, device=q.device)
     k_out = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=k.device)
     if tokens == 0:
         return q_out, k_out
@@ -284,7 +290,7 @@ def _heads(
         _check_cache(k_cache)
         _check_cache(v_cache)
     heads = min(_HEADS, power_of_two(max(num_heads, kv_heads)))
-    _heads_kernel[(tokens, cdiv(num_heads, heads) + cdiv(kv_heads, heads))](
+    _heads_kernel[(q_tokens * cdiv(num_heads, heads) + tokens * cdiv(kv_heads, heads),)](
         q,
         k,
         value,
@@ -311,6 +317,8 @@ def _heads(
         k_cache.stride(-2),
         v_cache.stride(-3),
         v_cache.stride(-2),
+        q_tokens,
+        tokens,
         N=num_heads,
         K=kv_heads,
         H=width,

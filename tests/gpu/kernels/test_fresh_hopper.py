@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bough.kernels.attention import fresh
-from bough.kernels.attention.fresh_hopper import PLACES, Rows, attend, suits
+from bough.kernels.attention.fresh_hopper import PLACES, Rows, attend, can_rotate, suits
+from bough.kernels.rotary import reference as rotary_reference
 
 pytestmark = pytest.mark.usefixtures("hopper")
 NAN = float("nan")
@@ -49,7 +50,12 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 
 def check(
-    lengths: Sequence[int], dtype: torch.dtype = torch.bfloat16, heads: int = 8, kv: int = 2, dim: int = 128
+    lengths: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    heads: int = 8,
+    kv: int = 2,
+    dim: int = 128,
+    rotated: bool = True,
 ) -> None:
     rows, total = rows_of(lengths), BEFORE + sum(lengths) + AFTER
     q, k, v = made(total, dtype, heads, kv, dim)
@@ -57,22 +63,34 @@ def check(
         x[:BEFORE], x[-AFTER:] = NAN, NAN
     out = torch.full(q.shape, NAN, device="cuda", dtype=dtype)
     assert suits(q, k, v)
-    attend(q, k, v, rows, dim**-0.5, out)
+    table = None
+    turned = q
+    if not rotated:  # no row is longer than the table, which ends where the memory may
+        angles = torch.randn(max(lengths), dim // 2, device="cuda") * 3
+        table = torch.cat((angles.cos(), angles.sin()), 1)
+        positions = torch.zeros(total, dtype=torch.int64, device="cuda")
+        for first, length in rows:
+            positions[first : first + length] = torch.arange(length, device="cuda")
+        turned, _ = rotary_reference.apply_rope(q, k, positions, table)
+        assert can_rotate(table, dim)
+    attend(q, k, v, rows, dim**-0.5, out, table)
     mine = slice(BEFORE, total - AFTER)
     assert out[:BEFORE].isnan().all()
     assert out[-AFTER:].isnan().all()
-    assert_close(out[mine], expected(q, k, v, rows)[mine])
+    assert_close(out[mine], expected(turned, k, v, rows)[mine])
 
 
+@pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
-def test_ragged_batches(lengths: list[int]) -> None:
-    check(lengths)
+def test_ragged_batches(lengths: list[int], rotated: bool) -> None:
+    check(lengths, rotated=rotated)
 
 
+@pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(32, 8, 128), (4, 4, 64), (6, 1, 128), (14, 2, 64), (28, 4, 128)])
-def test_heads_and_types(dtype: torch.dtype, heads: int, kv: int, dim: int) -> None:
-    check([300, 5, 777], dtype, heads, kv, dim)
+def test_heads_and_types(dtype: torch.dtype, heads: int, kv: int, dim: int, rotated: bool) -> None:
+    check([300, 5, 777], dtype, heads, kv, dim, rotated)
 
 
 def test_rows_longer_than_the_cache_holds_of_all_heads() -> None:
@@ -86,7 +104,8 @@ def test_more_tiles_than_one_launch_takes() -> None:
 def test_random_batches_one_after_the_other_on_one_counter() -> None:
     numbers = np.random.default_rng()
     for _ in range(8):
-        check([int(n) for n in numbers.integers(1, 900, numbers.integers(1, 12))])
+        lengths = [int(n) for n in numbers.integers(1, 900, numbers.integers(1, 12))]
+        check(lengths, rotated=bool(numbers.integers(2)))
 
 
 def test_whole_and_ragged_steps_agree_with_float32() -> None:
