@@ -122,7 +122,7 @@ def test_steps_that_nobody_watches_are_larger_where_memory_is_plenty() -> None:
         values = flat(resolve(config(**settings), machine, model).config)
         return values["chunked_prefill_size"], values["unwatched_prefill_size"]
 
-    assert sizes(H200) == (8192, 16384)
+    assert sizes(H200) == (8192, 16896)
     assert sizes(replace(H200, total_bytes=80 * GIB, free_bytes=79 * GIB)) == (8192, 8192)
     assert sizes(H200, chunked_prefill_size=2048) == (2048, 2048)
     assert sizes(H200, chunked_prefill_size=2048, unwatched_prefill_size=3000) == (2048, 3000)
