@@ -29,9 +29,9 @@ Json = dict[str, Any]
 Answers = Json | list[Json]
 T = TypeVar("T")
 
-_BUSY_S = 0.01
-"""A lone call waits busily for so long: the answer to a cached prompt comes within, and being woken would add to it what
-is a few hundredths of its time."""
+_BUSY_S = 0.05
+"""A lone call waits busily for so long: the first token of a prompt of some thousand ids comes within. Being woken, and what
+the processor has forgotten meanwhile, would add a few tenths of a millisecond. Longer calls pay with so much of a core."""
 
 
 class Engine:

@@ -8,6 +8,9 @@ from typing import TypeAlias
 
 _LOOK_EVERY = 4
 """While there is something to do already, every so many turns of the loop look for more."""
+_LATE_S = 0.001
+"""A busy wait whose looks are further apart than this shares its processor: it goes on asleep, for whoever sleeps is woken
+ahead of those who compute."""
 
 Ready: TypeAlias = list[tuple[selectors.SelectorKey, int]]
 
@@ -25,7 +28,7 @@ class CallerSelector(selectors.EpollSelector):
         self._awake_until_s = 0.0
 
     def stay_awake(self, seconds: float) -> None:
-        """Waits are busy for so long from now; 0: they sleep at once."""
+        """Waits are busy for so long from now, or until others want the processor; 0: they sleep at once."""
         self._awake_until_s = time.monotonic() + seconds if seconds > 0 else 0.0
 
     def select(self, timeout: float | None = None) -> Ready:
@@ -41,7 +44,9 @@ class CallerSelector(selectors.EpollSelector):
                 ready = super().select(0)
                 if ready:
                     return ready
-                now_s = time.monotonic()
+                before_s, now_s = now_s, time.monotonic()
+                if now_s - before_s > _LATE_S:
+                    self._awake_until_s = 0.0
             if timeout is not None:
                 timeout = max(0.0, give_up_s - now_s)
         return super().select(timeout)

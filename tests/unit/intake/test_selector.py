@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,7 +61,10 @@ def test_a_wait_ends_with_what_comes_or_its_time(
         assert 0.9 * timeout_s < time.monotonic() - began_s < timeout_s + 5
 
 
-def test_it_is_busy_only_within_its_time(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_it_is_busy_only_within_its_time(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bough.intake.selector._LATE_S", 60.0)  # whatever else runs on this machine
     selector = CallerSelector()
     selector.register(pair[0], selectors.EVENT_READ)
     spent_s = []
@@ -72,6 +76,33 @@ def test_it_is_busy_only_within_its_time(pair: tuple[socket.socket, socket.socke
     assert spent_s[0] < 0.05
     assert 0.02 < spent_s[1] < 0.2
     assert spent_s[2] < 0.05
+    selector.close()
+
+
+def test_it_sleeps_where_it_must_share_the_processor(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=iter([0.0, 0.0, 0.0001, 0.0002, 0.01, 0.02, 0.02, 0.03]).__next__)
+    selector = CallerSelector()
+    selector.register(pair[0], selectors.EVENT_READ)
+    waited: list[float | None] = []
+
+    def select(_: object, timeout: float | None = None) -> list[object]:
+        waited.append(timeout)
+        return []
+
+    monkeypatch.setattr("bough.intake.selector.time", clock)
+    monkeypatch.setattr(selectors.EpollSelector, "select", select)
+    selector.stay_awake(0.05)
+    selector.select(1.0)
+    assert waited == [0, 0, 0, pytest.approx(0.99)]
+    waited.clear()
+    selector.select(1.0)
+    assert waited == [1.0], "it stays asleep until it is told to stay awake again"
+    waited.clear()
+    selector.stay_awake(0.009)
+    selector.select(1.0)
+    assert waited == [0, pytest.approx(0.99)]
     selector.close()
 
 
