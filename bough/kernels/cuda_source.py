@@ -134,11 +134,17 @@ class _LaunchConfig(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorMap:
+class Held:
+    """A kernel's argument, in memory from where a launch copies it. Never changed, so launches may share one."""
+
+    memory: object
+    address: int
+
+
+class TensorMap(Held):
     """How the copy engine walks a matrix in tiles; 128 bytes that a kernel takes by value."""
 
-    memory: ctypes.Array[ctypes.c_char]
-    address: int
+    __slots__ = ()
 
 
 @lru_cache(maxsize=4096)
@@ -189,16 +195,31 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int | None = None) ->
 Argument = TensorMap | Tensor | int | ctypes.Structure | None
 
 
-def _held(argument: Argument) -> TensorMap | ctypes.c_int | ctypes.c_void_p | ctypes.Structure:
-    if isinstance(argument, TensorMap | ctypes.Structure):
+@lru_cache(maxsize=4096)
+def _number(value: int) -> Held:
+    memory = ctypes.c_int(value)
+    return Held(memory, ctypes.addressof(memory))
+
+
+def _held(argument: Argument) -> Held:
+    if isinstance(argument, TensorMap):
         return argument
     if isinstance(argument, int):
-        return ctypes.c_int(argument)
-    return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+        return _number(argument)
+    if isinstance(argument, ctypes.Structure):
+        return Held(argument, ctypes.addressof(argument))
+    pointer = ctypes.c_void_p(None if argument is None else argument.data_ptr())
+    return Held(pointer, ctypes.addressof(pointer))
 
 
 _EARLY = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_SERIALIZATION, b"", (1,)))
 _IN_ORDER = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_SERIALIZATION, b"", (0,)))
+
+
+@lru_cache(maxsize=4096)
+def _config(blocks: int, threads: int, shared_bytes: int, stream: int, early: bool) -> _LaunchConfig:
+    """Kept, since a launch takes no longer than making one. Nobody may change it."""
+    return _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, _EARLY if early else _IN_ORDER, 1)
 
 
 class _OnDevice:
@@ -251,19 +272,22 @@ class CudaKernel:
 
         A tensor is passed as its address, None as a null pointer, a structure by value.
         """
-        config = _LaunchConfig(
-            (blocks, 1, 1), (self._threads, 1, 1), self._shared_bytes, stream, _EARLY if early else _IN_ORDER, 1
-        )
+        config = _config(blocks, self._threads, self._shared_bytes, stream, early)
         held = [_held(each) for each in arguments]
-        pointers = (ctypes.c_void_p * len(held))(
-            *[each.address if type(each) is TensorMap else ctypes.addressof(each) for each in held]  # type: ignore[arg-type]
-        )
+        pointers = (ctypes.c_void_p * len(held))(*[each.address for each in held])
         with self._on_device() as driver:
             result = driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         _check(result, "launching")
 
     def _on_device(self) -> _OnDevice:
         return _OnDevice(self._context)
+
+
+def current_stream(device: torch.device) -> int:
+    """The driver's handle of the stream that torch queues work on: what `torch.cuda.current_stream` wraps, which takes
+    longer than some launches do."""
+    found: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return found
 
 
 class StreamNumbers:

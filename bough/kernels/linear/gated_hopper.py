@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, runs_on, tensor_map
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
 
 SOURCE = Path(__file__).with_suffix(".cu")
 DEPTH = 64
@@ -161,7 +161,7 @@ def gated(x_TD: Tensor, weight_2FD: Tensor, tiling: Tiling, out_TF: Tensor | Non
     """[T, F] of matrices for which `can_serve`, written into `out_TF` if there is one. Raises CudaSourceError."""
     tokens, depth = x_TD.shape
     features = weight_2FD.shape[0] // 2
-    out = torch.empty((tokens, features), dtype=x_TD.dtype, device=x_TD.device) if out_TF is None else out_TF
+    out = x_TD.new_empty((tokens, features)) if out_TF is None else out_TF
     loaded = _loaded(tiling, x_TD.device)
     t_tiles, f_tiles = tiling.tiles(tokens, features)
     maps = (
@@ -171,6 +171,5 @@ def gated(x_TD: Tensor, weight_2FD: Tensor, tiling: Tiling, out_TF: Tensor | Non
     )
     blocks = 2 * min(loaded.pairs, t_tiles * f_tiles)
     steps = -(-depth // DEPTH)
-    stream = torch.cuda.current_stream(x_TD.device).cuda_stream
-    loaded.kernel.launch(blocks, (*maps, t_tiles, f_tiles, steps, features), stream)
+    loaded.kernel.launch(blocks, (*maps, t_tiles, f_tiles, steps, features), current_stream(x_TD.device))
     return out

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, cached_cubin, runs_on, tensor_map
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, current_stream, runs_on, tensor_map
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ROWS = 64
@@ -65,4 +65,4 @@ def launch_ring(
         tensor_map(x, block_t), tensor_map(weight, block_n), bias, out, partial, counters,
         x.shape[0], out.shape[1], per_chunk, total, k_steps,
     )  # fmt: skip
-    kernel.launch(programs, arguments, torch.cuda.current_stream(x.device).cuda_stream)
+    kernel.launch(programs, arguments, current_stream(x.device))
