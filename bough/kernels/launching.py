@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""What Triton launches share: facts of the device, programmatic dependent launch, rounding to powers of two.
+"""What launches share: facts of the device, its stream, programmatic dependent launch, a short way to launch Triton's
+kernels, rounding to powers of two.
 
 Programmatic dependent launch (Hopper and later): a kernel may start while the one before it still runs. It calls `wait`
 before it touches anything another kernel writes, or writes anything another kernel may read; before that it may only read
@@ -9,15 +10,19 @@ calls `wait` must not be launched with `pdl_options`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bough.kernels.choices import facts_of
+from bough.kernels.cuda_source import current_stream
 
 
 @cache
@@ -38,6 +43,7 @@ def shared_bytes_per_sm(device: torch.device) -> int:
 
 @cache
 def has_pdl(device: torch.device) -> bool:
+    """Whether kernels are launched with their constant `PDL`."""
     facts = facts_of(device.type, device.index)
     return facts.capability >= (9, 0) and torch.version.hip is None
 
@@ -45,6 +51,77 @@ def has_pdl(device: torch.device) -> bool:
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch arguments: the constexpr `PDL` of a kernel and the attribute that goes with it."""
     return {"PDL": True, "launch_pdl": True} if has_pdl(device) else {"PDL": False}
+
+
+_ALIGNMENT = 16
+"""Bytes: Triton compiles a kernel one way for a pointer to a multiple of so many, and another way for others."""
+
+_MOST_COUNT = 2**31 - 1
+"""Triton compiles a kernel one way for integers of 32 bits, and another way for larger ones."""
+
+
+class Launcher:
+    """Launches a kernel whose parameters are tensors, then integers, then counts (integers that Triton was told not to
+    specialise it for), then floats, then constants (`tl.constexpr`).
+
+    At every launch Triton finds out anew which of a kernel's compiled forms its arguments ask for, and takes longer over it
+    than over the launch. It goes by tensors' dtypes and alignment, by properties of integers and by the constants; a form is
+    kept here by all of these, integers by their values, and is launched as it is where they are all the same. Where a tensor
+    isn't aligned, on AMD's devices (where it also matters how large a tensor is) and in the interpreter, Triton launches.
+
+    Hooks that Triton would call around a launch are not called.
+    """
+
+    MOST_FORMS = 4096
+
+    def __init__(self, kernel: Any) -> None:
+        """`kernel`: a function with `triton.jit`."""
+        self._kernel = kernel
+        self._forms: dict[tuple[object, ...], tuple[Any, Any, Any, CompiledKernel]] = {}
+        """What launches each form, its handle and what is told of it; and the form, which would be unloaded otherwise."""
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        tensors: Sequence[Tensor],
+        integers: tuple[int, ...],
+        floats: tuple[float, ...],
+        constants: tuple[object, ...],
+        num_warps: int,
+        counts: tuple[int, ...] = (),
+    ) -> None:
+        """`constants` end with `PDL`, as of `has_pdl`. `counts`, of whatever differs from step to step, aren't negative."""
+        device = tensors[0].device
+        pointers, bits = [], 0
+        for tensor in tensors:
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer
+        key = (device, num_warps, integers, constants, *[tensor.dtype for tensor in tensors])
+        usual = bits % _ALIGNMENT == 0 and (not counts or max(counts) <= _MOST_COUNT)
+        form = self._forms.get(key) if usual else None
+        if form is not None:
+            run, function, told, _ = form
+            stream = current_stream(device)
+            run(*grid, 1, stream, function, told, None, None, None, *pointers, *integers, *counts, *floats, *constants)
+            return
+        # By type, so that the form fits all numbers that are equal: True is 1, and 1 is 1.0.
+        numbers = (*map(int, integers), *map(int, counts), *map(float, floats))
+        options = {"launch_pdl": True} if constants[-1] else {}
+        made = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **options)
+        if usual and isinstance(made, CompiledKernel) and _is_current(device):
+            first = len(tensors) + len(integers)
+            for parameter in self._kernel.params[first : first + len(counts)]:
+                if not parameter.do_not_specialize:
+                    raise ValueError(f"{parameter.name} must be in the kernel's do_not_specialize")
+            if len(self._forms) >= self.MOST_FORMS:
+                self._forms.clear()
+            self._forms[key] = made.run, made.function, made.packed_metadata, made
+
+
+def _is_current(device: torch.device) -> bool:
+    """Whether Triton launches on this one."""
+    return torch.version.hip is None and torch.cuda.current_device() == device.index
 
 
 def cdiv(number: int, by: int) -> int:

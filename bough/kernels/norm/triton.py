@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import pdl_options, power_of_two, trigger, wait, warps_for
+from bough.kernels.launching import Launcher, has_pdl, power_of_two, trigger, wait, warps_for
 
 
 @triton.jit
@@ -47,14 +47,17 @@ def _norm_kernel(
     tl.store(out + row * D + col, (value * scale * (w + offset)).to(out.dtype.element_ty), mask=inside)
 
 
+_NORM = Launcher(_norm_kernel)
+
+
 def _rows(x: Tensor) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     x = _rows(x_TD)
-    out = torch.empty(x_TD.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     _launch(x, x, weight_D, out, out, eps, offset, add=False)
     return out
 
@@ -64,7 +67,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     parts = x_TD.shape[0] if x_TD.dim() > residual_TD.dim() else 1
     x, residual = _rows(x_TD), _rows(residual_TD)
-    out, total = (torch.empty(residual_TD.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    out, total = x.new_empty(residual_TD.shape), x.new_empty(residual_TD.shape)
     _launch(x, residual, weight_D, out, total, eps, offset, add=True, parts=parts)
     return out, total
 
@@ -77,22 +80,13 @@ def _launch(
     rows, width = residual.shape
     if rows == 0:
         return
-    block = power_of_two(width)
-    _norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        total,
-        x.stride(0),
-        rows * x.stride(0),
-        residual.stride(0),
-        eps,
-        offset,
-        D=width,
-        PARTS=parts,
-        ADD=add,
-        BLOCK=block,
-        num_warps=warps_for(block),
-        **pdl_options(x.device),
+    block, stride = power_of_two(width), x.stride(0)
+    part_stride = rows * stride if parts > 1 else 0
+    _NORM.launch(
+        (rows, 1),
+        (x, residual, weight, out, total),
+        (stride, part_stride, residual.stride(0)),
+        (eps, offset),
+        (width, parts, add, block, has_pdl(x.device)),
+        warps_for(block),
     )
