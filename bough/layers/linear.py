@@ -130,9 +130,9 @@ class QKVLinear(_Weighted):
 
     def heads(self, product_TO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, N, H], [T, K, H], [T, K, H]: views of a product."""
-        heads = self._by_head(product_TO)
-        keys, values = self.num_heads, self.num_heads + self.num_kv_heads
-        return heads[:, :keys], heads[:, keys:values], heads[:, values:]
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q_TNH, k_TKH, v_TKH = self._by_head(product_TO).split_with_sizes(counts, 1)
+        return q_TNH, k_TKH, v_TKH
 
     def _by_head(self, product_TO: Tensor) -> Tensor:
         return product_TO.view(product_TO.shape[0], -1, self.head_dim)

@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
     def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends. The stream starts with None."""
         if residual_TD is None:
-            return self(x_TD), x_TD
+            return self.forward(x_TD), x_TD
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps, offset=self.offset)
 
     def last(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> Tensor:

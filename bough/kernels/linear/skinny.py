@@ -222,7 +222,7 @@ def skinny(
     programs = cdiv(total, per_chunk)
     needed = 2 * programs * config.block_n * block_t * (2 if silu_mul else 1)
     partial, counters = _SCRATCH.get(device, needed, tiles)
-    out = torch.empty((tokens, rows), dtype=x.dtype, device=device)
+    out = x.new_empty((tokens, rows))
     if ring:
         hopper.launch_ring(
             x, weight, bias, out, partial, counters,

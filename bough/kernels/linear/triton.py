@@ -38,12 +38,12 @@ def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+    if x_TD.shape[0] >= _ADD_FROM:
+        return stream_TO.addmm_(x_TD, weight_OD.t()), None
     if _is_cut(x_TD, weight_OD):
         half = x_TD.shape[1] // 2
         x_2TD, weight_2DO = x_TD.view(-1, 2, half).transpose(0, 1), weight_OD.view(-1, 2, half).permute(1, 2, 0)
         return torch.bmm(x_2TD, weight_2DO), stream_TO
-    if x_TD.shape[0] >= _ADD_FROM:
-        return stream_TO.addmm_(x_TD, weight_OD.t()), None
     return linear(x_TD, weight_OD), stream_TO
 
 
