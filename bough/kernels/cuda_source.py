@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import itertools
 import logging
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -150,19 +151,22 @@ class TensorMap(Held):
 @lru_cache(maxsize=4096)
 def _encoded(
     pointer: int,
-    rows: int,
-    columns: int,
-    stride_bytes: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
     box_rows: int,
-    box_columns: int,
-    data_type: int,
-    swizzle: int,
+    box_columns: int | None,
 ) -> TensorMap:
+    rows, columns, item = shape[0], math.prod(shape[1:]), dtype.itemsize
+    stride_bytes = (strides[0] if rows > 1 else columns) * item
+    swizzle = _BY_128_BYTES if box_columns is None else _NOT_SWIZZLED
+    box_columns = box_columns or SWIZZLED_BYTES // item
     memory = ctypes.create_string_buffer(128 + 63)
     address = (ctypes.addressof(memory) + 63) & ~63
     result = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(address), data_type, 2, ctypes.c_void_p(pointer), (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(stride_bytes), (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1),
+        ctypes.c_void_p(address), _TENSOR_MAP_TYPES[dtype], 2, ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(stride_bytes),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1),
         0, swizzle, 3, 0,  # not interleaved, promoted to 256 bytes in L2, zeros outside
     )  # fmt: skip
     _check(result, "describing a matrix to the copy engine")
@@ -183,13 +187,7 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int | None = None) ->
 
     They are box_rows x 128 bytes, swizzled; with `box_columns` (a multiple of 16 bytes) as wide as that, row after row.
     """
-    shape, item = matrix.shape, matrix.element_size()
-    columns = shape[1] if len(shape) == 2 else shape[1] * shape[2]
-    stride = matrix.stride(0) if shape[0] > 1 else columns
-    return _encoded(
-        matrix.data_ptr(), shape[0], columns, stride * item, box_rows, box_columns or SWIZZLED_BYTES // item,
-        _TENSOR_MAP_TYPES[matrix.dtype], _BY_128_BYTES if box_columns is None else _NOT_SWIZZLED,
-    )  # fmt: skip
+    return _encoded(matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype, box_rows, box_columns)
 
 
 Argument = TensorMap | Tensor | int | ctypes.Structure | None

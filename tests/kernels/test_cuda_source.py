@@ -19,6 +19,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, list[int]]] = []
+        self.maps: list[dict[str, Any]] = []
 
     def cuCtxPushCurrent_v2(self, _context: object) -> int:
         return 0
@@ -26,7 +27,10 @@ class Driver:
     def cuCtxPopCurrent_v2(self, _context: object) -> int:
         return 0
 
-    def cuTensorMapEncodeTiled(self, *_: object) -> int:
+    def cuTensorMapEncodeTiled(self, *given: Any) -> int:
+        _, kind, _, memory, shape, strides, box, _, _, swizzle, *_ = given
+        numbers = {"shape": list(shape), "strides": list(strides), "box": list(box)}
+        self.maps.append({"kind": kind, "memory": memory.value, "swizzle": swizzle, **numbers})
         return 0
 
     def cuLaunchKernelEx(self, config: Any, _function: object, arguments: Any, _extra: None) -> int:
@@ -68,6 +72,19 @@ def test_launches_that_differ_are_configured_apart(driver: Driver) -> None:
     seen = [(c.grid[0], c.stream, bool(c.attributes[0].value[0])) for c, _ in driver.launches]
     assert seen == asked
     assert all((c.grid[1], c.grid[2], *c.block, c.shared_bytes) == (1, 1, 384, 1, 1, 1000) for c, _ in driver.launches)
+
+
+def test_a_matrix_is_described_as_it_lies(driver: Driver) -> None:
+    wide = torch.zeros(8, 3, 64, dtype=torch.float16)
+    tensor_map(wide, 4)
+    tensor_map(wide[:, :2], 4)  # heads of a larger product
+    tensor_map(wide[:1, :2], 4)  # one row has no stride
+    tensor_map(wide.view(8, 192).bfloat16(), 2, 104)
+    expected = [([192, 8], 384, [64, 4]), ([128, 8], 384, [64, 4]), ([128, 1], 256, [64, 4]), ([192, 8], 384, [104, 2])]
+    assert [(each["shape"], each["strides"][0], each["box"]) for each in driver.maps] == expected
+    assert [each["kind"] for each in driver.maps] == [6, 6, 6, 9]
+    assert [each["swizzle"] for each in driver.maps] == [3, 3, 3, 0]
+    assert {each["memory"] for each in driver.maps[:3]} == {wide.data_ptr()}
 
 
 def test_a_matrix_that_moves_or_is_cut_otherwise_gets_another_map(driver: Driver) -> None:
