@@ -55,6 +55,7 @@ class Decoder(nn.Module):
             tied_to=self.embed if facts.tie_embeddings else None,
             softcap=facts.logit_softcap,
         )
+        _put_modules_at_hand(self)
 
     def forward(self, batch: Batch) -> Tensor:
         x_TD, residual_TD = self.embed(batch), None
@@ -87,3 +88,13 @@ class Decoder(nn.Module):
     def logits(self, hidden_LD: Tensor) -> Tensor:
         out: Tensor = self.head(hidden_LD)
         return out
+
+
+def _put_modules_at_hand(model: nn.Module) -> None:
+    """Modules become ordinary attributes of those they belong to, beside what torch knows of them: it looks for them when
+    all else has failed, a dozen times a layer, which is a tenth of what launching a layer takes.
+
+    Torch forgets the attribute when another module is assigned. Parameters stay where they are: torch may replace them.
+    """
+    for module in model.modules():
+        vars(module).update(module.named_children())
