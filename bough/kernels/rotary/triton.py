@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import Launcher, cdiv, has_pdl, pdl_options, power_of_two, trigger, wait
 
 _HEADS = 8
 """Heads a program handles."""
@@ -49,10 +48,6 @@ def _heads_kernel(
     loc,
     q_weight,
     k_weight,
-    eps,
-    offset,
-    inverse_k_scale,
-    inverse_v_scale,
     q_token,
     q_head,
     k_token,
@@ -65,6 +60,10 @@ def _heads_kernel(
     v_cache_head,
     q_tokens,
     tokens,
+    eps,
+    offset,
+    inverse_k_scale,
+    inverse_v_scale,
     N: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -135,6 +134,9 @@ def _heads_kernel(
                 value = to_cache(value, inverse_v_scale, SCALED, v_cache.dtype.element_ty)
                 target = v_cache + at * v_cache_token + head[:, None] * v_cache_head + dim[None, :]
                 tl.store(target, value, mask=inside)
+
+
+_ROTATION = Launcher(_heads_kernel)
 
 
 @triton.jit
@@ -280,8 +282,7 @@ def _heads(
     q, k = _dense(q), _dense(k)
     (q_tokens, num_heads, width), (tokens, kv_heads, _) = q.shape, k.shape
     half = cos_sin.shape[1] // 2
-    q_out = torch.empty((q_tokens, num_heads, width), dtype=q.dtype, device=q.device)
-    k_out = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=k.device)
+    q_out, k_out = q.new_empty((q_tokens, num_heads, width)), k.new_empty((tokens, kv_heads, width))
     if tokens == 0:
         return q_out, k_out
     value = k if v is None else _dense(v)
@@ -290,52 +291,23 @@ def _heads(
         _check_cache(k_cache)
         _check_cache(v_cache)
     heads = min(_HEADS, power_of_two(max(num_heads, kv_heads)))
-    _heads_kernel[(q_tokens * cdiv(num_heads, heads) + tokens * cdiv(kv_heads, heads),)](
-        q,
-        k,
-        value,
-        q_out,
-        k_out,
-        positions,
-        cos_sin,
-        k_cache,
-        v_cache,
-        positions if loc is None else loc,
-        q if q_norm is None else q_norm,
-        k if k_norm is None else k_norm,
-        eps,
-        offset,
-        1.0 / k_scale,
-        1.0 / v_scale,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        value.stride(0),
-        value.stride(1),
-        k_cache.stride(-3),
-        k_cache.stride(-2),
-        v_cache.stride(-3),
-        v_cache.stride(-2),
-        q_tokens,
-        tokens,
-        N=num_heads,
-        K=kv_heads,
-        H=width,
-        VH=value.shape[2],
-        HALF=half,
-        NORM_Q=q_norm is not None,
-        NORM_K=k_norm is not None,
-        WRITE=caches is not None,
-        SCALED=k_scale != 1.0 or v_scale != 1.0,
-        INTERLEAVED=interleaved,
-        HEADS=heads,
-        BLOCK_HALF=power_of_two(half),
-        BLOCK_REST=power_of_two(max(width - 2 * half, 1)),
-        BLOCK_V=power_of_two(value.shape[2]),
+    (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), value.stride()
+    _ROTATION.launch(
+        (q_tokens * cdiv(num_heads, heads) + tokens * cdiv(kv_heads, heads), 1),
+        (
+            q, k, value, q_out, k_out, positions, cos_sin, k_cache, v_cache, positions if loc is None else loc,
+            q if q_norm is None else q_norm, k if k_norm is None else k_norm,
+        ),
+        (q_token, q_head, k_token, k_head, v_token, v_head, *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]),
+        (eps, offset, 1.0 / k_scale, 1.0 / v_scale),
+        (
+            num_heads, kv_heads, width, value.shape[2], half, q_norm is not None, k_norm is not None, caches is not None,
+            k_scale != 1.0 or v_scale != 1.0, interleaved, heads, power_of_two(half),
+            power_of_two(max(width - 2 * half, 1)), power_of_two(value.shape[2]), has_pdl(q.device),
+        ),
         num_warps=2,
-        **pdl_options(q.device),
-    )
+        counts=(q_tokens, tokens),
+    )  # fmt: skip
     return q_out, k_out
 
 
