@@ -93,7 +93,7 @@ def attend_whole(
     """[T, N, V] where all tokens belong to fresh rows of one `length`."""
     q = q_TNH.q_TNH if isinstance(q_TNH, Unrotated) else q_TNH
     if q is not q_TNH or (hopper and fresh_hopper.suits(q, k_TKH, v_TKV)):
-        out_TNV = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out_TNV = torch.empty_like(q, memory_format=torch.contiguous_format)
         rows = [(first, length) for first in range(0, q.shape[0], length)]
         attend_fresh(q_TNH, k_TKH, v_TKV, rows, scale, out_TNV, hopper=hopper)
         return out_TNV

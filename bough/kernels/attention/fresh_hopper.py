@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, can_map, runs_on, tensor_map
+from bough.kernels.cuda_source import (
+    CudaKernel,
+    StreamNumbers,
+    cached_cubin,
+    can_map,
+    current_stream,
+    runs_on,
+    tensor_map,
+)
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE = 128
@@ -35,6 +44,9 @@ class Place(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (("first", ctypes.c_int), ("number", ctypes.c_uint16), ("tokens", ctypes.c_uint16))
+
+
+_PLACE = struct.Struct("iHH")
 
 
 class _Args(ctypes.Structure):
@@ -66,16 +78,16 @@ class Tiles:
 @lru_cache(maxsize=64)
 def cut(rows: Rows) -> Tiles:
     """The tiles of rows. Kept, since all layers of a step ask for the same."""
-    first, length = np.array(rows, dtype=np.int64).T
-    counts = -(-length // TILE)
-    row = np.repeat(np.arange(len(rows)), counts)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    order = np.argsort(-number, kind="stable")
-    places = np.zeros(len(row), dtype=np.dtype(Place))
-    places["first"], places["number"] = first[row[order]], number[order]
-    places["tokens"] = np.minimum(length[row] - number * TILE, TILE)[order]
-    launches = tuple(places[at : at + PLACES].tobytes() for at in range(0, len(places), PLACES))
-    return Tiles(launches, int((first + length).max()), int(length.max()))
+    # In plain Python: a lone prompt has few tiles, and the device is idle until its first layer is launched.
+    tiles = [
+        (number, first, min(length - number * TILE, TILE))
+        for first, length in rows
+        for number in range(-(-length // TILE))
+    ]
+    tiles.sort(key=itemgetter(0), reverse=True)
+    places = [_PLACE.pack(first, number, tokens) for number, first, tokens in tiles]
+    launches = tuple(b"".join(places[at : at + PLACES]) for at in range(0, len(places), PLACES))
+    return Tiles(launches, max(first + length for first, length in rows), max(length for _, length in rows))
 
 
 def suits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
@@ -123,7 +135,7 @@ def attend(
     loaded = _loaded(device, q_TNH.dtype, head_dim, pair)
     share = TILE // (1 + pair)
     maps = (tensor_map(q_TNH, TILE), tensor_map(k_TKH, share), tensor_map(v_TKH, share))
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = current_stream(device)
     args = _Args(
         out=out_TNH.data_ptr(), table=None if cos_sin_PR is None else cos_sin_PR.data_ptr(),
         stream=loaded.streams.of(stream), heads=heads, heads_per_kv=heads // kv_heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -281,12 +282,15 @@ def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_
     fresh_rows: list[tuple[int, int]] = []
     has_decode, has_longer = True, inputs.max_query > most_decode
     if inputs.host is not None:
-        query, context = inputs.host.num_query_R, inputs.host.context_R
-        starts = query.cumsum() - query
-        is_fresh = (context == 0) & (query >= fresh_from)
-        fresh_rows = [(int(starts[row]), int(query[row])) for row in is_fresh.nonzero()[0]]
-        has_decode = bool((query <= most_decode).any())
-        has_longer = bool(((query > most_decode) & ~is_fresh).any())
+        has_decode = has_longer = False
+        start = 0
+        for length, before in zip(inputs.host.num_query_R.tolist(), inputs.host.context_R.tolist(), strict=True):
+            is_fresh = before == 0 and length >= fresh_from
+            if is_fresh:
+                fresh_rows.append((start, length))
+            has_decode |= length <= most_decode
+            has_longer |= length > most_decode and not is_fresh
+            start += length
     shared, prefix_R = None, None
     if inputs.shared is not None and kind.window is None and has_decode:
         shared, prefix_R = plan.plan_groups(inputs, kind, shape_for(SHARED, kind.group, bytes_per_token))
@@ -312,6 +316,7 @@ def _decode_shape(inputs: AttentionInputs, kind: Kind) -> Shape:
     return MANY_DECODE if many and shared_bytes_per_sm(device) >= _MANY_BYTES else DECODE
 
 
+@cache
 def shape_for(shape: Shape, group: int, bytes_per_token: int) -> Shape:
     """The shape with tiles that hold at least one token of `group` heads, and KV blocks that fit into shared memory.
 
