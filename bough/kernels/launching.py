@@ -67,7 +67,8 @@ class Launcher:
     At every launch Triton finds out anew which of a kernel's compiled forms its arguments ask for, and takes longer over it
     than over the launch. It goes by tensors' dtypes and alignment, by properties of integers and by the constants; a form is
     kept here by all of these, integers by their values, and is launched as it is where they are all the same. Where a tensor
-    isn't aligned, on AMD's devices (where it also matters how large a tensor is) and in the interpreter, Triton launches.
+    isn't aligned, on AMD's devices (where it also matters how large a tensor is), in the interpreter, and with a Triton that
+    calls its launchers otherwise, Triton launches.
 
     Hooks that Triton would call around a launch are not called.
     """
@@ -77,6 +78,7 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         """`kernel`: a function with `triton.jit`."""
         self._kernel = kernel
+        self._is_short = True
         self._forms: dict[tuple[object, ...], tuple[Any, Any, Any, CompiledKernel]] = {}
         """What launches each form, its handle and what is told of it; and the form, which would be unloaded otherwise."""
 
@@ -98,13 +100,16 @@ class Launcher:
             pointers.append(pointer)
             bits |= pointer
         key = (device, num_warps, integers, constants, *[tensor.dtype for tensor in tensors])
-        usual = bits % _ALIGNMENT == 0 and (not counts or max(counts) <= _MOST_COUNT)
+        usual = self._is_short and bits % _ALIGNMENT == 0 and (not counts or max(counts) <= _MOST_COUNT)
         form = self._forms.get(key) if usual else None
         if form is not None:
             run, function, told, _ = form
-            stream = current_stream(device)
-            run(*grid, 1, stream, function, told, None, None, None, *pointers, *integers, *counts, *floats, *constants)
-            return
+            given = (*pointers, *integers, *counts, *floats, *constants)
+            try:
+                run(*grid, 1, current_stream(device), function, told, None, None, None, *given)
+                return
+            except TypeError:  # launchers of this Triton take something else, and have launched nothing
+                self._is_short = False
         # By type, so that the form fits all numbers that are equal: True is 1, and 1 is 1.0.
         numbers = (*map(int, integers), *map(int, counts), *map(float, floats))
         options = {"launch_pdl": True} if constants[-1] else {}

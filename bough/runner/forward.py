@@ -56,9 +56,11 @@ class Forward:
         self.narrows = True
         """The last layer computes no more than what is read (off where somebody watches the layers)."""
         self._attention = attention
+        self._pages = state.page_table.view(-1)
 
-    def write_table(self, tensors: StepTensors) -> None:
-        self.state.page_table.view(-1).scatter_(0, tensors.table_at_U, tensors.table_pages_U)
+    def write_table(self, at_U: Tensor, pages_U: Tensor) -> None:
+        """Writes pages at flat places of the page table."""
+        self._pages.scatter_(0, at_U, pages_U)
 
     def hidden(self, tensors: StepTensors, extent: Extent, at: Tensor | None, segments: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm at token indices `at` (all tokens: None)."""

@@ -123,7 +123,7 @@ class ModelRunner:
     def _write_table_apart(self, step: Step, stage: Stage) -> None:
         """A step with more page-table writes than its graph has room for makes them ahead of it."""
         at, pages = stage.bring(step.table_at, torch.int64), stage.bring(step.table_pages, torch.int32)
-        self.forward.state.page_table.view(-1).scatter_(0, at, pages)
+        self.forward.write_table(at, pages)
         self.packer.write_table(step)
         step.table_at, step.table_pages = step.table_at[:0], step.table_pages[:0]
 
@@ -136,7 +136,7 @@ class ModelRunner:
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
             follows=bool(step.tokens.min() < 0),
         )
-        self.forward.write_table(tensors)
+        self.forward.write_table(tensors.table_at_U, tensors.table_pages_U)
         scored = self._scored_positions(step)
         num_samples = len(plain.rows)
         at = tensors.last_at_R[:num_samples]
@@ -252,11 +252,10 @@ class LaunchedStep:
 
     def wait(self) -> Outcome:
         assert self._tokens is not None, "a step with constrained rows is waited for after sample"
-        self._stage.wait()
-        rows = self._step.num_rows
-        tokens = np.full((rows, 1), -1, np.int32)
-        tokens[self._plain.rows, 0] = self._tokens
+        tokens = np.full((self._step.num_rows, 1), -1, np.int32)
         counts = self._step.samples.astype(np.int32)
+        self._stage.wait()
+        tokens[self._plain.rows, 0] = self._tokens
         return Outcome(
             tokens=tokens,
             counts=counts,

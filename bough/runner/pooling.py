@@ -66,7 +66,7 @@ class PoolingRunner:
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
             follows=False,
         )
-        self._forward.write_table(tensors)
+        self._forward.write_table(tensors.table_at_U, tensors.table_pages_U)
         if self.pooling.whole:
             broken = np.flatnonzero((step.context != 0) | ~step.samples)
             if len(broken):

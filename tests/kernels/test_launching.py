@@ -160,6 +160,21 @@ def test_a_count_that_triton_looks_at_is_refused(device: Device) -> None:
         Launcher(_scaled).launch((1, 1), USUAL[0], (32,), *USUAL[2:5], (16, 64))
 
 
+def test_a_triton_with_other_launchers_launches_itself(device: Device) -> None:
+    launcher = Launcher(_scaled)
+    launcher.launch((1, 1), *USUAL)
+    ((key, (_, *rest)),) = launcher._forms.items()
+
+    def otherwise(*_: object) -> None:
+        raise TypeError("function takes exactly 12 arguments")
+
+    launcher._forms[key] = (otherwise, *rest)  # type: ignore[assignment]
+    for _ in range(3):
+        launcher.launch((1, 1), *USUAL)
+    assert len(device.launches) == 4
+    assert len({id(form) for form, _, _ in device.launches}) == 1
+
+
 def test_forms_are_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launcher, "MOST_FORMS", 3)
     launcher = Launcher(_scaled)

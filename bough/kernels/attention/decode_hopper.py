@@ -17,7 +17,7 @@ from torch import Tensor
 from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.plan import Plan, Shape
 from bough.kernels.attention.triton import Workspace
-from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, runs_on, tensor_map
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
 from bough.kernels.launching import num_sms
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -131,7 +131,7 @@ def attend(
     )  # fmt: skip
     kernel = _kernel(device, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, raw.q_norm is not None)
     maps = (tensor_map(_flat(k_cache), SHAPE.block_n), tensor_map(_flat(v_cache), SHAPE.block_n))
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = current_stream(device)
     kernel.launch(min(num_sms(device), plan.num_chunks), (*maps, structure), stream, early=not after_plan)
     return out
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, runs_on
+from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, current_stream, runs_on
 from bough.kernels.launching import num_sms
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -149,7 +149,7 @@ def experts(
     hidden = torch.empty((pairs, inner), dtype=x_TD.dtype, device=device)
     weights = weights_Tk.to(torch.float32).contiguous()
     ids = ids_Tk.to(torch.int32).contiguous()
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = current_stream(device)
     given = {
         "x": x_TD, "gate_up": gate_up_E2FD, "down": down_EDF, "weights": weights, "ids": ids, "hidden": hidden,
         "out": out_TD,
