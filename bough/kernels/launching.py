@@ -92,8 +92,10 @@ class Launcher:
         num_warps: int,
         counts: tuple[int, ...] = (),
     ) -> None:
-        """`constants` end with `PDL`, as of `has_pdl`. `counts`, of whatever differs from step to step, aren't negative."""
+        """`constants`: all but `PDL`, which is the last. `counts`, of what differs from step to step, aren't negative."""
         device = tensors[0].device
+        pdl = has_pdl(device)
+        constants = (*constants, pdl)
         pointers, bits = [], 0
         for tensor in tensors:
             pointer = tensor.data_ptr()
@@ -112,7 +114,7 @@ class Launcher:
                 self._is_short = False
         # By type, so that the form fits all numbers that are equal: True is 1, and 1 is 1.0.
         numbers = (*map(int, integers), *map(int, counts), *map(float, floats))
-        options = {"launch_pdl": True} if constants[-1] else {}
+        options = {"launch_pdl": True} if pdl else {}
         made = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **options)
         if usual and isinstance(made, CompiledKernel) and _is_current(device):
             first = len(tensors) + len(integers)

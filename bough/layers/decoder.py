@@ -94,7 +94,8 @@ def _put_modules_at_hand(model: nn.Module) -> None:
     """Modules become ordinary attributes of those they belong to, beside what torch knows of them: it looks for them when
     all else has failed, a dozen times a layer, which is a tenth of what launching a layer takes.
 
-    Torch forgets the attribute when another module is assigned. Parameters stay where they are: torch may replace them.
+    Torch forgets the attribute when another module is assigned, and then only: modules of a model are never deleted, set to
+    None or registered anew. Parameters stay where they are: torch may replace them.
     """
     for module in model.modules():
         vars(module).update(module.named_children())

@@ -103,6 +103,14 @@ OTHERS: tuple[Arguments, ...] = (
 )
 
 
+def launch(launcher: Launcher, grid: tuple[int, int], arguments: Arguments) -> None:
+    """As on a device that has PDL or not, as the last constant says."""
+    tensors, integers, floats, (*constants, pdl), num_warps, counts = arguments
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launching, "has_pdl", lambda _: pdl)
+        launcher.launch(grid, tensors, integers, floats, tuple(constants), num_warps, counts)
+
+
 def by_triton(device: Device, arguments: Arguments, grid: tuple[int, int] = (3, 2)) -> Any:
     """The launch, if nothing is kept."""
     tensors, integers, floats, constants, num_warps, counts = arguments
@@ -118,7 +126,7 @@ def test_runs_the_form_that_triton_would(device: Device, first: Arguments) -> No
     launcher = Launcher(_scaled)
     for arguments in (first, *OTHERS, USUAL, *OTHERS, USUAL):
         form, where, given = by_triton(device, arguments)
-        launcher.launch((3, 2), *arguments)
+        launch(launcher, (3, 2), arguments)
         ran, there, taken = device.launches.pop()
         assert ran is form
         assert (there, taken) == (where, given)
@@ -127,9 +135,9 @@ def test_runs_the_form_that_triton_would(device: Device, first: Arguments) -> No
 
 def test_triton_is_not_asked_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Launcher(_scaled)
-    launcher.launch((3, 2), *USUAL)
+    launch(launcher, (3, 2), USUAL)
     monkeypatch.setattr(type(_scaled), "run", None)
-    launcher.launch((9, 1), *USUAL[:5], (17,))  # as many as never before
+    launch(launcher, (9, 1), (*USUAL[:5], (17,)))  # as many as never before
     assert [where for _, where, _ in device.launches] == [(3, 2, 1, 7), (9, 1, 1, 7)]
 
 
@@ -137,7 +145,7 @@ def test_goes_to_the_current_stream(device: Device, stream: SimpleNamespace) -> 
     launcher = Launcher(_scaled)
     for handle in (7, 8, 9):
         stream.cuda_stream = handle
-        launcher.launch((1, 1), *USUAL)
+        launch(launcher, (1, 1), USUAL)
     assert [where[3] for _, where, _ in device.launches] == [7, 8, 9]
 
 
@@ -145,11 +153,11 @@ def test_keeps_nothing_where_triton_knows_more(device: Device, monkeypatch: pyte
     """On AMD's devices; and where Triton launches on another device than the tensors'."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
     amd = Launcher(_scaled)
-    amd.launch((1, 1), *USUAL)
+    launch(amd, (1, 1), USUAL)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     astray = Launcher(_scaled)
-    astray.launch((1, 1), *USUAL)
+    launch(astray, (1, 1), USUAL)
     assert not amd._forms
     assert not astray._forms
 
@@ -157,12 +165,12 @@ def test_keeps_nothing_where_triton_knows_more(device: Device, monkeypatch: pyte
 def test_a_count_that_triton_looks_at_is_refused(device: Device) -> None:
     """Its kernel would be launched for other counts too."""
     with pytest.raises(ValueError, match="at must be in"):
-        Launcher(_scaled).launch((1, 1), USUAL[0], (32,), *USUAL[2:5], (16, 64))
+        launch(Launcher(_scaled), (1, 1), (USUAL[0], (32,), *USUAL[2:5], (16, 64)))
 
 
 def test_a_triton_with_other_launchers_launches_itself(device: Device) -> None:
     launcher = Launcher(_scaled)
-    launcher.launch((1, 1), *USUAL)
+    launch(launcher, (1, 1), USUAL)
     ((key, (_, *rest)),) = launcher._forms.items()
 
     def otherwise(*_: object) -> None:
@@ -170,7 +178,7 @@ def test_a_triton_with_other_launchers_launches_itself(device: Device) -> None:
 
     launcher._forms[key] = (otherwise, *rest)  # type: ignore[assignment]
     for _ in range(3):
-        launcher.launch((1, 1), *USUAL)
+        launch(launcher, (1, 1), USUAL)
     assert len(device.launches) == 4
     assert len({id(form) for form, _, _ in device.launches}) == 1
 
@@ -179,6 +187,6 @@ def test_forms_are_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Launcher, "MOST_FORMS", 3)
     launcher = Launcher(_scaled)
     for stride in range(16, 16 * 9, 16):
-        launcher.launch((1, 1), USUAL[0], (stride, 16), *USUAL[2:])
+        launch(launcher, (1, 1), (USUAL[0], (stride, 16), *USUAL[2:]))
     assert len(device.launches) == 8
     assert len(launcher._forms) <= 3

@@ -31,6 +31,8 @@ LEAST_TOKENS = 65
 """With fewer, half of every tile would be empty."""
 FEW_TOKENS, FEW_TILE = 256, 128
 """Up to so many, reading the weight takes about as long as multiplying: rows of a tile may be empty, of up to so many."""
+MANY_TOKENS = 1024
+"""From so many on products run at the power cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +161,17 @@ Cut = tuple[Piece, ...]
 @lru_cache(maxsize=4096)
 def best_cut(tokens: int, features: int, pairs: int) -> Cut | None:
     """In one piece as `best_tiling`; or in two where the largest tiles would leave too much of a last wave: they fill all
-    before it, and smaller ones take the rest."""
+    before it, and smaller ones take the rest. Only where it is power that counts, and multiprocessors are used no less."""
     tiling, large = best_tiling(tokens, features, pairs), TILINGS[0]
     if tiling is None:
         return None
     t_tiles, f_tiles = large.tiles(tokens, features)
     first = t_tiles * f_tiles // pairs * pairs // t_tiles * large.features
     rest = features - first
-    if tiling != large and first > 0 and rest > 0 and tokens > FEW_TOKENS:
+    if tiling != large and first > 0 and rest > 0 and tokens >= MANY_TOKENS:
         small = max(_NOT_BY_TURNS, key=lambda each: each.use(tokens, rest, pairs))
         spent = first / large.use(tokens, first, pairs) + rest / small.use(tokens, rest, pairs)
-        if features / spent >= tiling.use(tokens, features, pairs) - NEAR_USE:
+        if features / spent > tiling.use(tokens, features, pairs) - 1e-6:
             return Piece(large, first), Piece(small, rest)
     return (Piece(tiling, features),)
 

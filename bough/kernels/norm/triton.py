@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import Launcher, has_pdl, power_of_two, trigger, wait, warps_for
+from bough.kernels.launching import Launcher, power_of_two, trigger, wait, warps_for
 
 
 @triton.jit
@@ -87,6 +87,6 @@ def _launch(
         (x, residual, weight, out, total),
         (stride, part_stride, residual.stride(0)),
         (eps, offset),
-        (width, parts, add, block, has_pdl(x.device)),
+        (width, parts, add, block),
         warps_for(block),
     )

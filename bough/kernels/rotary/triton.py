@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import Launcher, cdiv, has_pdl, pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import Launcher, cdiv, pdl_options, power_of_two, trigger, wait
 
 _HEADS = 8
 """Heads a program handles."""
@@ -88,7 +88,9 @@ def _heads_kernel(
     part = program // count
     token = (program % count).to(tl.int64)
     trigger(PDL)
-    # Positions are inputs of the step: no kernel since its first ordinary launch writes them.
+    if K == 0:  # queries alone are of some tokens, whose positions may just have been gathered
+        wait(PDL)
+    # Otherwise positions are inputs of the step: no kernel since its first ordinary launch writes them.
     position = tl.load(positions + token).to(tl.int64)
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HALF
@@ -303,7 +305,7 @@ def _heads(
         (
             num_heads, kv_heads, width, value.shape[2], half, q_norm is not None, k_norm is not None, caches is not None,
             k_scale != 1.0 or v_scale != 1.0, interleaved, heads, power_of_two(half),
-            power_of_two(max(width - 2 * half, 1)), power_of_two(value.shape[2]), has_pdl(q.device),
+            power_of_two(max(width - 2 * half, 1)), power_of_two(value.shape[2]),
         ),
         num_warps=2,
         counts=(q_tokens, tokens),
