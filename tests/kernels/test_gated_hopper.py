@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from bough.kernels import cuda_source
 from bough.kernels.linear import gated_hopper
-from bough.kernels.linear.gated_hopper import TILINGS, Piece, Tiling, best_cut, best_tiling, can_serve
+from bough.kernels.linear.gated_hopper import TILINGS, Tiling, best_tiling, can_serve
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 PAIRS = 66  # of multiprocessors of an H200
@@ -114,37 +114,6 @@ def test_tilings_of_a_llama_8b_on_an_h200() -> None:
     assert {tokens: best_tiling(tokens, 14336, PAIRS) for tokens in wanted} == wanted
     assert best_tiling(64, 14336, PAIRS) is None
     assert best_tiling(300, 14336, PAIRS) is None, "a third of the last tiles would be empty"
-
-
-@given(st.integers(1, 20000), st.integers(1, 3800).map(lambda n: 8 * n))
-def test_pieces_are_all_of_the_product_and_cost_no_more_time(tokens: int, features: int) -> None:
-    chosen, cut = best_tiling(tokens, features, PAIRS), best_cut(tokens, features, PAIRS)
-    if chosen is None:
-        assert cut is None
-        return
-    assert cut is not None
-    assert sum(piece.features for piece in cut) == features
-    assert all(piece.features % 8 == 0 for piece in cut)
-    if len(cut) == 1:
-        assert cut[0].tiling == chosen
-        return
-    large, rest = cut
-    assert large.tiling == TILINGS[0] != chosen
-    assert rest.tiling.turns == 1
-    t_tiles, f_tiles = large.tiling.tiles(tokens, large.features)
-    assert -t_tiles * f_tiles % PAIRS < t_tiles, "waves are full, but for what the next column would overfill"
-    spent = sum(piece.features / piece.tiling.use(tokens, piece.features, PAIRS) for piece in cut)
-    assert features / spent > chosen.use(tokens, features, PAIRS) - 1e-5
-    assert tokens >= 1024
-
-
-def test_2048_tokens_of_a_llama_8b_are_eight_waves_of_large_tiles_and_some_small_ones() -> None:
-    """As 2,048 tokens are four of a pair's tiles, 66 pairs take 132 times 104 features in eight waves."""
-    assert best_cut(2048, 14336, PAIRS) == (Piece(TILINGS[0], 132 * 104), Piece(Tiling(96, True, 8), 608))
-    assert best_cut(16896, 3584, PAIRS) == (Piece(TILINGS[1], 3584),), "a shard whose large tiles would waste more"
-    assert best_cut(512, 14336, PAIRS) == (Piece(TILINGS[1], 14336),)
-    assert best_cut(8192, 14336, PAIRS) == (Piece(TILINGS[0], 14336),)
-    assert best_cut(256, 14336, PAIRS) == (Piece(Tiling(112, True, 8), 14336),)
 
 
 def test_only_what_the_copy_engine_reads_is_served() -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +30,6 @@ LEAST_TOKENS = 65
 """With fewer, half of every tile would be empty."""
 FEW_TOKENS, FEW_TILE = 256, 128
 """Up to so many, reading the weight takes about as long as multiplying: rows of a tile may be empty, of up to so many."""
-MANY_TOKENS = 1024
-"""From so many on products run at the power cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +97,6 @@ cap, where it counts how much is fetched for a product (it would be a seventh fa
 cores are: the largest tiles first. Sustained on an H200 with 14336 features of 4096, us at 8,192 and at 2,048 tokens: 2760
 and 732 with the first (2810 if not streamed), 2840 and 714 with the second (whose small tiles fill the last wave), 2870 and
 730 with the third."""
-_NOT_BY_TURNS = tuple(tiling for tiling in TILINGS if tiling.turns == 1)
-"""With a single tile a block only one of two warpgroups that take turns would have any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,40 +142,11 @@ def best_tiling(tokens: int, features: int, pairs: int) -> Tiling | None:
     return next(tiling for tiling, use in zip(TILINGS, uses, strict=True) if use >= best - NEAR_USE)
 
 
-class Piece(NamedTuple):
-    """What one launch does of a product: so many features, in tiles like these."""
-
-    tiling: Tiling
-    features: int
-
-
-Cut = tuple[Piece, ...]
-"""All of the features, one piece after the other."""
-
-
-@lru_cache(maxsize=4096)
-def best_cut(tokens: int, features: int, pairs: int) -> Cut | None:
-    """In one piece as `best_tiling`; or in two where the largest tiles would leave too much of a last wave: they fill all
-    before it, and smaller ones take the rest. Only where it is power that counts, and multiprocessors are used no less."""
-    tiling, large = best_tiling(tokens, features, pairs), TILINGS[0]
-    if tiling is None:
-        return None
-    t_tiles, f_tiles = large.tiles(tokens, features)
-    first = t_tiles * f_tiles // pairs * pairs // t_tiles * large.features
-    rest = features - first
-    if tiling != large and first > 0 and rest > 0 and tokens >= MANY_TOKENS:
-        small = max(_NOT_BY_TURNS, key=lambda each: each.use(tokens, rest, pairs))
-        spent = first / large.use(tokens, first, pairs) + rest / small.use(tokens, rest, pairs)
-        if features / spent > tiling.use(tokens, features, pairs) - 1e-6:
-            return Piece(large, first), Piece(small, rest)
-    return (Piece(tiling, features),)
-
-
-def cut_for(x_TD: Tensor, weight_2FD: Tensor) -> Cut | None:
+def tiling_for(x_TD: Tensor, weight_2FD: Tensor) -> Tiling | None:
     """With which `gated` serves these matrices faster than a product and an activation after it; None: it doesn't."""
     if x_TD.shape[0] < LEAST_TOKENS or not can_serve(x_TD, weight_2FD) or not _is_ready(x_TD.device):
         return None
-    return best_cut(x_TD.shape[0], weight_2FD.shape[0] // 2, _loaded(TILINGS[0], x_TD.device).pairs)
+    return best_tiling(x_TD.shape[0], weight_2FD.shape[0] // 2, _loaded(TILINGS[0], x_TD.device).pairs)
 
 
 def can_serve(x_TD: Tensor, weight_2FD: Tensor) -> bool:
@@ -191,27 +157,19 @@ def can_serve(x_TD: Tensor, weight_2FD: Tensor) -> bool:
     return can_map(x_TD) and can_map(weight_2FD) and features % 8 == 0 and depth >= LEAST_STEPS * DEPTH
 
 
-def gated(x_TD: Tensor, weight_2FD: Tensor, cut: Cut, out_TF: Tensor | None = None) -> Tensor:
+def gated(x_TD: Tensor, weight_2FD: Tensor, tiling: Tiling, out_TF: Tensor | None = None) -> Tensor:
     """[T, F] of matrices for which `can_serve`, written into `out_TF` if there is one. Raises CudaSourceError."""
     tokens, depth = x_TD.shape
     features = weight_2FD.shape[0] // 2
     out = x_TD.new_empty((tokens, features)) if out_TF is None else out_TF
-    steps, stream = -(-depth // DEPTH), current_stream(x_TD.device)
-    begin = 0
-    for tiling, count in cut:
-        whole = count == features
-        loaded = _loaded(tiling, x_TD.device)
-        t_tiles, f_tiles = tiling.tiles(tokens, count)
-        maps = (
-            tensor_map(x_TD, tiling.tokens if tiling.pair_along_tokens else tiling.tokens // 2),
-            tensor_map(weight_2FD if whole else weight_2FD[begin:], tiling.features),  # ups lie `features` behind gates
-            tensor_map(
-                out if whole else out[:, begin : begin + count],
-                64,
-                tiling.features if tiling.features // 8 % 2 else None,
-            ),
-        )
-        blocks = 2 * min(loaded.pairs, t_tiles * f_tiles)
-        loaded.kernel.launch(blocks, (*maps, t_tiles, f_tiles, steps, features), stream)
-        begin += count
+    loaded = _loaded(tiling, x_TD.device)
+    t_tiles, f_tiles = tiling.tiles(tokens, features)
+    maps = (
+        tensor_map(x_TD, tiling.tokens if tiling.pair_along_tokens else tiling.tokens // 2),
+        tensor_map(weight_2FD, tiling.features),
+        tensor_map(out, 64, tiling.features if tiling.features // 8 % 2 else None),
+    )
+    blocks = 2 * min(loaded.pairs, t_tiles * f_tiles)
+    steps = -(-depth // DEPTH)
+    loaded.kernel.launch(blocks, (*maps, t_tiles, f_tiles, steps, features), current_stream(x_TD.device))
     return out

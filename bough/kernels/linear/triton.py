@@ -60,8 +60,8 @@ def _is_cut(x_TD: Tensor, weight_OD: Tensor) -> bool:
 
 
 def linear_silu_mul(x_TD: Tensor, weight_2FD: Tensor) -> Tensor:
-    cut = gated_hopper.cut_for(x_TD, weight_2FD)
-    if cut is not None:
-        return gated_hopper.gated(x_TD, weight_2FD, cut)
+    tiling = gated_hopper.tiling_for(x_TD, weight_2FD)
+    if tiling is not None:
+        return gated_hopper.gated(x_TD, weight_2FD, tiling)
     config = _config("silu_mul", x_TD, weight_2FD)
     return silu_mul(F.linear(x_TD, weight_2FD)) if config is None else skinny(x_TD, weight_2FD, config, silu_mul=True)

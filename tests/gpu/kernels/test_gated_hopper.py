@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.kernels.linear.gated_hopper import TILINGS, Cut, Piece, Tiling, can_serve, cut_for, gated
+from bough.kernels.linear.gated_hopper import TILINGS, Tiling, can_serve, gated, tiling_for
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -19,10 +19,6 @@ ALL = [
     Tiling(96, False, 5, 0, 3, parts=2),
     Tiling(80, False, 3, 1, 4, parts=2, turns=2, streamed=True),
 ]
-
-
-def _whole(tiling: Tiling, features: int) -> Cut:
-    return (Piece(tiling, features),)
 
 
 def _reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -41,26 +37,12 @@ def test_agrees_with_double_precision(tiling: Tiling, features: int, depth: int)
         x = torch.randn(tokens, depth + 64, dtype=torch.bfloat16, device="cuda")[:, :depth]
         assert can_serve(x, weight)
         room = torch.full((tokens + 300, features), float("nan"), dtype=torch.bfloat16, device="cuda")
-        out = gated(x, weight, _whole(tiling, features), room[:tokens])
+        out = gated(x, weight, tiling, room[:tokens])
         expected = _reference(x, weight)
         error = (out.double() - expected).norm() / expected.norm()
         assert error < 4e-3, (tokens, float(error))
         assert room[tokens:].isnan().all()
-        assert torch.equal(gated(x, weight, _whole(tiling, features)), out)
-
-
-@pytest.mark.parametrize("tokens", [300, 1536, 2048, 2047])
-def test_pieces_are_put_together(tokens: int) -> None:
-    depth, large = 1024, TILINGS[0]
-    for features, first in ((1000, 104), (1008, 312), (14336, 13728), (3000, 8)):
-        weight = (torch.randn(2 * features, depth, device="cuda") / depth**0.5).to(torch.bfloat16)
-        x = torch.randn(tokens, depth, dtype=torch.bfloat16, device="cuda")
-        want = gated(x, weight, _whole(large, features))
-        for rest in TILINGS:
-            room = torch.full((tokens + 300, features), float("nan"), dtype=torch.bfloat16, device="cuda")
-            gated(x, weight, (Piece(large, first), Piece(rest, features - first)), room[:tokens])
-            assert (room[:tokens].float() - want.float()).norm() < 1e-3 * want.float().norm()
-            assert room[tokens:].isnan().all()
+        assert torch.equal(gated(x, weight, tiling), out)
 
 
 @pytest.mark.parametrize("tiling", TILINGS[:5])
@@ -72,7 +54,7 @@ def test_extreme_gates(tiling: Tiling) -> None:
     x = torch.zeros(300, 512, dtype=torch.bfloat16, device="cuda")
     x[:, :2] = 1.0
     x[7, 5] = float("nan")
-    out = gated(x, weight, _whole(tiling, 128))
+    out = gated(x, weight, tiling)
     assert out[7].isnan().all()
     rest = torch.cat([out[:7], out[8:]])
     expected = _reference(x[:1], weight).to(torch.float32)
@@ -89,8 +71,8 @@ def test_a_graph_replays_it_between_kernels_that_overlap(tiling: Tiling) -> None
     def chain(times: int) -> None:
         x.copy_(start)
         for _ in range(times):
-            gated(x, weight, _whole(tiling, 1024), out)
-            gated(out, weight, _whole(tiling, 1024), x)
+            gated(x, weight, tiling, out)
+            gated(out, weight, tiling, x)
             x.copy_(F.rms_norm(x, (1024,), eps=1e-6))
 
     chain(1)
@@ -104,7 +86,7 @@ def test_a_graph_replays_it_between_kernels_that_overlap(tiling: Tiling) -> None
     for _ in range(10):
         for _ in range(2):
             torch.cuda.synchronize()
-            expected = gated(expected, weight, _whole(tiling, 1024))
+            expected = gated(expected, weight, tiling)
         expected = F.rms_norm(expected, (1024,), eps=1e-6)
     assert 0.5 < got.float().square().mean() < 2.0
     assert torch.equal(got, expected)
@@ -113,8 +95,8 @@ def test_a_graph_replays_it_between_kernels_that_overlap(tiling: Tiling) -> None
 def test_a_tiling_is_chosen_for_the_products_of_a_decoding_batch() -> None:
     weight = torch.empty(2 * 14336, 4096, dtype=torch.bfloat16, device="cuda")
     x = torch.empty(512, 4096, dtype=torch.bfloat16, device="cuda")
-    assert cut_for(x[:64], weight) is None
-    assert cut_for(x.half(), weight.half()) is None
-    chosen = cut_for(x[:256], weight)
+    assert tiling_for(x[:64], weight) is None
+    assert tiling_for(x.half(), weight.half()) is None
+    chosen = tiling_for(x[:256], weight)
     assert chosen is not None
-    assert chosen[0].tiling.features == 112 or torch.cuda.get_device_properties(0).multi_processor_count != 132
+    assert chosen.features == 112 or torch.cuda.get_device_properties(0).multi_processor_count != 132
