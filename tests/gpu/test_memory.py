@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +138,27 @@ def peak_of_a_chunk(model: Any, length: int) -> int:
 
 @contextmanager
 def only_free(num_bytes: int) -> Iterator[None]:
-    """Fills the device until so much is left. What a test before this one has left behind must not go in the meantime."""
+    """So much is left to this process, whatever others take or give back meanwhile, and whatever it has got already."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    ballast = torch.empty(max(0, free - num_bytes) // MIB * MIB, dtype=torch.uint8, device="cuda")
+    _, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(reserved / total)
+    ballast = []  # in what lies between tensors that stay
+    for size in (256 * MIB, 32 * MIB, 4 * MIB):
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
     try:
         yield
     finally:
-        del ballast
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        ballast.clear()
         torch.cuda.empty_cache()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_full_device_costs_a_prefill_its_step_and_nobody_an_answer(fat: Any, overlap: bool) -> None:
     """A decode is under way when a prompt comes whose chunk does not fit. The prompt comes again in halves; both answers are
@@ -174,7 +181,6 @@ def test_a_full_device_costs_a_prefill_its_step_and_nobody_an_answer(fat: Any, o
     assert engine.cache.num_held == 0
 
 
-@pytest.mark.alone
 def test_what_never_fits_fails_alone(fat: Any) -> None:
     roomy = engine_over(fat, overlap=True, chunk_tokens=2048)
     (expected,) = roomy.generate([SHORT], tokens(200))
