@@ -380,6 +380,41 @@ def test_constraints_in_the_words_of_vllm(server: FakeServer, fields: dict[str, 
     assert (grammar.kind, grammar.source) == (kind, source)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"regex": "a+", "guided_regex": "b+"}, "guided_regex"),
+        ({"guided_json": {"type": "object"}, "structured_outputs": {"json": {"type": "array"}}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"type": "array"}, "json_object": True}}, "structured_outputs"),
+        ({"guided_json": {"type": "array"}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_choice": ["a"], "structured_outputs": {"choice": ["b"]}}, "structured_outputs"),
+    ],
+)
+def test_constraints_that_contradict_each_other_are_refused(
+    server: FakeServer, fields: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "different constraints of one kind" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "a+", "guided_regex": "a+", "structured_outputs": {"regex": "a+"}},
+        {"regex": "", "guided_regex": "a+"},
+        {"regex": "a+", "guided_regex": ""},
+        {"regex": "a+", "response_format": {"type": "text"}},
+    ],
+)
+def test_constraints_that_say_the_same_are_one(server: FakeServer, fields: dict[str, Any]) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi", **fields})
+    assert answer.status_code == 200, answer.text
+    grammar = server.engine.seen[-1].sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.source) == ("regex", "a+")
+
+
 def test_flushing_waits_as_long_as_it_is_told(server: FakeServer) -> None:
     server.engine.flush_error = "requests are running"
     timer = threading.Timer(0.3, lambda: setattr(server.engine, "flush_error", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ _ORIGINS = (
     "structural_tag", "json_schema", "structured_outputs", "guided_json", "guided_choice", "guided_regex",
     "guided_grammar", "regex", "ebnf",
 )  # fmt: skip
-"""Fields of constraints, those that win over others first; `response_format` wins over all."""
+"""Fields of constraints: where several say the same, an error names the first of them, or `response_format`."""
 _RENAMED = (("min_tokens", "min_new_tokens"), ("seed", "sampling_seed"), ("no_stop_trim", "no_stop_trim"))
 
 
@@ -40,13 +41,16 @@ def native_sampling(body: Common, max_new_tokens: int | None) -> dict[str, Any]:
         given["no_stop_trim"] = body.include_stop_str_in_output
     if max_new_tokens is not None:
         given["max_new_tokens"] = max_new_tokens
-    _add_guides(body, given)
-    if body.json_schema is not None:
-        given["json_schema"] = _source(body.json_schema)
-    if body.structural_tag is not None:
-        given["structural_tag"] = _source(body.structural_tag)
-    if body.response_format is not None:
-        given.update(constraint(body.response_format))
+    for param, kind, source in _constraints(body):
+        if given.get(kind) in (None, ""):
+            given[kind] = source
+        elif source not in ("", given[kind]):
+            raise InvalidRequest(
+                what=f"{param} and another field ask for different constraints of one kind",
+                why="an answer follows one constraint at a time",
+                fix=f"send {param} or the other, not both",
+                param=param,
+            )
     return given
 
 
@@ -63,8 +67,9 @@ def with_origin(sampling: SamplingParams, body: Common, *, tools: bool) -> Sampl
     return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, param=param))
 
 
-def _add_guides(body: Common, given: dict[str, Any]) -> None:
-    """vLLM's names of constraints, the older ones and `structured_outputs`."""
+def _constraints(body: Common) -> Iterator[tuple[str, str, Any]]:
+    """What the body asks for beside its native fields: the field, the kind of native constraint, and its source. Among them
+    vLLM's names, the older ones and `structured_outputs`."""
     asked = body.structured_outputs or StructuredOutputs()
     if body.structured_outputs is not None and asked == StructuredOutputs():
         raise InvalidRequest(
@@ -73,23 +78,25 @@ def _add_guides(body: Common, given: dict[str, Any]) -> None:
             fix="send one of json, json_object, regex, choice, grammar and structural_tag in it, or leave it out",
             param="structured_outputs",
         )
-    for schema in (body.guided_json, asked.json):
-        if schema is not None:
-            given["json_schema"] = _source(schema)
-    if asked.json_object:
-        given["json_schema"] = ANY_JSON
-    if asked.structural_tag is not None:
-        given["structural_tag"] = _source(asked.structural_tag)
-    for name, value in (
-        ("choice", body.guided_choice),
-        ("regex", body.guided_regex),
-        ("ebnf", body.guided_grammar),
-        ("choice", asked.choice),
-        ("regex", asked.regex),
-        ("ebnf", asked.grammar),
+    for param, kind, value in (
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_grammar", "ebnf", body.guided_grammar),
+        ("structured_outputs", "json_schema", asked.json),
+        ("structured_outputs", "json_schema", ANY_JSON if asked.json_object else None),
+        ("structured_outputs", "structural_tag", asked.structural_tag),
+        ("structured_outputs", "choice", asked.choice),
+        ("structured_outputs", "regex", asked.regex),
+        ("structured_outputs", "ebnf", asked.grammar),
+        ("json_schema", "json_schema", body.json_schema),
+        ("structural_tag", "structural_tag", body.structural_tag),
     ):
         if value is not None:
-            given[name] = value
+            yield param, kind, _source(value) if isinstance(value, dict) else value
+    if body.response_format is not None:
+        for kind, source in constraint(body.response_format).items():
+            yield "response_format", kind, source
 
 
 def constraint(response_format: dict[str, Any]) -> dict[str, str]:
