@@ -116,7 +116,9 @@ class Limits:
 def _as_array(ids: Sequence[int]) -> npt.NDArray[Any]:
     """Numbers as they are; what are no integers becomes an array of none. `array` refuses those, where numpy would cast."""
     try:
-        return np.frombuffer(array("I", ids), np.uint32)  # three times as fast as any signed kind
+        numbers = np.frombuffer(array("I", ids), np.uint32)  # three times as fast as any signed kind
+        if not len(numbers) or numbers.min() > 1 or bool not in map(type, ids):  # true would be 1
+            return numbers
     except TypeError:
         pass
     except OverflowError:

@@ -429,6 +429,13 @@ def test_flushing_waits_as_long_as_it_is_told(server: FakeServer) -> None:
         server.engine.flush_error = ""
 
 
+@pytest.mark.parametrize("ids", [[True], [5, False], [[7, True]], [1.5], [7, "a"], [None]], ids=str)
+def test_what_are_no_token_ids(server: FakeServer, ids: list[object]) -> None:
+    answer = httpx.post(f"{server.url}/generate", json={"input_ids": ids})
+    assert (answer.status_code, answer.json()["error"]["param"].partition("[")[0]) == (400, "input_ids")
+    assert httpx.post(f"{server.url}/generate", json={"input_ids": [1, 0, 1]}).status_code == 200
+
+
 def test_top_k_of_0_is_the_whole_vocabulary(server: FakeServer) -> None:
     httpx.post(f"{server.url}/generate", json={"text": "Hi", "sampling_params": {"top_k": 0}})
     assert server.engine.seen[-1].sampling.top_k == -1
