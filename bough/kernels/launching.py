@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""What launches share: facts of the device, its stream, programmatic dependent launch, a short way to launch Triton's
-kernels, rounding to powers of two.
+"""What Triton launches share: facts of the device, programmatic dependent launch, a short way past Triton's own, rounding
+to powers of two.
 
 Programmatic dependent launch (Hopper and later): a kernel may start while the one before it still runs. It calls `wait`
 before it touches anything another kernel writes, or writes anything another kernel may read; before that it may only read

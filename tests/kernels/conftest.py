@@ -10,6 +10,5 @@ import torch
 def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The stream that launches go to, where there is no device."""
     found = SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: found.cuda_stream, raising=False)
     return found
