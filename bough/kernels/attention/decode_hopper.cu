@@ -1,22 +1,30 @@
 // Attention of decode rows (one query token each) over paged KV, for Hopper, with the rotation and the KV write in it.
 //
-// Work comes from the plan (plan.py): units (row, KV head) of blocks of 64 KV tokens, cut into chunks; block b takes the
-// chunks b, b + gridDim.x, ... One warp feeds a ring of stages (K and V of a block of tokens) through the copy engine. It
-// reads what earlier steps wrote, so it starts before the kernel before this one has ended. Eight warps attend: four to
-// every second block, each over a quarter of its tokens with a softmax of its own; all put their results together at the end
-// of a unit. Queries, the row's newest key and value, and its angles come with the stages, as soon as the kernel before has
-// ended; the newest key is rotated and laid into its stage and, with the value, into the cache. A unit cut over several
-// chunks is put together by the block that finishes last.
+// Work comes from the plan (plan.py): units (row, KV head) of blocks of 64 KV tokens, cut into chunks. Keys and values come
+// through the copy engine. They are what earlier steps wrote, so they are
+// asked for before the kernel before this one has ended. The row's newest key is rotated, laid over what was fetched for its
+// place and, with the value, into the cache. A unit cut over several chunks is put together by whoever finishes last.
 //
-// Given: GROUP (query heads of a KV head, at most 8), KV_HEADS, STAGES, NORM (q and k have norms). Heads are 128 wide, bf16.
+// There are two ways. `decode` is for few units: block b takes the chunks b, b + gridDim.x, ... One warp feeds a ring of stages (K and V of a block of tokens), eight
+// attend, four to every second block, each over a quarter of its tokens with a softmax of its own; all put their results
+// together at the end of a unit. Queries, newest keys and values, and angles come with the stages. `decode_many` is for
+// units enough to keep the memory busy without working together: each warp takes a chunk at a time, through a small ring of
+// its own, and while one looks up its next chunk the others' fetches are on their way.
+//
+// Given: GROUP (query heads of a KV head, at most 8), KV_HEADS, NORM (q and k have norms), STAGES (of the ring), and for
+// the second way MANY_WARPS and MANY_STAGES. Heads are 128 wide, bf16.
 
 #include "hopper.cuh"
 
 #define LOWEST (-__int_as_float(0x7f800000))
 
 constexpr int WIDTH = 128, HALF = 64, BLOCK = 64;
-constexpr int BOX_BYTES = BLOCK * 128;        // 64 tokens, 64 dimensions
-constexpr int TILE_BYTES = 4 * BOX_BYTES;     // K low, K high, V low, V high
+constexpr int SLICE = 16;                     // tokens that a warp attends to at once
+constexpr int ROW_BYTES = 128;                // of a token in a box, which has 64 dimensions
+constexpr int BOX_BYTES = BLOCK * ROW_BYTES;  // of a stage: K low, K high, V low, V high
+constexpr int TILE_BYTES = 4 * BOX_BYTES;
+constexpr int MANY_BOX_BYTES = SLICE * ROW_BYTES;  // the same in `decode_many`, whose stages have one slice
+constexpr int MANY_TILE_BYTES = 4 * MANY_BOX_BYTES;
 constexpr int HEADS = GROUP * KV_HEADS;
 constexpr int WARPS = 8, WORKERS = 32 * WARPS;
 // What else comes with a stage: queries and angles with the first block of a piece; key, value and angles with the newest.
@@ -70,8 +78,8 @@ INLINE void multiply(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
 
 INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
-// Where 16 bytes of a token lie in a box: rows of 128 bytes, swizzled.
-INLINE u32 place_of(int token, int sixteen) { return token * 128 + ((sixteen ^ (token & 7)) << 4); }
+// Where 16 bytes of a token lie in a box, which is swizzled.
+INLINE u32 place_of(int token, int sixteen) { return token * ROW_BYTES + ((sixteen ^ (token & 7)) << 4); }
 
 struct Inputs {
   const u16 *q, *k, *v;
@@ -82,11 +90,22 @@ struct Inputs {
   const int *page_table, *tiles, *header, *chunk_tile;
   int* counters;
   float *partial, *stats;
+  int* queue;  // for `decode_many`: chunks taken after the first of each warp, blocks that are done; zero between launches
   i64 table_stride;
   int q_token, k_token, v_token;
   int tile_room, page_size, num_tokens;
   float scale_log2, eps, offset;
 };
+
+// Keys and values of tokens, of one head.
+template <int BOX> INLINE void fetch_tokens(
+    u32 to, const TensorMap& k_map, const TensorMap& v_map, int kv_head, int row, u32 barrier) {
+  const int column = kv_head * WIDTH;
+  fetch(to, k_map, column, row, barrier);
+  fetch(to + BOX, k_map, column + 64, row, barrier);
+  fetch(to + 2 * BOX, v_map, column, row, barrier);
+  fetch(to + 3 * BOX, v_map, column + 64, row, barrier);
+}
 
 struct Ring {
   u32 stages, extras, full, empty;
@@ -98,10 +117,70 @@ struct Ring {
   }
 };
 
+// What a chunk, or the rest of it from `at` on, has of a unit: the blocks from .. until.
+struct Span {
+  int tile, start, token, low, high, slot, position;
+  i64 location;
+  int kv_head, from, until, blocks, first, last;  // all blocks of the unit, the chunks that have them
+  int at, end;                                    // in the stream
+};
+
+// The plan's stream of blocks.
+struct Work {
+  const Inputs& in;
+  const int total, per_chunk, aligned, chunks;
+
+  INLINE Work(const Inputs& in)
+      : in(in), total(in.header[TOTAL]), per_chunk(in.header[PER_CHUNK]), aligned(in.header[ALIGNED]),
+        chunks((total + per_chunk - 1) / per_chunk) {}
+
+  INLINE void read_tile(Span& span) const {
+    auto field = [&](int name) { return in.tiles[name * in.tile_room + span.tile]; };
+    span.start = field(START), span.token = field(TOKEN), span.low = field(KV_LOW), span.high = field(KV_HIGH);
+    span.slot = field(SLOT);
+    span.position = (int)in.positions[span.token], span.location = in.locations[span.token];
+  }
+
+  INLINE void place(Span& span) const {
+    span.blocks = max((span.high - span.low + BLOCK - 1) / BLOCK, 1);
+    const int room = aligned ? (span.blocks + per_chunk - 1) / per_chunk * per_chunk : span.blocks;
+    span.kv_head = (span.at - span.start) / room;
+    const int head_start = span.start + span.kv_head * room;
+    span.from = span.at - head_start, span.until = min(span.blocks, span.from + span.end - span.at);
+    span.first = head_start / per_chunk, span.last = (head_start + span.blocks - 1) / per_chunk;
+  }
+
+  INLINE Span first_of(int chunk) const {
+    Span span;
+    span.tile = in.chunk_tile[chunk], span.at = chunk * per_chunk, span.end = min(span.at + per_chunk, total);
+    read_tile(span);
+    place(span);
+    return span;
+  }
+
+  // What follows in the same chunk, if anything does.
+  INLINE bool go_on(Span& span) const {
+    span.at += span.until - span.from;
+    if (aligned || span.at >= span.end) return false;
+    if (span.kv_head == KV_HEADS - 1 && span.until == span.blocks) {
+      span.tile++;
+      read_tile(span);
+    }
+    place(span);
+    return true;
+  }
+
+  // The page of the block that lies `lane` after `b`.
+  INLINE int page(const Span& span, int b) const {
+    const int lane = threadIdx.x % 32;
+    if (b + lane >= span.until || span.high <= span.low) return 0;
+    return in.page_table[span.slot * in.table_stride + (span.low + (b + lane) * BLOCK) / in.page_size];
+  }
+};
+
 INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const TensorMap& v_map) {
   const int lane = threadIdx.x % 32;
-  const int total = in.header[TOTAL], per_chunk = in.header[PER_CHUNK], aligned = in.header[ALIGNED];
-  const int chunks = (total + per_chunk - 1) / per_chunk;
+  const Work work(in);
   // What the kernel before this one writes.
   auto ask_fresh = [&](int slot) {
     const Piece& piece = ring.pieces[slot];
@@ -130,40 +209,11 @@ INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const Ten
     }
     ring.filled++;
   };
-  // Where a chunk, or the rest of it from `at` on, begins in the work of a tile.
-  struct Span {
-    int tile, start, token, low, high, slot, position;
-    i64 location;
-    int kv_head, from, until, blocks, first, last;
-  };
-  auto read_tile = [&](Span& span) {
-    auto field = [&](int name) { return in.tiles[name * in.tile_room + span.tile]; };
-    span.start = field(START), span.token = field(TOKEN), span.low = field(KV_LOW), span.high = field(KV_HIGH);
-    span.slot = field(SLOT);
-    span.position = (int)in.positions[span.token], span.location = in.locations[span.token];
-  };
-  auto place_span = [&](Span& span, int at, int end) {
-    span.blocks = max((span.high - span.low + BLOCK - 1) / BLOCK, 1);
-    const int room = aligned ? (span.blocks + per_chunk - 1) / per_chunk * per_chunk : span.blocks;
-    span.kv_head = (at - span.start) / room;
-    const int head_start = span.start + span.kv_head * room;
-    span.from = at - head_start, span.until = min(span.blocks, span.from + end - at);
-    span.first = head_start / per_chunk, span.last = (head_start + span.blocks - 1) / per_chunk;
-  };
-  // The page of the block that lies `lane` after `b`.
-  auto find_page = [&](const Span& span, int b) {
-    if (b + lane >= span.until || span.high <= span.low) return 0;
-    return in.page_table[span.slot * in.table_stride + (span.low + (b + lane) * BLOCK) / in.page_size];
-  };
-  for (int base = blockIdx.x; base < chunks; base += 32 * gridDim.x) {
+  for (int base = blockIdx.x; base < work.chunks; base += 32 * gridDim.x) {
     // Each lane looks up one of the next 32 chunks.
     Span found = {};
     const int looked_up = base + lane * gridDim.x;
-    if (looked_up < chunks) {
-      found.tile = in.chunk_tile[looked_up];
-      read_tile(found);
-      place_span(found, looked_up * per_chunk, min((looked_up + 1) * per_chunk, total));
-    }
+    if (looked_up < work.chunks) found = work.first_of(looked_up);
     auto span_of = [&](int each) {
       Span span;
       const int* from = (const int*)&found;
@@ -173,19 +223,17 @@ INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const Ten
       return span;
     };
     Span next = span_of(0);
-    int next_page = find_page(next, next.from);
+    int next_page = work.page(next, next.from);
     for (int each = 0; each < 32; each++) {
       const int chunk = base + each * gridDim.x;
-      if (chunk >= chunks) break;
+      if (chunk >= work.chunks) break;
       Span span = next;
       int page = next_page;
       next = span_of(min(each + 1, 31));
-      next_page = find_page(next, next.from);  // on its way while this chunk's blocks are asked for
-      int at = chunk * per_chunk;
-      const int end = min(at + per_chunk, total);
+      next_page = work.page(next, next.from);  // on its way while this chunk's blocks are asked for
       while (true) {
         for (int b = span.from; b < span.until; b += 32) {
-          if (b > span.from) page = find_page(span, b);
+          if (b > span.from) page = work.page(span, b);
           const int count = min(32, span.until - b);
           for (int i = 0; i < count; i++) {
             const int n = span.low + (b + i) * BLOCK;
@@ -199,28 +247,18 @@ INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const Ten
               piece.place = 2 * chunk + (chunk == span.first), piece.counter = span.tile * KV_HEADS + span.kv_head;
               piece.first_chunk = span.first, piece.last_chunk = span.last;
               piece.position = span.position, piece.location = span.location;
-              const u32 to = ring.stages + ring.slot * TILE_BYTES, barrier = ring.full + 8 * ring.slot;
+              const u32 barrier = ring.full + 8 * ring.slot;
               barrier_expect(barrier, TILE_BYTES + (piece.is_first ? QUERY_BYTES : 0) +
                                         (piece.is_newest ? 2 * KEY_BYTES : 0) +
                                         (piece.is_first || piece.is_newest ? ANGLE_BYTES : 0));
-              const int column = span.kv_head * WIDTH;
-              fetch(to, k_map, column, row, barrier);
-              fetch(to + BOX_BYTES, k_map, column + 64, row, barrier);
-              fetch(to + 2 * BOX_BYTES, v_map, column, row, barrier);
-              fetch(to + 3 * BOX_BYTES, v_map, column + 64, row, barrier);
+              fetch_tokens<BOX_BYTES>(ring.stages + ring.slot * TILE_BYTES, k_map, v_map, span.kv_head, row, barrier);
               if (!is_early) ask_fresh(ring.slot);
               ring.next();
             }
           }
         }
-        at += span.until - span.from;
-        if (aligned || at >= end) break;
-        if (span.kv_head == KV_HEADS - 1 && span.until == span.blocks) {
-          span.tile++;
-          read_tile(span);
-        }
-        place_span(span, at, end);
-        page = find_page(span, span.from);
+        if (!work.go_on(span)) break;
+        page = work.page(span, span.from);
       }
     }
   }
@@ -233,12 +271,12 @@ INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const Ten
 }
 
 // The rotated queries as A of a product: per 16 dimensions, those of (lane / 4) at lane % 4 * 2 and 8 further.
-INLINE void load_queries(const Inputs& in, const unsigned char* extra, u32 (&q)[8][2]) {
+INLINE void load_queries(const Inputs& in, const u16* queries, const float* angles, u32 (&q)[8][2]) {
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
   float x[8][4];
   const bool real = row < GROUP;
-  const u16* from = (const u16*)(extra + QUERIES_AT) + (real ? row * WIDTH : 0) + column;
-  const float* angles = (const float*)(extra + ANGLES_AT) + column;
+  const u16* from = queries + (real ? row * WIDTH : 0) + column;
+  angles += column;
 #pragma unroll
   for (int step = 0; step < 8; step++) {
     const u32 a = real ? *(const u32*)(from + 16 * step) : 0, b = real ? *(const u32*)(from + 16 * step + 8) : 0;
@@ -279,11 +317,23 @@ INLINE void load_queries(const Inputs& in, const unsigned char* extra, u32 (&q)[
   }
 }
 
+// A lane's four dimensions of a row's newest key and value, and of its angles.
+struct Newest {
+  uint2 key, value;
+  float4 cos, sin;
+
+  INLINE void load(const u16* keys, const u16* values, const float* angles) {
+    const int dim = threadIdx.x % 32 * 4;
+    key = *(const uint2*)(keys + dim), value = *(const uint2*)(values + dim);
+    cos = *(const float4*)(angles + dim % HALF), sin = *(const float4*)(angles + HALF + dim % HALF);
+  }
+};
+
 // Lays the newest token's key and value into the stage and the cache; rows of V after it become zero, whatever they hold.
-INLINE void add_newest(
-    const Inputs& in, const Piece& piece, const unsigned char* extra, u32 stage, int row, int slice_end) {
+template <int BOX> INLINE void add_newest(
+    const Inputs& in, const Newest& newest, int kv_head, i64 location, u32 stage, int row, int slice_end) {
   const int lane = threadIdx.x % 32, dim = lane * 4;
-  const uint2 raw = *(const uint2*)(extra + KEY_AT + 2 * dim), value = *(const uint2*)(extra + VALUE_AT + 2 * dim);
+  const uint2 raw = newest.key, value = newest.value;
   float x[4] = {widen(raw.x & 0xffff), widen(raw.x >> 16), widen(raw.y & 0xffff), widen(raw.y >> 16)};
 #if NORM
   float square = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
@@ -293,23 +343,23 @@ INLINE void add_newest(
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = rounded(x[i] * (scale * (widen(in.k_norm[dim + i]) + in.offset)));
 #endif
-  const float* angles = (const float*)(extra + ANGLES_AT) + dim % HALF;
+  const float cos[4] = {newest.cos.x, newest.cos.y, newest.cos.z, newest.cos.w};
+  const float sin[4] = {newest.sin.x, newest.sin.y, newest.sin.z, newest.sin.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float other = __shfl_xor_sync(~0u, x[i], 16);
-    const float cos = angles[i], sin = angles[HALF + i];
-    x[i] = lane < 16 ? x[i] * cos - other * sin : x[i] * cos + other * sin;
+    x[i] = lane < 16 ? x[i] * cos[i] - other * sin[i] : x[i] * cos[i] + other * sin[i];
   }
   const uint2 key = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
   auto put = [&](u32 box, int token, uint2 what) {
-    const u32 at = stage + (box + dim / 64) * BOX_BYTES + place_of(token, dim % 64 / 8) + (dim & 4) * 2;
+    const u32 at = stage + (box + dim / 64) * BOX + place_of(token, dim % 64 / 8) + (dim & 4) * 2;
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(what.x), "r"(what.y) : "memory");
   };
   put(0, row, key);
   put(2, row, value);
   for (int token = row + 1; token < slice_end; token++) put(2, token, make_uint2(0, 0));
-  if (piece.location >= 0) {
-    const i64 to = (piece.location * KV_HEADS + piece.kv_head) * WIDTH + dim;
+  if (location >= 0) {
+    const i64 to = (location * KV_HEADS + kv_head) * WIDTH + dim;
     *(uint2*)(in.k_cache + to) = key;
     *(uint2*)(in.v_cache + to) = value;
   }
@@ -321,10 +371,24 @@ INLINE void add_newest(
 struct State {
   float acc[16][4];
   float high, norm;
+
+  INLINE void clear() {
+#pragma unroll
+    for (int part = 0; part < 16; part++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[part][i] = 0.0f;
+    high = LOWEST, norm = 0.0f;
+  }
+
+  // Adds what the four lanes of a row have.
+  INLINE void add_norms() {
+    norm += __shfl_xor_sync(~0u, norm, 1);
+    norm += __shfl_xor_sync(~0u, norm, 2);
+  }
 };
 
-// A warp's 16 tokens of a stage, `seen` of which count.
-INLINE void attend_slice(
+// A slice of a stage, of whose tokens `seen` count.
+template <int BOX> INLINE void attend_slice(
     const Inputs& in, State& state, const u32 (&q)[8][2], u32 stage, int slice, int seen) {
   const int lane = threadIdx.x % 32;
   float score[2][4] = {};
@@ -334,7 +398,7 @@ INLINE void attend_slice(
 #pragma unroll
     for (int step = 0; step < 8; step += 2) {
       u32 k[4];  // dimensions 16 * step .. + 32
-      load4(k, stage + (step / 4) * BOX_BYTES + place_of(token, step % 4 * 2 + lane / 8));
+      load4(k, stage + (step / 4) * BOX + place_of(token, step % 4 * 2 + lane / 8));
       multiply(score[tile], q[step][0], q[step][1], k[0], k[1]);
       multiply(score[tile], q[step + 1][0], q[step + 1][1], k[2], k[3]);
     }
@@ -366,7 +430,7 @@ INLINE void attend_slice(
   for (int part = 0; part < 8; part++) {  // 16 dimensions each
     u32 v[4];
     load4_transposed(
-        v, stage + (2 + part / 4) * BOX_BYTES + place_of(slice + lane % 16, part % 4 * 2 + lane / 16));
+        v, stage + (2 + part / 4) * BOX + place_of(slice + lane % 16, part % 4 * 2 + lane / 16));
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       float(&d)[4] = state.acc[2 * part + tile];
@@ -380,8 +444,7 @@ INLINE void attend_slice(
 INLINE void finish(
     const Inputs& in, State& state, const Piece& piece, float* shared_acc, float* shared_stats, int* arrived) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
-  state.norm += __shfl_xor_sync(~0u, state.norm, 1);
-  state.norm += __shfl_xor_sync(~0u, state.norm, 2);
+  state.add_norms();
   if (row < GROUP) {
 #pragma unroll
     for (int part = 0; part < 16; part++)
@@ -461,9 +524,16 @@ INLINE void finish(
   workers_meet();
 }
 
+// Of tokens that belong to no row: those from `real_tokens` on.
+template <int THREADS> INLINE void zero_padding(const Inputs& in, int real_tokens) {
+  for (int token = real_tokens + blockIdx.x; token < in.num_tokens; token += gridDim.x)
+    for (int i = threadIdx.x * 8; i < HEADS * WIDTH; i += THREADS * 8)
+      *(uint4*)(in.out + (i64)token * HEADS * WIDTH + i) = make_uint4(0, 0, 0, 0);
+}
+
 INLINE void attend(
     const Inputs& in, Ring& ring, const unsigned char* extras, float* shared_acc, float* shared_stats, int* arrived) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / 4, slice = warp % 4 * 16;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / 4, slice = warp % 4 * SLICE;
   u32 q[8][2];
   State state;
   for (;; ring.next()) {
@@ -472,18 +542,20 @@ INLINE void attend(
     if (piece.token < 0) break;
     const unsigned char* extra = extras + ring.slot * EXTRA_BYTES;
     if (piece.is_first) {
-      load_queries(in, extra, q);
-#pragma unroll
-      for (int part = 0; part < 16; part++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) state.acc[part][i] = 0.0f;
-      state.high = LOWEST, state.norm = 0.0f;
+      load_queries(in, (const u16*)(extra + QUERIES_AT), (const float*)(extra + ANGLES_AT), q);
+      state.clear();
     }
     const u32 stage = ring.stages + ring.slot * TILE_BYTES;
     const int seen = piece.kv_high - piece.first_position - slice;  // of this warp's tokens, and those after
     if (piece.half == half && seen > 0) {
-      if (seen <= 16) add_newest(in, piece, extra, stage, slice + seen - 1, slice + 16);
-      attend_slice(in, state, q, stage, slice, seen);
+      if (seen <= SLICE) {
+        Newest newest;
+        newest.load(
+            (const u16*)(extra + KEY_AT), (const u16*)(extra + VALUE_AT), (const float*)(extra + ANGLES_AT));
+        add_newest<BOX_BYTES>(
+            in, newest, piece.kv_head, piece.location, stage, slice + seen - 1, slice + SLICE);
+      }
+      attend_slice<BOX_BYTES>(in, state, q, stage, slice, seen);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.empty + 8 * ring.slot);
@@ -517,10 +589,137 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode(
     feed(in, ring, k_map, v_map);
     return;
   }
+  const int real_tokens = in.header[REAL_TOKENS];  // read before the wait: the queries wait for nothing after it
   wait_for_kernel_before();
-  // Tokens that belong to no row.
-  for (int token = in.header[REAL_TOKENS] + blockIdx.x; token < in.num_tokens; token += gridDim.x)
-    for (int i = threadIdx.x * 8; i < HEADS * WIDTH; i += WORKERS * 8)
-      *(uint4*)(in.out + (i64)token * HEADS * WIDTH + i) = make_uint4(0, 0, 0, 0);
+  zero_padding<WORKERS>(in, real_tokens);
   attend(in, ring, memory + (ring.extras - start), shared_acc, shared_stats, &arrived);
+}
+
+// The result of a unit that one warp has, put together with those of its other pieces where it was cut.
+INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int chunk) {
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  const bool real = row < GROUP;
+  state.add_norms();
+  if (span.first != span.last) {
+    auto part_of = [&](int each) { return 2 * each + (each == span.first); };
+    auto acc_at = [&](int part) { return in.partial + ((i64)part * ROWS + row) * WIDTH + column; };
+    auto stats_at = [&](int part) { return in.stats + part * 2 * ROWS + row; };
+    if (real) {
+      const int mine = part_of(chunk);
+#pragma unroll
+      for (int part = 0; part < 16; part++)
+        __stcg((float2*)(acc_at(mine) + part * 8), make_float2(state.acc[part][0], state.acc[part][1]));
+      if (lane % 4 == 0) __stcg(stats_at(mine), state.high), __stcg(stats_at(mine) + ROWS, state.norm);
+    }
+    __threadfence();
+    __syncwarp();
+    int* counter = in.counters + span.tile * KV_HEADS + span.kv_head;
+    int arrived = 0;
+    if (lane == 0) arrived = atomicAdd(counter, 1);
+    if (__shfl_sync(~0u, arrived, 0) != span.last - span.first) return;
+    __threadfence();
+    if (lane == 0) *counter = 0;
+    if (!real) return;
+    state.clear();
+    for (int each = span.first; each <= span.last; each++) {
+      const int other = part_of(each);
+      const float part_high = __ldcg(stats_at(other)), part_norm = __ldcg(stats_at(other) + ROWS);
+      const float top = fmaxf(state.high, part_high);
+      const float old_share = exp2_(state.high - top), new_share = exp2_(part_high - top);
+#pragma unroll
+      for (int part = 0; part < 16; part++) {
+        const float2 two = __ldcg((const float2*)(acc_at(other) + part * 8));
+        state.acc[part][0] = state.acc[part][0] * old_share + two.x * new_share;
+        state.acc[part][1] = state.acc[part][1] * old_share + two.y * new_share;
+      }
+      state.norm = state.norm * old_share + part_norm * new_share;
+      state.high = top;
+    }
+  }
+  if (!real) return;
+  const float share = state.norm > 0.0f ? 1.0f / state.norm : 0.0f;
+  u16* to = in.out + ((i64)span.token * HEADS + span.kv_head * GROUP + row) * WIDTH + column;
+#pragma unroll
+  for (int part = 0; part < 16; part++)
+    *(u32*)(to + part * 8) = pack(state.acc[part][0] * share, state.acc[part][1] * share);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const __grid_constant__ Inputs in) {
+  extern __shared__ unsigned char memory[];
+  __shared__ u64 barriers[MANY_WARPS * MANY_STAGES];
+  let_kernel_after_start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 start = (u32)__cvta_generic_to_shared(memory), full = (u32)__cvta_generic_to_shared(barriers + warp * MANY_STAGES);
+  const u32 stages = ((start + 1023) & ~1023u) + warp * (MANY_STAGES * MANY_TILE_BYTES);
+  if (lane == 0) {
+    for (int i = 0; i < MANY_STAGES; i++) barrier_init(full + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  const Work work(in);
+  int slot = 0;  // of the ring: where the next slice is asked for and, since a unit leaves none behind, awaited
+  u32 parity = 0;
+  auto next = [](int& slot) {
+    if (++slot < MANY_STAGES) return false;
+    slot = 0;
+    return true;
+  };
+  bool is_early = true;
+  const int all_warps = MANY_WARPS * gridDim.x;
+  int chunk = blockIdx.x + warp * gridDim.x;
+  while (chunk < work.chunks) {
+    Span span = work.first_of(chunk);
+    do {
+      const int begin = span.low + span.from * BLOCK, stop = min(span.high, span.low + span.until * BLOCK);
+      const int slices = max(stop - begin + SLICE - 1, 0) / SLICE;
+      int page = work.page(span, span.from), asked = 0, to = slot;
+      auto ask = [&] {
+        if (asked == slices) return;
+        const int n = begin + asked * SLICE, block = asked * SLICE / BLOCK;
+        if (asked > 0 && asked % (32 * BLOCK / SLICE) == 0) page = work.page(span, span.from + block);
+        const int row = __shfl_sync(~0u, page, block % 32) * in.page_size + n % in.page_size;
+        if (lane == 0) {
+          barrier_expect(full + 8 * to, MANY_TILE_BYTES);
+          fetch_tokens<MANY_BOX_BYTES>(stages + to * MANY_TILE_BYTES, k_map, v_map, span.kv_head, row, full + 8 * to);
+        }
+        next(to);
+        asked++;
+      };
+#pragma unroll 1
+      for (int i = 0; i < MANY_STAGES; i++) ask();
+      if (is_early) {
+        is_early = false;
+        wait_for_kernel_before();
+      }
+      const i64 token = span.token;
+      const float* angles = in.cos_sin + (i64)span.position * WIDTH;
+      u32 q[8][2];
+      Newest newest;
+      if (span.until == span.blocks)
+        newest.load(in.k + token * in.k_token + span.kv_head * WIDTH, in.v + token * in.v_token + span.kv_head * WIDTH, angles);
+      load_queries(in, in.q + token * in.q_token + span.kv_head * (GROUP * WIDTH), angles, q);
+      State state;
+      state.clear();
+      for (int i = 0; i < slices; i++) {
+        const u32 stage = stages + slot * MANY_TILE_BYTES;
+        const int seen = span.high - (begin + i * SLICE);  // of the slice's tokens, and those after
+        barrier_wait(full + 8 * slot, parity);
+        if (seen <= SLICE) add_newest<MANY_BOX_BYTES>(in, newest, span.kv_head, span.location, stage, seen - 1, SLICE);
+        attend_slice<MANY_BOX_BYTES>(in, state, q, stage, 0, seen);
+        __syncwarp();
+        if (next(slot)) parity ^= 1;
+        ask();
+      }
+      finish_alone(in, state, span, chunk);
+    } while (work.go_on(span));
+    if (work.chunks <= all_warps) break;
+    if (lane == 0) chunk = all_warps + atomicAdd(in.queue, 1);
+    chunk = __shfl_sync(~0u, chunk, 0);
+  }
+  if (is_early) wait_for_kernel_before();
+  zero_padding<32 * MANY_WARPS>(in, in.header[REAL_TOKENS]);
+  if (work.chunks <= all_warps) return;
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(in.queue + 1, 1) == gridDim.x - 1) in.queue[0] = in.queue[1] = 0;
 }

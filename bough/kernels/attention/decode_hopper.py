@@ -25,13 +25,16 @@ _STAGES = 5
 WIDTH = 128
 """Of a head."""
 _MOST_GROUP = 8
-SHAPE = Shape(
+_SLICE = 16
+"""KV tokens that a warp attends to at once."""
+FEW = Shape(
     block_m=16, block_n=64, num_warps=9, num_stages=_STAGES, ctas_per_sm=1, min_tokens=64 * _STAGES, may_align=True
 )
 """A chunk that fits into the ring has been read when its query comes: it is not cut."""
+MANY = Shape(block_m=16, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=4, may_align=True)
+"""Every warp attends to chunks of its own. With half of them at work the memory is busy."""
 _UNITS_PER_SM = 2
-"""(Row, KV head) pairs of a multiprocessor, up to which the early start is worth more than the portable kernel's four
-programs a multiprocessor."""
+"""(Row, KV head) pairs of a multiprocessor, up to which its warps should work on one together."""
 _LOG2E = 1.4426950408889634
 
 
@@ -57,7 +60,7 @@ class _Inputs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "q_norm", "k_norm", "cos_sin", "positions", "locations")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "out", "page_table", "tiles", "header")),
-        *((name, ctypes.c_void_p) for name in ("chunk_tile", "counters", "partial", "stats")),
+        *((name, ctypes.c_void_p) for name in ("chunk_tile", "counters", "partial", "stats", "queue")),
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("q_token", "k_token", "v_token")),
         *((name, ctypes.c_int) for name in ("tile_room", "page_size", "num_tokens")),
@@ -66,18 +69,21 @@ class _Inputs(ctypes.Structure):
 
 
 @cache
-def _kernel(device: torch.device, group: int, kv_heads: int, norm: bool) -> CudaKernel:
-    defines = {"GROUP": group, "KV_HEADS": kv_heads, "STAGES": _STAGES, "NORM": int(norm)}
-    cubin = cached_cubin(_SOURCE, "sm_90a", defines)
-    keys_and_values, one_token = 2 * SHAPE.block_n * WIDTH * 2, (2 * 2 + 4 + 2 * group) * WIDTH
-    shared_bytes = _STAGES * (keys_and_values + one_token) + 1024
-    return CudaKernel(cubin, "decode", device, threads=288, shared_bytes=shared_bytes)
+def _kernel(device: torch.device, shape: Shape, group: int, kv_heads: int, norm: bool) -> CudaKernel:
+    defines = {"GROUP": group, "KV_HEADS": kv_heads, "NORM": int(norm), "STAGES": FEW.num_stages}
+    cubin = cached_cubin(_SOURCE, "sm_90a", {**defines, "MANY_WARPS": MANY.num_warps, "MANY_STAGES": MANY.num_stages})
+    token = 2 * WIDTH * 2  # bytes of its key and value
+    if shape is MANY:
+        name, stages = "decode_many", shape.num_warps * shape.num_stages * _SLICE * token
+    else:
+        name, stages = "decode", shape.num_stages * (shape.block_n * token + token + (4 + 2 * group) * WIDTH)
+    return CudaKernel(cubin, name, device, threads=32 * shape.num_warps, shared_bytes=stages + 1024)
 
 
 @cache
 def _is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
-    load = partial(_kernel, device, 4, 8, norm=False)
+    load = partial(_kernel, device, FEW, 4, 8, norm=False)
     return runs_on(device, load, "decode rows are attended to by the portable kernel")
 
 
@@ -86,14 +92,12 @@ def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
     device = raw.q_TNH.device
     if inputs.shared is not None or inputs.tail is not None or not _is_ready(device):
         return False
-    if inputs.num_tokens * spec.num_kv_heads > _UNITS_PER_SM * num_sms(device):
-        return False
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
     fresh = (raw.q_TNH, raw.k_TKH, raw.v_TKH)
     plain = spec.causal and spec.window is None and spec.softcap is None and inputs.scales(spec.layer) == (1.0, 1.0)
     typed = all(each.dtype == torch.bfloat16 for each in (*fresh, k_cache, v_cache))
     shaped = spec.head_dim == WIDTH == v_cache.shape[3] and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
-    paged = inputs.page_size % SHAPE.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    paged = inputs.page_size % FEW.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
     return plain and typed and shaped and paged and all(map(can_map, fresh)) and _can_turn(raw)
 
 
@@ -106,10 +110,17 @@ def _can_turn(raw: Raw) -> bool:
     return angles.is_contiguous() and len(norms) != 1 and all(norm.dtype == torch.bfloat16 for norm in norms)
 
 
+def shape_for(spec: Spec, inputs: AttentionInputs) -> Shape:
+    """How to plan the rows of a step."""
+    few = inputs.num_tokens * spec.num_kv_heads <= _UNITS_PER_SM * num_sms(inputs.kv_len_R.device)
+    return FEW if few else MANY
+
+
 def attend(
     spec: Spec, inputs: AttentionInputs, plan: Plan, workspace: Workspace, raw: Raw, *, after_plan: bool
 ) -> Tensor:
-    """[T, N, V] for a step and layer that the kernel suits, with a plan of `SHAPE`. Writes keys and values to their pages.
+    """[T, N, V] for a step and layer that the kernel suits, with a plan of `shape_for` it. Writes keys and values to
+    their pages.
 
     `after_plan`: the plan may just have been queued, so this launch must not start before it ends.
     """
@@ -121,7 +132,7 @@ def attend(
         "q": q, "k": k, "v": v, "q_norm": raw.q_norm, "k_norm": raw.k_norm, "cos_sin": raw.cos_sin_PR,
         "positions": raw.positions_T, "locations": inputs.loc_T, "k_cache": k_cache, "v_cache": v_cache, "out": out,
         "page_table": inputs.page_table, "tiles": plan.tiles, "header": plan.header, "chunk_tile": plan.chunk_tile,
-        "counters": plan.counters, "partial": workspace.partial, "stats": workspace.stats,
+        "counters": plan.counters, "partial": workspace.partial, "stats": workspace.stats, "queue": workspace.queue,
     }  # fmt: skip
     structure = _Inputs(
         **{name: None if each is None else each.data_ptr() for name, each in given.items()},
@@ -129,8 +140,10 @@ def attend(
         tile_room=plan.tiles.shape[1], page_size=inputs.page_size, num_tokens=inputs.num_tokens,
         scale_log2=spec.scale * _LOG2E, eps=raw.eps, offset=raw.offset,
     )  # fmt: skip
-    kernel = _kernel(device, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, raw.q_norm is not None)
-    maps = (tensor_map(_flat(k_cache), SHAPE.block_n), tensor_map(_flat(v_cache), SHAPE.block_n))
+    group, shape = spec.num_heads // spec.num_kv_heads, plan.shape
+    kernel = _kernel(device, shape, group, spec.num_kv_heads, raw.q_norm is not None)
+    box_rows = _SLICE if shape is MANY else shape.block_n
+    maps = (tensor_map(_flat(k_cache), box_rows), tensor_map(_flat(v_cache), box_rows))
     stream = current_stream(device)
     kernel.launch(min(num_sms(device), plan.num_chunks), (*maps, structure), stream, early=not after_plan)
     return out

@@ -379,6 +379,9 @@ class Workspace:
 
     partial: Tensor
     stats: Tensor
+    queue: Tensor
+    """int32 [2], zero between launches: how many programs that take one piece of work after the other have taken, and how
+    many of them are done."""
 
     @property
     def num_chunks(self) -> int:
@@ -389,7 +392,11 @@ class Workspace:
         def room(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
-        return Workspace(room(2 * num_chunks, block_m, power_of_two(v_width, 16)), room(2 * num_chunks, 2, block_m))
+        return Workspace(
+            room(2 * num_chunks, block_m, power_of_two(v_width, 16)),
+            room(2 * num_chunks, 2, block_m),
+            torch.zeros(2, dtype=torch.int32, device=device),
+        )
 
 
 def attend(

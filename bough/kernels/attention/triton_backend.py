@@ -189,7 +189,8 @@ class TritonAttention:
         found = self._decode_plans.get(kind)
         after_plan = found is None
         if found is None:
-            found = self._decode_plans[kind] = plan.plan_rows(inputs, kind, decode_hopper.SHAPE, most_query=1)
+            shape = decode_hopper.shape_for(spec, inputs)
+            found = self._decode_plans[kind] = plan.plan_rows(inputs, kind, shape, most_query=1)
         workspace = self._workspace(found, decode_hopper.WIDTH)
         return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
 

@@ -25,9 +25,10 @@ CONTEXTS = [
 ]
 
 
-@pytest.fixture
-def suited(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What `suits` said, call by call; the portable kernels serve while the list begins with False."""
+@pytest.fixture(params=["together", "alone"])
+def suited(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[bool]:
+    """What `suits` said, call by call; the portable kernels serve while the list has `PORTABLE`. Warps attend to rows
+    together, or each to its own, whatever is faster."""
     said: list[bool] = []
     real = decode_hopper.suits
 
@@ -36,7 +37,7 @@ def suited(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return said[-1] and PORTABLE not in said
 
     monkeypatch.setattr(decode_hopper, "suits", watch)
-    monkeypatch.setattr(decode_hopper, "_UNITS_PER_SM", 1 << 20)  # also where the portable kernel is faster
+    monkeypatch.setattr(decode_hopper, "_UNITS_PER_SM", 1 << 20 if request.param == "together" else 0)
     return said
 
 
