@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.kernels.attention.inputs import AttentionInputs
-from bough.kernels.launching import num_sms
+from bough.kernels.launching import Launcher, num_sms, wait
 
 # Fields of a tile: rows of `Plan.tiles`.
 START = tl.constexpr(0)
@@ -94,7 +94,7 @@ class Plan:
     chunk_tile: Tensor
     """int32 [num_chunks]: the tile in which the chunk starts."""
     counters: Tensor
-    """int32 [most tiles, KV heads], zero between launches: chunks of a tile that are done."""
+    """int32 [most tiles, KV heads], zero between launches of the plan's users: chunks of a tile that are done."""
     prefixed: bool = False
     """Rows may have a prefix that a shared pass covers."""
     members: Tensor | None = None
@@ -114,6 +114,65 @@ def _search(ends, value, count, STEPS: tl.constexpr):
         low = tl.where(right, middle + 1, low)
         high = tl.where(open_ & (entry > value), middle, high)
     return low
+
+
+@triton.jit
+def _seen(num_kv, position, tokens, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The stretch of KV that the queries of a tile see."""
+    high = num_kv
+    if CAUSAL:
+        high = tl.minimum(high, position + tokens)
+    low = high * 0
+    if WINDOWED:
+        low = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    return low, high
+
+
+@triton.jit
+def _put(tiles, tile_room, tile, start, token, tokens, position, low, high, slot, prefix, mask):
+    """Writes the fields of tiles."""
+    tl.store(tiles + START * tile_room + tile, start, mask=mask)
+    tl.store(tiles + TOKEN * tile_room + tile, token, mask=mask)
+    tl.store(tiles + TOKENS * tile_room + tile, tokens, mask=mask)
+    tl.store(tiles + POSITION * tile_room + tile, position, mask=mask)
+    tl.store(tiles + KV_LOW * tile_room + tile, low, mask=mask)
+    tl.store(tiles + KV_HIGH * tile_room + tile, high, mask=mask)
+    tl.store(tiles + SLOT * tile_room + tile, slot, mask=mask)
+    tl.store(tiles + PREFIX * tile_room + tile, prefix, mask=mask)
+
+
+@triton.jit
+def _put_header(header, total, per_chunk, real_tokens, aligned):
+    tl.store(header + TOTAL, total)
+    tl.store(header + PER_CHUNK, per_chunk)
+    tl.store(header + REAL_TOKENS, real_tokens)
+    tl.store(header + ALIGNED, aligned)
+
+
+@triton.jit
+def _fill(array, begin, end, value):
+    """Writes one number to a stretch of an array."""
+    LANES: tl.constexpr = 1024
+    lane = tl.arange(0, LANES)
+    for base in range(begin, end, LANES):
+        tl.store(array + base + lane, lane * 0 + value, mask=base + lane < end)
+
+
+@triton.jit
+def _chunk_size(total, longest, units, min_blocks, max_splits, num_chunks, target, BLOCK_N: tl.constexpr):
+    """(Blocks of a chunk, whether (tile, KV head) pairs start chunks of their own), for a stream of `total` blocks and as
+    many pairs as there are `units`, with at most `longest` blocks each.
+
+    There are `target` chunks, or where `num_chunks` leaves room for it, one or more a pair. With more than `max_splits`
+    pieces a tile, merging would cost more than it saves.
+    """
+    per_chunk = tl.maximum((total + target - 1) // target, (longest + max_splits - 1) // max_splits)
+    per_chunk = tl.maximum(per_chunk, min_blocks)
+    aligned = ((units <= num_chunks) & (longest <= per_chunk)).to(tl.int32)
+    if (aligned == 0) & (num_chunks > target) & (2 * units >= target) & (total * BLOCK_N <= units * SHORT):
+        aligned += 1
+        per_chunk *= 2
+    return per_chunk, aligned
 
 
 @triton.jit
@@ -149,28 +208,18 @@ def _cut(
     min_blocks,
     max_splits,
     num_chunks,
+    target,
     BLOCK_N: tl.constexpr,
-    TARGET: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cuts the stream into `TARGET` chunks, or where `num_chunks` leaves room for it, into one or more a (tile, KV head).
-
-    With more than `max_splits` pieces a tile, merging would cost more than it saves.
-    """
-    per_chunk = tl.maximum((total + TARGET - 1) // TARGET, (longest + max_splits - 1) // max_splits)
-    per_chunk = tl.maximum(per_chunk, min_blocks)
-    units = num_tiles * kv_heads
-    aligned = ((units <= num_chunks) & (longest <= per_chunk)).to(tl.int32)
-    if (aligned == 0) & (num_chunks > TARGET) & (2 * units >= TARGET) & (total * BLOCK_N <= units * SHORT):
-        aligned += 1
-        per_chunk *= 2
+    """Cuts the stream into chunks, and finds the tile in which each of them starts."""
+    per_chunk, aligned = _chunk_size(
+        total, longest, num_tiles * kv_heads, min_blocks, max_splits, num_chunks, target, BLOCK_N
+    )  # fmt: skip
     if aligned == 1:
         total = _align(tiles, per_chunk, num_tiles, tile_room, kv_heads, BLOCK_N, BLOCK)
-    tl.store(header + TOTAL, total)
-    tl.store(header + PER_CHUNK, per_chunk)
-    tl.store(header + REAL_TOKENS, real_tokens)
-    tl.store(header + ALIGNED, aligned)
+    _put_header(header, total, per_chunk, real_tokens, aligned)
     tl.debug_barrier()
     for base in range(0, num_chunks, BLOCK):
         chunk = base + tl.arange(0, BLOCK)
@@ -181,7 +230,7 @@ def _cut(
 @triton.jit(
     do_not_specialize=[
         "R", "tile_room", "kv_heads", "tokens_per_tile", "least_query", "most_query", "window", "fresh_from",
-        "min_blocks", "max_splits", "num_chunks",
+        "min_blocks", "max_splits", "num_chunks", "target",
     ]
 )  # fmt: skip
 def _plan_kernel(
@@ -193,6 +242,7 @@ def _plan_kernel(
     tiles,
     header,
     chunk_tile,
+    counters,
     R,
     tile_room,
     kv_heads,
@@ -204,15 +254,16 @@ def _plan_kernel(
     min_blocks,
     max_splits,
     num_chunks,
+    target,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TARGET: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     lane = tl.arange(0, BLOCK)
+    _fill(counters, 0, tile_room * kv_heads, 0)
     num_tiles = 0
     for base in range(0, R, BLOCK):
         row = base + lane
@@ -239,41 +290,112 @@ def _plan_kernel(
         num_kv = tl.load(kv_len + row, mask=real, other=0)
         tokens = tl.minimum(query - offset, tokens_per_tile)
         position = num_kv - query + offset
-        high = num_kv
-        if CAUSAL:
-            high = tl.minimum(high, position + tokens)
-        low = tile * 0
-        if WINDOWED:
-            low = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+        low, high = _seen(num_kv, position, tokens, window, CAUSAL, WINDOWED, BLOCK_N)
+        covered = tile * 0
         if SHARED:
             low = tl.load(prefix + row, mask=real, other=0)
-            tl.store(tiles + PREFIX * tile_room + tile, low, mask=tile < tile_room)
-        else:
-            tl.store(tiles + PREFIX * tile_room + tile, tile * 0, mask=tile < tile_room)
+            covered = low
         blocks = tl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
         blocks = tl.where(real, blocks, 0)
         work = blocks * kv_heads
-        end = total + tl.cumsum(work, 0)
-        stored = tile < tile_room
-        tl.store(tiles + START * tile_room + tile, end - work, mask=stored)
-        tl.store(tiles + TOKEN * tile_room + tile, first + offset, mask=stored)
-        tl.store(tiles + TOKENS * tile_room + tile, tokens, mask=stored)
-        tl.store(tiles + POSITION * tile_room + tile, position, mask=stored)
-        tl.store(tiles + KV_LOW * tile_room + tile, low, mask=stored)
-        tl.store(tiles + KV_HIGH * tile_room + tile, high, mask=stored)
+        start = total + tl.cumsum(work, 0) - work
         slot = tl.load(slots + row, mask=real, other=0)
-        tl.store(tiles + SLOT * tile_room + tile, slot, mask=stored)
+        _put(tiles, tile_room, tile, start, first + offset, tokens, position, low, high, slot, covered, real)
         total += tl.sum(work, 0)
         longest = tl.maximum(longest, tl.max(blocks, 0))
     real_tokens = tl.load(query_start + R)
     _cut(
         header, chunk_tile, tiles, total, longest, num_tiles, tile_room, kv_heads, real_tokens, min_blocks, max_splits,
-        num_chunks, BLOCK_N, TARGET, STEPS, BLOCK,
+        num_chunks, target, BLOCK_N, STEPS, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["R", "G", "tile_room", "kv_heads", "tokens_per_tile", "min_blocks", "max_splits", "num_chunks"]
+    do_not_specialize=[
+        "R", "tile_room", "kv_heads", "least_query", "most_query", "window", "min_blocks", "max_splits", "num_chunks",
+        "target",
+    ]
+)  # fmt: skip
+def _plan_short_kernel(
+    query_start,
+    kv_len,
+    slots,
+    prefix,
+    tiles,
+    header,
+    chunk_tile,
+    counters,
+    R,
+    tile_room,
+    kv_heads,
+    least_query,
+    most_query,
+    window,
+    min_blocks,
+    max_splits,
+    num_chunks,
+    target,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`_plan_kernel` where no row has more than one tile, and all fit into a block: rows say where their tiles and chunks
+    go, and nothing is looked for. Lengths are inputs of the step, so that all but the writing is done while the kernels
+    before this one still run."""
+    if SHARED:  # its prefixes may just have been written
+        wait(PDL)
+    row = tl.arange(0, BLOCK)
+    inside = row < R
+    first = tl.load(query_start + row, mask=inside, other=0)
+    query = tl.load(query_start + row + 1, mask=inside, other=0) - first
+    num_kv = tl.load(kv_len + row, mask=inside, other=0)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    real_tokens = tl.load(query_start + R)
+    mine = inside & (query >= least_query) & (query <= most_query)
+    position = num_kv - query
+    low, high = _seen(num_kv, position, query, window, CAUSAL, WINDOWED, BLOCK_N)
+    covered = row * 0
+    if SHARED:
+        low = tl.load(prefix + row, mask=inside, other=0)
+        covered = low
+    blocks = tl.where(mine, tl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1), 0)
+    count = mine.to(tl.int32)
+    num_tiles = tl.sum(count, 0)
+    longest = tl.max(blocks, 0)
+    per_chunk, aligned = _chunk_size(
+        tl.sum(blocks, 0) * kv_heads, longest, num_tiles * kv_heads, min_blocks, max_splits, num_chunks, target, BLOCK_N
+    )  # fmt: skip
+    if aligned == 1:
+        blocks = (blocks + per_chunk - 1) // per_chunk * per_chunk
+        longest = (longest + per_chunk - 1) // per_chunk * per_chunk
+    work = blocks * kv_heads
+    total = tl.sum(work, 0)
+    tile = tl.cumsum(count, 0) - count
+    end = tl.cumsum(work, 0)
+    chunk = (end - work + per_chunk - 1) // per_chunk
+    last_chunk = (end + per_chunk - 1) // per_chunk
+    if not SHARED:
+        wait(PDL)
+    _put(tiles, tile_room, tile, end - work, first, query, position, low, high, slot, covered, mine)
+    _put_header(header, total, per_chunk, real_tokens, aligned)
+    _fill(counters, 0, tile_room * kv_heads, 0)
+    for base in range(0, (longest * kv_heads + per_chunk - 1) // per_chunk, CHUNKS):
+        place = chunk[:, None] + base + tl.arange(0, CHUNKS)[None, :]
+        tl.store(chunk_tile + place, tile[:, None] + place * 0, mask=place < last_chunk[:, None])
+    _fill(chunk_tile, (total + per_chunk - 1) // per_chunk, num_chunks, tl.maximum(num_tiles - 1, 0))
+
+
+_SHORT = Launcher(_plan_short_kernel)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "R", "G", "tile_room", "kv_heads", "tokens_per_tile", "min_blocks", "max_splits", "num_chunks", "target",
+    ]
 )  # fmt: skip
 def _plan_groups_kernel(
     query_start,
@@ -287,6 +409,7 @@ def _plan_groups_kernel(
     tiles,
     header,
     chunk_tile,
+    counters,
     R,
     G,
     tile_room,
@@ -295,15 +418,14 @@ def _plan_groups_kernel(
     min_blocks,
     max_splits,
     num_chunks,
+    target,
     BLOCK_N: tl.constexpr,
-    TARGET: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     lane = tl.arange(0, BLOCK)
-    for base in range(0, R, BLOCK):
-        row = base + lane
-        tl.store(prefix + row, row * 0, mask=row < R)
+    _fill(counters, 0, tile_room * kv_heads, 0)
+    _fill(prefix, 0, R, 0)
     num_tiles = 0
     for base in range(0, G, BLOCK):
         group = base + lane
@@ -337,21 +459,15 @@ def _plan_groups_kernel(
         leader = tl.load(rows + first, mask=real, other=0)
         blocks = tl.where(real, (high + BLOCK_N - 1) // BLOCK_N, 0)
         work = blocks * kv_heads
-        end = total + tl.cumsum(work, 0)
-        stored = tile < tile_room
-        tl.store(tiles + START * tile_room + tile, end - work, mask=stored)
-        tl.store(tiles + TOKEN * tile_room + tile, member, mask=stored)
-        tl.store(tiles + TOKENS * tile_room + tile, tl.minimum(end_member - member, tokens_per_tile), mask=stored)
-        tl.store(tiles + POSITION * tile_room + tile, high, mask=stored)
-        tl.store(tiles + KV_LOW * tile_room + tile, tile * 0, mask=stored)
-        tl.store(tiles + KV_HIGH * tile_room + tile, high, mask=stored)
-        tl.store(tiles + SLOT * tile_room + tile, tl.load(slots + leader, mask=real, other=0), mask=stored)
-        tl.store(tiles + PREFIX * tile_room + tile, tile * 0, mask=stored)
+        start_at = total + tl.cumsum(work, 0) - work
+        tokens = tl.minimum(end_member - member, tokens_per_tile)
+        slot = tl.load(slots + leader, mask=real, other=0)
+        _put(tiles, tile_room, tile, start_at, member, tokens, high, tile * 0, high, slot, tile * 0, real)
         total += tl.sum(work, 0)
         longest = tl.maximum(longest, tl.max(blocks, 0))
     _cut(
         header, chunk_tile, tiles, total, longest, num_tiles, tile_room, kv_heads, 0, min_blocks, max_splits,
-        num_chunks, BLOCK_N, TARGET, STEPS, BLOCK,
+        num_chunks, target, BLOCK_N, STEPS, BLOCK,
     )  # fmt: skip
 
 
@@ -373,7 +489,7 @@ def _room(kind: Kind, shape: Shape, most_tiles: int, device: torch.device) -> Pl
         tiles=torch.empty((NUM_FIELDS, most_tiles), dtype=torch.int32, device=device),
         header=torch.empty(NUM_HEADER, dtype=torch.int32, device=device),
         chunk_tile=torch.empty(num_chunks, dtype=torch.int32, device=device),
-        counters=torch.zeros((most_tiles, kind.num_kv_heads), dtype=torch.int32, device=device),
+        counters=torch.empty((most_tiles, kind.num_kv_heads), dtype=torch.int32, device=device),
     )
 
 
@@ -389,6 +505,15 @@ def _sizes(most: int) -> dict[str, int]:
     if most <= 1024:
         return {"STEPS": 11, "BLOCK": 1024}
     return {"STEPS": most.bit_length() + 1, "BLOCK": 1024}
+
+
+_MOST_SHORT = 1024
+"""Rows of one tile each that are planned at once."""
+
+
+def _short_sizes(rows: int) -> tuple[int, int]:
+    """(Rows, chunks of each at a time), in few variants as well."""
+    return (64, 32) if rows <= 64 else (256, 16) if rows <= 256 else (1024, 8)
 
 
 def plan_rows(
@@ -409,8 +534,26 @@ def plan_rows(
     plan = _room(kind, shape, max(1, min(inputs.num_tokens, most_tiles)), device)
     plan.prefixed = prefix_R is not None
     min_blocks, max_splits = _limits(kind, shape, device)
-    scratch = torch.empty(rows, dtype=torch.int32, device=device)
     tile_room = plan.tiles.shape[1]
+    if rows <= _MOST_SHORT and most_query <= per_tile and most_query < fresh_from:
+        prefix = inputs.kv_len_R if prefix_R is None else prefix_R
+        _SHORT.launch(
+            (1, 1),
+            (
+                inputs.query_start_R1, inputs.kv_len_R, inputs.slots_R, prefix,
+                plan.tiles, plan.header, plan.chunk_tile, plan.counters,
+            ),
+            (),
+            (),
+            (kind.causal, kind.window is not None, plan.prefixed, shape.block_n, *_short_sizes(rows)),
+            num_warps=8,
+            counts=(
+                rows, tile_room, kind.num_kv_heads, least_query, most_query, kind.window or 0, min_blocks, max_splits,
+                plan.num_chunks, plan.target,
+            ),
+        )  # fmt: skip
+        return plan
+    scratch = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(1,)](
         inputs.query_start_R1,
         inputs.kv_len_R,
@@ -420,6 +563,7 @@ def plan_rows(
         plan.tiles,
         plan.header,
         plan.chunk_tile,
+        plan.counters,
         rows,
         tile_room,
         kind.num_kv_heads,
@@ -431,11 +575,11 @@ def plan_rows(
         min_blocks,
         max_splits,
         plan.num_chunks,
+        plan.target,
         CAUSAL=kind.causal,
         WINDOWED=kind.window is not None,
         SHARED=prefix_R is not None,
         BLOCK_N=shape.block_n,
-        TARGET=plan.target,
         **_sizes(max(rows, tile_room)),
         num_warps=8,
     )
@@ -466,6 +610,7 @@ def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan
         plan.tiles,
         plan.header,
         plan.chunk_tile,
+        plan.counters,
         rows,
         groups,
         tile_room,
@@ -474,8 +619,8 @@ def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan
         min_blocks,
         max_splits,
         plan.num_chunks,
+        plan.target,
         BLOCK_N=shape.block_n,
-        TARGET=plan.target,
         **_sizes(max(rows, groups + 1, tile_room)),
         num_warps=8,
     )
