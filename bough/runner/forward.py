@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups, Tail
 from bough.kernels.sampling import sample
+from bough.kernels.step_start import start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.inputs import StepTensors
@@ -42,8 +43,6 @@ class Extent:
     max_kv: int
     shared: bool
     host: HostLengths | None = None
-    follows: bool = True
-    """There may be tokens that rows sampled in steps before, which the device alone knows."""
 
 
 class Forward:
@@ -59,17 +58,23 @@ class Forward:
         self._pages = state.page_table.view(-1)
 
     def write_table(self, at_U: Tensor, pages_U: Tensor) -> None:
-        """Writes pages at flat places of the page table."""
+        """Writes pages at flat places of the page table, ahead of a step."""
         self._pages.scatter_(0, at_U, pages_U)
 
     def hidden(self, tensors: StepTensors, extent: Extent, at: Tensor | None, segments: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm at token indices `at` (all tokens: None)."""
+        """Makes the step's page-table writes, and gives hidden states after the final norm at token indices `at` (all
+        tokens: None)."""
         if at is not None and not len(at):
             return self.hidden(tensors, extent, at.new_zeros(1), segments)[:0]
         state = self.state
-        ids = tensors.ids_T
-        if extent.follows:
-            ids = torch.where(ids < 0, state.last_token[tensors.token_slots_T], ids)
+        ids = start_step(
+            self._pages,
+            tensors.table_at_U,
+            tensors.table_pages_U,
+            tensors.ids_T,
+            tensors.token_slots_T,
+            state.last_token,
+        )
         shared = None
         if extent.shared:
             shared = SharedGroups(

@@ -171,7 +171,6 @@ class Graphs:
         return Captured(layout, buffer, tensors, graph, result)
 
     def _run(self, tensors: StepTensors, extent: Extent, kind: Kind) -> Tensor:
-        self._forward.write_table(tensors.table_at_U, tensors.table_pages_U)
         logits = self._forward.model.logits(self._forward.hidden(tensors, extent, tensors.last_at_R))
         return self._forward.draw(logits, tensors) if kind == "sampled" else logits
 

@@ -134,9 +134,7 @@ class ModelRunner:
             max_kv=int((step.context + step.num_query).max()),
             shared=step.shared is not None,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
-            follows=bool(step.tokens.min() < 0),
         )
-        self.forward.write_table(tensors.table_at_U, tensors.table_pages_U)
         scored = self._scored_positions(step)
         num_samples = len(plain.rows)
         at = tensors.last_at_R[:num_samples]

@@ -64,9 +64,7 @@ class PoolingRunner:
             max_kv=int((step.context + step.num_query).max()),
             shared=False,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
-            follows=False,
         )
-        self._forward.write_table(tensors.table_at_U, tensors.table_pages_U)
         if self.pooling.whole:
             broken = np.flatnonzero((step.context != 0) | ~step.samples)
             if len(broken):

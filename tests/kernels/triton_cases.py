@@ -32,6 +32,7 @@ from bough.kernels.norm import reference as norm_reference, triton as norm
 from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.rotary import reference as rotary_reference, triton as rotary
 from bough.kernels.sampling import reference as sampling_reference, triton as sampling
+from bough.kernels.step_start import reference as start_reference, triton as start
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -651,6 +652,31 @@ def _pages(bed: Bed, dtype: torch.dtype) -> None:
         assert torch.equal(got, want)
 
 
+def start_cases(bed: Bed) -> Cases:
+    for tokens, writes in (
+        ((1, 0), (1, 258), (64, 384), (300, 7), (8192, 130)) if bed.large else ((1, 0), (5, 300), (200, 9))
+    ):
+        yield f"start of {tokens} tokens, {writes} pages", partial(_start, bed, tokens, writes)
+
+
+def _start(bed: Bed, tokens: int, writes: int) -> None:
+    """Some tokens are given, some sampled before; padding writes one page over and over."""
+    slots, pages_per_slot = 70, 40
+    table = bed.ints(np.random.randint(0, 1000, slots * pages_per_slot))
+    at = bed.ints(np.random.permutation(len(table) - 1)[:writes], torch.int64)
+    at[writes // 2 :] = len(table) - 1
+    pages = bed.ints(np.random.randint(0, 1000, writes))
+    pages[writes // 2 :] = 0
+    ids = bed.ints([bed.rng.choice((-1, bed.rng.randrange(2**40))) for _ in range(tokens)], torch.int64)
+    of_slots = bed.ints(np.random.randint(0, slots, tokens), torch.int64)
+    last_token = bed.ints(np.random.randint(0, 2**40, slots), torch.int64)
+    expected = table.clone()
+    want = start_reference.start_step(expected, at, pages, ids, of_slots, last_token)
+    got = same_twice(lambda: start.start_step(table, at, pages, ids, of_slots, last_token))
+    assert torch.equal(got, want)
+    assert torch.equal(table, expected)
+
+
 def moe_cases(bed: Bed) -> Cases:
     if bed.large:
         shapes = [(1, 128, 8, 2048, 768), (64, 128, 8, 2048, 768), (300, 8, 2, 512, 320), (1000, 64, 6, 1000, 200)]
@@ -698,6 +724,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "sampling": sampling_cases,
     "masks": mask_cases,
     "pages": page_cases,
+    "start": start_cases,
     "moe": moe_cases,
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 PARTS = {"norm": 1, "activation": 1, "rotary": 2, "linear": 3, "attention": 16, "shared": 2, "tail": 1, "moe": 3}
-PARTS |= {"rope": 2, "sampling": 1, "masks": 1, "pages": 1, "plan": 1}
+PARTS |= {"rope": 2, "sampling": 1, "masks": 1, "pages": 1, "start": 1, "plan": 3}
 """Most of the time goes into compiling: what is compiled side by side is done sooner."""
 
 
