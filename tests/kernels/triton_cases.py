@@ -586,16 +586,19 @@ def _sample(bed: Bed, vocab: int, spread: float, dtype: torch.dtype) -> None:
     rows = 128 if bed.large else 8
     logits = bed.normal(rows, vocab, dtype=dtype, scale=spread)
     logits[:, : vocab // 3] = float("-inf")
+    logits[0] = float("-inf")  # nothing is allowed
 
     def pick(*values: float) -> Tensor:
         return torch.tensor([bed.rng.choice(values) for _ in range(rows)], device=bed.device)
 
     temperature = pick(0.0, 0.3, 1.0, 1.7)
     top_k, top_p, min_p = pick(-1, 1, 7, 50), pick(1.0, 0.95, 0.4), pick(0.0, 0.0, 0.05)
+    temperature[0], top_p[0] = 1.0, 0.95
     seeds = torch.tensor([bed.rng.randrange(-(2**63), 2**63) for _ in range(rows)], device=bed.device)
     counters = torch.tensor([bed.rng.randrange(2**40) for _ in range(rows)], device=bed.device)
     arguments = (logits, temperature, top_k, top_p, min_p, seeds, counters)
     got, want = same_twice(lambda: sampling.sample(*arguments)), sampling_reference.sample(*arguments)
+    assert got[0] == want[0]
     differs = int((got != want).sum())
     assert differs <= rows // 50, f"{differs} of {rows} draws differ"
     some = torch.randperm(rows, device=bed.device)[: rows // 2]

@@ -142,7 +142,7 @@ def _settle_kernel(
         k = tl.where((k < 1) | (k > V), V + 1, k)
         p = tl.load(top_p + row)
         floor = tl.load(min_p + row)
-        if (k <= V) | (p < 1.0) | (floor > 0.0):
+        if ((k <= V) | (p < 1.0) | (floor > 0.0)) & (top > float("-inf")):  # where all is forbidden, nothing passes
             mass_limit = tl.where(p < 1.0, p * total, float("inf"))
             chosen = _settle(
                 logits + row.to(tl.int64) * stride, chosen, top, inverse, k, mass_limit, floor,
