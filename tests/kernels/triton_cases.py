@@ -577,7 +577,7 @@ def _shared(bed: Bed, spec: Layer, page: int, groups: list[tuple[int, int]], dty
 
 def sampling_cases(bed: Bed) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
-        for vocab in (50, 5000, 128256) if bed.large else (50, 4500):
+        for vocab in (50, 5000, 128256) if bed.large else (50, 4500, 13_000):
             for spread in (0.5, 4.0):
                 yield f"sample {vocab} spread {spread} {dtype}", partial(_sample, bed, vocab, spread, dtype)
 

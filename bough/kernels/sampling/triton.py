@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Sampling on the GPU: two or three passes over the logits, no sort.
 
-The first kernel reads every logit once, in stretches of the vocabulary: largest logit, sum of exponentials, and the best of
-logit / temperature + noise over the whole row. The second settles a row: the drawn token is right if it passes the filters,
-which one more pass finds by counting what is likelier. If it doesn't, no token of its logit or below passes either, so the
-best noisy token above it is next; the same pass counts above a few higher levels too, to skip most of what is left. In the
-end that token is the best of all kept ones, as if they had been cut out first.
+The first kernel reads every logit, in stretches of the vocabulary: largest logit, sum of exponentials, and the best of
+logit / temperature + noise over the whole row (for these two, what it has just read is read again). The second settles a
+row: the drawn token is right if it passes the filters, which one more pass finds by counting what is likelier. If it
+doesn't, no token of its logit or below passes either, so the best noisy token above it is next; the same pass counts above
+a few higher levels too, to skip most of what is left. In the end that token is the best of all kept ones, as if they had
+been cut out first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from torch import Tensor
 from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 
 _STRETCH = 4096
+"""Entries of a row that a program of the first kernel reads..."""
+_NOISE = 1024
+"""...for how many of them it makes noise at a time..."""
+_WARPS = 8
+"""...and with how many warps. The same for all steps: what is summed together must not depend on the batch."""
 _SCAN = 2048
 _LEVELS = 4
 
@@ -59,16 +65,16 @@ def _scan_kernel(
     stride,
     DRAW: tl.constexpr,
     STRETCH: tl.constexpr,
+    NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
     trigger(PDL)
     wait(PDL)
-    block = part * (STRETCH // 4) + tl.arange(0, STRETCH // 4)
-    index = block[:, None] * 4 + tl.arange(0, 4)[None, :]
-    inside = index < V
-    value = tl.load(logits + row.to(tl.int64) * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
+    logits += row.to(tl.int64) * stride
+    index = part * STRETCH + tl.arange(0, STRETCH)
+    value = tl.load(logits + index, mask=index < V, other=float("-inf")).to(tl.float32)
     place = row * tl.num_programs(1) + part
     top, top_id = _first_best(value, index)
     tl.store(tops + place, top)
@@ -78,11 +84,34 @@ def _scan_kernel(
         if warmth > 0.0:
             inverse = 1.0 / tl.maximum(warmth, 1e-10)
             anchor = tl.where(top == float("-inf"), 0.0, top)
-            tl.store(sums + place, tl.sum(tl.exp(value * inverse - anchor * inverse)))
-            noisy = value * inverse + _noise(tl.load(seeds + row), tl.load(counters + row), block)
-            score, score_id = _first_best(tl.where(inside, noisy, float("-inf")), index)
+            mass, score, score_id = _draw(
+                logits, part * STRETCH, anchor, inverse, tl.load(seeds + row), tl.load(counters + row), V, STRETCH, NOISE
+            )  # fmt: skip
+            tl.store(sums + place, mass)
             tl.store(scores + place, score)
             tl.store(score_ids + place, score_id)
+
+
+@triton.jit
+def _draw(logits, first, anchor, inverse, seed, counter, V, STRETCH: tl.constexpr, NOISE: tl.constexpr):
+    """(Sum of exponentials, best noisy logit, its first index) of a stretch, which has just been read: a few at a time, for
+    noise takes many registers, and what takes few can be in flight more often."""
+    block = first // 4 + tl.arange(0, NOISE // 4)
+    index = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+    mass = tl.zeros([NOISE // 4, 4], tl.float32)
+    best = tl.full([NOISE // 4, 4], float("-inf"), tl.float32)
+    best_id = index
+    for _ in range(0, STRETCH, NOISE):
+        value = tl.load(logits + index, mask=index < V, other=float("-inf")).to(tl.float32)
+        mass += tl.exp(value * inverse - anchor * inverse)
+        noisy = value * inverse + _noise(seed, counter, block)
+        better = noisy > best
+        best = tl.where(better, noisy, best)
+        best_id = tl.where(better, index, best_id)
+        block += NOISE // 4
+        index += NOISE
+    score, score_id = _first_best(best, best_id)
+    return tl.sum(mass), score, score_id
 
 
 @triton.jit
@@ -245,7 +274,8 @@ def argmax(logits_RV: Tensor) -> Tensor:
         logits.stride(0),
         DRAW=False,
         STRETCH=_STRETCH,
-        num_warps=8,
+        NOISE=_NOISE,
+        num_warps=_WARPS,
         **pdl,
     )
     _top_kernel[(rows,)](tops, top_ids, out, parts, BLOCK=power_of_two(parts), num_warps=1, **pdl)
@@ -284,7 +314,8 @@ def sample(
         logits.stride(0),
         DRAW=True,
         STRETCH=_STRETCH,
-        num_warps=8,
+        NOISE=_NOISE,
+        num_warps=_WARPS,
         **pdl,
     )
     _settle_kernel[(rows,)](
