@@ -32,7 +32,7 @@ from bough.kernels.attention.plan import Shape
 from bough.kernels.linear import linear_silu_mul
 from bough.kernels.linear.table import TOKEN_BUCKETS, early
 from bough.kernels.linear.tuning import LinearShape, candidates, measure, time_us, tune
-from bough.kernels.moe import fused_experts, topk_softmax
+from bough.kernels.moe import Routing, fused_experts, routed_experts, topk_softmax
 from bough.kernels.norm import add_rms_norm, reference as norm_reference
 from bough.kernels.rotary import reference as rotary_reference, rope_and_write
 from bough.kernels.sampling import argmax, reference as sampling_reference, sample
@@ -302,6 +302,11 @@ def bench_moe() -> Report:
         yield Row(
             "moe", f"experts T={tokens}", over(fused_experts, sets), max(read, compute), None, f"{touched} experts"
         )
+    norm, router = random(width), random(experts, width, scale=width**-0.5)
+    routing = Routing(norm, 1e-6, 0.0, router, per_token, True)
+    lone = [(random(1, width), random(1, width), routing, gate_up, down) for _ in range(4)]
+    read = per_token * 3 * inner * width * 2 / BANDWIDTH * 1e6
+    yield Row("moe", "norm, router, experts T=1", over(routed_experts, lone), read)
     logits = random(64, experts)
     yield Row("moe", "topk_softmax T=64", over(topk_softmax, [(logits, per_token, True)] * 4), 0.1)
 

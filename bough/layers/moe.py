@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import Activation, MoeFacts
 from bough.distributed.collectives import all_reduce
-from bough.kernels.moe import fused_experts, topk_softmax
+from bough.kernels.moe import Routing, fused_experts, routed_experts, topk_softmax
 from bough.layers.build import Build
 from bough.layers.linear import GateUpLinear, ReplicatedLinear, RowLinear
-from bough.quantization.unquantized import Unquantized
+from bough.layers.norm import RMSNorm
+from bough.quantization.unquantized import DenseMatrix, Unquantized
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -41,6 +43,10 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         """This rank's share of the sum over each token's experts."""
         return fused_experts(x_TD, self.gate_up_E2FD, self.down_EDF, weights_Tk, ids_Tk, self.activation)
+
+    def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """As `forward`, of the norm of x + residual, whose experts are chosen by it; and x + residual."""
+        return routed_experts(x_TD, residual_TD, routing, self.gate_up_E2FD, self.down_EDF, self.activation)
 
 
 class MixtureOfExperts(nn.Module):
@@ -71,6 +77,17 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             out_TD = out_TD + self.shared(x_TD)
         return all_reduce(out_TD, self.mesh)
+
+    def after(self, norm: RMSNorm, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(`forward` of the norm of x + residual, x + residual), which are as `norm.add` takes them. In one launch where the
+        device has one for it."""
+        if residual_TD is None or self.shared is not None or self._forward_hooks:  # who watches sees what is added
+            x_TD, residual_TD = norm.add(x_TD, residual_TD)
+            return self(x_TD), residual_TD
+        router_ED = cast(DenseMatrix, self.router.matrix).weight
+        routing = Routing(norm.weight, norm.eps, norm.offset, router_ED, self.experts_per_token, self.renormalise)
+        out_TD, residual_TD = self.experts.routed(x_TD, residual_TD, routing)
+        return all_reduce(out_TD, self.mesh), residual_TD
 
 
 class SharedExpert(nn.Module):

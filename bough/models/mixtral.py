@@ -46,8 +46,7 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         heads, residual_TD = self.attn.project(self.attn_norm, self.qkv, x_TD, residual_TD, batch)
         x_TD = self.attn(*heads, batch, self.rope)
-        x_TD, residual_TD = self.ffn_norm.add(*self.out.onto(x_TD, batch.beside(x_TD, residual_TD)))
-        return self.moe(x_TD), residual_TD
+        return self.moe.after(self.ffn_norm, *self.out.onto(x_TD, batch.beside(x_TD, residual_TD)))
 
 
 def make(facts: ModelFacts, build: Build) -> Decoder:

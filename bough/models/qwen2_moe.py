@@ -57,9 +57,10 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         heads, residual_TD = self.attn.project(self.attn_norm, self.qkv, x_TD, residual_TD, batch)
         x_TD = self.attn(*heads, batch, self.rope)
-        x_TD, residual_TD = self.ffn_norm.add(*self.out.onto(x_TD, batch.beside(x_TD, residual_TD)))
+        stream = self.out.onto(x_TD, batch.beside(x_TD, residual_TD))
         if self.is_sparse:
-            return self.moe(x_TD), residual_TD
+            return self.moe.after(self.ffn_norm, *stream)
+        x_TD, residual_TD = self.ffn_norm.add(*stream)
         return self.down.onto(self.gate_up(x_TD), residual_TD)
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from bough.kernels import cuda_source
 from bough.kernels.choices import Facts
-from bough.kernels.moe import lone_hopper
-from bough.kernels.moe.lone_hopper import MOST_PAIRS, MOST_SLOTS, Cut, suits
+from bough.kernels.moe import Routing, lone_hopper, reference
+from bough.kernels.moe.lone_hopper import MOST_LOGITS, MOST_PAIRS, MOST_SLOTS, Cut, suits, suits_routed
 from bough.platform.processor import find_compiler
 
 pytest.importorskip("triton")
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
-STATIC_BYTES = 2 * 8 * MOST_SLOTS + (2 + 3 * MOST_PAIRS) * 4
+STATIC_BYTES = 2 * 8 * MOST_SLOTS + (2 + 3 * MOST_PAIRS + MOST_LOGITS + MOST_PAIRS * lone_hopper._WARPS) * 4
 CUTS = [
     Cut(2048, 768),
     Cut(512, 256),
@@ -30,14 +30,18 @@ CUTS = [
     Cut(64, 512),
     Cut(2048, 96, 16 << 10),
     Cut(1000, 40),
+    Cut(2048, 768, routed=128),
+    Cut(264, 24, routed=300),
+    Cut(64, 512, routed=3),
 ]
-Unit = tuple[bool, int, int, int]
+ROUTER, GATED, DOWN = range(3)
+Unit = tuple[int, int, int, int]
 Walk = Callable[[Cut, int, int, int], list[Unit]]
 
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
-    """The units (is_down, pair, first row, rows) of a block, by the source's own `Share`, compiled for the CPU."""
+    """The units (kind, pair, first row, rows) of a block, by the source's own `Share`, compiled for the CPU."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -45,7 +49,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     assert found
     parts = ["#include <algorithm>\nusing std::min;\n#define INLINE inline\n"]
     for number, cut in enumerate(CUTS):
-        names = ("D", "F", "GATED_ROWS", "DOWN_ROWS")
+        names = ("D", "F", "GATED_ROWS", "DOWN_ROWS", "EXPERTS")
         parts += [f"#define {name} {cut.defines()[name]}\n" for name in names]
         parts.append(f"namespace cut{number} {{ {found[0]} }}\n")
         parts.append(
@@ -53,7 +57,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
             f"  const cut{number}::Share share(block, blocks, pairs);\n"
             "  for (int i = 0; i < share.units(); i++) {\n"
             "    const auto unit = share.unit(i);\n"
-            "    const int all[] = {unit.is_down, unit.pair, unit.row, unit.rows};\n"
+            "    const int all[] = {unit.kind, unit.pair, unit.row, unit.rows};\n"
             "    out = std::copy(all, all + 4, out);\n  }\n  return share.units();\n}\n"
         )
         parts += [f"#undef {name}\n" for name in names]
@@ -66,38 +70,42 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     loaded = ctypes.CDLL(str(library))
 
     def units(cut: Cut, block: int, blocks: int, pairs: int) -> list[Unit]:
-        room = (ctypes.c_int * (4 * (pairs * (cut.width + cut.inner) + 1)))()
+        room = (ctypes.c_int * (4 * (pairs * (cut.width + cut.inner) + cut.routed + 1)))()
         count = loaded[f"walk{CUTS.index(cut)}"](block, blocks, pairs, room)
-        return [(bool(room[i]), room[i + 1], room[i + 2], room[i + 3]) for i in range(0, 4 * count, 4)]
+        return [(room[i], room[i + 1], room[i + 2], room[i + 3]) for i in range(0, 4 * count, 4)]
 
     return units
+
+
+def read_bytes(cut: Cut, units: list[Unit]) -> int:
+    a_row = {ROUTER: 2 * cut.width, GATED: 4 * cut.width, DOWN: 2 * cut.inner}
+    return sum(rows * a_row[kind] for kind, _, _, rows in units)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(CUTS), st.integers(1, 140), st.integers(0, 9))
 def test_units_cover_every_row_once_and_blocks_read_alike(walk: Walk, cut: Cut, blocks: int, pairs: int) -> None:
-    gated: Counter[tuple[int, int]] = Counter()
-    down: Counter[tuple[int, int]] = Counter()
+    most_rows = {ROUTER: 1, GATED: cut.gated_rows, DOWN: cut.down_rows}
+    seen: dict[int, Counter[tuple[int, int]]] = {kind: Counter() for kind in most_rows}
     num_bytes = []
     for block in range(blocks):
         units = walk(cut, block, blocks, pairs)
-        assert [unit[0] for unit in units] == sorted(unit[0] for unit in units), "gate and up rows come first"
-        for is_down, pair, row, rows in units:
-            assert 1 <= rows <= (cut.down_rows if is_down else cut.gated_rows)
-            (down if is_down else gated).update((pair, row + i) for i in range(rows))
-        num_bytes.append(sum(rows * (2 * cut.inner if is_down else 4 * cut.width) for is_down, _, _, rows in units))
-    assert gated == {(pair, row): 1 for pair in range(pairs) for row in range(cut.inner)}
-    assert down == {(pair, row): 1 for pair in range(pairs) for row in range(cut.width)}
+        assert [unit[0] for unit in units] == sorted(unit[0] for unit in units), "router, gate and up, down"
+        for kind, pair, row, rows in units:
+            assert 1 <= rows <= most_rows[kind]
+            seen[kind].update((pair, row + i) for i in range(rows))
+        num_bytes.append(read_bytes(cut, units))
+    assert seen[ROUTER] == {(0, row): 1 for row in range(cut.routed)}
+    assert seen[GATED] == {(pair, row): 1 for pair in range(pairs) for row in range(cut.inner)}
+    assert seen[DOWN] == {(pair, row): 1 for pair in range(pairs) for row in range(cut.width)}
     one_more = max(4 * cut.width * cut.gated_rows, pairs * 2 * cut.inner)
-    assert max(num_bytes) - min(num_bytes) <= 2 * one_more
+    assert max(num_bytes) - min(num_bytes) <= 2 * one_more + 2 * cut.width * (cut.routed > 0)
 
 
-def test_multiprocessors_of_an_h200_read_nearly_alike(walk: Walk) -> None:
-    cut, blocks, pairs = Cut(2048, 768), 132, 8
-    num_bytes = [
-        sum(rows * (2 * 768 if is_down else 4 * 2048) for is_down, _, _, rows in walk(cut, block, blocks, pairs))
-        for block in range(blocks)
-    ]
+@pytest.mark.parametrize("routed", [0, 128])
+def test_multiprocessors_of_an_h200_read_nearly_alike(walk: Walk, routed: int) -> None:
+    cut, blocks, pairs = Cut(2048, 768, routed=routed), 132, 8
+    num_bytes = [read_bytes(cut, walk(cut, block, blocks, pairs)) for block in range(blocks)]
     assert max(num_bytes) < 1.02 * sum(num_bytes) / blocks
     assert sorted(num_bytes)[blocks * 9 // 10] < 1.005 * sum(num_bytes) / blocks
 
@@ -125,6 +133,7 @@ def test_the_source_is_given_what_it_expects() -> None:
     for name in Cut(2048, 768).defines():
         assert re.search(rf"\b{name}\b", source)
     assert f"MOST_PAIRS = {MOST_PAIRS}, MOST_SLOTS = {MOST_SLOTS};" in source
+    assert f"MOST_LOGITS = {MOST_LOGITS};" in source
     found = re.search(r"struct Inputs {(.*?)};", source, re.S)
     assert found
     declarations = re.sub(r"//.*", "", found[1])
@@ -133,14 +142,18 @@ def test_the_source_is_given_what_it_expects() -> None:
 
 
 class Recorded:
-    """A kernel that remembers its launches."""
+    """A kernel that remembers its launches: the numbers of its inputs."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[int, dict[str, int]]] = []
+        self.launches: list[tuple[int, dict[str, float]]] = []
+        self.pointers: dict[str, int | None] = {}
+        """Of the last launch."""
 
     def launch(self, blocks: int, arguments: tuple[ctypes.Structure], stream: int) -> None:
-        names = ("tokens", "per_token", "experts", "slots", "vector_bytes", "x_stride", "stream")
-        self.launches.append((blocks, {name: getattr(arguments[0], name) for name in names}))
+        inputs = {name: getattr(arguments[0], name) for name, *_ in lone_hopper._Inputs._fields_}
+        kinds = dict(field[:2] for field in lone_hopper._Inputs._fields_)
+        self.pointers = {name: value for name, value in inputs.items() if kinds[name] is ctypes.c_void_p}
+        self.launches.append((blocks, {name: inputs[name] for name in inputs if name not in self.pointers}))
 
 
 @pytest.fixture
@@ -216,11 +229,87 @@ def test_few_tokens_take_one_launch(recorded: Recorded, stream: SimpleNamespace)
     x, bf16 = matrix(3, 2112)[:, :2048], torch.zeros(3, 8, dtype=torch.bfloat16)
     stream.cuda_stream = 9
     moe.fused_experts(x, gate_up, down, bf16, ids(3, 8).long())
-    shared = {"per_token": 8, "experts": 128}
+    shared = {"per_token": 8, "experts": 128, "eps": 0.0, "offset": 0.0, "renormalise": 0, "residual_stride": 0}
     assert recorded.launches == [
         (132, {"tokens": 1, "slots": 24, "vector_bytes": 12288, "x_stride": 2048, "stream": 0, **shared}),
         (132, {"tokens": 3, "slots": 21, "vector_bytes": 36864, "x_stride": 2112, "stream": 1, **shared}),
     ]
+    assert {name for name, pointer in recorded.pointers.items() if not pointer} == {
+        "residual", "norm", "router", "total",
+    }  # fmt: skip
+
+
+def routing(num_experts: int, width: int, per_token: int, dtype: torch.dtype = torch.bfloat16) -> Routing:
+    return Routing(
+        torch.ones(width, dtype=dtype), 0.25, 1.0, torch.zeros(num_experts, width, dtype=dtype), per_token, True
+    )
+
+
+@pytest.mark.usefixtures("recorded")
+def test_only_what_the_kernel_knows_is_routed() -> None:
+    gate_up, down = stacks(128, 512, 64)
+    one, four, usual = matrix(1, 512), matrix(4, 512), routing(128, 512, 8)
+    assert suits_routed(one, one, usual, gate_up, down, "silu")
+    assert suits_routed(four, four, usual, gate_up, down, "silu")
+    assert suits_routed(matrix(4, 576)[:, :512], matrix(4, 640)[:, :512], usual, gate_up, down, "silu")
+    assert not suits_routed(torch.stack([four, four]), four, usual, gate_up, down, "silu"), "several addends"
+    assert not suits_routed(one, one, usual, gate_up, down, "gelu_tanh")
+    assert not suits_routed(one, matrix(1, 512, torch.float32), usual, gate_up, down, "silu")
+    assert not suits_routed(four, matrix(4, 516)[:, :512], usual, gate_up, down, "silu"), "rows start at 16 bytes"
+    assert not suits_routed(one, one, routing(128, 512, 8, torch.float32), gate_up, down, "silu")
+    assert not suits_routed(one, one, routing(129, 512, 8), gate_up, down, "silu"), "of other experts"
+    assert not suits_routed(one, one, routing(128, 512, 33), gate_up, down, "silu"), "more than 32 pairs"
+    assert not suits_routed(one[:0], one[:0], usual, gate_up, down, "silu")
+    few = stacks(4, 512, 64)
+    assert suits_routed(one, one, routing(4, 512, 4), *few, "silu")
+    assert not suits_routed(one, one, routing(4, 512, 5), *few, "silu"), "more choices than experts"
+    assert suits_routed(one, one, routing(MOST_LOGITS, 512, 8), *stacks(MOST_LOGITS, 512, 64), "silu")
+    assert not suits_routed(one, one, routing(MOST_LOGITS + 1, 512, 8), *stacks(MOST_LOGITS + 1, 512, 64), "silu")
+    assert not suits_routed(matrix(5, 512), matrix(5, 512), routing(128, 512, 6), gate_up, down, "silu"), (
+        "too many logits"
+    )
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_block_s_rows_of_the_router_must_fit_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, given = matrix(1, 2048), (routing(256, 2048, 8), *stacks(256, 2048, 64), "silu")
+    for blocks, fits in ((132, True), (11, True), (10, False)):
+        monkeypatch.setattr(lone_hopper, "num_sms", lambda _, blocks=blocks: blocks)
+        assert suits_routed(x, x, *given) == fits, Cut(2048, 64).num_slots(1, 8, blocks)
+
+
+def test_a_lone_token_is_normed_routed_and_served_in_one_launch(recorded: Recorded, stream: SimpleNamespace) -> None:
+    from bough.kernels.moe import triton as moe
+
+    gate_up, down = stacks(128, 2048, 768)
+    x, residual, how = matrix(1, 2048), matrix(3, 2112)[:, :2048], routing(128, 2048, 8)
+    out, total = moe.routed_experts(x, residual[:1], how, gate_up, down)
+    assert recorded.pointers.items() >= {
+        ("x", x.data_ptr()), ("residual", residual.data_ptr()), ("norm", how.norm_D.data_ptr()), ("weights", None),
+        ("router", how.router_ED.data_ptr()), ("out", out.data_ptr()), ("total", total.data_ptr()), ("ids", None),
+    }  # fmt: skip
+    stream.cuda_stream = 9
+    results = moe.routed_experts(matrix(3, 2048), residual, how, gate_up, down)
+    assert [each.shape for each in results] == [(3, 2048)] * 2
+    shared = {"per_token": 8, "experts": 128, "eps": 0.25, "offset": 1.0, "renormalise": 1, "x_stride": 2048}
+    shared["residual_stride"] = 2112
+    assert recorded.launches == [
+        (132, {"tokens": 1, "slots": 24, "vector_bytes": 12288, "stream": 0, **shared}),
+        (132, {"tokens": 3, "slots": 21, "vector_bytes": 36864, "stream": 1, **shared}),
+    ]
+
+
+def test_what_is_not_routed_in_one_launch_is_routed_in_several(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bough.kernels.moe import triton as moe
+
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(reference, "routed_experts", lambda *given: asked.append(given))
+    given = (matrix(5, 512), matrix(5, 512), routing(128, 512, 8), *stacks(128, 512, 64), "silu")
+    moe.routed_experts(*given)
+    assert asked == [given]
+    assert not recorded.launches
 
 
 def test_other_devices_are_left_alone(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +318,4 @@ def test_other_devices_are_left_alone(recorded: Recorded, monkeypatch: pytest.Mo
         lone_hopper._is_ready.cache_clear()
         monkeypatch.setattr(cuda_source, "facts_of", lambda *_, facts=facts: facts)
         assert not suits(matrix(1, 512), gate_up, down, ids(1, 8), "silu")
+        assert not suits_routed(matrix(1, 512), matrix(1, 512), routing(16, 512, 8), gate_up, down, "silu")

@@ -1,9 +1,12 @@
-"""Mixture of experts: the router's choice of experts, and the gated feed-forward of the chosen ones.
+"""Mixture of experts: the router's choice of experts, and the gated feed-forward of the chosen ones; apart, or together
+with the norm before them.
 
 in: router logits, activations, stacked expert weights. out: weighted sums of expert outputs. never: a wait for the device.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -35,5 +38,36 @@ def fused_experts(
     """
     out: Tensor = _IMPLEMENTATIONS.pick("fused_experts", x_TD.device)(
         x_TD, gate_up_E2FD, down_EDF, topk_weights_Tk, topk_ids_Tk, activation
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen: by a norm, a product with the router's weight, and `topk_softmax`."""
+
+    norm_D: Tensor
+    eps: float
+    offset: float
+    """As of `norm.add_rms_norm`."""
+    router_ED: Tensor
+    per_token: int
+    renormalise: bool
+
+
+def routed_experts(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    routing: Routing,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor]:
+    """(fused_experts of the norm of x + residual, x + residual), [T, D] each, where all experts are here.
+
+    x may be [P, T, D] of several addends. Router weights must not be written by another kernel of the same step.
+    """
+    out: tuple[Tensor, Tensor] = _IMPLEMENTATIONS.pick("routed_experts", x_TD.device)(
+        x_TD, residual_TD, routing, gate_up_E2FD, down_EDF, activation
     )
     return out

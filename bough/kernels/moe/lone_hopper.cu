@@ -8,35 +8,48 @@
 // two kinds all blocks meet, since a row of `down` needs all of its pair's hidden units; meanwhile the ring fills. A block has
 // its rows of the result from all pairs, so it adds them up itself, in the order of the token's choices.
 //
+// With EXPERTS, x is first added to the residual stream and normed, and the experts are chosen by a router's product with that:
+// every block norms all tokens for itself, has the router's rows of a few experts, which the ring brings before all else, says
+// their logits to all blocks, and chooses for itself by all of them. A logit is its own sign that it was said: the words that
+// carry them are zero between launches.
+//
 // All blocks of a launch must run at once. Launches of one stream don't disturb each other: one has started as a whole before
 // the next may. Launches of several streams at a time could take multiprocessors from each other and wait forever.
 //
 // Given: D, F (multiples of 8), GATED_ROWS (gate rows of a unit, and as many up rows; a divisor of F), DOWN_ROWS (rows of
-// `down` in a unit, at most), SLOT_BYTES (holds a unit of either kind), WARPS (that multiply), STREAMS (that have counters).
+// `down` in a unit, at most), SLOT_BYTES (holds a unit of any kind), WARPS (that multiply), STREAMS (that have counters),
+// EXPERTS (rows of the router; 0: the choice is given).
 
 #include "hopper.cuh"
 
 constexpr int MOST_PAIRS = 32, MOST_SLOTS = 32;  // a lane of the feeding warp each
+constexpr int MOST_LOGITS = 512;                 // of all tokens
 constexpr int WORKERS = 32 * WARPS;
 constexpr int GATED_AT_ONCE = GATED_ROWS > 1 ? 2 : 1;  // gate rows that a warp multiplies together, with their up rows
 constexpr int DOWN_AT_ONCE = DOWN_ROWS >= 4 ? 4 : DOWN_ROWS >= 2 ? 2 : 1;
 
 static_assert(D % 8 == 0 && F % 8 == 0, "rows must start at multiples of 16 bytes");
 static_assert(F % GATED_ROWS == 0 && GATED_ROWS % GATED_AT_ONCE == 0, "a unit has rows of one pair");
+static_assert(EXPERTS <= MOST_LOGITS, "said by a word each");
 static_assert(SLOT_BYTES % 128 == 0 && SLOT_BYTES >= 4 * D * GATED_ROWS && SLOT_BYTES >= 2 * F * DOWN_ROWS, "a unit fits");
 
-// What a block works off: the units 0 .. units() - 1, gate and up rows first. Pairs that no expert here serves don't count.
+// What a block works off: the units 0 .. units() - 1, rows of the router first, then gate and up rows, then those of `down`.
+// Pairs that no expert here serves don't count.
 struct Share {
+  enum Kind { ROUTER, GATED, DOWN };
+
+  int block, blocks, pairs;
+  int routed;                            // experts whose logits it makes, a unit each
   int gated_first, gated;                // units among those of all blocks, their number
   int down_first, down_rows, pieces;     // rows of the result, their number, units of them a pair
-  int pairs;
 
   struct Unit {
-    bool is_down;
+    Kind kind;
     int pair, row, rows;                 // place among the pairs that count, first row of the matrix, rows
   };
 
-  INLINE Share(int block, int blocks, int pairs) : pairs(pairs) {
+  INLINE Share(int block, int blocks, int pairs) : block(block), blocks(blocks), pairs(pairs) {
+    routed = EXPERTS / blocks + (block < EXPERTS % blocks);
     const int all = pairs * (F / GATED_ROWS);
     gated = all / blocks + (block < all % blocks);
     gated_first = block * (all / blocks) + min(block, all % blocks);
@@ -47,24 +60,30 @@ struct Share {
     pieces = (down_rows + DOWN_ROWS - 1) / DOWN_ROWS;
   }
 
-  INLINE int units() const { return gated + pairs * pieces; }
+  INLINE int before_down() const { return routed + gated; }
+  INLINE int units() const { return before_down() + pairs * pieces; }
+  INLINE int expert(int i) const { return block + i * blocks; }
 
   INLINE Unit unit(int i) const {
-    if (i < gated) {
-      const int at = gated_first + i;
-      return {false, at / (F / GATED_ROWS), at % (F / GATED_ROWS) * GATED_ROWS, GATED_ROWS};
+    if (i < routed) return {ROUTER, 0, expert(i), 1};
+    if (i < before_down()) {
+      const int at = gated_first + i - routed;
+      return {GATED, at / (F / GATED_ROWS), at % (F / GATED_ROWS) * GATED_ROWS, GATED_ROWS};
     }
-    const int pair = (i - gated) / pieces, row = (i - gated) % pieces * DOWN_ROWS;
-    return {true, pair, down_first + row, min(DOWN_ROWS, down_rows - row)};
+    const int pair = (i - before_down()) / pieces, row = (i - before_down()) % pieces * DOWN_ROWS;
+    return {DOWN, pair, down_first + row, min(DOWN_ROWS, down_rows - row)};
   }
 };
 
 struct Inputs {
   const u16 *x, *gate_up, *down;
-  const float* weights;
+  const float* weights;                      // of the choice, where it is given
   const int* ids;
-  u16 *hidden, *out;
-  i64 x_stride;
+  const u16 *residual, *norm, *router;       // where it is not
+  u16 *hidden, *out, *total;                 // the last: x + residual
+  i64 x_stride, residual_stride;
+  float eps, offset;                         // of the norm, whose scale is offset + norm
+  int renormalise;
   int tokens, per_token, experts;
   int slots, vector_bytes;  // of the ring; room for x or the hidden units
   int stream;               // which counter is this launch's
@@ -72,6 +91,9 @@ struct Inputs {
 
 // Per stream; the highest bit changes when all blocks of a launch have come, the others are zero again then.
 __device__ u32 counters[STREAMS];
+
+// Per stream: logits of each token, as `said` makes them.
+__device__ u32 said_logits[EXPERTS ? STREAMS : 1][MOST_LOGITS];
 
 INLINE float low(u32 two) { return __uint_as_float(two << 16); }
 INLINE float high(u32 two) { return __uint_as_float(two & 0xffff0000); }
@@ -83,6 +105,24 @@ INLINE u16 narrow(float value) {
 }
 
 INLINE float rounded(float value) { return low(narrow(value)); }
+INLINE u32 both(float even, float odd) { return narrow(even) | (u32)narrow(odd) << 16; }
+
+// A logit as it would be stored, in a word that isn't zero.
+INLINE u32 said(float logit) { return (u32)narrow(logit) << 16 | 1; }
+INLINE float meant(u32 word) { return high(word); }
+
+INLINE void say(u32* at, u32 word) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory"); }
+INLINE u32 hear(const u32* at) {
+  u32 word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(at) : "memory");
+  return word;
+}
+
+INLINE float sum_over_warp(float value) {
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(~0u, value, width);
+  return value;
+}
 
 INLINE void copy_rows(u32 to, const u16* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
@@ -195,12 +235,145 @@ struct Pairs {
   int place[MOST_PAIRS], expert[MOST_PAIRS];  // of those that count, one after the other
 };
 
-INLINE void feed(const Inputs& in, Pairs& pairs, u32 slots, u32 full, u32 empty) {
+// What workers and the feeding warp tell each other of the choice.
+struct Choice {
+  Pairs pairs;
+  float logits[EXPERTS ? MOST_LOGITS : 1];
+  float weights[MOST_PAIRS];
+  float squares[EXPERTS ? MOST_PAIRS : 1][WARPS];  // of a token, summed by each warp
+};
+
+// The tokens with the residual stream added, normed, for all workers to read. Waits for the kernel before.
+INLINE void norm_tokens(const Inputs& in, unsigned char* vector, float (*squares)[WARPS]) {
+  constexpr int CHUNKS = (D / 8 + WORKERS - 1) / WORKERS;  // of eight values, that a thread has of each token
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * 8;
+  const bool keeps = blockIdx.x == gridDim.x - 1;  // the last block seldom has logits to make
+  uint4 scale[CHUNKS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int at = first + c * (8 * WORKERS);
+    if (at < D) scale[c] = *(const uint4*)(in.norm + at);
+  }
+  wait_for_kernel_before();
+  for (int token = 0; token < in.tokens; token++) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const int at = first + c * (8 * WORKERS);
+      if (at >= D) break;
+      const uint4 added = __ldcg((const uint4*)(in.x + token * in.x_stride + at));
+      uint4 total = __ldcg((const uint4*)(in.residual + token * in.residual_stride + at));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 x = (&added.x)[i];
+        u32& value = (&total.x)[i];
+        value = both(low(x) + low(value), high(x) + high(value));
+        sum += low(value) * low(value) + high(value) * high(value);
+      }
+      *(uint4*)(vector + (token * D + at) * 2) = total;
+      if (keeps) *(uint4*)(in.total + token * D + at) = total;
+    }
+    sum = sum_over_warp(sum);
+    if (lane == 0) squares[token][warp] = sum;
+  }
+  workers_meet();
+  for (int token = 0; token < in.tokens; token++) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += squares[token][w];
+    const float inverse = rsqrtf(sum / D + in.eps);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const int at = first + c * (8 * WORKERS);
+      if (at >= D) break;
+      uint4* place = (uint4*)(vector + (token * D + at) * 2);
+      uint4 normed = *place;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 by = (&scale[c].x)[i];
+        u32& value = (&normed.x)[i];
+        value = both(low(value) * inverse * (low(by) + in.offset), high(value) * inverse * (high(by) + in.offset));
+      }
+      *place = normed;
+    }
+  }
+  workers_meet();
+}
+
+// By the feeding warp: the experts of all tokens, once all logits are said, that of pair p in lane p; -1 beyond the last one.
+INLINE int choose(const Inputs& in, float* logits) {
+  constexpr int A_LANE = EXPERTS > 0 ? (EXPERTS + 31) / 32 : 1;
+  const int lane = threadIdx.x % 32;
+  int found = -1;
+  for (int token = 0; token < in.tokens; token++) {
+    const u32* words = said_logits[in.stream] + token * EXPERTS;
+    u32 key[A_LANE];
+    bool silent;
+    do {
+      silent = false;
+#pragma unroll
+      for (int i = 0; i < A_LANE; i++) {
+        const int expert = 32 * i + lane;
+        key[i] = expert < EXPERTS ? hear(words + expert) : 0;
+        silent |= expert < EXPERTS && key[i] == 0;
+      }
+    } while (silent);
+    __syncwarp();
+    // Keys are in the order of the choice: the larger logit first, of equal ones the lower expert.
+#pragma unroll
+    for (int i = 0; i < A_LANE; i++) {
+      const int expert = 32 * i + lane;
+      if (expert >= EXPERTS) break;
+      const float logit = meant(key[i]) + 0.0f;  // there is one zero
+      const u32 bits = __float_as_uint(logit);
+      logits[token * EXPERTS + expert] = logit;
+      key[i] = ((bits >> 31 ? ~bits : bits | 0x80000000u) & 0xffff0000u) | (0xffff - expert);
+    }
+    for (int choice = 0; choice < in.per_token; choice++) {
+      u32 best = key[0];
+#pragma unroll
+      for (int i = 1; i < A_LANE; i++) best = max(best, key[i]);
+      best = __reduce_max_sync(~0u, best);
+#pragma unroll
+      for (int i = 0; i < A_LANE; i++)
+        if (key[i] == best) key[i] = 0;
+      if (lane == token * in.per_token + choice) found = 0xffff - (best & 0xffff);
+    }
+  }
+  return found;
+}
+
+// By a warp: the weights of a token's experts, the softmax over all of the router's.
+INLINE void weigh(const Inputs& in, Choice& choice, int token) {
+  const int lane = threadIdx.x % 32;
+  const float* logits = choice.logits + token * EXPERTS;
+  const int* experts = choice.pairs.expert + token * in.per_token;
+  const float best = logits[experts[0]];
+  float total = 0.0f;
+  for (int expert = lane; expert < EXPERTS; expert += 32) total += __expf(logits[expert] - best);
+  total = sum_over_warp(total);
+  float weight = lane < in.per_token ? __expf(logits[experts[lane]] - best) / total : 0.0f;
+  if (in.renormalise) weight /= sum_over_warp(weight);
+  if (lane < in.per_token) choice.weights[token * in.per_token + lane] = weight;
+}
+
+INLINE void feed(const Inputs& in, Choice& choice, u32 slots, u32 full, u32 empty) {
   const u64 once = held_shorter();
   const int lane = threadIdx.x % 32, all = in.tokens * in.per_token;
+  const u32 to = slots + lane * SLOT_BYTES, barrier = full + 8 * lane;
+  Pairs& pairs = choice.pairs;
   Share share(blockIdx.x, gridDim.x, all);  // its divisions needn't wait
+  u32 parity = 1;  // nobody has to empty a slot the first time
+  int i = lane;
+  if (i < share.routed) {  // there are as many slots; no kernel writes weights
+    barrier_expect(barrier, 2 * D);
+    copy_rows(to, in.router + (i64)share.expert(i) * D, 2 * D, barrier, once);
+    i += in.slots, parity ^= 1;
+  }
   wait_for_kernel_before();
-  const int expert = lane < all ? __ldcg(in.ids + lane) : -1;
+  int expert;
+  if constexpr (EXPERTS > 0) expert = choose(in, choice.logits);
+  else expert = lane < all ? __ldcg(in.ids + lane) : -1;
   const bool is_real = (u32)expert < (u32)in.experts;
   const u32 real = __ballot_sync(~0u, is_real);
   if (is_real) {
@@ -212,14 +385,11 @@ INLINE void feed(const Inputs& in, Pairs& pairs, u32 slots, u32 full, u32 empty)
   say_pairs();
   if (__popc(real) != all) share = Share(blockIdx.x, gridDim.x, __popc(real));
   if (lane >= in.slots) return;
-  const u32 to = slots + lane * SLOT_BYTES, barrier = full + 8 * lane;
-  u32 parity = 1;  // nobody has to empty a slot the first time
-  int i = lane;
   while (i < share.units()) {
     if (has_passed(empty + 8 * lane, parity)) {
       const Share::Unit unit = share.unit(i);
       const i64 chosen = pairs.expert[unit.pair];
-      if (unit.is_down) {
+      if (unit.kind == Share::DOWN) {
         const u32 bytes = unit.rows * (2 * F);
         barrier_expect(barrier, bytes);
         copy_rows(to, in.down + (chosen * D + unit.row) * F, bytes, barrier, once);
@@ -236,20 +406,13 @@ INLINE void feed(const Inputs& in, Pairs& pairs, u32 slots, u32 full, u32 empty)
 }
 
 INLINE void work(
-    const Inputs& in, const Pairs& pairs, const unsigned char* slots, const unsigned char* vector, float* parts,
-    float* weights, u32 full, u32 empty) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Inputs& in, Choice& choice, const unsigned char* slots, unsigned char* vector, float* parts, u32 full, u32 empty) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = in.tokens * in.per_token;
   const u32 vector_at = (u32)__cvta_generic_to_shared(vector);
-  wait_for_kernel_before();
-  for (int i = threadIdx.x * 8; i < in.tokens * D; i += WORKERS * 8)
-    copy16(vector_at + 2 * i, in.x + i / D * in.x_stride + i % D);
-  if (threadIdx.x < in.tokens * in.per_token) weights[threadIdx.x] = __ldcg(in.weights + threadIdx.x);
-  copies_wait();
-  hear_pairs();
-
-  const Share share(blockIdx.x, gridDim.x, pairs.count);
+  const Pairs& pairs = choice.pairs;
+  Share share(blockIdx.x, gridDim.x, all);
   // A slot is always the same warp's: it can't take one use of it for another.
-  int round = 0, slot = warp, i = warp < in.slots ? warp : share.units();
+  int round = 0, slot = warp, i = warp < in.slots ? warp : 1 << 30;
   auto leave = [&] {
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + 8 * slot);
@@ -257,7 +420,28 @@ INLINE void work(
     if (slot >= in.slots) slot = warp, round++;
     i = round * in.slots + slot;
   };
-  while (i < share.gated) {
+  if constexpr (EXPERTS > 0) {
+    norm_tokens(in, vector, choice.squares);
+    while (i < share.routed) {
+      barrier_wait(full + 8 * slot, round & 1);
+      const unsigned char* row[1] = {slots + slot * SLOT_BYTES};
+      for (int token = 0; token < in.tokens; token++) {
+        const float logit = dot<1, D>(row, vector + token * (2 * D));
+        if (lane == 0) say(said_logits[in.stream] + token * EXPERTS + share.expert(i), said(logit));
+      }
+      leave();
+    }
+    hear_pairs();
+  } else {
+    wait_for_kernel_before();
+    for (int at = threadIdx.x * 8; at < in.tokens * D; at += WORKERS * 8)
+      copy16(vector_at + 2 * at, in.x + at / D * in.x_stride + at % D);
+    if (threadIdx.x < all) choice.weights[threadIdx.x] = __ldcg(in.weights + threadIdx.x);
+    copies_wait();
+    hear_pairs();
+    if (pairs.count != all) share = Share(blockIdx.x, gridDim.x, pairs.count);
+  }
+  while (i < share.before_down()) {
     const Share::Unit unit = share.unit(i);
     const int token = pairs.place[unit.pair] / in.per_token;
     barrier_wait(full + 8 * slot, round & 1);
@@ -267,7 +451,11 @@ INLINE void work(
 
   workers_meet();
   if (threadIdx.x == 0) blocks_meet(counters + in.stream);
+  if constexpr (EXPERTS > 0)
+    for (int token = warp - 1; 0 <= token && token < in.tokens; token += WARPS - 1) weigh(in, choice, token);
   workers_meet();
+  for (int at = threadIdx.x; at < in.tokens * share.routed; at += WORKERS)  // all blocks have chosen
+    say(said_logits[in.stream] + at / share.routed * EXPERTS + share.expert(at % share.routed), 0);
   for (int at = threadIdx.x * 8; at < share.pairs * F; at += WORKERS * 8)
     copy16(vector_at + 2 * at, in.hidden + at);
   copies_wait();
@@ -284,9 +472,9 @@ INLINE void work(
   for (int at = threadIdx.x; at < in.tokens * share.down_rows; at += WORKERS) {
     const int token = at / share.down_rows, row = at % share.down_rows;
     float sum = 0.0f;
-    for (int choice = 0; choice < in.per_token; choice++) {
-      const int pair = token * in.per_token + choice;
-      if (pairs.real >> pair & 1) sum += parts[pair * share.down_rows + row] * weights[pair];
+    for (int place = 0; place < in.per_token; place++) {
+      const int pair = token * in.per_token + place;
+      if (pairs.real >> pair & 1) sum += parts[pair * share.down_rows + row] * choice.weights[pair];
     }
     in.out[token * D + share.down_first + row] = narrow(sum);
   }
@@ -295,8 +483,7 @@ INLINE void work(
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) lone_experts(const __grid_constant__ Inputs in) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 barriers[2 * MOST_SLOTS];
-  __shared__ Pairs pairs;
-  __shared__ float weights[MOST_PAIRS];
+  __shared__ Choice choice;
   let_kernel_after_start();
   const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * MOST_SLOTS;
   if (threadIdx.x == 0) {
@@ -308,9 +495,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) lone_experts(const
   }
   __syncthreads();
   if (threadIdx.x >= WORKERS) {
-    feed(in, pairs, (u32)__cvta_generic_to_shared(memory), full, empty);
+    feed(in, choice, (u32)__cvta_generic_to_shared(memory), full, empty);
     return;
   }
   unsigned char* vector = memory + in.slots * SLOT_BYTES;
-  work(in, pairs, memory, vector, (float*)(vector + in.vector_bytes), weights, full, empty);
+  work(in, choice, memory, vector, (float*)(vector + in.vector_bytes), full, empty);
 }

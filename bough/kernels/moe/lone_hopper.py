@@ -1,4 +1,5 @@
-"""The experts' feed-forward of very few tokens on Hopper, in one launch: `lone_hopper.cu`, this is its door.
+"""The experts' feed-forward of very few tokens on Hopper, in one launch: `lone_hopper.cu`, this is its door. With a router,
+the launch has all that a layer does between the product after attention and the end.
 
 Weights stream through the multiprocessors once, at memory bandwidth, and don't pause between the experts' two products. All
 blocks of a launch meet on the device, so they must run at once: launches of this kernel from several streams must not
@@ -12,17 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, current_stream, runs_on
 from bough.kernels.launching import num_sms
+from bough.kernels.moe import Routing
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_PAIRS = 32
 """(Token, expert) pairs of a launch: a lane of a warp looks at each."""
 MOST_SLOTS = 32
+MOST_LOGITS = 512
+"""Of all tokens of a launch that has the router: blocks tell each other a word each."""
 LEAST_SLOTS = 6
 """A ring of fewer, long ones does not cover the time in which the blocks meet."""
 SHARED_BYTES = 208 << 10
@@ -40,9 +45,12 @@ class _Inputs(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "gate_up", "down", "weights", "ids", "hidden", "out")),
-        ("x_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("tokens", "per_token", "experts", "slots", "vector_bytes", "stream")),
+        *((name, ctypes.c_void_p) for name in ("x", "gate_up", "down", "weights", "ids")),
+        *((name, ctypes.c_void_p) for name in ("residual", "norm", "router", "hidden", "out", "total")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "residual_stride")),
+        *((name, ctypes.c_float) for name in ("eps", "offset")),
+        *((name, ctypes.c_int) for name in ("renormalise", "tokens", "per_token", "experts")),
+        *((name, ctypes.c_int) for name in ("slots", "vector_bytes", "stream")),
     )
 
 
@@ -54,6 +62,8 @@ class Cut:
     inner: int
     unit_bytes: int = _UNIT_BYTES
     warps: int = _WARPS
+    routed: int = 0
+    """Experts of the router, where the launch has it."""
 
     @property
     def gated_rows(self) -> int:
@@ -80,6 +90,7 @@ class Cut:
             "SLOT_BYTES": self.slot_bytes,
             "WARPS": self.warps,
             "STREAMS": StreamNumbers.MOST,
+            "EXPERTS": self.routed,
         }
 
     def vector_bytes(self, tokens: int, pairs: int) -> int:
@@ -115,20 +126,53 @@ def _is_ready(device: torch.device, cut: Cut) -> bool:
 
 def suits(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, ids_Tk: Tensor, activation: str) -> bool:
     """Whether the kernel serves these experts, and faster than the portable kernels do."""
-    tokens, pairs = ids_Tk.shape[0], ids_Tk.numel()
+    return _serves(x_TD, gate_up_E2FD, down_EDF, ids_Tk.shape[1], activation, routed=0)
+
+
+def suits_routed(
+    x_TD: Tensor, residual_TD: Tensor, routing: Routing, gate_up_E2FD: Tensor, down_EDF: Tensor, activation: str
+) -> bool:
+    """Whether one launch serves these experts and what comes before them."""
+    tokens, num_experts = residual_TD.shape[0], down_EDF.shape[0]
+    if x_TD.dim() != 2 or not 1 <= tokens * num_experts <= MOST_LOGITS or routing.per_token > num_experts:
+        return False
+    if not _are_rows(residual_TD):
+        return False
+    router, norm = routing.router_ED, routing.norm_D
+    if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 or not each.is_contiguous() for each in (router, norm)):
+        return False
+    same = router.shape[0] == num_experts
+    return same and _serves(x_TD, gate_up_E2FD, down_EDF, routing.per_token, activation, routed=num_experts)
+
+
+def _serves(
+    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, per_token: int, activation: str, *, routed: int
+) -> bool:
+    tokens = x_TD.shape[0]
+    pairs = tokens * per_token
     num_experts, width, inner = down_EDF.shape
     if activation != "silu" or not 1 <= pairs <= MOST_PAIRS or width % 8 or inner % 8:
         return False
     if tokens > 1 and pairs * _EXPERTS_A_PAIR > num_experts:
         return False
-    given = (x_TD, gate_up_E2FD, down_EDF)
-    if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 for each in given):
+    stacks = (gate_up_E2FD, down_EDF)
+    if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 or not each.is_contiguous() for each in stacks):
         return False
-    rows = x_TD.stride(1) == 1 and (tokens == 1 or x_TD.stride(0) % 8 == 0)
-    if not (rows and gate_up_E2FD.is_contiguous() and down_EDF.is_contiguous()):
+    if not _are_rows(x_TD):
         return False
-    device, cut = x_TD.device, Cut(width, inner)
-    return _is_ready(device, cut) and cut.num_slots(tokens, pairs, num_sms(device)) >= LEAST_SLOTS
+    device, cut = x_TD.device, Cut(width, inner, routed=routed)
+    if not _is_ready(device, cut):
+        return False
+    blocks = num_sms(device)
+    slots = cut.num_slots(tokens, pairs, blocks)
+    return slots >= LEAST_SLOTS and slots * blocks >= routed  # the ring holds a block's rows of the router
+
+
+def _are_rows(x_TD: Tensor) -> bool:
+    """Whether each starts at a multiple of 16 bytes."""
+    if x_TD.dtype != torch.bfloat16 or x_TD.data_ptr() % 16 or x_TD.stride(1) != 1:
+        return False
+    return x_TD.shape[0] == 1 or x_TD.stride(0) % 8 == 0
 
 
 def experts(
@@ -141,22 +185,51 @@ def experts(
     cut: Cut | None = None,
 ) -> None:
     """Fills the contiguous `out_TD` with the sum over each token's experts. Needs `suits`. Raises CudaSourceError."""
-    device, (tokens, per_token) = x_TD.device, ids_Tk.shape
+    _, width, inner = down_EDF.shape
+    weights, ids = weights_Tk.to(torch.float32).contiguous(), ids_Tk.to(torch.int32).contiguous()
+    how = {"per_token": ids.shape[1], **_pointers(weights=weights, ids=ids)}
+    _launch(how, x_TD, gate_up_E2FD, down_EDF, out_TD, Cut(width, inner) if cut is None else cut)
+
+
+def routed_experts(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    routing: Routing,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    out_TD: Tensor,
+    total_TD: Tensor,
+    cut: Cut | None = None,
+) -> None:
+    """Fills the contiguous `out_TD` and `total_TD` with what `moe.routed_experts` returns; they must not overlap anything
+    else given. Needs `suits_routed`. Raises CudaSourceError."""
     num_experts, width, inner = down_EDF.shape
-    chosen = Cut(width, inner) if cut is None else cut
-    loaded = _loaded(device, chosen)
-    pairs = tokens * per_token
-    hidden = torch.empty((pairs, inner), dtype=x_TD.dtype, device=device)
-    weights = weights_Tk.to(torch.float32).contiguous()
-    ids = ids_Tk.to(torch.int32).contiguous()
-    stream = current_stream(device)
-    given = {
-        "x": x_TD, "gate_up": gate_up_E2FD, "down": down_EDF, "weights": weights, "ids": ids, "hidden": hidden,
-        "out": out_TD,
+    how = {
+        "per_token": routing.per_token, "renormalise": routing.renormalise, "eps": routing.eps, "offset": routing.offset,
+        "residual_stride": residual_TD.stride(0),
+        **_pointers(residual=residual_TD, norm=routing.norm_D, router=routing.router_ED, total=total_TD),
     }  # fmt: skip
+    chosen = Cut(width, inner, routed=num_experts) if cut is None else cut
+    _launch(how, x_TD, gate_up_E2FD, down_EDF, out_TD, chosen)
+
+
+def _launch(
+    how: Mapping[str, Any], x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, out_TD: Tensor, cut: Cut
+) -> None:
+    """`how` experts are chosen: those of the inputs that say it."""
+    device, tokens = x_TD.device, x_TD.shape[0]
+    loaded = _loaded(device, cut)
+    pairs = tokens * how["per_token"]
+    hidden = torch.empty((pairs, cut.inner), dtype=x_TD.dtype, device=device)
+    stream = current_stream(device)
     inputs = _Inputs(
-        **{name: each.data_ptr() for name, each in given.items()}, x_stride=x_TD.stride(0), tokens=tokens,
-        per_token=per_token, experts=num_experts, slots=chosen.num_slots(tokens, pairs, loaded.blocks),
-        vector_bytes=chosen.vector_bytes(tokens, pairs), stream=loaded.streams.of(stream),
+        **how, **_pointers(x=x_TD, gate_up=gate_up_E2FD, down=down_EDF, hidden=hidden, out=out_TD),
+        x_stride=x_TD.stride(0), tokens=tokens, experts=down_EDF.shape[0],
+        slots=cut.num_slots(tokens, pairs, loaded.blocks), vector_bytes=cut.vector_bytes(tokens, pairs),
+        stream=loaded.streams.of(stream),
     )  # fmt: skip
     loaded.kernel.launch(loaded.blocks, (inputs,), stream)
+
+
+def _pointers(**tensors: Tensor) -> dict[str, int]:
+    return {name: each.data_ptr() for name, each in tensors.items()}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bough.kernels import moe
 from bough.kernels.activation.reference import gelu_tanh_mul, silu_mul
+from bough.kernels.linear import linear
+from bough.kernels.norm import add_rms_norm
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
@@ -38,3 +41,18 @@ def fused_experts(
         part = (hidden @ down_EDF[expert].T).float() * topk_weights_Tk[token, choice].float().unsqueeze(1)
         out.index_add_(0, token, part)
     return out.to(x_TD.dtype)
+
+
+def routed_experts(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    routing: moe.Routing,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor]:
+    """One after the other, each by what the device has for it."""
+    normed_TD, total_TD = add_rms_norm(x_TD, residual_TD, routing.norm_D, routing.eps, offset=routing.offset)
+    logits_TE = linear(normed_TD, routing.router_ED)
+    weights_Tk, ids_Tk = moe.topk_softmax(logits_TE, routing.per_token, routing.renormalise)
+    return moe.fused_experts(normed_TD, gate_up_E2FD, down_EDF, weights_Tk, ids_Tk, activation), total_TD

@@ -17,7 +17,7 @@ from bough.kernels.activation.triton import gated
 from bough.kernels.choices import facts_of
 from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import weight_tile
-from bough.kernels.moe import lone_hopper
+from bough.kernels.moe import Routing, lone_hopper, reference
 
 _ONE_PROGRAM_PAIRS = 4096
 """Up to here one program sorts all (token, expert) pairs."""
@@ -404,3 +404,19 @@ def fused_experts(
         parts, weights, ids, out, width, experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x.device)
     )
     return out
+
+
+def routed_experts(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    routing: Routing,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor]:
+    given = (x_TD, residual_TD, routing, gate_up_E2FD, down_EDF)
+    if not lone_hopper.suits_routed(*given, activation):
+        return reference.routed_experts(*given, activation)
+    out, total = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
+    lone_hopper.routed_experts(*given, out, total)
+    return out, total
