@@ -86,3 +86,98 @@ INLINE float exp2_(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 }
+
+// Two bf16 values in a word.
+INLINE float low(u32 two) { return __uint_as_float(two << 16); }
+INLINE float high(u32 two) { return __uint_as_float(two & 0xffff0000); }
+INLINE u32 both(float even, float odd) {
+  u32 two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(odd), "f"(even));
+  return two;
+}
+
+INLINE float sum_over_warp(float value) {
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(~0u, value, width);
+  return value;
+}
+
+// Tokens before a norm, bf16: what is added to the residual stream, the stream, and where the sum goes.
+struct Normed {
+  const u16 *x, *residual, *norm;
+  u16* total;
+  i64 x_stride, residual_stride;
+  float eps, offset;  // the scale is offset + norm
+};
+
+// By the first THREADS threads of every block, which then has all tokens, the stream added and normed: eight values from
+// `column` on at place(token, column). Waits for the kernel before. `meet` lets these threads wait for each other.
+template <int COLUMNS, int THREADS, typename Place, typename Meet>
+INLINE void norm_tokens(const Normed& in, int tokens, float (*squares)[THREADS / 32], Place place, Meet meet) {
+  constexpr int CHUNKS = (COLUMNS / 8 + THREADS - 1) / THREADS;  // of eight values, that a thread has of each token
+  constexpr int AT_ONCE = CHUNKS < 4 ? 4 / CHUNKS : 1;           // tokens that are asked for before the first has come
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * 8;
+  const bool keeps = blockIdx.x == gridDim.x - 1;  // one block
+  uint4 scale[CHUNKS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int at = first + c * (8 * THREADS);
+    if (at < COLUMNS) scale[c] = *(const uint4*)(in.norm + at);
+  }
+  wait_for_kernel_before();
+  for (int begin = 0; begin < tokens; begin += AT_ONCE) {
+    uint4 added[AT_ONCE][CHUNKS], total[AT_ONCE][CHUNKS];
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++) {
+        const int token = begin + t, at = first + c * (8 * THREADS);
+        if (token < tokens && at < COLUMNS) {
+          added[t][c] = __ldcg((const uint4*)(in.x + token * in.x_stride + at));
+          total[t][c] = __ldcg((const uint4*)(in.residual + token * in.residual_stride + at));
+        }
+      }
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++) {
+      const int token = begin + t;
+      if (token >= tokens) break;
+      float sum = 0.0f;
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++) {
+        const int at = first + c * (8 * THREADS);
+        if (at >= COLUMNS) break;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const u32 x = (&added[t][c].x)[i];
+          u32& value = (&total[t][c].x)[i];
+          value = both(low(x) + low(value), high(x) + high(value));
+          sum += low(value) * low(value) + high(value) * high(value);
+        }
+        *place(token, at) = total[t][c];
+        if (keeps) *(uint4*)(in.total + token * COLUMNS + at) = total[t][c];
+      }
+      sum = sum_over_warp(sum);
+      if (lane == 0) squares[token][warp] = sum;
+    }
+  }
+  meet();
+  for (int token = 0; token < tokens; token++) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) sum += squares[token][w];
+    const float inverse = rsqrtf(sum / COLUMNS + in.eps);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const int at = first + c * (8 * THREADS);
+      if (at >= COLUMNS) break;
+      uint4 normed = *place(token, at);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 by = (&scale[c].x)[i];
+        u32& value = (&normed.x)[i];
+        value = both(low(value) * inverse * (low(by) + in.offset), high(value) * inverse * (high(by) + in.offset));
+      }
+      *place(token, at) = normed;
+    }
+  }
+}

@@ -30,9 +30,11 @@ class Attention(nn.Module):
         table_VO = self.by_token_VO
         if table_VO is not None and batch.embeds_TD is None and not qkv._forward_hooks:  # who watches sees it made
             return qkv.heads(embedding(batch.ids_T, table_VO)), x_TD
-        x_TD, residual_TD = norm.add(x_TD, residual_TD)
         backend = batch.attention
         queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
+        if queries_at_L is None:
+            return qkv.after(norm, x_TD, residual_TD)
+        x_TD, residual_TD = norm.add(x_TD, residual_TD)
         return qkv(x_TD, queries_at_L), residual_TD
 
     def forward(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bough.core.errors import ConfigError
 from bough.distributed.collectives import all_reduce
 from bough.layers.build import Build
+from bough.layers.norm import RMSNorm
 from bough.quantization.scheme import Activation, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
@@ -123,6 +124,18 @@ class QKVLinear(_Weighted):
         q_LO = self._some_rows(x_TD.index_select(0, queries_at_L), slice(0, split))
         k_TKH, v_TKH = self._by_head(self._some_rows(x_TD, slice(split, None))).chunk(2, 1)
         return self._by_head(q_LO), k_TKH, v_TKH
+
+    def after(
+        self, norm: RMSNorm, x_TD: Tensor, residual_TD: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """(`forward` of the norm of x + residual, x + residual), which are as `norm.add` takes them."""
+        if residual_TD is None or self._forward_hooks:  # who watches sees what is multiplied
+            x_TD, residual_TD = norm.add(x_TD, residual_TD)
+            return self(x_TD), residual_TD
+        product_TO, residual_TD = self.matrix.after_norm(
+            x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.bias
+        )
+        return self.heads(product_TO), residual_TD
 
     def product(self, x_TD: Tensor) -> Tensor:
         """[T, O]: queries, keys and values of each token, one after the other."""

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from bough.kernels.norm import add_rms_norm
 from bough.weights.slots import Slot
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -54,6 +55,13 @@ class Matrix(nn.Module, ABC):
         """`forward` by some of the weight's rows, with their bias -> [T, rows]. Schemes that can, compute no others."""
         out: Tensor = self(x_TD)[:, rows]
         return out if bias is None else out + bias
+
+    def after_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, norm_D: Tensor, eps: float, offset: float, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `kernels.linear.linear_after_norm`."""
+        normed_TD, total_TD = add_rms_norm(x_TD, residual_TD, norm_D, eps, offset=offset)
+        return self.forward(normed_TD, bias_O), total_TD
 
     def onto(self, x_TD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `kernels.linear.linear_onto`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.kernels.activation import gelu_tanh_mul, silu_mul
-from bough.kernels.linear import linear, linear_onto, linear_silu_mul
+from bough.kernels.linear import linear, linear_after_norm, linear_onto, linear_silu_mul
 from bough.quantization.scheme import Activation, Matrix, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
@@ -49,6 +49,11 @@ class DenseMatrix(Matrix):
 
     def some_rows(self, x_TD: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
         return linear(x_TD, self.weight[rows], bias)
+
+    def after_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, norm_D: Tensor, eps: float, offset: float, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return linear_after_norm(x_TD, residual_TD, norm_D, eps, self.weight, bias_O, offset=offset)
 
     def onto(self, x_TD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         return linear_onto(x_TD, self.weight, stream_TO)

@@ -17,6 +17,7 @@ from bough.kernels import cuda_source
 from bough.kernels.choices import Facts
 from bough.kernels.moe import Routing, lone_hopper, reference
 from bough.kernels.moe.lone_hopper import MOST_LOGITS, MOST_PAIRS, MOST_SLOTS, Cut, suits, suits_routed
+from bough.kernels.norm.hopper import Normed
 from bough.platform.processor import find_compiler
 
 pytest.importorskip("triton")
@@ -134,26 +135,44 @@ def test_the_source_is_given_what_it_expects() -> None:
         assert re.search(rf"\b{name}\b", source)
     assert f"MOST_PAIRS = {MOST_PAIRS}, MOST_SLOTS = {MOST_SLOTS};" in source
     assert f"MOST_LOGITS = {MOST_LOGITS};" in source
-    found = re.search(r"struct Inputs {(.*?)};", source, re.S)
+    assert declared(source, "Inputs") == [each[0] for each in lone_hopper._Inputs._fields_]
+    common = cuda_source._COMMON.read_text()
+    assert declared(common, "Normed") == [each[0] for each in Normed._fields_]
+
+
+def declared(source: str, structure: str) -> list[str]:
+    """The names of its fields."""
+    found = re.search(rf"struct {structure} {{(.*?)}};", source, re.S)
     assert found
     declarations = re.sub(r"//.*", "", found[1])
-    names = [re.sub(r".*[ *]", "", each.strip()) for each in re.split("[,;]", declarations) if each.strip()]
-    assert names == [each[0] for each in lone_hopper._Inputs._fields_]
+    return [re.sub(r".*[ *]", "", each.strip()) for each in re.split("[,;]", declarations) if each.strip()]
+
+
+Fields = dict[str, int | float | None]
+
+
+def fields(structure: ctypes.Structure) -> Iterator[tuple[str, type, int | float | None]]:
+    """Names, kinds and values; those of a structure inside it are named after it."""
+    for name, kind, *_ in structure._fields_:
+        value = getattr(structure, name)
+        if isinstance(value, ctypes.Structure):
+            yield from ((f"{name}.{inner}", *rest) for inner, *rest in fields(value))  # type: ignore[misc]
+        else:
+            yield name, kind, value
 
 
 class Recorded:
     """A kernel that remembers its launches: the numbers of its inputs."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[int, dict[str, float]]] = []
-        self.pointers: dict[str, int | None] = {}
+        self.launches: list[tuple[int, Fields]] = []
+        self.pointers: Fields = {}
         """Of the last launch."""
 
     def launch(self, blocks: int, arguments: tuple[ctypes.Structure], stream: int) -> None:
-        inputs = {name: getattr(arguments[0], name) for name, *_ in lone_hopper._Inputs._fields_}
-        kinds = dict(field[:2] for field in lone_hopper._Inputs._fields_)
-        self.pointers = {name: value for name, value in inputs.items() if kinds[name] is ctypes.c_void_p}
-        self.launches.append((blocks, {name: inputs[name] for name in inputs if name not in self.pointers}))
+        found = list(fields(arguments[0]))
+        self.pointers = {name: value for name, kind, value in found if kind is ctypes.c_void_p}
+        self.launches.append((blocks, {name: value for name, kind, value in found if kind is not ctypes.c_void_p}))
 
 
 @pytest.fixture
@@ -220,6 +239,9 @@ def test_a_ring_must_fit() -> None:
     assert not suits(matrix(1, 4096), *wide[1], ids(1, 2), "silu")
 
 
+NOT_NORMED = {"normed.x_stride": 0, "normed.residual_stride": 0, "normed.eps": 0.0, "normed.offset": 0.0}
+
+
 def test_few_tokens_take_one_launch(recorded: Recorded, stream: SimpleNamespace) -> None:
     from bough.kernels.moe import triton as moe
 
@@ -229,13 +251,13 @@ def test_few_tokens_take_one_launch(recorded: Recorded, stream: SimpleNamespace)
     x, bf16 = matrix(3, 2112)[:, :2048], torch.zeros(3, 8, dtype=torch.bfloat16)
     stream.cuda_stream = 9
     moe.fused_experts(x, gate_up, down, bf16, ids(3, 8).long())
-    shared = {"per_token": 8, "experts": 128, "eps": 0.0, "offset": 0.0, "renormalise": 0, "residual_stride": 0}
+    shared = {"per_token": 8, "experts": 128, "renormalise": 0, **NOT_NORMED}
     assert recorded.launches == [
         (132, {"tokens": 1, "slots": 24, "vector_bytes": 12288, "x_stride": 2048, "stream": 0, **shared}),
         (132, {"tokens": 3, "slots": 21, "vector_bytes": 36864, "x_stride": 2112, "stream": 1, **shared}),
     ]
     assert {name for name, pointer in recorded.pointers.items() if not pointer} == {
-        "residual", "norm", "router", "total",
+        "normed.x", "normed.residual", "normed.norm", "normed.total", "router",
     }  # fmt: skip
 
 
@@ -285,14 +307,17 @@ def test_a_lone_token_is_normed_routed_and_served_in_one_launch(recorded: Record
     x, residual, how = matrix(1, 2048), matrix(3, 2112)[:, :2048], routing(128, 2048, 8)
     out, total = moe.routed_experts(x, residual[:1], how, gate_up, down)
     assert recorded.pointers.items() >= {
-        ("x", x.data_ptr()), ("residual", residual.data_ptr()), ("norm", how.norm_D.data_ptr()), ("weights", None),
-        ("router", how.router_ED.data_ptr()), ("out", out.data_ptr()), ("total", total.data_ptr()), ("ids", None),
+        ("normed.x", x.data_ptr()), ("normed.residual", residual.data_ptr()), ("normed.norm", how.norm_D.data_ptr()),
+        ("normed.total", total.data_ptr()), ("router", how.router_ED.data_ptr()), ("out", out.data_ptr()),
+        ("weights", None), ("ids", None),
     }  # fmt: skip
     stream.cuda_stream = 9
     results = moe.routed_experts(matrix(3, 2048), residual, how, gate_up, down)
     assert [each.shape for each in results] == [(3, 2048)] * 2
-    shared = {"per_token": 8, "experts": 128, "eps": 0.25, "offset": 1.0, "renormalise": 1, "x_stride": 2048}
-    shared["residual_stride"] = 2112
+    shared = {
+        "per_token": 8, "experts": 128, "renormalise": 1, "x_stride": 2048, "normed.x_stride": 2048,
+        "normed.residual_stride": 2112, "normed.eps": 0.25, "normed.offset": 1.0,
+    }  # fmt: skip
     assert recorded.launches == [
         (132, {"tokens": 1, "slots": 24, "vector_bytes": 12288, "stream": 0, **shared}),
         (132, {"tokens": 3, "slots": 21, "vector_bytes": 36864, "stream": 1, **shared}),

@@ -28,6 +28,23 @@ def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> tuple[Ten
     return out
 
 
+def linear_after_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    weight_OD: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(`linear` of the norm of x + residual, x + residual), where the norm is that of `norm.add_rms_norm`."""
+    out: tuple[Tensor, Tensor] = _IMPLEMENTATIONS.pick("linear_after_norm", x_TD.device)(
+        x_TD, residual_TD, norm_D, eps, weight_OD, bias_O, offset=offset
+    )
+    return out
+
+
 def linear_silu_mul(x_TD: Tensor, weight_2FD: Tensor) -> Tensor:
     """silu_mul(x @ weight.T): gate rows first, then up rows."""
     out: Tensor = _IMPLEMENTATIONS.pick("linear_silu_mul", x_TD.device)(x_TD, weight_2FD)

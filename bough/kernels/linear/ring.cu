@@ -5,8 +5,12 @@
 // has ended, since no kernel writes weights. The other warps multiply: weight rows are M of the tensor-core product, tokens N.
 // A tile cut over several chunks is summed, in their order, by the block that finishes last.
 //
+// With NORM, x is first added to the residual stream and normed: every block does so for itself, while its weights arrive, and
+// keeps all of it.
+//
 // Given: BLOCK_T (tokens, 8 .. 64), BLOCK_K (columns a step, a multiple of 64), GROUPS (warpgroups of 64 weight rows),
-// STAGES, SILU (two halves of the weight, joined by the activation), FP16 (else bf16).
+// STAGES, SILU (two halves of the weight, joined by the activation), FP16 (else bf16), NORM (D, where a norm comes first, of
+// at most 8 tokens in bf16; else 0).
 
 #include "hopper.cuh"
 
@@ -16,9 +20,11 @@ constexpr int BOXES = BLOCK_K / 64;
 constexpr int ROW_BYTES = 128;  // of a tile in shared memory: 64 elements
 constexpr int W_BOX = BLOCK_N * ROW_BYTES;
 constexpr int X_BOX = BLOCK_T * ROW_BYTES;
-constexpr int STAGE_BYTES = BOXES * (HALVES * W_BOX + X_BOX);
+constexpr int STAGE_BYTES = BOXES * (HALVES * W_BOX + (NORM ? 0 : X_BOX));
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int REGS = BLOCK_T / 2;
+
+static_assert(!NORM || (BLOCK_T == 8 && !FP16), "what is normed here");
 
 #if FP16
 #define TYPES "f32.f16.f16"
@@ -71,12 +77,13 @@ INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "me
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const u16* bias, u16* out, float* partial,
-    int* counters, int T, int rows, int per_chunk, int total, int k_steps) {
+    int* counters, int T, int rows, int per_chunk, int total, int k_steps, const __grid_constant__ Normed normed) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ int arrived;
   let_kernel_after_start();
   const u32 stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
+  const u32 kept = stages + STAGES * STAGE_BYTES;  // all of x, in boxes
   const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -104,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
           fetch_held(to + (half * BOXES + box) * W_BOX, weight, k + 64 * box, half * rows + tile * BLOCK_N, barrier, once);
     };
     auto ask_x = [&](int slot, int column) {
+      if (NORM) return;
       const u32 to = stages + slot * STAGE_BYTES + HALVES * BOXES * W_BOX;
 #pragma unroll
       for (int box = 0; box < BOXES; box++) fetch_held(to + box * X_BOX, x, column + 64 * box, 0, full + 8 * slot, often);
@@ -132,7 +140,18 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
     return;
   }
 
+#if NORM
+  __shared__ float squares[BLOCK_T][WORKERS / 32];
+  unsigned char* boxes = memory + (kept - (u32)__cvta_generic_to_shared(memory));
+  auto place = [&](int token, int column) {  // swizzled as the copy engine does it
+    return (uint4*)(boxes + column / 64 * X_BOX + token * ROW_BYTES + (column / 8 % 8 ^ token) * 16);
+  };
+  norm_tokens<NORM, WORKERS>(normed, T, squares, place, [] { workers_meet(); });
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  workers_meet();
+#else
   wait_for_kernel_before();
+#endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
   int slot = 0, k_step = k / BLOCK_K;
   u32 parity = 0;
@@ -148,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
       for (int box = 0; box < BOXES; box++)
 #pragma unroll
         for (int part = 0; part < 4; part++) {
-          const u64 right = operand(from + HALVES * BOXES * W_BOX + box * X_BOX) + 2 * part;
+          const u32 tokens = NORM ? kept + ((k_step + i) * BOXES + box) * X_BOX : from + HALVES * BOXES * W_BOX + box * X_BOX;
+          const u64 right = operand(tokens) + 2 * part;
 #pragma unroll
           for (int half = 0; half < HALVES; half++) {
             const u64 left = operand(from + (half * BOXES + box) * W_BOX + group * 64 * ROW_BYTES) + 2 * part;

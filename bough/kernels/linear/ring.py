@@ -1,4 +1,5 @@
-"""The skinny product written for Hopper (`ring.cu`): it starts to read weights before the kernel before it has ended."""
+"""The skinny product written for Hopper (`ring.cu`): it starts to read weights before the kernel before it has ended, and
+may begin with a norm."""
 
 from __future__ import annotations
 
@@ -9,12 +10,19 @@ import torch
 from torch import Tensor
 
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, current_stream, runs_on, tensor_map
+from bough.kernels.norm.hopper import Normed
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ROWS = 64
 """Weight rows of a warpgroup."""
 MOST_TOKENS = 64
 """The widest token block that the source knows."""
+MOST_NORMED = 2
+"""Tokens of a product that begins with a norm. Every block reads and norms all of them, so many that it asks for at once; by
+that count, not by a measurement."""
+MOST_SHARED_BYTES = 225 << 10
+"""Of a block, less what the source takes besides."""
+_NOT_NORMED = Normed()
 
 
 @cache
@@ -29,16 +37,31 @@ def is_ready(device: torch.device) -> bool:
 
 @cache
 def _kernel(
-    device: torch.device, half: bool, block_t: int, block_n: int, block_k: int, stages: int, silu_mul: bool
+    device: torch.device,
+    half: bool,
+    block_t: int,
+    block_n: int,
+    block_k: int,
+    stages: int,
+    silu_mul: bool,
+    normed: int = 0,
 ) -> CudaKernel:
+    """`normed`: the depth of the product, where it begins with a norm."""
     groups = block_n // _ROWS
     defines = {
         "BLOCK_T": block_t, "BLOCK_K": block_k, "GROUPS": groups, "STAGES": stages, "SILU": int(silu_mul),
-        "FP16": int(half),
+        "FP16": int(half), "NORM": normed,
     }  # fmt: skip
-    stage = 2 * block_k * (block_n * (2 if silu_mul else 1) + block_t)
+    room = shared_bytes((block_t, block_n, block_k), stages, silu_mul=silu_mul, normed=normed)
     cubin = cached_cubin(_SOURCE, "sm_90a", defines)
-    return CudaKernel(cubin, "ring", device, threads=128 * groups + 32, shared_bytes=stages * stage + 1024)
+    return CudaKernel(cubin, "ring", device, threads=128 * groups + 32, shared_bytes=room)
+
+
+def shared_bytes(block: tuple[int, int, int], stages: int, *, silu_mul: bool, normed: int) -> int:
+    """What a block of the kernel takes. `normed`: as of `_kernel`."""
+    block_t, block_n, block_k = block
+    stage = 2 * block_k * (block_n * (2 if silu_mul else 1) + (0 if normed else block_t))
+    return stages * stage + 2 * normed * block_t + 1024
 
 
 def launch_ring(
@@ -53,16 +76,19 @@ def launch_ring(
     block: tuple[int, int, int],
     stages: int,
     silu_mul: bool,
+    normed: Normed | None = None,
 ) -> None:
     """`cut`: programs, steps a program, steps in all, steps a tile. `block`: tokens, weight rows, columns of a tile.
 
-    Weight rows and depth must be whole tiles, rows 16-byte aligned.
+    Weight rows and depth must be whole tiles, rows 16-byte aligned. `normed`, of `x` in bf16 and a `block` of 8 tokens: the
+    product is of the norm.
     """
     programs, per_chunk, total, k_steps = cut
     block_t, block_n, block_k = block
-    kernel = _kernel(x.device, x.dtype == torch.float16, block_t, block_n, block_k, stages, silu_mul)
+    depth = 0 if normed is None else x.shape[1]
+    kernel = _kernel(x.device, x.dtype == torch.float16, block_t, block_n, block_k, stages, silu_mul, depth)
     arguments = (
         tensor_map(x, block_t), tensor_map(weight, block_n), bias, out, partial, counters,
-        x.shape[0], out.shape[1], per_chunk, total, k_steps,
+        x.shape[0], out.shape[1], per_chunk, total, k_steps, _NOT_NORMED if normed is None else normed,
     )  # fmt: skip
     kernel.launch(programs, arguments, current_stream(x.device))

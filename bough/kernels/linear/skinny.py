@@ -19,6 +19,7 @@ from torch import Tensor
 from bough.kernels.activation.triton import gated
 from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear import ring as hopper
+from bough.kernels.norm.hopper import Normed
 
 MOST_TOKENS = 256
 """The widest token block."""
@@ -193,6 +194,31 @@ def reserve(device: torch.device) -> None:
     _SCRATCH.get(device, 1 << 24, 1 << 16)
 
 
+def _is_even(rows: int, depth: int, config: Config) -> bool:
+    return rows % config.block_n == 0 and depth % config.block_k == 0
+
+
+def _takes_tma(x: Tensor, rows: int, config: Config) -> bool:
+    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return config.tma and aligned and _is_even(rows, x.shape[1], config) and x.device.type == "cuda"
+
+
+def _takes_ring(x: Tensor, rows: int, config: Config, bias: Tensor | None) -> bool:
+    alike = bias is None or bias.dtype == x.dtype
+    few = x.shape[0] <= hopper.MOST_TOKENS
+    return config.ring and few and alike and _takes_tma(x, rows, config) and hopper.is_ready(x.device)
+
+
+def takes_norm(x_TD: Tensor, weight_OD: Tensor, config: Config, bias: Tensor | None) -> bool:
+    """Whether a product without an activation can begin with a norm, and had better."""
+    tokens, depth = x_TD.shape
+    if tokens > hopper.MOST_NORMED or not _takes_ring(x_TD, weight_OD.shape[0], config, bias):
+        return False
+    block = (8, config.block_n, config.block_k)
+    room = hopper.shared_bytes(block, config.num_stages, silu_mul=False, normed=depth)
+    return room <= hopper.MOST_SHARED_BYTES
+
+
 def skinny(
     x_TD: Tensor,
     weight: Tensor,
@@ -200,17 +226,17 @@ def skinny(
     *,
     bias: Tensor | None = None,
     silu_mul: bool = False,
+    normed: Normed | None = None,
 ) -> Tensor:
-    """x @ weight.T with at most one of: + bias, silu_mul of the result's halves."""
+    """x @ weight.T with at most one of: + bias, silu_mul of the result's halves. With `normed`, for which `takes_norm`, the
+    norm of x + residual is multiplied."""
     tokens, depth = x_TD.shape
     x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     rows = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     device = x.device
-    even = rows % config.block_n == 0 and depth % config.block_k == 0
-    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    tma = config.tma and even and aligned and device.type == "cuda"
-    alike = bias is None or bias.dtype == x.dtype
-    ring = config.ring and tma and tokens <= hopper.MOST_TOKENS and alike and hopper.is_ready(device)
+    even = _is_even(rows, depth, config)
+    tma = _takes_tma(x, rows, config)
+    ring = _takes_ring(x, rows, config, bias)
     block_t = power_of_two(tokens, 8 if ring else 16)
     k_steps = cdiv(depth, config.block_k)
     tiles = cdiv(rows, config.block_n)
@@ -227,7 +253,7 @@ def skinny(
         hopper.launch_ring(
             x, weight, bias, out, partial, counters,
             cut=(programs, per_chunk, total, k_steps), block=(block_t, config.block_n, config.block_k),
-            stages=config.num_stages, silu_mul=silu_mul,
+            stages=config.num_stages, silu_mul=silu_mul, normed=normed,
         )  # fmt: skip
         return out
     _skinny_kernel[(programs,)](

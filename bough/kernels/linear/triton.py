@@ -8,9 +8,10 @@ from torch import Tensor
 
 from bough.kernels.activation.triton import silu_mul
 from bough.kernels.launching import num_sms
-from bough.kernels.linear import gated_hopper
-from bough.kernels.linear.skinny import MOST_TOKENS, Config, skinny
+from bough.kernels.linear import gated_hopper, reference
+from bough.kernels.linear.skinny import MOST_TOKENS, Config, skinny, takes_norm
 from bough.kernels.linear.table import choose
+from bough.kernels.norm import hopper as norm
 
 _CUT_FROM = 65
 """Tokens from which on multiplying takes longer than reading the weight."""
@@ -45,6 +46,25 @@ def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> tuple[Ten
         x_2TD, weight_2DO = x_TD.view(-1, 2, half).transpose(0, 1), weight_OD.view(-1, 2, half).permute(1, 2, 0)
         return torch.bmm(x_2TD, weight_2DO), stream_TO
     return linear(x_TD, weight_OD), stream_TO
+
+
+def linear_after_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    weight_OD: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    config = _config("linear", x_TD, weight_OD)
+    at_once = config is not None and norm.suits(x_TD, residual_TD, norm_D)
+    if config is None or not at_once or not takes_norm(x_TD, weight_OD, config, bias_O):
+        return reference.linear_after_norm(x_TD, residual_TD, norm_D, eps, weight_OD, bias_O, offset=offset)
+    total_TD = x_TD.new_empty(x_TD.shape)
+    normed = norm.normed(x_TD, residual_TD, norm_D, eps, offset, total_TD)
+    return skinny(x_TD, weight_OD, config, bias=bias_O, normed=normed), total_TD
 
 
 def _is_cut(x_TD: Tensor, weight_OD: Tensor) -> bool:

@@ -79,11 +79,11 @@ struct Inputs {
   const u16 *x, *gate_up, *down;
   const float* weights;                      // of the choice, where it is given
   const int* ids;
-  const u16 *residual, *norm, *router;       // where it is not
-  u16 *hidden, *out, *total;                 // the last: x + residual
-  i64 x_stride, residual_stride;
-  float eps, offset;                         // of the norm, whose scale is offset + norm
+  Normed normed;                             // where it is not
+  const u16* router;
   int renormalise;
+  u16 *hidden, *out;
+  i64 x_stride;
   int tokens, per_token, experts;
   int slots, vector_bytes;  // of the ring; room for x or the hidden units
   int stream;               // which counter is this launch's
@@ -95,9 +95,6 @@ __device__ u32 counters[STREAMS];
 // Per stream: logits of each token, as `said` makes them.
 __device__ u32 said_logits[EXPERTS ? STREAMS : 1][MOST_LOGITS];
 
-INLINE float low(u32 two) { return __uint_as_float(two << 16); }
-INLINE float high(u32 two) { return __uint_as_float(two & 0xffff0000); }
-
 INLINE u16 narrow(float value) {
   u16 out;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
@@ -105,7 +102,6 @@ INLINE u16 narrow(float value) {
 }
 
 INLINE float rounded(float value) { return low(narrow(value)); }
-INLINE u32 both(float even, float odd) { return narrow(even) | (u32)narrow(odd) << 16; }
 
 // A logit as it would be stored, in a word that isn't zero.
 INLINE u32 said(float logit) { return (u32)narrow(logit) << 16 | 1; }
@@ -116,12 +112,6 @@ INLINE u32 hear(const u32* at) {
   u32 word;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(at) : "memory");
   return word;
-}
-
-INLINE float sum_over_warp(float value) {
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(~0u, value, width);
-  return value;
 }
 
 INLINE void copy_rows(u32 to, const u16* from, u32 bytes, u32 barrier, u64 policy) {
@@ -242,63 +232,6 @@ struct Choice {
   float weights[MOST_PAIRS];
   float squares[EXPERTS ? MOST_PAIRS : 1][WARPS];  // of a token, summed by each warp
 };
-
-// The tokens with the residual stream added, normed, for all workers to read. Waits for the kernel before.
-INLINE void norm_tokens(const Inputs& in, unsigned char* vector, float (*squares)[WARPS]) {
-  constexpr int CHUNKS = (D / 8 + WORKERS - 1) / WORKERS;  // of eight values, that a thread has of each token
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * 8;
-  const bool keeps = blockIdx.x == gridDim.x - 1;  // the last block seldom has logits to make
-  uint4 scale[CHUNKS];
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int at = first + c * (8 * WORKERS);
-    if (at < D) scale[c] = *(const uint4*)(in.norm + at);
-  }
-  wait_for_kernel_before();
-  for (int token = 0; token < in.tokens; token++) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      const int at = first + c * (8 * WORKERS);
-      if (at >= D) break;
-      const uint4 added = __ldcg((const uint4*)(in.x + token * in.x_stride + at));
-      uint4 total = __ldcg((const uint4*)(in.residual + token * in.residual_stride + at));
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const u32 x = (&added.x)[i];
-        u32& value = (&total.x)[i];
-        value = both(low(x) + low(value), high(x) + high(value));
-        sum += low(value) * low(value) + high(value) * high(value);
-      }
-      *(uint4*)(vector + (token * D + at) * 2) = total;
-      if (keeps) *(uint4*)(in.total + token * D + at) = total;
-    }
-    sum = sum_over_warp(sum);
-    if (lane == 0) squares[token][warp] = sum;
-  }
-  workers_meet();
-  for (int token = 0; token < in.tokens; token++) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += squares[token][w];
-    const float inverse = rsqrtf(sum / D + in.eps);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      const int at = first + c * (8 * WORKERS);
-      if (at >= D) break;
-      uint4* place = (uint4*)(vector + (token * D + at) * 2);
-      uint4 normed = *place;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const u32 by = (&scale[c].x)[i];
-        u32& value = (&normed.x)[i];
-        value = both(low(value) * inverse * (low(by) + in.offset), high(value) * inverse * (high(by) + in.offset));
-      }
-      *place = normed;
-    }
-  }
-  workers_meet();
-}
 
 // By the feeding warp: the experts of all tokens, once all logits are said, that of pair p in lane p; -1 beyond the last one.
 INLINE int choose(const Inputs& in, float* logits) {
@@ -421,7 +354,9 @@ INLINE void work(
     i = round * in.slots + slot;
   };
   if constexpr (EXPERTS > 0) {
-    norm_tokens(in, vector, choice.squares);
+    auto place = [&](int token, int column) { return (uint4*)(vector + (token * D + column) * 2); };
+    norm_tokens<D, WORKERS>(in.normed, in.tokens, choice.squares, place, [] { workers_meet(); });
+    workers_meet();
     while (i < share.routed) {
       barrier_wait(full + 8 * slot, round & 1);
       const unsigned char* row[1] = {slots + slot * SLOT_BYTES};

@@ -21,6 +21,8 @@ from torch import Tensor
 from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, current_stream, runs_on
 from bough.kernels.launching import num_sms
 from bough.kernels.moe import Routing
+from bough.kernels.norm import hopper as norm
+from bough.kernels.norm.hopper import Normed, are_rows
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_PAIRS = 32
@@ -46,11 +48,12 @@ class _Inputs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "gate_up", "down", "weights", "ids")),
-        *((name, ctypes.c_void_p) for name in ("residual", "norm", "router", "hidden", "out", "total")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "residual_stride")),
-        *((name, ctypes.c_float) for name in ("eps", "offset")),
-        *((name, ctypes.c_int) for name in ("renormalise", "tokens", "per_token", "experts")),
-        *((name, ctypes.c_int) for name in ("slots", "vector_bytes", "stream")),
+        ("normed", Normed),
+        ("router", ctypes.c_void_p),
+        ("renormalise", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("hidden", "out")),
+        ("x_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("tokens", "per_token", "experts", "slots", "vector_bytes", "stream")),
     )
 
 
@@ -134,12 +137,10 @@ def suits_routed(
 ) -> bool:
     """Whether one launch serves these experts and what comes before them."""
     tokens, num_experts = residual_TD.shape[0], down_EDF.shape[0]
-    if x_TD.dim() != 2 or not 1 <= tokens * num_experts <= MOST_LOGITS or routing.per_token > num_experts:
+    if not 1 <= tokens * num_experts <= MOST_LOGITS or routing.per_token > num_experts:
         return False
-    if not _are_rows(residual_TD):
-        return False
-    router, norm = routing.router_ED, routing.norm_D
-    if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 or not each.is_contiguous() for each in (router, norm)):
+    router = routing.router_ED
+    if not norm.suits(x_TD, residual_TD, routing.norm_D) or not router.is_contiguous() or not are_rows(router):
         return False
     same = router.shape[0] == num_experts
     return same and _serves(x_TD, gate_up_E2FD, down_EDF, routing.per_token, activation, routed=num_experts)
@@ -158,7 +159,7 @@ def _serves(
     stacks = (gate_up_E2FD, down_EDF)
     if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 or not each.is_contiguous() for each in stacks):
         return False
-    if not _are_rows(x_TD):
+    if not are_rows(x_TD):
         return False
     device, cut = x_TD.device, Cut(width, inner, routed=routed)
     if not _is_ready(device, cut):
@@ -166,13 +167,6 @@ def _serves(
     blocks = num_sms(device)
     slots = cut.num_slots(tokens, pairs, blocks)
     return slots >= LEAST_SLOTS and slots * blocks >= routed  # the ring holds a block's rows of the router
-
-
-def _are_rows(x_TD: Tensor) -> bool:
-    """Whether each starts at a multiple of 16 bytes."""
-    if x_TD.dtype != torch.bfloat16 or x_TD.data_ptr() % 16 or x_TD.stride(1) != 1:
-        return False
-    return x_TD.shape[0] == 1 or x_TD.stride(0) % 8 == 0
 
 
 def experts(
@@ -204,10 +198,10 @@ def routed_experts(
     """Fills the contiguous `out_TD` and `total_TD` with what `moe.routed_experts` returns; they must not overlap anything
     else given. Needs `suits_routed`. Raises CudaSourceError."""
     num_experts, width, inner = down_EDF.shape
+    normed = norm.normed(x_TD, residual_TD, routing.norm_D, routing.eps, routing.offset, total_TD)
     how = {
-        "per_token": routing.per_token, "renormalise": routing.renormalise, "eps": routing.eps, "offset": routing.offset,
-        "residual_stride": residual_TD.stride(0),
-        **_pointers(residual=residual_TD, norm=routing.norm_D, router=routing.router_ED, total=total_TD),
+        "per_token": routing.per_token, "renormalise": routing.renormalise, "normed": normed,
+        **_pointers(router=routing.router_ED),
     }  # fmt: skip
     chosen = Cut(width, inner, routed=num_experts) if cut is None else cut
     _launch(how, x_TD, gate_up_E2FD, down_EDF, out_TD, chosen)

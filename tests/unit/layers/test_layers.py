@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,31 @@ def test_who_watches_a_product_sees_what_it_adds(monkeypatch: pytest.MonkeyPatch
     assert layer.onto(x, stream)[1] is None
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], x @ weight.T)
+
+
+@pytest.mark.parametrize("given", ["addend", "parts", "sum", "watched"])
+def test_queries_keys_and_values_after_a_norm(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, norm = QKVLinear(6, 4, 2, 4, ALONE, bias=True), RMSNorm(6, 1e-5, ALONE, offset=1.0)
+    for parameter in (*layer.parameters(), *norm.parameters()):
+        parameter.copy_(torch.randn(parameter.shape))
+    x, residual = torch.randn(2 if given == "parts" else 1, 3, 6), torch.randn(3, 6)
+    total = x.sum(0) + residual
+    at_once, seen, real = [], [], layer.matrix.after_norm
+
+    def watch(*rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        at_once.append(rest)
+        return real(*rest)
+
+    monkeypatch.setattr(layer.matrix, "after_norm", watch)
+    if given == "watched":
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    pairs = {"parts": (x, residual), "sum": (total, None)}
+    heads, stream = layer.after(norm, *pairs.get(given, (x[0], residual)))
+    torch.testing.assert_close(stream, total)
+    normed = torch.nn.functional.rms_norm(total, (6,), 1 + norm.weight, 1e-5)
+    assert len(at_once) == (given in ("addend", "parts"))
+    assert len(seen) == (given == "watched")
+    torch.testing.assert_close(heads, layer(normed))
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1), (4, 4)])
