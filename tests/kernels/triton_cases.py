@@ -401,15 +401,23 @@ def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
                     inputs, kind, shape, least_query=least, most_query=most, fresh_from=fresh_from,
                     prefix_R=None if prefix is None else bed.ints(prefix),
                 )  # fmt: skip
-            _same_plan(got, wanted, kind, max(16, sms // kv_heads), int(start[-1]))
+            in_order = len(lengths) > most_short or most > per_tile or most >= fresh_from
+            _same_plan(got, wanted, kind, max(16, sms // kv_heads), int(start[-1]), in_order=in_order)
     finally:
         planning.num_sms, planning._MOST_SHORT = before
 
 
 def _same_plan(
-    got: Plan, rows: list[tuple[int, int, int, int, int]], kind: Kind, most_splits: int, real_tokens: int
+    got: Plan,
+    rows: list[tuple[int, int, int, int, int]],
+    kind: Kind,
+    most_splits: int,
+    real_tokens: int,
+    *,
+    in_order: bool,
 ) -> None:
-    """`rows`: (queries, context, first token, slot, prefix) of those that are planned."""
+    """`rows`: (queries, context, first token, slot, prefix) of those that are planned. Not `in_order`: the longer ones
+    first, by quarters of the longest, where they are not cut."""
     block_n, tiles, blocks = got.shape.block_n, [], []
     for query, context, first, slot, prefix in rows:
         for offset in range(0, query, got.tokens_per_tile):
@@ -425,6 +433,9 @@ def _same_plan(
     if not aligned and got.num_chunks > got.target <= 2 * units and total * block_n <= units * planning.SHORT.value:
         aligned, per_chunk = True, 2 * per_chunk
     if aligned:
+        if not in_order:
+            order = sorted(range(len(tiles)), key=lambda i: (longest - blocks[i]) * 4 // longest)
+            tiles, blocks = [tiles[i] for i in order], [blocks[i] for i in order]
         blocks = [-(-each // per_chunk) * per_chunk for each in blocks]
     ends = np.cumsum([0] + [each * kind.num_kv_heads for each in blocks])
     assert got.header.tolist() == [int(ends[-1]), per_chunk, real_tokens, int(aligned)]

@@ -20,9 +20,9 @@ from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wa
 
 _STRETCH = 4096
 """Entries of a row that a program of the first kernel reads..."""
-_NOISE = 1024
+_NOISE = 512
 """...for how many of them it makes noise at a time..."""
-_WARPS = 8
+_WARPS = 4
 """...and with how many warps. The same for all steps: what is summed together must not depend on the batch."""
 _SCAN = 2048
 _LEVELS = 4
