@@ -46,12 +46,9 @@ BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* const* quants, const 
 #pragma GCC unroll 4
       for (int g = 0; g < NG; g++) v[g] = unpack_vector<K>(quants[g], j);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++)
+      for (int c = 4 * j; c < 4 * j + 4; c++)
 #pragma GCC unroll 4
-        for (int g = 0; g < NG; g++) {
-          const F32 q = to_float((I32)(((U32)v[g] >> (8 * i)) & 255) - t.offset), d = t.half_blocks && j >= 4 ? s[g].d2 : s[g].d;
-          add(4 * j + i, g, t.has_min ? d * q + s[g].m : d * q);
-        }
+        for (int g = 0; g < NG; g++) add(c, g, column_of(t, v[g], s[g], c));
     }
   }
 }

@@ -59,42 +59,25 @@ inline int64_t group_scales(const Weight& w) {
   return num_blocks(w) * t.scale_bytes + (t.header_bytes ? num_blocks(w) / 8 * t.header_bytes : 0);
 }
 
-// The eight vectors of a tile.
-template <int K>
-BOUGH_INLINE void unpack_tile(const uint8_t* q, U8* out) {
-  if constexpr (K == kQ8_0) {
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) out[j] = load_bytes(q + 64 * j);
-  } else {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      U8 both = load_bytes(q + 64 * j);
-      out[j] = both & 15;
-      out[j + 4] = shift_right(both, 4, 15);
-    }
-    if constexpr (K == kQ5_0 || K == kQ5_1 || K == kQ5_K) {
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) out[j] = or_where(out[j], q + 256 + 8 * j, 16);
-    }
-    if constexpr (K == kQ6_K) {
-#pragma GCC unroll 2
-      for (int m = 0; m < 2; m++) {
-        U8 top = load_bytes(q + 256 + 64 * m);
-        out[4 * m] |= shift_left(top, 4, 0x30);
-        out[4 * m + 1] |= shift_left(top, 2, 0x30);
-        out[4 * m + 2] |= top & 0x30;
-        out[4 * m + 3] |= shift_right(top, 2, 0x30);
-      }
-    }
-  }
-}
-
-// One of them.
+// One of the eight vectors of a tile.
 template <int K>
 BOUGH_INLINE U8 unpack_vector(const uint8_t* q, int j) {
-  U8 all[8];
-  unpack_tile<K>(q, all);
-  return all[j];
+  if constexpr (K == kQ8_0) return load_bytes(q + 64 * j);
+  U8 out = shift_right(load_bytes(q + j % 4 * 64), j / 4 * 4, 15);
+  if constexpr (K == kQ5_0 || K == kQ5_1 || K == kQ5_K) out = or_where(out, q + 256 + 8 * j, 16);
+  if constexpr (K == kQ6_K) {
+    const U8 top = load_bytes(q + 256 + j / 4 * 64);
+    const int right = j % 4 * 2 - 4;
+    out |= right > 0 ? shift_right(top, right, 0x30) : shift_left(top, -right, 0x30);
+  }
+  return out;
+}
+
+// All of them.
+template <int K>
+BOUGH_INLINE void unpack_tile(const uint8_t* q, U8* out) {
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; j++) out[j] = unpack_vector<K>(q, j);
 }
 
 // Scales of one tile, of 16 rows each: d (twice for kinds with half blocks) and m.
@@ -102,7 +85,14 @@ struct TileScales {
   F32 d, d2, m;
 };
 
-// Reads the scales of a group's tiles in order, from a tile that begins eight (or from any, for kinds without headers).
+// A column of a tile, 16 rows' weights, from the vector that holds it.
+BOUGH_INLINE F32 column_of(const Traits& t, U8 vector, const TileScales& s, int column) {
+  const F32 q = to_float((I32)(((U32)vector >> (column % 4 * 8)) & 255) - t.offset);
+  const F32 d = t.half_blocks && column >= 16 ? s.d2 : s.d;
+  return t.has_min ? d * q + s.m : d * q;
+}
+
+// Reads the scales of a group's tiles in order, from any tile on.
 template <int K>
 struct ScaleReader {
   static constexpr Traits t = kTraits[K];
@@ -111,7 +101,15 @@ struct ScaleReader {
 
   BOUGH_INLINE ScaleReader() : at(nullptr) {}
   BOUGH_INLINE ScaleReader(const uint8_t* group, int64_t block)
-      : at(group + block * t.scale_bytes + block / 8 * t.header_bytes) {}
+      : at(group + block * t.scale_bytes + block / 8 * t.header_bytes) {
+    if (t.header_bytes && block % 8) read_header(at - block % 8 * t.scale_bytes);
+  }
+
+  BOUGH_INLINE void read_header(const uint8_t* header) {
+    d = load_half(reinterpret_cast<const uint16_t*>(header));
+    if constexpr (t.has_min) m = -load_half(reinterpret_cast<const uint16_t*>(header + 32));
+    at += t.header_bytes;
+  }
 
   BOUGH_INLINE TileScales next(int64_t block) {
     TileScales s{};
@@ -119,11 +117,7 @@ struct ScaleReader {
       s.d = load_half(reinterpret_cast<const uint16_t*>(at));
       if constexpr (t.has_min) s.m = load_half(reinterpret_cast<const uint16_t*>(at + 32));
     } else {
-      if (block % 8 == 0) {
-        d = load_half(reinterpret_cast<const uint16_t*>(at));
-        if constexpr (t.has_min) m = -load_half(reinterpret_cast<const uint16_t*>(at + 32));
-        at += t.header_bytes;
-      }
+      if (block % 8 == 0) read_header(at);
       if constexpr (t.has_min) {
         s.d = d * to_float(load_u8(at));
         s.m = m * to_float(load_u8(at + 16));

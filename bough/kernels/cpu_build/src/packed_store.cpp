@@ -163,14 +163,9 @@ BOUGH_INLINE void dequantise_tile(const uint8_t* quants, const TileScales& s, fl
   U8 v[8];
   unpack_tile<K>(quants, v);
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) {
-    const F32 d = kTraits[K].half_blocks && j >= 4 ? s.d2 : s.d;
+  for (int j = 0; j < 8; j++)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      F32 q = to_float((I32)(((U32)v[j] >> (8 * i)) & 255) - kTraits[K].offset);
-      store(out + 16 * (4 * j + i), kTraits[K].has_min ? d * q + s.m : d * q);
-    }
-  }
+    for (int c = 4 * j; c < 4 * j + 4; c++) store(out + 16 * c, column_of(kTraits[K], v[j], s, c));
 }
 
 void dequantise_tile_plain(int kind, const uint8_t* quants, int64_t block, float* out) {
@@ -201,12 +196,9 @@ void dequantise_panel(const Weight& w, int64_t group, int64_t first, int64_t las
     return;
   }
   for_kind(w.kind, [&]<int K>() {
-    constexpr int eight = kTraits[K].header_bytes ? 8 : 1;  // scales are read from the last header on
-    int64_t b = first / eight * eight;
-    ScaleReader<K> reader(scales, b);
-    for (; b < first; b++) reader.next(b);
+    ScaleReader<K> reader(scales, first);
     float* at = out;
-    for (; b < last; b++, at += 512) dequantise_tile<K>(quants + b * kTraits[K].tile_bytes, reader.next(b), at);
+    for (int64_t b = first; b < last; b++, at += 512) dequantise_tile<K>(quants + b * kTraits[K].tile_bytes, reader.next(b), at);
   });
 }
 
