@@ -65,11 +65,24 @@ def test_exact_products_are_float32s(implementation: object, kind: str, tokens: 
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
+FAR = 6
+"""Times a token's root mean square: what is further out is not rounded."""
+
+
 def rounded_activations(x: Tensor) -> Tensor:
-    """What eight bits with a scale for each 32 leave of activations."""
-    blocks = x.reshape(x.shape[0], -1, 32)
+    """What eight bits with a scale for each 32 leave of activations, and the outliers as they are."""
+    far = x.abs() > FAR * x.square().mean(-1, keepdim=True).sqrt()
+    blocks = x.masked_fill(far, 0).reshape(x.shape[0], -1, 32)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
-    return (torch.round(blocks / scale.clamp(min=1e-30)) * scale).reshape(x.shape)
+    return torch.where(far, x, (torch.round(blocks / scale.clamp(min=1e-30)) * scale).reshape(x.shape))
+
+
+def with_outliers(x: Tensor) -> Tensor:
+    """Some channels large in every token, and some values in one: as models have them."""
+    wild = x.clone()
+    wild[:, [3, 70, 95, -1]] *= torch.tensor([20.0, -40.0, 15.0, 30.0])
+    wild[torch.rand(x.shape, generator=torch.Generator().manual_seed(7)) < 0.005] *= 25
+    return wild
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no compiler")
@@ -79,10 +92,41 @@ def test_fast_products_are_those_of_rounded_activations(kind: str, tokens: int) 
     raw, values = random_weight(kind, 53, 768)
     x = torch.randn(tokens, 768, generator=torch.Generator().manual_seed(tokens))
     x[0, 64:96] = 0
-    expected = (rounded_activations(x).double() @ values.double().T).float()
-    actual = packed.packed_linear(x, cpu.pack(kind, raw, 768))
-    # a value halfway between two integers may be rounded either way
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+    weight = cpu.pack(kind, raw, 768)
+    for given in (x, with_outliers(x)):
+        expected = (rounded_activations(given).double() @ values.double().T).float()
+        # a value halfway between two integers may be rounded either way
+        torch.testing.assert_close(
+            packed.packed_linear(given, weight), expected, rtol=0, atol=1e-3 * float(expected.abs().max())
+        )
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no compiler")
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_an_outlier_costs_its_neighbours_no_bits(tokens: int) -> None:
+    raw, values = random_weight("Q4_1", 64, 576)
+    weight = cpu.pack("Q4_1", raw, 576)
+    calm = torch.randn(tokens, 576, generator=torch.Generator().manual_seed(tokens))
+    wild = calm.clone()
+    wild[:, ::32] = 0
+    wild[:, 64] = 1000.0  # beside this one, all others of its block would be rounded to a multiple of 8
+
+    def error(x: Tensor) -> float:
+        return float((packed.packed_linear(x, weight).double() - x.double() @ values.double().T).square().mean().sqrt())
+
+    assert error(wild) < 1.5 * error(calm)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no compiler")
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_activations_whose_squares_vanish(kind: str, tokens: int) -> None:
+    """All of them are further out than a root mean square of zero; no more are taken than there is room for."""
+    raw, values = random_weight(kind, 48, 768)
+    x = 1e-30 * torch.randn(tokens, 768)
+    expected = x.double() @ values.double().T
+    actual = packed.packed_linear(x, cpu.pack(kind, raw, 768)).double()
+    assert float((actual - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no compiler")

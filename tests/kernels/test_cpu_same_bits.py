@@ -20,7 +20,7 @@ from bough.kernels.decoder_stack import BlockParts, Packed
 from bough.kernels.decoder_stack.cpu import DecoderStack
 from bough.kernels.packed_linear import cpu
 from tests.kernels.test_cpu_attention import Spec
-from tests.kernels.test_cpu_packed_linear import KINDS, random_weight
+from tests.kernels.test_cpu_packed_linear import KINDS, random_weight, with_outliers
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler")
 
@@ -44,7 +44,7 @@ def threads(count: int) -> Iterator[None]:
 def test_products(kind: str, exact: bool, rows: int, cols: int) -> None:
     raw, _ = random_weight(kind, rows, cols)
     weight = cpu.pack(kind, raw, cols)
-    x, bias = torch.randn(100, cols), torch.randn(rows)
+    x, bias = with_outliers(torch.randn(100, cols)), torch.randn(rows)
     with threads(1):
         alone = torch.cat([packed.packed_linear(x[i : i + 1], weight, bias, exact=exact) for i in range(100)])
     for number, count in enumerate(COUNTS):

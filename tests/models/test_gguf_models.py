@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tiny import make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bough.config.hf import open_checkpoint
+from bough.kernels.cpu_build import library
 from bough.models.load import build_model
+from bough.tokenizer.load import load_tokenizer
 from bough.weights.from_gguf import open_gguf
 
 CPU = torch.device("cpu")
@@ -43,10 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def logits_of(path: str, **options: Any) -> torch.Tensor:
+def logits_of(path: str, prompt: Sequence[int] = PROMPT, **options: Any) -> torch.Tensor:
     model = build_model(open_checkpoint(path), dtype=torch.float32, device=CPU, **options)
     with torch.no_grad():
-        return model.logits(model.forward(DenseAttention(1).step([(0, PROMPT)], all_logits=True)))
+        return model.logits(model.forward(DenseAttention(1).step([(0, list(prompt))], all_logits=True)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,6 +150,39 @@ def test_default_model_answers_as_transformers_does() -> None:
         close = packed.logits(packed.forward(DenseAttention(1).step([(0, ids)], all_logits=True)))
     kl = (expected.log_softmax(-1).exp() * (expected.log_softmax(-1) - close.log_softmax(-1))).sum(-1)
     assert kl.max() < 0.05
+
+
+PROSE = """<|im_start|>user
+Why is the sky blue?<|im_end|>
+<|im_start|>assistant
+The sky is blue because of a process called scattering. Sunlight is made of many colours, and each has its own wavelength.
+When it enters the atmosphere, it meets molecules of nitrogen and oxygen, which are much smaller than the wavelength of
+light. They send short waves, such as blue, in every direction, and let long ones, such as red, pass. In the evening the
+light has a longer way to go: most of the blue is gone before it reaches us, and the sun looks red.<|im_end|>
+<|im_start|>user
+Write a function that adds the squares of the even numbers in a list.<|im_end|>
+<|im_start|>assistant
+```python
+def add_even_squares(numbers: list[int]) -> int:
+    total = 0
+    for number in numbers:
+        if number % 2 == 0:
+            total += number * number
+    return total
+```"""
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+def test_rounded_activations_hardly_change_what_the_default_model_says_next() -> None:
+    """A token's few large activations are not rounded to 8 bits; if they were, the mean would be 2.1e-3, not 0.7e-3."""
+    checkpoint = open_checkpoint("")
+    ids = load_tokenizer(checkpoint).encode(PROSE, add_special_tokens=False)
+    exact, fast = (
+        logits_of("", ids, quantization=quantization, context_length=512).log_softmax(-1)
+        for quantization in ("gguf-exact", "gguf")
+    )
+    divergence = (exact.exp() * (exact - fast)).sum(-1)
+    assert 1e-6 < divergence.mean() < 1.3e-3
 
 
 @pytest.mark.long

@@ -46,7 +46,8 @@ def packed_linear(
     """x @ weight.T (+ bias), in the dtype of x.
 
     `exact`: float32 arithmetic on the weights' own values. Otherwise an implementation may round activations to 8 bits with
-    a scale for each 32 of them. `out`: where the result goes, [T, rows] with contiguous rows (a slice of a wider tensor).
+    a scale for each 32 of them, except a token's few that are far larger than its others.
+    `out`: where the result goes, [T, rows] with contiguous rows (a slice of a wider tensor).
     """
     result: Tensor = weight.functions.packed_linear(x_TD, weight, bias_O, exact=exact, out=out)
     return result

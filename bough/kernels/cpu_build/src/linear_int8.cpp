@@ -1,6 +1,10 @@
 // x W^T with activations rounded to 8 bits, a scale for each 32 of them; integer dot products, floats across blocks.
+//
+// A token's few activations that are far larger than its others are not rounded: a block's scale would be theirs, and little of
+// the 8 bits would be left for the other 31. They are set to zero for the integer products, and multiplied in floats.
 
 #include <algorithm>
+#include <cmath>
 
 #include "linear.h"
 #include "parallel.h"
@@ -20,24 +24,77 @@ struct ActBlock {
 
 constexpr size_t act_bytes(int mt) { return size_t(mt) * (kBlock + 16); }
 
+struct Outlier {
+  int32_t column;  // negative: a tile has no more
+  int32_t token;   // of the tile
+  float value;
+};
+
+constexpr int kFar = 6;  // times the root mean square of a token's activations
+
+// More of a token's can't be so far.
+inline int64_t most_outliers(const Weight& w) { return w.cols / (kFar * kFar); }
+
+// Room for those of a tile, and its end.
+inline int64_t outlier_room(const Weight& w, int mt) { return mt * most_outliers(w) + 1; }
+
+inline float root_mean_square(const LinearCall& call, int64_t token) {
+  F32 squares{};
+  for (int64_t c = 0; c < call.weight->cols; c += 16) {
+    const F32 x = load_x(call, token, c);
+    squares = fused(x, x, squares);
+  }
+  return std::sqrt(sum_lanes(squares) / float(call.weight->cols));
+}
+
+// Moves up to `most` values above the limit from a block to `out`; returns how many.
+inline int take_outliers(F32& lo, F32& hi, float limit, int64_t most, int64_t column, int token, Outlier* out) {
+  alignas(64) float x[kBlock];
+  store(x, lo);
+  store(x + 16, hi);
+  int taken = 0;
+  for (int c = 0; c < kBlock; c++)
+    if (std::fabs(x[c]) > limit && taken < most) {
+      out[taken++] = {int32_t(column + c), token, x[c]};
+      x[c] = 0;
+    }
+  lo = load(x);
+  hi = load(x + 16);
+  return taken;
+}
+
+BOUGH_INLINE float largest(F32 lo, F32 hi) { return max_lanes(maximum(absolute(lo), absolute(hi))); }
+
 template <int MT>
-void quantise_tile(const LinearCall& call, int64_t first, ActBlock<MT>* out) {
+void quantise_tile(const LinearCall& call, int64_t first, ActBlock<MT>* out, Outlier* outliers) {
   const Traits& t = kTraits[call.weight->kind];
   const int64_t blocks = num_blocks(*call.weight);
   const int real = int(std::min<int64_t>(MT, call.tokens - first));
+  float limit[MT];
+  int64_t left[MT];
+  for (int i = 0; i < real; i++) {
+    limit[i] = kFar * root_mean_square(call, first + i);
+    left[i] = most_outliers(*call.weight);
+  }
   for (int64_t b = 0; b < blocks; b++) {
     ActBlock<MT>& a = out[b];
     for (int i = 0; i < real; i++) {
-      const F32 lo = load_x(call, first + i, b * kBlock), hi = load_x(call, first + i, b * kBlock + 16);
-      const float top = max_lanes(maximum(absolute(lo), absolute(hi)));
+      F32 lo = load_x(call, first + i, b * kBlock), hi = load_x(call, first + i, b * kBlock + 16);
+      float top = largest(lo, hi);
+      if (top > limit[i]) {
+        const int taken = take_outliers(lo, hi, limit[i], left[i], b * kBlock, i, outliers);
+        outliers += taken;
+        left[i] -= taken;
+        top = largest(lo, hi);
+      }
       const float inverse = top > 0 ? 127.0f / top : 0.0f;
       const I32 qlo = round_to_int(lo * inverse), qhi = round_to_int(hi * inverse);
       store_i8(a.q[i], qlo);
       store_i8(a.q[i] + 16, qhi);
-      const int sum_lo = int(sum_lanes(to_float(qlo))), sum_hi = int(sum_lanes(to_float(qhi)));
+      const int sum = int(sum_lanes(to_float(qlo + qhi))), sum_hi = t.half_blocks ? int(sum_lanes(to_float(qhi))) : 0;
       a.d[i] = top / 127.0f;
-      a.dsum[i] = a.d[i] * float(sum_lo + sum_hi);
-      a.off[0][i] = -t.offset * (t.half_blocks ? sum_lo : sum_lo + sum_hi);
+      a.dsum[i] = a.d[i] * float(sum);
+      a.off[0][i] = -t.offset * (sum - sum_hi);
       a.off[1][i] = -t.offset * sum_hi;
     }
     for (int i = real; i < MT; i++) {
@@ -46,6 +103,7 @@ void quantise_tile(const LinearCall& call, int64_t first, ActBlock<MT>* out) {
       a.off[0][i] = a.off[1][i] = 0;
     }
   }
+  outliers->column = -1;
 }
 
 // Adds one block to the results of MT tokens.
@@ -80,13 +138,30 @@ BOUGH_INLINE void add_block(F32* acc, const U8* w, const TileScales& s, const Ac
   }
 }
 
+// Adds a tile's outliers and writes its results. column(c): 16 rows' weights.
+template <int MT, typename Column>
+BOUGH_INLINE void finish(const LinearCall& call, const F32* acc, const Outlier* outliers, int64_t first, int64_t group,
+                         const Column& column) {
+  F32 sums[MT];  // apart from acc, which is to stay in registers
+#pragma GCC unroll 12
+  for (int i = 0; i < MT; i++) sums[i] = acc[i];
+  F32 weights{};
+  for (int32_t have = -1; outliers->column >= 0; outliers++) {  // tokens often share a column
+    if (outliers->column != have) weights = column(have = outliers->column);
+    sums[outliers->token] = fused(weights, splat(outliers->value), sums[outliers->token]);
+  }
+#pragma GCC unroll 1
+  for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, group * kGroup, sums[i]);
+}
+
 // One group of rows, few tokens: weights go from memory through registers, once.
 template <int K, int MT>
-void group_direct(const LinearCall& call, const ActBlock<MT>* act, int64_t first, int64_t group) {
+void group_direct(const LinearCall& call, const ActBlock<MT>* act, const Outlier* outliers, int64_t first, int64_t group) {
   constexpr Traits t = kTraits[K];
   const Weight& w = *call.weight;
-  const uint8_t* quants = w.quants + group * group_quants(w);
-  ScaleReader<K> scales(w.scales + group * group_scales(w), 0);
+  const uint8_t *group_start = w.quants + group * group_quants(w), *group_scale = w.scales + group * group_scales(w);
+  const uint8_t* quants = group_start;
+  ScaleReader<K> scales(group_scale, 0);
   F32 acc[MT] = {};
   for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
     U8 v[8];
@@ -94,7 +169,11 @@ void group_direct(const LinearCall& call, const ActBlock<MT>* act, int64_t first
     expect_weights<t.tile_bytes>(quants);
     add_block<MT, t.has_min, t.half_blocks>(acc, v, scales.next(b), act[b]);
   }
-  for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, group * kGroup, acc[i]);
+  finish<MT>(call, acc, outliers, first, group, [&](int column) {
+    const int64_t b = column / kBlock;
+    const U8 v = unpack_vector<K>(group_start + b * t.tile_bytes, column % kBlock / 4);
+    return column_of(t, v, ScaleReader<K>(group_scale, b).next(b), column % kBlock);
+  });
 }
 
 // One group of rows unpacked once, then used for many tiles of tokens.
@@ -114,30 +193,36 @@ void unpack_group(const Weight& w, int64_t group, const Panel& out) {
 }
 
 template <int MT, bool HasMin, bool Halves>
-void tile_from_panel(const LinearCall& call, const Panel& panel, const ActBlock<MT>* act, int64_t first, int64_t group) {
+void tile_from_panel(const LinearCall& call, const Panel& panel, const ActBlock<MT>* act, const Outlier* outliers, int64_t first,
+                     int64_t group) {
   F32 acc[MT] = {};
   const int64_t blocks = num_blocks(*call.weight);
   for (int64_t b = 0; b < blocks; b++) add_block<MT, HasMin, Halves>(acc, panel.quants + 8 * b, panel.scales[b], act[b]);
-  const int real = int(std::min<int64_t>(MT, call.tokens - first));
-  for (int i = 0; i < real; i++) write_result(call, first + i, group * kGroup, acc[i]);
+  finish<MT>(call, acc, outliers, first, group, [&](int column) {
+    const Traits t{.offset = HasMin ? 0 : kTraits[call.weight->kind].offset, .has_min = HasMin, .half_blocks = Halves};
+    return column_of(t, panel.quants[column / 4], panel.scales[column / kBlock], column % kBlock);
+  });
 }
 
 struct TokenTile {
   int64_t first;
   int size;
   uint8_t* act;
+  Outlier* outliers;
 };
 
-thread_local Scratch act_scratch, panel_scratch;
+thread_local Scratch act_scratch, outlier_scratch, panel_scratch;
 
 template <int K, int MT>
 void few_tokens(const LinearCall& call, int threads) {
   const Weight& w = *call.weight;
   const int64_t blocks = num_blocks(w), tiles = (call.tokens + MT - 1) / MT;
   ActBlock<MT>* act = act_scratch.get<ActBlock<MT>>(tiles * blocks);
-  for (int64_t i = 0; i < tiles; i++) quantise_tile<MT>(call, i * MT, act + i * blocks);
+  const int64_t room = outlier_room(w, MT);
+  Outlier* outliers = outlier_scratch.get<Outlier>(tiles * room);
+  for (int64_t i = 0; i < tiles; i++) quantise_tile<MT>(call, i * MT, act + i * blocks, outliers + i * room);
   share_groups(w, threads, 1, [&](int64_t g) {
-    for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, act + i * blocks, i * MT, g);
+    for (int64_t i = 0; i < tiles; i++) group_direct<K, MT>(call, act + i * blocks, outliers + i * room, i * MT, g);
   });
 }
 
@@ -148,12 +233,16 @@ void many_tokens(const LinearCall& call, int threads) {
   const int64_t num_tiles = (call.tokens + kMaxTokens - 1) / kMaxTokens;
   const size_t tile_bytes = act_bytes(kMaxTokens) * blocks;
   uint8_t* act = act_scratch.get<uint8_t>(num_tiles * tile_bytes);
+  const int64_t room = outlier_room(w, kMaxTokens);
+  Outlier* outliers = outlier_scratch.get<Outlier>(num_tiles * room);
   const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(num_tiles, (512 << 10) / int64_t(tile_bytes)));
   const int64_t chunks = (num_tiles + chunk - 1) / chunk;
-  auto tile = [&](int64_t i) { return TokenTile{i * kMaxTokens, tile_tokens(call.tokens - i * kMaxTokens), act + i * tile_bytes}; };
+  auto tile = [&](int64_t i) {
+    return TokenTile{i * kMaxTokens, tile_tokens(call.tokens - i * kMaxTokens), act + i * tile_bytes, outliers + i * room};
+  };
   for_each(threads, num_tiles, 1, [&](int64_t i) {
     const TokenTile t = tile(i);
-    for_tile(t.size, [&]<int MT>() { quantise_tile<MT>(call, t.first, reinterpret_cast<ActBlock<MT>*>(t.act)); });
+    for_tile(t.size, [&]<int MT>() { quantise_tile<MT>(call, t.first, reinterpret_cast<ActBlock<MT>*>(t.act), t.outliers); });
   });
   for_each(threads, chunks * groups, 1, [&](int64_t item) {
     const int64_t group = item % groups, first = item / groups * chunk;
@@ -165,7 +254,7 @@ void many_tokens(const LinearCall& call, int threads) {
         const TokenTile t = tile(i);
         for_tile(t.size, [&]<int MT>() {
           tile_from_panel<MT, kTraits[K].has_min, kTraits[K].half_blocks>(
-              call, panel, reinterpret_cast<const ActBlock<MT>*>(t.act), t.first, group);
+              call, panel, reinterpret_cast<const ActBlock<MT>*>(t.act), t.outliers, t.first, group);
         });
       }
     });
