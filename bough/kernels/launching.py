@@ -4,8 +4,8 @@ to powers of two.
 
 Programmatic dependent launch (Hopper and later): a kernel may start while the one before it still runs. It calls `wait`
 before it touches anything another kernel writes, or writes anything another kernel may read; before that it may only read
-what no kernel of the step changes (weights, the step's plan). `trigger` lets the next kernel start. A kernel that never
-calls `wait` must not be launched with `pdl_options`.
+what no kernel of the step changes (weights), or only one that waits and does not trigger (the step's inputs, its plan).
+`trigger` lets the next kernel start. A kernel that never calls `wait` must not be launched with `pdl_options`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from bough.kernels import cuda_source
 from bough.kernels.choices import Facts
 from bough.kernels.moe import Routing, lone_hopper, reference
 from bough.kernels.moe.lone_hopper import MOST_LOGITS, MOST_PAIRS, MOST_SLOTS, Cut, suits, suits_routed
-from bough.kernels.norm.hopper import Normed
+from bough.kernels.norm.inlined import Normed
 from bough.platform.processor import find_compiler
 
 pytest.importorskip("triton")

@@ -1,15 +1,15 @@
 // Attention of decode rows (one query token each) over paged KV, for Hopper, with the rotation and the KV write in it.
 //
 // Work comes from the plan (plan.py): units (row, KV head) of blocks of 64 KV tokens, cut into chunks. Keys and values come
-// through the copy engine. They are what earlier steps wrote, so they are
-// asked for before the kernel before this one has ended. The row's newest key is rotated, laid over what was fetched for its
-// place and, with the value, into the cache. A unit cut over several chunks is put together by whoever finishes last.
+// through the copy engine. They are what earlier steps wrote, so they are asked for before the kernel before this one has
+// ended. The row's newest key is rotated, laid over what was fetched for its place and, with the value, into the cache. A
+// unit cut over several chunks is put together by whoever finishes last.
 //
-// There are two ways. `decode` is for few units: block b takes the chunks b, b + gridDim.x, ... One warp feeds a ring of stages (K and V of a block of tokens), eight
-// attend, four to every second block, each over a quarter of its tokens with a softmax of its own; all put their results
-// together at the end of a unit. Queries, newest keys and values, and angles come with the stages. `decode_many` is for
-// units enough to keep the memory busy without working together: each warp takes a chunk at a time, through a small ring of
-// its own, and while one looks up its next chunk the others' fetches are on their way.
+// There are two ways. `decode` is for few units: block b takes the chunks b, b + gridDim.x, ... One warp feeds a ring of
+// stages (K and V of a block of tokens), eight attend, four to every second block, each over a quarter of its tokens with a
+// softmax of its own; all put their results together at the end of a unit. Queries, newest keys and values, and angles come
+// with the stages. `decode_many` is for units enough to keep the memory busy without working together: each warp takes a
+// chunk at a time, through a small ring of its own, and while one looks up its next chunk the others' fetches are on their way.
 //
 // Given: GROUP (query heads of a KV head, at most 8), KV_HEADS, NORM (q and k have norms), STAGES (of the ring), and for
 // the second way MANY_WARPS and MANY_STAGES. Heads are 128 wide, bf16.
@@ -36,6 +36,12 @@ enum { START, TOKEN, TOKENS, POSITION, KV_LOW, KV_HIGH, SLOT };
 enum { TOTAL, PER_CHUNK, REAL_TOKENS, ALIGNED };
 constexpr int PITCH = WIDTH + 8;                // of a row in the workers' exchange: no two rows begin in one bank
 constexpr int ROWS = 16;                      // of a partial result, as in plan.py's shape
+
+// Which partial result a chunk leaves of a unit whose first chunk is `first`: it may have the end of one and begin another.
+INLINE int part_of(int chunk, int first) { return 2 * chunk + (chunk == first); }
+
+// A row without KV has weighed nothing; what isn't a number stays so.
+INLINE float weighed(float sum, float norm) { return norm == 0.0f ? 0.0f : sum / norm; }
 
 struct Piece {  // of a unit, what the workers must know of each stage
   int token, kv_head, first_position, kv_high;
@@ -244,7 +250,7 @@ INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const Ten
               piece.token = span.token, piece.kv_head = span.kv_head, piece.first_position = n, piece.kv_high = span.high;
               piece.is_first = b + i == span.from, piece.is_last = b + i == span.until - 1;
               piece.is_newest = b + i == span.blocks - 1 && span.high > span.low, piece.half = (b + i - span.from) & 1;
-              piece.place = 2 * chunk + (chunk == span.first), piece.counter = span.tile * KV_HEADS + span.kv_head;
+              piece.place = part_of(chunk, span.first), piece.counter = span.tile * KV_HEADS + span.kv_head;
               piece.first_chunk = span.first, piece.last_chunk = span.last;
               piece.position = span.position, piece.location = span.location;
               const u32 barrier = ring.full + 8 * ring.slot;
@@ -496,7 +502,7 @@ INLINE void finish(
 #pragma unroll
       for (int i = 0; i < MINE; i++) acc[i] = norm[i] = 0.0f, high[i] = LOWEST;
       for (int chunk = piece.first_chunk; chunk <= piece.last_chunk; chunk++) {
-        const int place = 2 * chunk + (chunk == piece.first_chunk);
+        const int place = part_of(chunk, piece.first_chunk);
 #pragma unroll
         for (int i = 0; i < MINE; i++) {
           const int r = min(first_row + 2 * i, GROUP - 1);
@@ -518,7 +524,7 @@ INLINE void finish(
       const int r = first_row + 2 * i;
       if (r < GROUP)
         in.out[((i64)piece.token * HEADS + piece.kv_head * GROUP + r) * WIDTH + dim] =
-            (u16)(pack(norm[i] > 0.0f ? acc[i] / norm[i] : 0.0f, 0.0f) & 0xffff);
+            (u16)(pack(weighed(acc[i], norm[i]), 0.0f) & 0xffff);
     }
   }
   workers_meet();
@@ -601,11 +607,10 @@ INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int c
   const bool real = row < GROUP;
   state.add_norms();
   if (span.first != span.last) {
-    auto part_of = [&](int each) { return 2 * each + (each == span.first); };
     auto acc_at = [&](int part) { return in.partial + ((i64)part * ROWS + row) * WIDTH + column; };
     auto stats_at = [&](int part) { return in.stats + part * 2 * ROWS + row; };
     if (real) {
-      const int mine = part_of(chunk);
+      const int mine = part_of(chunk, span.first);
 #pragma unroll
       for (int part = 0; part < 16; part++)
         __stcg((float2*)(acc_at(mine) + part * 8), make_float2(state.acc[part][0], state.acc[part][1]));
@@ -617,12 +622,13 @@ INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int c
     int arrived = 0;
     if (lane == 0) arrived = atomicAdd(counter, 1);
     if (__shfl_sync(~0u, arrived, 0) != span.last - span.first) return;
+    __syncwarp();
     __threadfence();
     if (lane == 0) *counter = 0;
     if (!real) return;
     state.clear();
     for (int each = span.first; each <= span.last; each++) {
-      const int other = part_of(each);
+      const int other = part_of(each, span.first);
       const float part_high = __ldcg(stats_at(other)), part_norm = __ldcg(stats_at(other) + ROWS);
       const float top = fmaxf(state.high, part_high);
       const float old_share = exp2_(state.high - top), new_share = exp2_(part_high - top);
@@ -637,11 +643,10 @@ INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int c
     }
   }
   if (!real) return;
-  const float share = state.norm > 0.0f ? 1.0f / state.norm : 0.0f;
   u16* to = in.out + ((i64)span.token * HEADS + span.kv_head * GROUP + row) * WIDTH + column;
 #pragma unroll
   for (int part = 0; part < 16; part++)
-    *(u32*)(to + part * 8) = pack(state.acc[part][0] * share, state.acc[part][1] * share);
+    *(u32*)(to + part * 8) = pack(weighed(state.acc[part][0], state.norm), weighed(state.acc[part][1], state.norm));
 }
 
 extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(

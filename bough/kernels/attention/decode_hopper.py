@@ -1,7 +1,8 @@
-"""Attention of decode rows on Hopper, with the rotation and the KV write in it (`decode_hopper.cu`).
+"""Attention of decode rows on Hopper, with the rotation and the KV write in it (`decode_hopper.cu`): a kernel for few rows,
+and one for many.
 
-The kernel reads pages while the products before it still run: what a step attends to was written by steps before it, but
-for the newest token, which comes from the products.
+They read pages while the products before them still run: what a step attends to was written by steps before it, but for the
+newest token, which comes from the products.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ multiprocessor busy to the end whatever the lengths; one long row is cut to fill
 
 Where no row is longer than a chunk, or there are enough short rows to fill the device uncut, cutting costs more than it
 evens out: every (tile, KV head) then starts a chunk of its own (its stretch of the stream is padded to whole chunks), and
-only rows far longer than the average are cut. Longer rows come first then, so that programs end at about the same time.
+only rows far longer than the average are cut. Longer ones of up to 1,024 decode rows come first then, so that programs end
+at about the same time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NUM_HEADER = 4
 SHORT = tl.constexpr(768)
 """KV tokens of a row, on average, up to which rows stay uncut."""
 RANKS = tl.constexpr(4)
-"""By how much shorter than the longest uncut rows are, which come in this order."""
+"""Uncut rows come in so many classes of length, the longest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +347,8 @@ def _plan_short_kernel(
     PDL: tl.constexpr,
 ):
     """`_plan_kernel` where no row has more than one tile, and all fit into a block: rows say where their tiles and chunks
-    go, and nothing is looked for. Lengths are inputs of the step, so that all but the writing is done while the kernels
-    before this one still run."""
-    if SHARED:  # its prefixes may just have been written
-        wait(PDL)
+    go, and nothing is looked for."""
+    wait(PDL)  # lengths may just have been written
     row = tl.arange(0, BLOCK)
     inside = row < R
     first = tl.load(query_start + row, mask=inside, other=0)
@@ -372,10 +371,12 @@ def _plan_short_kernel(
         tl.sum(blocks, 0) * kv_heads, longest, num_tiles * kv_heads, min_blocks, max_splits, num_chunks, target, BLOCK_N
     )  # fmt: skip
     rank = (longest - blocks) * RANKS // tl.maximum(longest, 1) * aligned
+    room = blocks
+    longest_room = longest
     if aligned == 1:
-        blocks = (blocks + per_chunk - 1) // per_chunk * per_chunk
-        longest = (longest + per_chunk - 1) // per_chunk * per_chunk
-    work = blocks * kv_heads
+        room = (blocks + per_chunk - 1) // per_chunk * per_chunk
+        longest_room = (longest + per_chunk - 1) // per_chunk * per_chunk
+    work = room * kv_heads
     total = tl.sum(work, 0)
     # Tiles and blocks before a row's are summed together: there are fewer than 4096 rows.
     both = work.to(tl.int64) * 4096 + count
@@ -389,12 +390,10 @@ def _plan_short_kernel(
     start = (before // 4096).to(tl.int32)
     chunk = (start + per_chunk - 1) // per_chunk
     last_chunk = (start + work + per_chunk - 1) // per_chunk
-    if not SHARED:
-        wait(PDL)
     _put(tiles, tile_room, tile, start, first, query, position, low, high, slot, covered, mine)
     _put_header(header, total, per_chunk, real_tokens, aligned)
     _fill(counters, 0, tile_room * kv_heads, 0)
-    for base in range(0, (longest * kv_heads + per_chunk - 1) // per_chunk, CHUNKS):
+    for base in range(0, (longest_room * kv_heads + per_chunk - 1) // per_chunk, CHUNKS):
         place = chunk[:, None] + base + tl.arange(0, CHUNKS)[None, :]
         tl.store(chunk_tile + place, tile[:, None] + place * 0, mask=place < last_chunk[:, None])
     _fill(chunk_tile, (total + per_chunk - 1) // per_chunk, num_chunks, tl.maximum(num_tiles - 1, 0))

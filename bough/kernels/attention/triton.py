@@ -392,6 +392,8 @@ class Workspace:
         def room(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a graph would capture the zeroing of the queue: run once before")
         return Workspace(
             room(2 * num_chunks, block_m, power_of_two(v_width, 16)),
             room(2 * num_chunks, 2, block_m),

@@ -1,4 +1,4 @@
-"""What the linear kernels compute, in plain torch."""
+"""What the linear kernels compute, in plain torch; what joins several of them, one after the other."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, current_stream, runs_on, tensor_map
-from bough.kernels.norm.hopper import Normed
+from bough.kernels.norm.inlined import Normed
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ROWS = 64

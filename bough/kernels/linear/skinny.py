@@ -19,7 +19,7 @@ from torch import Tensor
 from bough.kernels.activation.triton import gated
 from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear import ring as hopper
-from bough.kernels.norm.hopper import Normed
+from bough.kernels.norm.inlined import Normed
 
 MOST_TOKENS = 256
 """The widest token block."""

@@ -11,7 +11,7 @@ from bough.kernels.launching import num_sms
 from bough.kernels.linear import gated_hopper, reference
 from bough.kernels.linear.skinny import MOST_TOKENS, Config, skinny, takes_norm
 from bough.kernels.linear.table import choose
-from bough.kernels.norm import hopper as norm
+from bough.kernels.norm import inlined as norm
 
 _CUT_FROM = 65
 """Tokens from which on multiplying takes longer than reading the weight."""

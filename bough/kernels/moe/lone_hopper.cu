@@ -298,7 +298,7 @@ INLINE void feed(const Inputs& in, Choice& choice, u32 slots, u32 full, u32 empt
   Share share(blockIdx.x, gridDim.x, all);  // its divisions needn't wait
   u32 parity = 1;  // nobody has to empty a slot the first time
   int i = lane;
-  if (i < share.routed) {  // there are as many slots; no kernel writes weights
+  if (i < min(share.routed, in.slots)) {  // there are as many slots; no kernel writes weights
     barrier_expect(barrier, 2 * D);
     copy_rows(to, in.router + (i64)share.expert(i) * D, 2 * D, barrier, once);
     i += in.slots, parity ^= 1;

@@ -21,8 +21,8 @@ from torch import Tensor
 from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, current_stream, runs_on
 from bough.kernels.launching import num_sms
 from bough.kernels.moe import Routing
-from bough.kernels.norm import hopper as norm
-from bough.kernels.norm.hopper import Normed, are_rows
+from bough.kernels.norm import inlined as norm
+from bough.kernels.norm.inlined import Normed, are_rows
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_PAIRS = 32

@@ -90,7 +90,7 @@ def _heads_kernel(
     trigger(PDL)
     if K == 0:  # queries alone are of some tokens, whose positions may just have been gathered
         wait(PDL)
-    # Otherwise positions are inputs of the step: no kernel since its first ordinary launch writes them.
+    # Otherwise positions are inputs of the step, which only its first kernel may write: that waits and does not trigger.
     position = tl.load(positions + token).to(tl.int64)
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HALF

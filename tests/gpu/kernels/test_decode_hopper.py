@@ -13,7 +13,7 @@ from bough.kernels.attention.triton_backend import TritonAttention
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
-PAGE = 64
+PAGES = (64, 128, 256)
 CONTEXTS = [
     [0],
     [1, 62, 63, 64, 65, 127, 128],
@@ -22,6 +22,7 @@ CONTEXTS = [
     [20000, 3, 64],
     [1023] * 40,
     [random.Random(row).randrange(0, 900) for row in range(200)],
+    [random.Random(row).randrange(0, 300) for row in range(600)],
 ]
 
 
@@ -66,7 +67,7 @@ def _tensors(inputs: AttentionInputs, heads: int, kv_heads: int, norm: bool) -> 
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (8, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (8, 8), (8, 1), (16, 16)])
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=lambda rows: f"{len(rows)} rows to {max(rows)}")
 def test_gives_what_the_portable_kernels_give(
     contexts: list[int], heads: int, kv_heads: int, norm: bool, suited: list[object], cases: ModuleType
@@ -74,15 +75,16 @@ def test_gives_what_the_portable_kernels_give(
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     bed = cases.Bed(torch.device("cuda"), True, random.Random(7))
     spec = cases.Layer(heads, kv_heads, 128)
-    inputs = cases.attention_inputs(bed, [(1, n) for n in contexts], spec, PAGE, torch.bfloat16)
+    page_size = PAGES[len(contexts) % len(PAGES)]
+    inputs = cases.attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, torch.bfloat16)
     inputs.k_caches[0].view(-1)[::977] = float("nan")  # what a free page may hold
     inputs.v_caches[0].view(-1)[::977] = float("nan")
     for row, length in enumerate(contexts):  # but nothing that a row attends to
         slot = int(inputs.slots_R[row])
-        for at in range(0, length, PAGE):
-            page = int(inputs.page_table[slot, at // PAGE])
+        for at in range(0, length, page_size):
+            page = int(inputs.page_table[slot, at // page_size])
             for cache in (*inputs.k_caches, *inputs.v_caches):
-                cache[page, : min(PAGE, length - at)].nan_to_num_(0.5)
+                cache[page, : min(page_size, length - at)].nan_to_num_(0.5)
     given = _tensors(inputs, heads, kv_heads, norm)
     caches = ([each.clone() for each in inputs.k_caches], [each.clone() for each in inputs.v_caches])
     other = replace(inputs, k_caches=caches[0], v_caches=caches[1])
@@ -106,10 +108,12 @@ def test_gives_what_the_portable_kernels_give(
         assert close.all(), "the caches differ"
 
 
-def test_one_graph_serves_any_lengths(suited: list[object], cases: ModuleType) -> None:
+@pytest.mark.parametrize(("rows", "most"), [(24, 3000), (160, 700)], ids=["few", "more than warps at once"])
+def test_one_graph_serves_any_lengths(rows: int, most: int, suited: list[object], cases: ModuleType) -> None:
     bed = cases.Bed(torch.device("cuda"), True, random.Random(9))
     spec = cases.Layer(32, 8, 128)
-    longest = cases.attention_inputs(bed, [(1, 3000)] * 24, spec, PAGE, torch.bfloat16, pad_rows=0, pad_tokens=0)
+    page_size = PAGES[0]
+    longest = cases.attention_inputs(bed, [(1, most)] * rows, spec, page_size, torch.bfloat16, pad_rows=0, pad_tokens=0)
     fixed = replace(longest, host=None)
     given = _tensors(fixed, 32, 8, False)
     backend = TritonAttention(torch.device("cuda"))
@@ -127,16 +131,16 @@ def test_one_graph_serves_any_lengths(suited: list[object], cases: ModuleType) -
     assert all(suited)
     for seed in range(6):
         draw = random.Random(seed)
-        lengths = [draw.choice((1, draw.randrange(1, 400), draw.randrange(1, 3001))) for _ in range(24)]
-        real = draw.randrange(1, 25)
-        positions = [lengths[row] - 1 if row < real else 0 for row in range(24)]
-        slots = fixed.slots_R.tolist()
+        lengths = [draw.choice((1, draw.randrange(1, 400), draw.randrange(1, most + 1))) for _ in range(rows)]
+        real = draw.choice((rows, draw.randrange(1, rows + 1)))
+        positions = [lengths[row] - 1 if row < real else 0 for row in range(rows)]
+        slots, table = fixed.slots_R.tolist(), fixed.page_table.tolist()
         places = [
-            int(fixed.page_table[slots[row], at // PAGE]) * PAGE + at % PAGE if row < real else -1
+            table[slots[row]][at // page_size] * page_size + at % page_size if row < real else -1
             for row, at in enumerate(positions)
         ]
         fixed.kv_len_R.copy_(torch.tensor([n if row < real else 0 for row, n in enumerate(lengths)]))
-        fixed.query_start_R1.copy_(torch.tensor([min(row, real) for row in range(25)]))
+        fixed.query_start_R1.copy_(torch.tensor([min(row, real) for row in range(rows + 1)]))
         fixed.loc_T.copy_(torch.tensor(places))
         given["positions_T"].copy_(torch.tensor(positions))  # type: ignore[attr-defined]
         out.fill_(float("nan"))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bough.kernels.linear import reference, triton as linear
 from bough.kernels.linear.ring import MOST_NORMED, MOST_SHARED_BYTES, is_ready, shared_bytes
 from bough.kernels.linear.skinny import Config, skinny, takes_norm
-from bough.kernels.norm import hopper as norm_hopper
+from bough.kernels.norm import inlined
 
 CONFIGS = [
     Config(64, 128, 4, 8, 1, tma=True, ring=True),
@@ -107,7 +107,7 @@ def test_a_norm_before_it_agrees_with_double_precision(what: str, config: Config
             out = []
             for _ in range(3):
                 room = torch.full((tokens + 8, depth), float("nan"), dtype=torch.bfloat16, device="cuda")
-                normed = norm_hopper.normed(x, residual, scale, 1e-6, 1.0, room[:tokens])
+                normed = inlined.normed(x, residual, scale, 1e-6, 1.0, room[:tokens])
                 out.append(skinny(x, weight, config, bias=bias, silu_mul=what == "silu_mul", normed=normed))
                 assert torch.equal(room[:tokens], sums)
                 assert room[tokens:].isnan().all()
