@@ -29,13 +29,14 @@ from bough.kernels.activation import reference as activation_reference, silu_mul
 from bough.kernels.attention import triton_backend
 from bough.kernels.attention.fresh import attend_fresh
 from bough.kernels.attention.plan import Shape
-from bough.kernels.linear import linear_silu_mul
+from bough.kernels.linear import linear, linear_after_norm, linear_silu_mul
 from bough.kernels.linear.table import TOKEN_BUCKETS, early
 from bough.kernels.linear.tuning import LinearShape, candidates, measure, time_us, tune
 from bough.kernels.moe import Routing, fused_experts, routed_experts, topk_softmax
 from bough.kernels.norm import add_rms_norm, reference as norm_reference
 from bough.kernels.rotary import reference as rotary_reference, rope_and_write
 from bough.kernels.sampling import argmax, reference as sampling_reference, sample
+from bough.kernels.step_start import reference as start_reference, start_step
 
 BANDWIDTH = 4.2e12
 """Bytes a second an H200 reads; floors are relative to it."""
@@ -153,6 +154,17 @@ def bench_linear() -> Report:
         library = time_us([partial(_library_silu_mul, x, weight) for weight in weights])
         floor = max(28672 * 4096 * 2 / BANDWIDTH, 2 * tokens * 28672 * 4096 / MATRIX_RATE) * 1e6
         yield Row("linear", f"gate_up and activation T={tokens}", took, floor, library)
+
+    norm, weights = random(4096), [random(6144, 4096, scale=0.02) for _ in range(8)]
+    for tokens in (1, 2):
+        sets = [(random(tokens, 4096), random(tokens, 4096), norm, 1e-5, weight) for weight in weights]
+        took, apart = over(linear_after_norm, sets), over(_norm_and_linear, sets)
+        floor = 6144 * 4096 * 2 / BANDWIDTH * 1e6
+        yield Row("linear", f"norm and qkv T={tokens}", took, floor, apart, "two launches as the reference")
+
+
+def _norm_and_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    return linear(add_rms_norm(x, residual, norm, eps)[0], weight)
 
 
 def _library_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
@@ -288,6 +300,16 @@ def bench_sampling() -> Report:
                 yield Row("sampling", f"{name} {case} {rows}", took, floor, reference)
 
 
+def bench_start() -> Report:
+    for rows in (1, 64, 256):
+        table = torch.zeros(1 << 20, dtype=torch.int32, device=cuda())
+        at, slots = (torch.randperm(most, device=cuda())[:rows] for most in (len(table), 1024))
+        ids, last_token = torch.full_like(slots, -1), torch.arange(1024, device=cuda())
+        sets = [(table, at, at.to(torch.int32), ids, slots, last_token)] * 8
+        took, reference = over(start_step, sets), over(start_reference.start_step, sets)
+        yield Row("start", f"table writes and ids of {rows} rows", took, 0.1, reference)
+
+
 def bench_moe() -> Report:
     experts, width, inner, per_token = 128, 2048, 768, 8
     gate_up, down = random(experts, 2 * inner, width, scale=0.02), random(experts, width, inner, scale=0.02)
@@ -331,6 +353,7 @@ BENCHES: dict[str, Callable[[], Report]] = {
     "shared": bench_shared,
     "sampling": bench_sampling,
     "moe": bench_moe,
+    "start": bench_start,
     "step": bench_step,
     "tune": bench_tune,
 }
