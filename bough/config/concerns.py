@@ -29,6 +29,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DummyWeights = Literal["normal", "even"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
+Quantization = Literal["auto", "none", "gguf", "gguf-exact"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -51,8 +52,9 @@ class ModelConfig:
     SGLang draw theirs: for comparisons with them, since what a GPU may spend on a product depends on the numbers in it."""
     dtype: DType = "auto"
     """Type of weights and activations. `half` is float16, `float` float32."""
-    quantization: str = "auto"
-    """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load."""
+    quantization: Quantization = "auto"
+    """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load; on a CPU `gguf` keeps a GGUF file's blocks
+    as they are packed, and `gguf-exact` rounds no activations for it, at about half the speed."""
     kv_cache_dtype: KvDType = "auto"
     """Type of cached keys and values."""
     first_layer_table: Literal["auto", "on", "off"] = "auto"
@@ -86,7 +88,7 @@ class DeviceConfig:
     mem_fraction_static: float | Auto = AUTO
     """Share of the device's memory for weights and KV together."""
     attention_backend: str = "auto"
-    """Attention kernels: auto, torch, triton (and hopper on Hopper GPUs)."""
+    """Attention kernels: auto, torch; on a CPU cpu; on a GPU triton, and hopper on Hopper GPUs."""
     cuda_graph: bool = True
     """Replay captured graphs for small steps."""
     cuda_graph_max_tokens: int = 512
@@ -176,7 +178,7 @@ class ServerConfig:
     api_key: str = ""
     """Key that clients must send as a bearer token."""
     admin_api_key: str = ""
-    """Key for admin routes (pause, profile, logging, weights, adapters), which don't exist without it."""
+    """Key for admin routes (pause, profile, logging), which don't exist without it."""
     insecure: bool = False
     """Allow a public address without a key."""
     cors_origins: tuple[str, ...] = ()

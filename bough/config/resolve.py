@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
-from bough.config.concerns import AUTO, Config, DType, KvDType
+from bough.config.concerns import AUTO, Config, DType, KvDType, Quantization
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
 from bough.core.errors import ConfigError
 
@@ -80,7 +80,7 @@ class ModelPlanFacts:
     """Weights that stay in their own quantised form..."""
     packed_params: int = 0
     """...and how many parameters they are, should they be dequantised on load."""
-    quantization: str = ""
+    quantization: Literal["", "gguf"] = ""
     kv_values_per_token: int
     """Keys and values of one token in all layers."""
     num_kv_heads: int
@@ -210,7 +210,7 @@ def choose_dtype(machine: MachineFacts, model: ModelPlanFacts) -> Decision[DType
     return Decision(model.checkpoint_dtype, "the checkpoint's own")
 
 
-def choose_quantization(machine: MachineFacts, model: ModelPlanFacts, dtype: str) -> Decision[str]:
+def choose_quantization(machine: MachineFacts, model: ModelPlanFacts, dtype: str) -> Decision[Quantization]:
     if not model.quantization:
         return Decision("none", "the checkpoint is not quantised")
     unpacked = (model.dense_params + model.packed_params) * ITEM_BYTES[dtype]

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Final, NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bough.config.model_facts import ModelFacts, MoeFacts
 from bough.core.errors import ConfigError, UnsupportedModel
-from bough.layers.build import Build
-from bough.weights.mapping import Mapping
+
+if TYPE_CHECKING:  # whoever only asks what there is needs no torch
+    from torch import nn
+
+    from bough.layers.build import Build
+    from bough.weights.mapping import Mapping
 
 ENTRY_POINTS: Final = "bough.models"
 ARCHITECTURES: Final[dict[str, str]] = {
@@ -41,9 +43,10 @@ class Architecture(NamedTuple):
     weights: Mapping
 
 
-def find_architecture(name: str) -> Architecture:
-    """The architecture called `name`; one from another package replaces a built-in one of the same name."""
-    added = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+def module_of(name: str) -> str:
+    """The module that implements the architecture `name`; another package's replaces a built-in one of the same name.
+    Raises `UnsupportedModel` if there is none. Imports nothing."""
+    added = _added()
     path = {**ARCHITECTURES, **added}.get(name)
     if path is None:
         raise UnsupportedModel(
@@ -51,17 +54,27 @@ def find_architecture(name: str) -> Architecture:
             why=f"there are: {', '.join(sorted({*ARCHITECTURES, *added}))}",
             fix=f"choose another model, or install a package with an entry point {name!r} in the group {ENTRY_POINTS!r}",
         )
+    return path
+
+
+def find_architecture(name: str) -> Architecture:
+    """The architecture called `name`. Raises `UnsupportedModel`."""
+    path = module_of(name)
     try:
         module = import_module(path)
         return Architecture(module.make, module.WEIGHTS)
     except (ImportError, AttributeError) as error:
-        if name not in added:
+        if name not in _added():
             raise
         raise UnsupportedModel(
             what=f"the package that implements {name} can't be used",
             why=f"{path}: {error}",
             fix="it must be a module with make(facts, build) and WEIGHTS; reinstall or remove it",
         ) from error
+
+
+def _added() -> dict[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def needs_experts(facts: ModelFacts) -> MoeFacts:

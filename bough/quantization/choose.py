@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from bough.config.hf import Checkpoint
-from bough.core.errors import ConfigError, UnsupportedModel
+from bough.core.errors import ConfigError
 from bough.kernels.cpu_build import library
 from bough.kernels.packed_linear import supported
 from bough.quantization.gguf_packed import GgufPacked
+from bough.quantization.readable import KNOWN, refuse_unreadable
 from bough.quantization.scheme import Scheme
 from bough.quantization.unquantized import Unquantized
-
-KNOWN = ("auto", "none", "gguf", "gguf-exact")
 
 
 def choose_scheme(checkpoint: Checkpoint, quantization: str, device: torch.device) -> Scheme:
@@ -26,13 +25,7 @@ def choose_scheme(checkpoint: Checkpoint, quantization: str, device: torch.devic
             why=f"known: {', '.join(KNOWN)}",
             fix="check --quantization",
         )
-    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
-    if method and checkpoint.kind != "config-only":
-        raise UnsupportedModel(
-            what=f"the weights of {checkpoint.name} are quantised with {method!r}, which can't be read",
-            why=f"known: {', '.join(KNOWN[1:])}",
-            fix="use the model's unquantised or GGUF checkpoint",
-        )
+    refuse_unreadable(checkpoint)
     if quantization == "none":
         return Unquantized()
     if quantization == "auto":

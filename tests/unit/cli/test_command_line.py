@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bough.cli import bench, doctor, main
 from bough.cli.config_flags import help_text, markdown, parse, spellings, wants_help
@@ -73,6 +75,7 @@ def test_every_spelling_is_a_flag(name: str) -> None:
         (["--profile", "fast"], "unknown profile", ""),
         (["--config", "/no/such.yaml"], "can't read", ""),
         (["--dtype", "bfloat61"], "--dtype is 'bfloat61'", "bfloat16"),
+        (["--quantization", "awq"], "--quantization is 'awq'", "auto"),
     ],
 )
 def test_refusals_name_the_remedy(arguments: list[str], what: str, fix: str) -> None:
@@ -231,6 +234,31 @@ def test_doctor_finds_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "config.json").write_text(json.dumps(small))
     assert doctor.run([str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--port", "0"]) in (0, 1)
     assert "fits (LlamaForCausalLM)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags", "told"),
+    [
+        ({"architectures": ["NopeForCausalLM"]}, [], "no implementation of NopeForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, [], "quantised with 'awq'"),
+        ({}, ["--tp-size", "3"], "4 attention heads can't be split over 3 ranks"),
+        ({}, [], ""),
+    ],
+)
+def test_doctor_refuses_what_a_server_would(
+    changed: dict[str, object], flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 1000,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "float16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    save_file({"model.embed_tokens.weight": np.zeros((1000, 64), np.float16)}, tmp_path / "model.safetensors")
+    status = doctor.run([str(tmp_path), "--device", "cpu", "--port", "0", *flags])
+    report = capsys.readouterr().out
+    assert (status == 2) == bool(told), report
+    assert (told or "fits (LlamaForCausalLM)") in report
 
 
 def test_doctor_plans_what_the_engine_will() -> None:

@@ -94,7 +94,10 @@ class _Enough(Exception):
 def test_a_rank_decides_by_what_all_have_seen(
     tmp_path: Path, machines: list[DeviceFacts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = build_config(model_path=str(default_model_path()), device="cuda", tp_size=2)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    config = build_config(model_path=str(model), load_format="dummy", device="cuda", tp_size=2)
     launch = Launch(config=config, directory=str(tmp_path), parent_pid=os.getpid())
     least = MachineFacts(device="cuda", total_bytes=100 * GIB, free_bytes=77 * GIB)
     write_whole(launch.endpoints.machine(0), msgspec.json.encode(least))
