@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from bough.config.check import is_loopback
 from bough.config.concerns import ServerConfig
 from bough.core import bounds
-from bough.core.errors import BoughError, Forbidden, InvalidRequest, Unauthorized
+from bough.core.errors import BoughError, Forbidden, InvalidRequest, NotFound, Unauthorized
 from bough.entrypoints.http.errors import error_response
 from bough.intake.names import random_name
 
@@ -106,10 +106,17 @@ class Guard:
             return
         if self._local_only:
             self._check_local(host.decode("latin-1"), origin.decode("latin-1"))
-        if path in self._admin_paths:
+        is_admins = path in self._admin_paths
+        if is_admins and self._admin_key:
             self._check_key(authorization, (self._admin_key,), "admin key")
         elif self._key and not is_page(path):
             self._check_key(authorization, (self._key, self._admin_key), "key")
+        if is_admins and not self._admin_key:
+            raise NotFound(
+                what=f"there is no {path}",
+                why="the server was started without --admin-api-key, and so without admin routes",
+                fix="start it with one",
+            )
         if self._isolate_cache and authorization:
             scope["bough.tenant"] = hashlib.sha256(authorization).hexdigest()[:16]
 

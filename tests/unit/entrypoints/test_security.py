@@ -73,8 +73,10 @@ def test_the_key_opens_normal_routes_only() -> None:
 def test_admin_routes_do_not_exist_without_their_key(server: FakeServer) -> None:
     for spec in ROUTES:
         if spec.admin:
-            response = httpx.post(server.url + spec.paths[0])
-            assert response.status_code in (401, 404)
+            for headers in ({}, {"authorization": "Bearer guess"}):
+                response = httpx.post(server.url + spec.paths[0], headers=headers)
+                assert response.status_code == 404
+                assert "--admin-api-key" in response.json()["error"]["message"]
     assert not server.engine.calls or all(
         type(call).__name__ not in ("Pause", "Profile") for call in server.engine.calls
     )
