@@ -110,6 +110,19 @@ NEARLY: Mapping[str, str] = {
 }
 """What other servers call something that means not quite the same here: named when somebody tries, never taken for it."""
 
+NOT_THERE: Mapping[str, str] = {
+    "lora": "adapters (LoRA)",
+    "speculative": "speculative decoding",
+    "disaggregation": "disaggregated prefill",
+    "pipeline_parallel": "pipeline parallelism",
+    "pp_size": "pipeline parallelism",
+    "expert_parallel": "expert parallelism",
+    "ep_size": "expert parallelism",
+    "data_parallel": "data parallelism",
+    "dp_size": "data parallelism",
+}
+"""Parts of other servers' flags, and what these flags are about: told when somebody tries, since nothing here is alike."""
+
 VALUE_WORDS: Mapping[str, Mapping[str, str]] = {"dtype": {"half": "float16", "float": "float32"}}
 """Other servers' words for values, by setting."""
 
@@ -165,6 +178,14 @@ def lookup(name: str) -> tuple[Setting, Alias | None]:
 def unknown_name(name: str) -> ConfigError:
     """The error for a name that is no setting, with what was probably meant."""
     shown = name if not name.startswith("--") else name.split("=")[0]
+    missing = next((what for part, what in NOT_THERE.items() if part in name.replace("-", "_")), None)
+    if missing:
+        return ConfigError(
+            what=f"unknown option {shown}",
+            why=f"it is about {missing}, which is not there yet",
+            fix="leave it out",
+            param=name,
+        )
     near = nearest(name)
     if near and shown.startswith("-"):
         near = "--" + near.replace("_", "-")

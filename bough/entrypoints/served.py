@@ -21,9 +21,14 @@ _NO_WEIGHTS = frozenset({"I64", "U64", "BOOL"})
 
 
 def load_model_side(config: Config) -> tuple[Checkpoint, Tokenizer | None]:
-    """Reads the checkpoint's headers and loads its tokenizer; takes a while, needs no engine."""
+    """Reads the checkpoint's headers and loads its tokenizer; takes a while, needs no engine. Raises what `make_served`
+    would for names that nothing has: nobody should wait for an engine to hear it."""
     checkpoint = checkpoint_of(config.model)
-    return checkpoint, tokenizer_of(config.model, checkpoint)
+    tokenizer = tokenizer_of(config.model, checkpoint)
+    choose_reasoning_parser(config.server.reasoning_parser, "")
+    choose_tool_parser(config.server.tool_call_parser, "")
+    choose_format(config.server.completion_template, tokenizer)
+    return checkpoint, tokenizer
 
 
 def make_served(

@@ -105,6 +105,19 @@ def test_unknown_names_get_the_nearest(typo: str, meant: str) -> None:
     assert caught.value.fix == f"did you mean {meant}?"
 
 
+@pytest.mark.parametrize(
+    ("flag", "about"),
+    [("--lora-paths", "LoRA"), ("--enable-lora", "LoRA"), ("--pp-size", "pipeline"), ("--dp-size=2", "data parallelism"),
+     ("--speculative-algorithm", "speculative"), ("--enable-expert-parallel", "expert")],
+)  # fmt: skip
+def test_what_is_not_there_is_not_taken_for_something_else(flag: str, about: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        flags.lookup(flag)
+    assert about in caught.value.why
+    assert "did you mean" not in caught.value.fix
+    assert not any(part in name for part in flags.NOT_THERE for name in {*flags.settings(), *flags.ALIASES})
+
+
 def test_nearly_the_same_is_named_and_exists() -> None:
     assert set(flags.NEARLY.values()) <= set(flags.settings())
     assert not set(flags.NEARLY) & {*flags.settings(), *flags.ALIASES}
