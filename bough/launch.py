@@ -43,7 +43,7 @@ from bough.ipc import (
     write_status,
 )
 from bough.ipc.endpoints import PrivateDirectory
-from bough.observability.crash import write_bundle
+from bough.observability.crash import make_directory, write_bundle
 from bough.observability.flight import RecordedStep, read_flight, suspects
 from bough.observability.health import Pulse, State
 
@@ -78,8 +78,10 @@ def start(
     """Finds the model (downloads it if need be) and starts the processes; returns at once, before they are ready.
 
     `listen_fds` are listening sockets that API workers 1 and up inherit. `quarantine`: fingerprints of requests that the
-    engine must refuse. Raises `ConfigError` if there is no such model.
+    engine must refuse. Raises `ConfigError` if there is no such model, or crash bundles could not be written.
     """
+    if config.log.crash_dir:
+        make_directory(Path(config.log.crash_dir).expanduser())
     return Running(
         located(config),
         num_api_workers=config.server.api_workers if num_api_workers is None else num_api_workers,

@@ -47,7 +47,8 @@ class LocalServer:
         check_media(config)
         self.config = config
         if config.server.grpc_port:
-            bind(config.server.host, config.server.grpc_port).close()  # a taken port is found out now
+            # A taken port is found out now.
+            bind(config.server.host, config.server.grpc_port, flag="--grpc-port").close()
         self._sockets = sockets or bind_all(config.server.host, config.server.port, config.server.api_workers)
         self.port: int = self._sockets[0].getsockname()[1]
         for sock in self._sockets:

@@ -64,7 +64,7 @@ class ModelConfig:
     chat_template: str = ""
     """File with a Jinja chat template, or the name of a built-in one. Default: the model's own."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code that comes with the model's tokenizer, where that needs it; other code of a model is never run."""
     skip_tokenizer_init: bool = False
     """Take and give token ids only."""
     is_embedding: bool = False

@@ -13,12 +13,30 @@ from typing import Any
 from bough.config.concerns import Config
 from bough.config.flags import show_value
 from bough.config.server_args import public
-from bough.core.errors import BoughError
+from bough.core.errors import BoughError, ConfigError
 from bough.observability.flight import RecordedStep
 
 _KEPT = 50
 """Bundles kept in a directory; older ones go."""
 _MOST_STACK_CHARS = 100_000
+
+
+def make_directory(directory: Path) -> None:
+    """Makes the directory for bundles, for its owner alone. Raises `ConfigError` where nothing could be written when it
+    counts."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        writable = os.access(directory, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise _unusable(directory, error.strerror or str(error)) from error
+    if not writable:
+        raise _unusable(directory, "this user may not")
+
+
+def _unusable(directory: Path, why: str) -> ConfigError:
+    return ConfigError(
+        what=f"can't write to {directory}", why=why, fix="give --crash-dir a directory that can be", param="crash_dir"
+    )
 
 
 def write_bundle(

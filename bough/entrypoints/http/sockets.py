@@ -7,8 +7,8 @@ import socket
 from bough.core.errors import ConfigError
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket bound to the address; it starts to listen when it is served. Raises `ConfigError`.
+def bind(host: str, port: int, *, shared: bool = False, flag: str = "--port") -> socket.socket:
+    """A socket bound to the address; it starts to listen when it is served. Raises `ConfigError`, which names `flag`.
 
     `shared`: other sockets may be bound to the same port, and those that listen share its connections. It is checked
     first that nobody else has the port.
@@ -28,8 +28,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         raise ConfigError(
             what=f"can't listen on {host}:{port}",
             why=error.strerror or str(error),
-            fix=f"choose another port, for example --port {port + 1 if port < 65_535 else 30_000}, or another --host",
-            param="port",
+            fix=f"choose another port, for example {flag} {port + 1 if port < 65_535 else 30_000}, or another --host",
+            param=flag.removeprefix("--").replace("-", "_"),
         ) from error
     return sock
 

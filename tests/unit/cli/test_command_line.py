@@ -18,6 +18,7 @@ from bough.config.flags import ALIASES, settings
 from bough.config.memory_plan import show_bytes
 from bough.core.errors import ConfigError
 from bough.engine.decide import decide
+from bough.observability.crash import make_directory
 from bough.platform.facts import detect
 
 ROOT = Path(__file__).parents[3]
@@ -304,6 +305,25 @@ def test_doctor_tries_the_door_for_media(tmp_path: Path, capsys: pytest.CaptureF
 def test_media_flags_that_can_not_be_meant_stop_a_server(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serve", "--port", "0", *flags]) == 1
     assert "media" in capsys.readouterr().err
+
+
+def test_a_taken_port_names_its_own_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main.main(["serve", "--port", "0", "--grpc-port", str(port)]) == 1
+    assert "example --grpc-port" in capsys.readouterr().err
+
+
+def test_a_place_for_crash_bundles_is_tried_before_a_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main.main(["serve", "--port", "0", "--crash-dir", str(tmp_path / "file")]) == 1
+    assert "--crash-dir" in capsys.readouterr().err
+    make_directory(tmp_path / "crashes")
+    assert (tmp_path / "crashes").stat().st_mode & 0o777 == 0o700
 
 
 def test_media_flags_say_what_they_can_do_today(capsys: pytest.CaptureFixture[str]) -> None:
