@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +33,16 @@ def parse_with_settings(
                 why="the model stands first, values follow their flags",
                 fix=f"see `{parser.prog} --help`",
             )
-        name, _, value = word.removeprefix("--").partition("=")
-        found |= _setting(name.replace("-", "_"), value, rest)
+        flag, _, value = word.partition("=")
+        try:
+            found |= _setting(flag.removeprefix("--").replace("-", "_"), value, rest)
+        except ConfigError as error:
+            own = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.75)
+            if error.param != flag or not own:
+                raise
+            raise ConfigError(
+                what=error.what, why="neither this measurement nor an engine has it", fix=f"did you mean {own[0]}?"
+            ) from error
     return options, found
 
 

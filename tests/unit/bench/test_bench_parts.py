@@ -252,3 +252,6 @@ def test_the_engines_flags_stand_beside_the_own_ones() -> None:
     for wrong in (["--dtpye", "x"], ["--dtype"], ["--batch", "1", "--dtype", "x", "stray"], ["--no-dtype"]):
         with pytest.raises(ConfigError):
             parse_with_settings(parser, wrong)
+    for wrong, meant in ((["--bacth", "1"], "--batch"), (["--dtpye", "x"], "--dtype")):
+        with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+            parse_with_settings(parser, wrong)
