@@ -152,8 +152,10 @@ def banner(server: LocalServer, service: Service) -> str:
     facts = served.facts
     url = server.url
     place = f"{facts.get('device', 'cpu')}, {facts.get('dtype', '')}".rstrip(", ")
+    pools = (facts.get("pooling") or {}).get("task", "")
+    native = "/generate" if not pools else "/classify" if pools == "classify" else "/encode"
     rows = [
-        ("API", f"{url}/v1  (OpenAI), {url}/generate  (native)"),
+        ("API", f"{url}/v1  (OpenAI), {url}{native}  (native)"),
         ("docs", f"{url}/docs" if config.server.ui else f"{url}/openapi.json"),
         ("model", f"{served.name} on {place}; context {served.context_length:,} tokens"),
         ("key", _key_state(config)),
@@ -173,9 +175,8 @@ def banner(server: LocalServer, service: Service) -> str:
         route, body = "/v1/completions", '{"prompt": "The sky is blue because", "max_tokens": 32}'
     if served.tokenizer is None:
         route, body = "/generate", '{"input_ids": [1, 2, 3]}'
-    if facts.get("pooling"):
-        classifies = facts["pooling"]["task"] == "classify"
-        route, body = "/v1/classify" if classifies else "/v1/embeddings", '{"input": "The sky is blue."}'
+    if pools:
+        route, body = "/v1/classify" if pools == "classify" else "/v1/embeddings", '{"input": "The sky is blue."}'
     lines = [f"bough {bough.__version__} is ready after {server.seconds:.1f} s", ""]
     lines += [f"  {name:<10} {text}" for name, text in rows]
     lines += ["", f"  curl {url}{route} {header}-H 'content-type: application/json' -d '{body}'", ""]

@@ -160,7 +160,13 @@ class Pooler:
             query, items = await self._delimited(query, items, delimiter, options)
         texts = [_join(query, item, item_first) for item in items]
         if self.pooling is not None:
-            self.needs("classify")
+            if self.pooling.task != "classify":
+                raise InvalidRequest(
+                    what="the served model has no labels to score",
+                    why="it makes embeddings",
+                    fix="send text_1 and text_2, which it can compare",
+                    param="items",
+                )
             if label_ids is not None:
                 raise bad_field("label_token_ids", "a classifier scores its own labels", "leave it out")
             found = await self.pool(texts, options)

@@ -99,11 +99,7 @@ class Preparer:
         if self._pools is None or self._pools == bool(request.pool):
             return
         if self._pools:
-            raise InvalidRequest(
-                what="the served model does not generate",
-                why="it makes embeddings or scores of whole texts",
-                fix="use /v1/embeddings, /v1/classify or /v1/rerank",
-            )
+            raise not_generative()
         raise InvalidRequest(
             what="the served model does not pool",
             why="it is served to generate",
@@ -136,3 +132,12 @@ def _check_sessions(requests: Sequence[Request]) -> None:
             fix="send them one by one",
             param="session_params",
         )
+
+
+def not_generative() -> InvalidRequest:
+    """The error for a request that a pooling model has no answer to."""
+    return InvalidRequest(
+        what="the served model does not generate",
+        why="it makes embeddings or scores of whole texts",
+        fix="use /v1/embeddings, /v1/classify or /v1/rerank",
+    )

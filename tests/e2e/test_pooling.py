@@ -193,6 +193,8 @@ def test_ollamas_words(embedder: Server, expected: np.ndarray) -> None:
 def test_other_kinds_of_requests_are_refused(embedder: Server, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="does not generate"):
         client.completions.create(model="minilm", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="does not generate"):
+        client.chat.completions.create(model="minilm", messages=[{"role": "user", "content": "x"}])
     with pytest.raises(openai.BadRequestError, match="it makes embeddings"):
         client.moderations.create(model="minilm", input="x")
     assert HTTP.get(f"{embedder.url}/model_info").json()["is_generation"] is False

@@ -243,6 +243,8 @@ async def test_the_wrong_kind_of_model(tokenizer: Tokenizer) -> None:
     pool, _ = pooler(tokenizer, lambda _: made([1, 2, 3]))
     with refused(InvalidRequest, "can't do this"):
         await pool.classify(["x"])
+    with refused(InvalidRequest, "no labels to score"):
+        await pool.label_scores("a", ["b"], label_ids=[1])
     talker, _ = generative(tokenizer, lambda _: made([1.0]))
     with refused(InvalidRequest, "does not embed"):
         await talker.embed(["x"])

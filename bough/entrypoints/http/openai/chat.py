@@ -33,6 +33,7 @@ from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request, parse_sampling
 from bough.intake.names import random_name
+from bough.intake.prepare import not_generative
 from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate
 
@@ -164,6 +165,8 @@ def template_of(served: Served) -> ChatTemplate:
             param="messages",
         )
     if served.tokenizer.chat_template is None:
+        if served.facts.get("pooling"):
+            raise not_generative()
         raise InvalidRequest(
             what="the served model has no chat template",
             why="it is a base model, or its template is missing",
