@@ -39,10 +39,11 @@ def _worked(driver: Driver, wait_s: float) -> float:
     return time.thread_time() - before_s
 
 
-def test_only_the_beginning_of_a_callers_own_wait_is_busy() -> None:
+def test_only_the_beginning_of_a_callers_own_wait_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bough.intake.selector._LATE_S", 60.0)  # whatever else runs on this machine
     made = Driver("test-driver", busy_s=0.1)
     try:
-        assert any(_worked(made, 0.05) > 0.01 for _ in range(20)), "at least where nobody else wants the processor"
+        assert max(_worked(made, 0.05) for _ in range(5)) > 0.01
         assert _worked(made, 0.5) < 0.3
         assert made._thread.ident is not None
         clock = time.pthread_getcpuclockid(made._thread.ident)
