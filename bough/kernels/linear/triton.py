@@ -59,8 +59,7 @@ def linear_after_norm(
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     config = _config("linear", x_TD, weight_OD)
-    at_once = config is not None and norm.suits(x_TD, residual_TD, norm_D)
-    if config is None or not at_once or not takes_norm(x_TD, weight_OD, config, bias_O):
+    if config is None or not norm.suits(x_TD, residual_TD, norm_D) or not takes_norm(x_TD, weight_OD, config, bias_O):
         return reference.linear_after_norm(x_TD, residual_TD, norm_D, eps, weight_OD, bias_O, offset=offset)
     total_TD = x_TD.new_empty(x_TD.shape)
     normed = norm.normed(x_TD, residual_TD, norm_D, eps, offset, total_TD)
