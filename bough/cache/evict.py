@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 
+SLRU_PROTECTED_HITS = 2
+"""Hits from which `slru` protects a prefix, as in SGLang."""
+
 
 def lru(node: Node) -> Key:
     """Least recently used."""
@@ -23,9 +26,19 @@ def lfu(node: Node) -> Key:
     return (node.hits, node.last_used)
 
 
+def slru(node: Node) -> Key:
+    """Least recently used of those hit less than twice, then of the others: a scan of new prefixes evicts none of these."""
+    return (int(node.hits >= SLRU_PROTECTED_HITS), node.last_used)
+
+
 def fifo(node: Node) -> Key:
     """Oldest."""
     return (node.born, node.last_used)
+
+
+def filo(node: Node) -> Key:
+    """Youngest: what came first stays."""
+    return (-node.born, -node.last_used)
 
 
 def mru(node: Node) -> Key:
@@ -41,7 +54,9 @@ def priority(node: Node) -> Key:
 EVICTION: dict[EvictionPolicy, Callable[[Node], Key]] = {
     "lru": lru,
     "lfu": lfu,
+    "slru": slru,
     "fifo": fifo,
+    "filo": filo,
     "mru": mru,
     "priority": priority,
 }

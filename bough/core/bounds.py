@@ -5,7 +5,7 @@ Bodies are bounded by `--max-body-bytes`, prompts by the context; everything els
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 
 from bough.core.errors import InvalidRequest
@@ -17,14 +17,18 @@ class Bound:
     unit: str
 
 
+LEAST_BATCH_TOKENS = 1024
+"""What a completion counts for in a batch, however short its prompt is: it costs its request, its stream and its slot."""
+
 BOUNDS: Mapping[str, Bound] = {
     "n": Bound(64, "answers to one prompt"),
     "best_of": Bound(64, "candidates of one prompt"),
     "beam_width": Bound(64, "beams of one prompt"),
-    "prompts": Bound(256, "prompts in one request"),
+    "batch_tokens": Bound(
+        8 * 1024 * 1024, f"prompt tokens in one request ({LEAST_BATCH_TOKENS} or more for each of its completions)"
+    ),
     "embeddings": Bound(2048, "inputs in one request"),
     "documents": Bound(1024, "documents or items in one request"),
-    "completions": Bound(1024, "completions in one request (prompts x n)"),
     "messages": Bound(4096, "messages"),
     "content_parts": Bound(1024, "content parts in one message"),
     "top_logprobs": Bound(20, "alternatives a token"),
@@ -57,6 +61,8 @@ BOUNDS: Mapping[str, Bound] = {
     "join_branches": Bound(1024, "branches to join"),
     "grpc_requests": Bound(1024, "requests under way over one gRPC stream"),
     "json_depth": Bound(64, "levels of nesting in a body"),
+    "json_numbers": Bound(2 * 1024 * 1024, "numbers in a body"),
+    "json_parts": Bound(256 * 1024, "texts, lists and objects in a body"),
     "header_bytes": Bound(64 * 1024, "bytes of headers"),
     "tokenize_chars": Bound(16 * 1024 * 1024, "characters to tokenise"),
 }
@@ -80,6 +86,11 @@ def count(bound: str, items: Sized | None, param: str) -> None:
         at_most(bound, len(items), param)
 
 
+def batch(tokens: Iterable[int], param: str) -> None:
+    """Raises `InvalidRequest` if completions with prompts of that many tokens are too much for one request."""
+    at_most("batch_tokens", sum(max(each, LEAST_BATCH_TOKENS) for each in tokens), param)
+
+
 def depth(value: object, bound: str, param: str | None) -> None:
     """Raises `InvalidRequest` if JSON is nested deeper than the named bound. Works level by level, never recursively."""
     level = [value]
@@ -93,7 +104,12 @@ def depth(value: object, bound: str, param: str | None) -> None:
         if not inner:
             return
         level = inner
-    raise InvalidRequest(
+    raise too_deep(bound, param)
+
+
+def too_deep(bound: str, param: str | None) -> InvalidRequest:
+    """The error for JSON that is nested deeper than the named bound."""
+    return InvalidRequest(
         what=f"{param or 'the body'} is nested too deeply",
         why=f"at most {BOUNDS[bound].most} {BOUNDS[bound].unit} are allowed",
         fix="flatten it",

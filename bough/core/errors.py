@@ -62,6 +62,13 @@ class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+def overflow(context_length: int, what: str, *, fix: str, param: str) -> PromptTooLong:
+    """For what does not fit into the context. It begins as OpenAI's message does: clients such as litellm tell this error
+    from others by these words, and then shorten the conversation or take another model."""
+    begin = f"This model's maximum context length is {context_length} tokens"
+    return PromptTooLong(what=f"{begin}; {what}", fix=fix, param=param)
+
+
 class NotFound(InvalidRequest):
     status = 404
     code = "not_found"
@@ -107,6 +114,16 @@ class Unavailable(BoughError):
     status = 503
     type = "unavailable_error"
     code = "engine_unavailable"
+    retry_after_s: int = 0
+    """Seconds after which the client may try again; 0: not known."""
+
+
+class Aborted(BoughError):
+    """The client, or an operator, ended the request by its name. Status 499 is not retried by the official clients."""
+
+    status = 499
+    type = "aborted"
+    code = "aborted"
 
 
 class DeadlineExceeded(BoughError):

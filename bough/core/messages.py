@@ -6,8 +6,9 @@
 Where there is no tokenizer there is no detokenizer either: the engine's tokens go straight home.
 
 Messages are encoded as msgpack by `bough.ipc`; token ids travel as little-endian int32 bytes (`pack_ids`, `unpack_ids`).
-A request's id is an int made by the API process that took it: `(worker << WORKER_SHIFT) | counter`, so that answers find
-their way home without a table. `rid` is the name the client knows.
+A request's id is an int made by the API process that took it: `(worker << WORKER_SHIFT) | (replica << REPLICA_SHIFT) |
+counter`, so that answers find their way home, and what follows finds its engine, without a table. `rid` is the name the
+client knows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ Ids = npt.NDArray[np.int32]
 _PACKED_ID = np.dtype("<i4")
 
 WORKER_SHIFT = 40
+REPLICA_SHIFT = 32
+MOST_REPLICAS = 1 << (WORKER_SHIFT - REPLICA_SHIFT)
 
 
 def joined_namespace(namespace: str, session: str) -> str:
@@ -41,9 +44,19 @@ def plain_namespace(namespace: str) -> str:
     return namespace.partition("\0")[0]
 
 
+def owned_name(tenant: str, name: str) -> str:
+    """A name that a client chose, told apart from the same name of other tenants. Tenants' names have no line breaks."""
+    return f"{tenant}\n{name}" if tenant else name
+
+
 def home_worker(request_id: int) -> int:
     """The API worker that made this id."""
     return request_id >> WORKER_SHIFT
+
+
+def home_replica(request_id: int) -> int:
+    """The engine that computes this request, where there are several."""
+    return (request_id >> REPLICA_SHIFT) % MOST_REPLICAS
 
 
 def pack_ids(ids: Sequence[int] | Ids) -> bytes:
@@ -95,6 +108,8 @@ class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """JSON list of the tools, for parsers that type arguments by schema; empty: no tools."""
     calls_only: bool = False
     """The answer is held to calls: where it ends within one that was not told yet, that is no content either."""
+    drop_unknown_tools: bool = False
+    """Calls of tools that are not among `tools` are left out."""
     every: int = 1
     """Send a delta every this many tokens (and at the end)."""
     prompt_tail: bytes = b""
@@ -114,6 +129,8 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """False: the engine may hold tokens back until the end."""
     logprobs: LogprobSpec | None = None
     hidden_states: Literal["", "last", "all"] = ""
+    tenant: str = ""
+    """To whom `rid` belongs: the name of the client's key; empty where there are no keys."""
     namespace: str = ""
     """Cache namespace: adapter and tenant salt. Prefixes are shared within one only."""
     priority: int = 0
@@ -132,12 +149,15 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """The prompt ends inside a reasoning section."""
     thinking_budget: int = -1
     """Reasoning tokens after which the end marker is forced; -1: no limit."""
+    speculate: bool = True
+    """Drafts may be verified for it, where the server makes any."""
     trace: bool = False
     """Send the request's timeline with its end."""
     keep: bool = False
-    """Its KV stays within reach under `rid` after its end, as long as memory allows, so that a `Join` can use it."""
+    """Its KV stays within reach under its name after its end, as long as memory allows, so that a `Join` can use it."""
     follows: str = ""
-    """The `rid` of a kept request whose prompt this one begins with: found to its last token, not to its last page."""
+    """The name (`owned_name`) of a kept request whose prompt this one begins with: found to its last token, not to its last
+    page."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -151,6 +171,10 @@ class AbortByName(Struct, frozen=True, tag="abort_by_name"):
     call: CallId
     rid: str
     reason: str = "aborted by request"
+    tenant: str | None = None
+    """Only this tenant's; None: everybody's."""
+    worker: int | None = None
+    """Only those that came through this API worker; None: through any."""
 
 
 class StopAt(Struct, frozen=True, tag="stop_at"):
@@ -174,6 +198,8 @@ class Look(Struct, frozen=True, tag="look"):
     call: CallId
     max_spans: int = 96
     max_rows: int = 64
+    span_tokens: int = 0
+    """Of each span, the ids of this many first tokens are in the picture."""
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
@@ -187,6 +213,7 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
     namespace: str
     """Where the requests' names were given: theirs, without the part that a join added."""
     branches: tuple[str, ...]
+    """Names as `owned_name` makes them."""
     starts: tuple[int, ...]
     """How many of each branch's tokens are the parent's."""
     shifts: tuple[int, ...] = ()
@@ -196,7 +223,8 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Recall(Struct, frozen=True, tag="recall"):
-    """Asks for the `ids` (packed, a list) of kept requests by their names; "" names what was joined in the namespace."""
+    """Asks for the `ids` (packed, a list) of kept requests by their names (`owned_name`); "" names what was joined in the
+    namespace."""
 
     call: CallId
     namespace: str
@@ -222,6 +250,19 @@ class Profile(Struct, frozen=True, kw_only=True, tag="profile"):
     """Stop by itself after this many steps; 0: on request."""
 
 
+class Corpus(Struct, frozen=True, kw_only=True, tag="corpus"):
+    """Texts to draft from, for all requests: adds one, removes one, or counts the tokens of all."""
+
+    call: CallId
+    action: Literal["add", "remove", "list"]
+    corpus_id: str = ""
+    tokens: bytes = b""
+    """Packed ids; -1 stands between two texts."""
+    is_first: bool = True
+    goes_on: bool = False
+    """More of it follows, in another message."""
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Finish what is running within `drain_s`, then end."""
 
@@ -241,6 +282,7 @@ ToEngine = (
     | Pause
     | Resume
     | Profile
+    | Corpus
     | Shutdown
 )
 
@@ -285,6 +327,11 @@ class End(Struct, kw_only=True, omit_defaults=True):
     decode_s: float = 0.0
     grammar_s: float = 0.0
     """Of the time in the queue, what its grammar took to be compiled."""
+    decode_steps: int = 0
+    """With speculative decoding: steps that verified or drew its tokens, after the first."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafts that were right."""
     spans: list[Span] = []
     """If the request is traced: the engine's part of its timeline, in order."""
 

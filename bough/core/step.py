@@ -1,9 +1,13 @@
 """What the deciding half hands to the computing half: one step of the model over many rows, as plain arrays.
 
-Rows are requests. A row brings `num_query[row]` tokens into the step on top of `context[row]` tokens whose KV is already
-in its pages, and yields a token if `samples[row]`. Decode rows come first. What a row needs on the device lives by *slot*:
-the page table's line, the last sampled token, the sampling parameters. A slot is set up once (`SlotSetup`) and then only
-advanced, so that a decode step of a thousand rows carries arrays and no objects.
+Rows are requests. A row brings `num_query[row]` tokens into the step on top of those whose KV is already in its pages, and
+yields tokens if `samples[row]`. The last `drafts[row]` of its query tokens are *drafts*: guesses of what follows, which the
+step verifies; the others are *certain*. A row yields one token, and one more for each draft that turns out to be right.
+
+Decode rows come first. What a row needs on the device lives by *slot*: the page table's line, the newest token, the number
+of KV tokens, the number of output tokens, the sampling parameters. A slot is set up once (`SlotSetup`) and then only
+advanced, by the device itself: a decode step of a thousand rows carries arrays and no objects, and the host may plan the
+next step before it knows how many tokens this one yields. It goes by bounds until `Outcome.counts` tells.
 """
 
 from __future__ import annotations
@@ -22,10 +26,13 @@ I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.int32]
-"""Vocabulary bit masks, [rows, ceil(vocab / 32)]; a set bit allows the token."""
+"""Vocabulary bit masks, [samples, ceil(vocab / 32)]; a set bit allows the token."""
 
 FROM_DEVICE = -1
-"""In `Step.tokens`: the token that the slot's row sampled last, which the host may not have seen yet."""
+"""In `Step.tokens` of decode rows: the slot's newest token, which the host may not have seen yet."""
+FIRST_DRAFT = -2
+"""In `Step.tokens` of decode rows: the first draft that a proposer on the device left for the slot. `FIRST_DRAFT - i` is
+draft i."""
 
 
 def _no_rows() -> I32:
@@ -53,16 +60,60 @@ class SlotSetup(Struct, kw_only=True):
     """Pooling models: where a pair's second text begins; 0: there is one text."""
 
 
-class SharedSpans(Struct, kw_only=True):
-    """Decode rows that read the same KV: disjoint sets of rows, one leading span of tokens each.
+MOST_LEVELS = 4
+"""Spans of a row at most: levels of a prefix tree that attention reads one by one."""
 
-    `rows[start[g]:start[g + 1]]` are the rows of group g; the first `num_tokens[g]` KV tokens (a multiple of the page size)
-    of each of them lie in the same pages, those of the group's first row's table.
+
+class SharedSpans(Struct, kw_only=True):
+    """Spans of KV that several decode rows have in common; each is read once for all its rows.
+
+    `rows[start[s]:start[s + 1]]` are the rows of span s. KV tokens `first[s] .. last[s] - 1` (multiples of the page size) of
+    each of them lie in the same pages, those of the table of the span's first row. A row's spans are its KV tokens from 0
+    on without a gap; span number n of a row has `level[s] == n`, so that spans of one level have no row in common. Levels
+    ascend.
     """
 
     rows: I32
     start: I32
-    num_tokens: I32
+    first: I32
+    last: I32
+    level: I32
+
+
+class SpanCosts(Struct, frozen=True, kw_only=True):
+    """What attention takes for KV that is read per row, and for shared spans. Times are those of one layer. As they are by
+    default, whatever can be shared is worth it."""
+
+    read_ns: float = 1.0
+    """One KV token, read from memory once."""
+    row_queries: int = 1
+    """Query tokens of a row that one read of its KV serves."""
+    tile_ns: float = 0.0
+    """One KV token of a span for one tile of query tokens, if it need not come from memory."""
+    tile_queries: int = 1
+    """Query tokens of a tile."""
+    span_ns: float = 0.0
+    """Beginning and ending a span."""
+    merge_ns: float = 0.0
+    """One query token's result of a span, written and read again."""
+    fixed_ns: float = 0.0
+    """What a step takes longer because spans are shared at all."""
+    levels: int = MOST_LEVELS
+    """Spans that a row may have."""
+    most_queries: int = 1 << 30
+    """Rows with more query tokens are not in spans."""
+
+    def per_row_token(self, num_query: int) -> float:
+        """Nanoseconds for one KV token that a row of `num_query` query tokens reads by itself."""
+        return -(-num_query // self.row_queries) * self.read_ns
+
+    def per_span_token(self, num_query: int) -> float:
+        """Nanoseconds for one KV token of a span whose rows have `num_query` query tokens in all."""
+        return max(self.read_ns, -(-num_query // self.tile_queries) * self.tile_ns)
+
+    def per_span(self, num_query: int) -> float:
+        """Nanoseconds for such a span besides its tokens."""
+        return self.span_ns + num_query * self.merge_ns
 
 
 class KVMoves(Struct, kw_only=True):
@@ -78,16 +129,20 @@ class KVMoves(Struct, kw_only=True):
 
 
 class Step(Struct, kw_only=True):
-    """One launch. Arrays are owned by the step: nobody changes them after `commit`."""
+    """One launch. Arrays are owned by the step: nothing changes them after `commit`."""
 
     index: int
     num_decodes: int
+    """Leading rows that go on from what the device has of their slot. All of them sample."""
     slots: I32
     num_query: I32
     context: I32
+    """KV tokens of the row before the step. Of decode rows an upper bound: their pages hold `context + num_query` tokens."""
     samples: Bool
     tokens: I32
-    """Input ids of all rows, concatenated; `FROM_DEVICE` where the slot's last sample is the input."""
+    """Input ids of all rows, concatenated: those of decode rows begin with `FROM_DEVICE`."""
+    drafts: I32 = _no_rows()
+    """Per decode row: how many of its query tokens, the last ones, are drafts. Empty: the step has none."""
     table_at: I64
     """Page-table writes, made before the forward pass: flat positions `slot * pages_per_slot + i`..."""
     table_pages: I32
@@ -114,6 +169,11 @@ class Step(Struct, kw_only=True):
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_decode_tokens(self) -> int:
+        """Query tokens of decode rows."""
+        return self.num_decodes + int(self.drafts.sum()) if len(self.drafts) else self.num_decodes
+
 
 class LogprobArrays(Struct, kw_only=True):
     """Scores of `len(row)` positions. Widths are the largest asked for in the step; unused places hold id -1."""
@@ -133,11 +193,16 @@ class Outcome(Struct, kw_only=True):
     tokens: I32
     """[rows, most tokens a row yielded]"""
     counts: I32
+    """0 to 1 + drafts. A decode row that yields nothing is as it was before the step."""
+    drafts: npt.NDArray[np.int32] | None = None
+    """[rows, most drafts]: what a proposer on the device left for the rows' slots; None where there is none, or nobody
+    asked: the host needs them for masks."""
     output_logprobs: LogprobArrays | None = None
+    """In the order of rows, and of each row's tokens. A row may have more positions than it yields tokens."""
     prompt_logprobs: LogprobArrays | None = None
     """Position p of a row's chunk scores token p + 1 of its prompt; the last position of the last chunk is an output's."""
     hidden_states: dict[int, npt.NDArray[np.float32]] = {}
-    """Row -> [tokens, width], for rows that asked."""
+    """Row -> [tokens, width], for rows that asked. The last `drafts` of a row belong to its drafts, right or not."""
     embeddings: dict[int, npt.NDArray[np.float32]] = {}
     """Row -> pooled result, for pooling models."""
     failed: dict[int, str] = {}
@@ -158,7 +223,8 @@ class Launched(Protocol):
         ...
 
     def sample(self, masks: Mask) -> None:
-        """Queues sampling with `masks[i]` applied to row `step.constrained[i]`. Waits for nothing."""
+        """Queues sampling with masks applied to the samples of the rows `step.constrained`, in order: one for each row, and
+        one more for each of its drafts. Waits for nothing."""
         ...
 
     def wait(self) -> Outcome:
@@ -192,3 +258,7 @@ class RunnerLimits(Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     """Largest `Step.num_tokens`."""
     vocab_size: int
+    spans: SpanCosts | None = None
+    """None: attention has no use for shared spans."""
+    kv_moves: bool = True
+    """Whether KV that was computed at some positions can be moved to others."""

@@ -1,13 +1,16 @@
 """Reshapes the logits of rich rows before the draw: penalties, biases, forbidden and allowed tokens, custom processors.
 
 Everything is batched: host lists of (row, token, value) become one scatter; penalties read counts that live on the device
-by slot and are advanced there, so that a step in flight never needs the host to have seen its tokens.
+by slot and are advanced there, so that a step in flight never needs the host to have seen its tokens. A sample behind drafts
+is shaped as if they were output: each has its *path*, the drafts before it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,7 @@ from bough.config.resolve import PENALISED_AT_ONCE
 from bough.core.step import I64, SlotSetup
 from bough.kernels import masks as masks_kernel
 from bough.memory.transfer import upload
+from bough.sampler.state import Samples
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +30,53 @@ LogitProcessor = Callable[[Tensor, list[Mapping[str, bool | int | float | str]]]
 
 HISTORY = 8
 """Last tokens kept per rich slot, unless a banned word needs more: the longest, in tokens, is one more."""
+
+
+class StepIds(Protocol):
+    """The arrays of a step that samples are found by (`runner.inputs.StepTensors` has them). int64."""
+
+    @property
+    def ids_T(self) -> Tensor: ...
+    @property
+    def sample_at_L(self) -> Tensor: ...
+    @property
+    def counter_L(self) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class RichSamples:
+    """The rich samples of a step, in order."""
+
+    at: I64
+    """Rows of the step's logits."""
+    setups: list[SlotSetup]
+    """Of each."""
+    num_output_L: Tensor
+    """Of all samples of the step: the output tokens before it."""
+    owner: I64
+    """The sampling row of each."""
+    place: I64
+    """How many drafts come before each."""
+    path: Tensor | None
+    """int64 [rich samples, most drafts]: those drafts, -1 behind them; None: the step has none."""
+
+    @staticmethod
+    def of(samples: Samples, setups: list[SlotSetup], tensors: StepIds) -> RichSamples:
+        at, owner = samples.rich, samples.owners()[samples.rich]
+        place, path = np.zeros(len(at), np.int64), None
+        if samples.starts is not None:
+            place = at - samples.starts[owner]
+            drafts = np.arange(samples.width - 1)
+            before = drafts < place[:, None]
+            index = np.where(before, (at - place)[:, None] + 1 + drafts, 0)
+            device = tensors.ids_T.device
+            found = tensors.ids_T[tensors.sample_at_L[upload(index, device)]]
+            path = torch.where(upload(before, device), found, -1)
+        return RichSamples(at, setups, tensors.counter_L, owner, place, path)
+
+    def which(self, wanted: Callable[[SlotSetup], bool]) -> list[int]:
+        """Those whose request asks for something."""
+        return [i for i, setup in enumerate(self.setups) if wanted(setup)]
 
 
 class History:
@@ -74,10 +125,17 @@ class History:
     def _up(self, values: npt.ArrayLike) -> Tensor:
         return upload(np.asarray(values, np.int64), self._device)
 
-    def advance(self, lines: Tensor, tokens: Tensor) -> None:
-        """Notes that each line's row has drawn its token."""
-        self.counts[lines, tokens] += 1
-        self.last[lines] = torch.cat([self.last[lines, 1:], tokens[:, None]], dim=1)
+    def advance(self, lines: Tensor, tokens_RW: Tensor, counts_R: Tensor | None = None) -> None:
+        """Notes that each line's row has output its first `counts_R` tokens (None: all)."""
+        width = tokens_RW.shape[1]
+        if counts_R is None:
+            ones = torch.ones_like(tokens_RW, dtype=torch.int32)
+            last = torch.cat([self.last[lines, width:], tokens_RW], dim=1)
+        else:
+            ones = (torch.arange(width, device=lines.device) < counts_R[:, None]).int()
+            last = shifted(self.last[lines], tokens_RW, counts_R)
+        self.counts.index_put_((lines[:, None], tokens_RW.clamp_min(0)), ones, accumulate=True)
+        self.last[lines] = last
 
     def _widen(self, num_tokens: int) -> None:
         """Keeps at least so many of every slot's last tokens. What slots in use have said before is not needed by them."""
@@ -97,6 +155,12 @@ class History:
         self.last = extended(self.last, -1)
 
 
+def shifted(last_RH: Tensor, tokens_RW: Tensor, counts_R: Tensor) -> Tensor:
+    """The newest H of the last tokens and the first `counts_R` of those that follow."""
+    both = torch.cat([last_RH, tokens_RW], dim=1)
+    return both.gather(1, counts_R[:, None] + torch.arange(last_RH.shape[1], device=both.device))
+
+
 class Shaper:
     """Applies what rich rows ask for. One per engine."""
 
@@ -114,80 +178,92 @@ class Shaper:
         return sorted(self._processors)
 
     def take_failed(self) -> dict[int, str]:
-        """Rows of the last `shape` whose processor failed, and why; their logits are as they were."""
+        """Samples of the last `shape` whose processor failed, and why; their logits are as they were."""
         failed, self._failed = self._failed, {}
         return failed
 
     def assign(self, setup: SlotSetup) -> None:
         """Call for every setup, rich or not: a reused slot must forget its past."""
         self._history.release(setup.slot)
-        if setup.sampling.penalised or setup.sampling.bad_words:
+        if _has_history(setup):
             self._history.assign(setup)
 
-    def shape(self, logits: Tensor, rich: I64, setups: list[SlotSetup], num_output: list[int]) -> Tensor:
-        """Returns reshaped logits. `rich[i]` is the row of `setups[i]`, which has drawn `num_output[i]` tokens."""
-        logits = self._penalise(logits, rich, setups)
-        adds, bans = self._scatter_lists(rich, setups, num_output)
+    def shape(self, logits: Tensor, rich: RichSamples) -> Tensor:
+        """Returns reshaped logits of all samples."""
+        logits = self._penalise(logits, rich)
+        adds, bans = self._scatter_lists(rich)
         if adds:
             logits = self._add(logits, adds)
         if bans:
             logits = self._ban(logits, bans)
-        logits = self._allow_only(logits, rich, setups)
-        logits = self._ban_words(logits, rich, setups)
-        return self._process(logits, rich, setups)
+        logits = self._ban_ends(logits, rich)
+        logits = self._allow_only(logits, rich)
+        logits = self._ban_words(logits, rich)
+        return self._process(logits, rich)
 
-    def advance(self, rich: I64, setups: list[SlotSetup], tokens: Tensor) -> None:
-        """Call after the draw with all rows' tokens [rows]."""
-        wanted = [
-            (int(row), s.slot)
-            for row, s in zip(rich, setups, strict=True)
-            if s.sampling.penalised or s.sampling.bad_words
-        ]
-        if wanted:
-            rows = self._up([row for row, _ in wanted])
-            self._history.advance(self._history.lines([slot for _, slot in wanted]), tokens[rows])
+    def advance(self, rich: RichSamples, result: Tensor) -> None:
+        """Call after the draw with the sampling rows' tokens [rows], or with what `step_end.verify` gave of them."""
+        wanted = [i for i in rich.which(_has_history) if rich.place[i] == 0]
+        if not wanted:
+            return
+        lines = self._history.lines([rich.setups[i].slot for i in wanted])
+        rows = result[self._up(rich.owner[wanted])]
+        if result.ndim == 1:
+            self._history.advance(lines, rows[:, None])
+        else:
+            self._history.advance(lines, rows[:, 1:], rows[:, 0])
 
-    def _penalise(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
-        some = [(int(row), s) for row, s in zip(rich, setups, strict=True) if s.sampling.penalised]
+    def _penalise(self, logits: Tensor, rich: RichSamples) -> Tensor:
+        some = rich.which(lambda setup: setup.sampling.penalised)
         if not some:
             return logits
-        rows = self._up([row for row, _ in some])
-        lines = self._history.lines([s.slot for _, s in some])
-        knobs = self._up_floats(
-            [
-                (s.sampling.repetition_penalty, s.sampling.frequency_penalty, s.sampling.presence_penalty)
-                for _, s in some
-            ]
-        )
+        at = self._up(rich.at[some])
+        lines = self._history.lines([rich.setups[i].slot for i in some])
+        asked = [rich.setups[i].sampling for i in some]
+        knobs = self._up_floats([(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in asked])
+        path = lines.new_empty(len(some), 0) if rich.path is None else rich.path[self._up(some)]
         shaped = logits.to(torch.float32, copy=True)
         step = max(1, PENALISED_AT_ONCE // logits.shape[1])
-        for some_rows, some_lines, some_knobs in zip(
-            *(torch.split(each, step) for each in (rows, lines, knobs)), strict=True
+        for some_at, some_lines, some_knobs, some_path in zip(
+            *(torch.split(each, step) for each in (at, lines, knobs, path)), strict=True
         ):
-            shaped.index_copy_(0, some_rows, self._penalised(shaped[some_rows], some_lines, some_knobs))
+            shaped.index_copy_(0, some_at, self._penalised(shaped[some_at], some_lines, some_knobs, some_path))
         return shaped
 
-    def _penalised(self, logits: Tensor, lines: Tensor, knobs: Tensor) -> Tensor:
+    def _penalised(self, logits: Tensor, lines: Tensor, knobs: Tensor, path: Tensor) -> Tensor:
         repetition, frequency, presence = (knobs[:, i : i + 1] for i in range(3))
         counts = self._history.counts[lines]
+        if path.shape[1]:
+            counts.scatter_add_(1, path.clamp_min(0), (path >= 0).to(counts.dtype))
         seen = (counts > 0) | self._history.in_prompt[lines]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         picked = torch.where(seen, repeated, logits)
         return picked - frequency * counts - presence * (counts > 0)
 
-    def _scatter_lists(
-        self, rich: I64, setups: list[SlotSetup], num_output: list[int]
-    ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int]]]:
+    def _scatter_lists(self, rich: RichSamples) -> tuple[list[tuple[int, int, float]], list[tuple[int, int]]]:
         adds: list[tuple[int, int, float]] = []
         bans: list[tuple[int, int]] = []
-        for row, setup, produced in zip(rich.tolist(), setups, num_output, strict=True):
+        for at, setup in zip(rich.at.tolist(), rich.setups, strict=True):
             params = setup.sampling
             if params.logit_bias:
-                adds.extend((row, token, bias) for token, bias in params.logit_bias.items())
-            if produced < params.min_new_tokens:
-                bans.extend((row, token) for token in (*setup.eos_ids, *params.stop_token_ids))
-            bans.extend((row, word[0]) for word in params.bad_words if len(word) == 1)
+                adds.extend((at, token, bias) for token, bias in params.logit_bias.items())
+            bans.extend((at, word[0]) for word in params.bad_words if len(word) == 1)
         return adds, bans
+
+    def _ban_ends(self, logits: Tensor, rich: RichSamples) -> Tensor:
+        """Bans the tokens that end a row while it has fewer than `min_new_tokens`, which the device counts."""
+        ends = [
+            (at, token, setup.sampling.min_new_tokens)
+            for at, setup in zip(rich.at.tolist(), rich.setups, strict=True)
+            if setup.sampling.min_new_tokens > 0
+            for token in dict.fromkeys((*setup.eos_ids, *setup.sampling.stop_token_ids))
+        ]
+        if not ends:
+            return logits
+        at, tokens, least = (self._up(column) for column in zip(*ends, strict=True))
+        logits = logits.float()
+        banned = logits[at, tokens].masked_fill_(rich.num_output_L[at] < least, -torch.inf)
+        return logits.index_put((at, tokens), banned)
 
     def _add(self, logits: Tensor, adds: list[tuple[int, int, float]]) -> Tensor:
         rows, tokens, values = zip(*adds, strict=True)
@@ -199,10 +275,10 @@ class Shaper:
         where = (self._up(rows), self._up(tokens))
         return logits.float().index_put(where, self._up_floats(np.full(len(rows), -np.inf)))
 
-    def _allow_only(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
+    def _allow_only(self, logits: Tensor, rich: RichSamples) -> Tensor:
         pairs = [
             (int(row), token)
-            for row, s in zip(rich, setups, strict=True)
+            for row, s in zip(rich.at, rich.setups, strict=True)
             for token in (s.sampling.allowed_token_ids or ())
         ]
         if not pairs:
@@ -212,30 +288,27 @@ class Shaper:
         kept = logits[rows, tokens]
         return logits.index_fill(0, rows, -torch.inf).index_put((rows, tokens), kept)
 
-    def _ban_words(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
-        words = [
-            (int(row), s.slot, word)
-            for row, s in zip(rich, setups, strict=True)
-            for word in s.sampling.bad_words
-            if len(word) > 1
-        ]
+    def _ban_words(self, logits: Tensor, rich: RichSamples) -> Tensor:
+        words = [(i, word) for i, setup in enumerate(rich.setups) for word in setup.sampling.bad_words if len(word) > 1]
         if not words:
             return logits
-        rows = self._up([row for row, _, _ in words])
-        final = self._up([word[-1] for _, _, word in words])
+        some = [i for i, _ in words]
+        final = self._up([word[-1] for _, word in words])
         width = self._history.last.shape[1]
         heads = np.full((len(words), width), -2, np.int64)
-        for i, (_, _, word) in enumerate(words):
+        for i, (_, word) in enumerate(words):
             heads[i, width - len(word) + 1 :] = word[:-1]
         wanted = self._up(heads)
-        last = self._history.last[self._history.lines([slot for _, slot, _ in words])]
+        last = self._history.last[self._history.lines([rich.setups[i].slot for i in some])]
+        if rich.path is not None:
+            last = shifted(last, rich.path[self._up(some)], self._up(rich.place[some]))
         hit = ((wanted == last) | (wanted == -2)).all(dim=1)
         penalty = torch.where(hit, -torch.inf, 0.0).to(logits.dtype)
-        return logits.index_put((rows, final), penalty, accumulate=True)
+        return logits.index_put((self._up(rich.at[some]), final), penalty, accumulate=True)
 
-    def _process(self, logits: Tensor, rich: I64, setups: list[SlotSetup]) -> Tensor:
+    def _process(self, logits: Tensor, rich: RichSamples) -> Tensor:
         by_name: dict[str, list[tuple[int, SlotSetup]]] = {}
-        for row, setup in zip(rich.tolist(), setups, strict=True):
+        for row, setup in zip(rich.at.tolist(), rich.setups, strict=True):
             if setup.sampling.logit_processor is not None:
                 by_name.setdefault(setup.sampling.logit_processor, []).append((row, setup))
         for name, some in by_name.items():
@@ -258,6 +331,10 @@ class Shaper:
 
     def _up_floats(self, values: npt.ArrayLike) -> Tensor:
         return upload(np.asarray(values, np.float32), self._device)
+
+
+def _has_history(setup: SlotSetup) -> bool:
+    return setup.sampling.penalised or bool(setup.sampling.bad_words)
 
 
 def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor, *, in_place: bool = False) -> Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import (
+    Aborted,
     BoughError,
     DeadlineExceeded,
     InvalidRequest,
@@ -15,22 +16,15 @@ from bough.core.errors import (
     PromptTooLong,
     Unavailable,
     no_such_token,
+    overflow,
 )
 from bough.core.grammar import CompileFailed
-from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, unpack_ids
+from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, home_worker, unpack_ids
 from bough.core.sampling import GrammarSpec
 from bough.scheduler.constrain import Gate
 from bough.scheduler.leave import end_request, make_end, output_of
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Compiling, Job, Queues, Waiting
-
-
-class Aborted(BoughError):
-    """The client, or an operator, gave the request up."""
-
-    status = 499
-    type = "aborted"
-    code = "aborted"
 
 
 def accept(queues: Queues, ask: Generate, *, now: float) -> None:
@@ -59,7 +53,7 @@ def accept(queues: Queues, ask: Generate, *, now: float) -> None:
 def refuse(queues: Queues, job: Job, error: BoughError, now: float) -> None:
     """Ends a request that never entered a queue."""
     queues.counters.failed += 1
-    end = make_end(job, job.output, now, "error", error=error)
+    end = make_end(queues, job, job.output, now, "error", error=error)
     queues.mail.add(job.id, row=RowOutput(end=end))
 
 
@@ -135,9 +129,9 @@ def _check_prompt(limits: Limits, job: Job) -> None:
         raise no_such_token(f"the prompt has token id {bad}", limits.vocab_size, param="prompt")
     wanted = 0 if job.ask.pool else min(job.ask.sampling.max_new_tokens, 1)
     if count + wanted > limits.context_length:
-        raise PromptTooLong(
-            what=f"the prompt has {count} tokens, at most {limits.context_length - wanted} fit",
-            why=f"the context is {limits.context_length} tokens",
+        raise overflow(
+            limits.context_length,
+            f"the prompt has {count} tokens, at most {limits.context_length - wanted} fit",
             fix="shorten the prompt, or start the server with a larger --context-length",
             param="prompt",
         )
@@ -166,18 +160,34 @@ def expire(queues: Queues, cache: PrefixCache, *, now: float) -> None:
         _end_with(queues, cache, request_id, error, now)
 
 
-def abort_all(queues: Queues, cache: PrefixCache, reason: str, *, now: float, rid: str = "") -> int:
-    """Ends every request, or those with exactly this name. Returns how many."""
-    ids = [request_id for request_id, phase in queues.where.items() if not rid or phase.job.ask.rid == rid]
+def abort_all(
+    queues: Queues,
+    cache: PrefixCache,
+    error: BoughError,
+    *,
+    now: float,
+    rid: str = "",
+    tenant: str | None = None,
+    worker: int | None = None,
+) -> int:
+    """Ends with `error` every request, or those that have exactly this name, tenant and API worker, as far as they are
+    given. Returns how many."""
+    ids = [
+        request_id
+        for request_id, phase in queues.where.items()
+        if (not rid or phase.job.ask.rid == rid)
+        and tenant in (None, phase.job.ask.tenant)
+        and worker in (None, home_worker(request_id))
+    ]
     for request_id in ids:
-        _end_with(queues, cache, request_id, Aborted(what=reason), now)
+        _end_with(queues, cache, request_id, error, now)
     return len(ids)
 
 
 def _end_with(queues: Queues, cache: PrefixCache, request_id: int, error: BoughError, now: float) -> None:
     phase = queues.where.get(request_id)
     if phase is not None:
-        end = make_end(phase.job, output_of(queues, phase), now, "abort", error=error)
+        end = make_end(queues, phase.job, output_of(queues, phase), now, "abort", error=error)
         end_request(queues, cache, phase, end)
 
 
@@ -186,7 +196,7 @@ def stop_at(queues: Queues, cache: PrefixCache, message: StopAt, *, now: float) 
     phase = queues.where.get(message.id)
     if phase is not None:
         output = output_of(queues, phase)[: message.num_tokens]
-        end = make_end(phase.job, output, now, "stop")
+        end = make_end(queues, phase.job, output, now, "stop")
         end_request(queues, cache, phase, end, send_held=False)
 
 
@@ -204,7 +214,7 @@ def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
         assert spec is not None, "only requests with a grammar are compiled"
         if isinstance(answer, CompileFailed):
             del queues.where[job.id]
-            end = make_end(job, job.output, now, "error", error=_unusable(answer, spec))
+            end = make_end(queues, job, job.output, now, "error", error=_unusable(answer, spec))
             end.status = answer.status
             queues.mail.add(job.id, row=RowOutput(end=end))
             queues.counters.failed += 1
@@ -215,6 +225,7 @@ def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
             before=_tail(job),
             after_reasoning=spec.after_reasoning,
             budget=ask.thinking_budget,
+            ends=ask.eos_ids,
         )
         _enqueue(queues, job)
 

@@ -29,9 +29,14 @@ def check_account(queues: Queues, cache: PrefixCache) -> None:
         held = slots.table[row.slot, : int(slots.tree_pages[row.slot])]
         if not np.array_equal(pages, held):
             raise AccountError(f"slot {row.slot} reads pages {held.tolist()}, its path has {pages.tolist()}")
-        if slots.kv_len[row.slot] > slots.num_pages[row.slot] * cache.page_size:
+        if slots.kv_high[row.slot] > slots.num_pages[row.slot] * cache.page_size:
             raise AccountError(
-                f"slot {row.slot} has {slots.kv_len[row.slot]} tokens in {slots.num_pages[row.slot]} pages"
+                f"slot {row.slot} has {slots.kv_high[row.slot]} tokens in {slots.num_pages[row.slot]} pages"
+            )
+        if not slots.out_settled[row.slot] <= slots.out_low[row.slot] <= slots.out_high[row.slot]:
+            raise AccountError(
+                f"slot {row.slot} has {slots.out_settled[row.slot]} output tokens, and expects "
+                f"{slots.out_low[row.slot]} to {slots.out_high[row.slot]}"
             )
     for node in cache.tree.nodes():
         if node.locks != locks.get(id(node), 0):

@@ -112,15 +112,16 @@ def commit(
         index=index,
         num_decodes=num,
         slots=where.astype(np.int32),
-        num_query=_column(num, 1, arrays.num_query, np.int32),
+        num_query=_column(num, plan.drafts + ONE if len(plan.drafts) else 1, arrays.num_query, np.int32),
         context=_column(num, context, arrays.context, np.int32),
         samples=_column(num, True, arrays.samples, np.bool_),
-        tokens=np.concatenate([np.full(num, FROM_DEVICE, np.int32), *arrays.tokens] if num else arrays.tokens),
+        tokens=np.concatenate([_decode_tokens(plan), *arrays.tokens] if num else arrays.tokens),
+        drafts=plan.drafts,
         table_at=np.concatenate(arrays.table_at) if arrays.table_at else _NO_PLACES,
         table_pages=np.concatenate(arrays.table_pages) if arrays.table_pages else _NO_PAGES,
         moves=queues.take_moves(),
         setups=arrays.setups,
-        shared=groups.of(queues, limits, plan.decodes) if cache.enabled and num > 1 else None,
+        shared=groups.of(queues, limits, plan.decodes, _queries(plan)) if cache.enabled and num > 1 else None,
     )
     if arrays.tails:
         step.copy_from = np.array([page for _, page in arrays.tails], np.int32)
@@ -205,9 +206,10 @@ def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
         slots.history[slot, num_prompt : num_prompt + num_output] = job.output
     slots.prompt_len[slot] = num_prompt
     slots.known[slot] = num_prompt + num_output
-    slots.kv_len[slot] = slots.kv_settled[slot] = row.computed
-    slots.out_launched[slot] = slots.out_settled[slot] = num_output
+    slots.kv_high[slot] = slots.kv_settled[slot] = row.computed
+    slots.out_high[slot] = slots.out_low[slot] = slots.out_settled[slot] = num_output
     slots.out_limit[slot] = job.limit
+    slots.num_decoded[slot] = slots.num_drafts[slot] = slots.num_accepted[slot] = 0
     slots.min_new[slot] = job.ask.sampling.min_new_tokens
     slots.set_stops(slot, job.stops)
     slots.last_step[slot] = -1
@@ -220,6 +222,8 @@ def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
         queues.gates[slot] = job.gate
     if job.ask.logprobs is not None or job.ask.hidden_states or job.ask.pool:
         queues.reporting.add(slot)
+    if queues.drafter is not None:
+        queues.drafter.begin(slot, job)
 
 
 def _hold(job: Job) -> int:
@@ -261,13 +265,16 @@ def _give_pages(
 ) -> None:
     """Allocates the step's new pages."""
     slots, size = queues.slots, limits.page_size
-    growing = plan.decodes[plan.needs_page]
+    growing = plan.decodes.repeat(plan.num_new_pages) if plan.num_decode_pages else plan.decodes[:0]
     wants = [(run.slot, run.num_new_pages) for run in plan.runs]
     wants += [(row.slot, share.num_new_pages(size)) for row, share in zip(rows, plan.shares, strict=True)]
     at = len(growing)
     pages = cache.alloc(at + sum(count for _, count in wants))
     if at:
         column = slots.num_pages[growing]
+        if len(plan.drafts):  # a row may get several pages
+            first = np.cumsum(plan.num_new_pages) - plan.num_new_pages
+            column = column + (np.arange(at) - first.repeat(plan.num_new_pages)).astype(np.int32)
         slots.table[growing, column] = pages[:at]
         slots.num_pages[growing] = column + ONE
         arrays.table_at.append(growing * slots.pages_per_slot + column)
@@ -325,14 +332,34 @@ def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
 # -- rows -----------------------------------------------------------------------------------------
 
 
+def _queries(plan: StepPlan) -> I64 | None:
+    """Query tokens of the rows that decode; None: one each."""
+    return plan.drafts.astype(np.int64) + 1 if len(plan.drafts) else None
+
+
+def _decode_tokens(plan: StepPlan) -> I32:
+    """Input ids of the rows that decode: what each drew last, and its drafts."""
+    num = len(plan.decodes)
+    if not len(plan.drafts):
+        return np.full(num, FROM_DEVICE, np.int32)
+    ids = np.empty(num + len(plan.draft_tokens), np.int32)
+    is_draft = np.ones(len(ids), np.bool_)
+    is_draft[np.cumsum(plan.drafts + ONE) - plan.drafts - ONE] = False
+    ids[~is_draft] = FROM_DEVICE
+    ids[is_draft] = plan.draft_tokens
+    return ids
+
+
 def _decodes(plan: StepPlan, queues: Queues, index: int) -> I32:
-    """Advances the rows that decode. Returns the tokens they have in memory before the step."""
+    """Advances the bounds of the rows that decode. Returns the tokens they have in memory before the step, at most."""
     slots, rows = queues.slots, plan.decodes
     if not len(rows):
         return _NO_PAGES
-    context: I32 = slots.kv_len[rows]
-    slots.kv_len[rows] = context + ONE
-    slots.out_launched[rows] += 1
+    context: I32 = slots.kv_high[rows]
+    most = plan.drafts + ONE if len(plan.drafts) else ONE
+    slots.kv_high[rows] = context + most
+    slots.out_high[rows] += most
+    slots.out_low[rows] += ONE
     slots.last_step[rows] = index
     if queues.forced:
         for slot in rows[np.isin(rows, list(queues.forced))].tolist():
@@ -347,12 +374,12 @@ def _runs(plan: StepPlan, queues: Queues, arrays: _Arrays, index: int) -> dict[i
     for run in plan.runs:
         slot, job = run.slot, queues.running[run.slot].job
         tail = run.tokens[1:]
-        row = arrays.add(slot, int(slots.kv_len[slot]), np.array(run.tokens, np.int32), samples=True)
+        row = arrays.add(slot, int(slots.kv_high[slot]), np.array(run.tokens, np.int32), samples=True)
         tails[row] = tail
-        num_output = int(slots.out_launched[slot]) + len(tail)
+        num_output = int(slots.out_high[slot]) + len(tail)
         arrays.setups.append(_setup(job, slot, num_output, queues.limits))
-        slots.kv_len[slot] += len(run.tokens)
-        slots.out_launched[slot] = num_output + 1
+        slots.kv_high[slot] += len(run.tokens)
+        slots.out_high[slot] = slots.out_low[slot] = num_output + 1
         slots.last_step[slot] = index
         del queues.forced[slot]
     return tails
@@ -365,16 +392,18 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
     for row, share in zip(rows, plan.shares, strict=True):
         slot, job, count = row.slot, row.job, share.num_tokens
         is_last = share.left == 0
-        samples = is_last and (job.limit > 0 or bool(job.ask.pool))
+        samples = is_last and (job.limit > 0 or job.scores_next or bool(job.ask.pool))
         tokens = slots.history[slot, row.computed : row.computed + count]
         at = arrays.add(slot, row.computed, tokens, samples=samples)
         chunks.append(ChunkRow(at, slot, job, row.key, row.computed, count, is_last))
         row.computed += count
-        slots.kv_len[slot] = row.computed
+        slots.kv_high[slot] = row.computed
         slots.last_step[slot] = index
         queues.counters.prompt_tokens += count
         if is_last:
-            slots.out_launched[slot] += 1 if samples and not job.ask.pool else 0
+            drawn = 1 if samples and not job.ask.pool else 0
+            slots.out_high[slot] += drawn
+            slots.out_low[slot] += drawn
             del queues.prefilling[slot]
             queues.start_running(Running(job, slot, row.node))
     return chunks
@@ -400,8 +429,8 @@ def _mark_constrained(flight: Flight, queues: Queues) -> None:
     where = step.slots[gated]
     rows = [
         row
-        for row, slot, launched in zip(gated.tolist(), where.tolist(), slots.out_launched[where].tolist(), strict=True)
-        if queues.gates[slot].may_constrain(launched - 1)
+        for row, slot, most in zip(gated.tolist(), where.tolist(), slots.out_high[where].tolist(), strict=True)
+        if queues.gates[slot].may_constrain(most - 1)
     ]
     if rows:
         step.constrained = np.array(rows, np.int32)

@@ -11,12 +11,13 @@ from bough.core.step import I32
 class Gate:
     """Decides what one request may say next. It sees every output token once, in order.
 
-    While `thinking`, nothing is constrained, except that after `budget` tokens the marker that ends the reasoning is
-    forced. After it (or from the start, without reasoning) the matcher rules. The marker may have begun `before` the
-    output, at the end of the prompt.
+    While `thinking`, nothing is constrained, with two exceptions: after `budget` tokens the marker that ends the reasoning
+    is forced, and where a matcher waits, the `ends` of an answer are forbidden, because an answer that ended within its
+    reasoning would not fit the grammar. After the marker (or from the start, without reasoning) the matcher rules. The
+    marker may have begun `before` the output, at the end of the prompt.
     """
 
-    __slots__ = ("_before", "_budget", "_ended_at", "_marker", "_matcher", "_seen", "_thinks", "thinking")
+    __slots__ = ("_before", "_budget", "_ended_at", "_ends", "_marker", "_matcher", "_seen", "_thinks", "thinking")
 
     def __init__(
         self,
@@ -26,9 +27,11 @@ class Gate:
         before: Sequence[int] = (),
         after_reasoning: bool = False,
         budget: int = -1,
+        ends: Sequence[int] = (),
     ) -> None:
         self._matcher = matcher
         self._marker = list(marker)
+        self._ends = [token for token in ends if token not in marker] if matcher is not None else []
         self._before = list(before[1 - len(marker) :]) if len(marker) > 1 else []
         self._budget = budget
         self._seen: list[int] = []
@@ -109,6 +112,8 @@ class Gate:
                 allow_only(out, forced[0])
             else:
                 out[:] = -1
+                for token in self._ends:
+                    forbid(out, token)
         elif self._matcher is not None and not self._matcher.is_terminated():
             self._matcher.fill_mask(out)
         else:
@@ -134,5 +139,14 @@ class Gate:
 
 def allow_only(out: I32, token: int) -> None:
     out[:] = 0
+    out[token >> 5] = _bit(token)
+
+
+def forbid(out: I32, token: int) -> None:
+    out[token >> 5] &= ~_bit(token)
+
+
+def _bit(token: int) -> int:
+    """The token's bit in its word, as a signed number of 32 bits."""
     bit = 1 << (token & 31)
-    out[token >> 5] = bit - (1 << 32) if bit >= 1 << 31 else bit
+    return bit - (1 << 32) if bit >= 1 << 31 else bit

@@ -24,12 +24,12 @@ def expected_output(job: Job, limits: Limits, ratio: float) -> int:
 def running_need(queues: Queues, limits: Limits, rows: I64, ratio: float) -> I32:
     """Per running row, pages that it will want beyond what it has."""
     slots = queues.slots
-    done = slots.out_launched[rows]
+    done = slots.out_high[rows]
     rest = slots.out_limit[rows] - done
     expected = ratio * np.minimum(slots.out_limit[rows], limits.estimate_clip_tokens) - done
     expected = np.minimum(np.maximum(expected, _MIN_EXPECTED), rest)
     expected = np.where(slots.pinned[rows], rest, expected)
-    pages = np.ceil((slots.kv_len[rows] + expected) / limits.page_size) - slots.num_pages[rows]
+    pages = np.ceil((slots.kv_high[rows] + expected) / limits.page_size) - slots.num_pages[rows]
     return np.maximum(pages, 0).astype(np.int32)
 
 

@@ -45,7 +45,7 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
         cache.drop_beyond(row.node, int(queues.slots.kv_settled[slot]))
         if not queues.slots.live[slot]:
             continue
-        if flight.tails_accepted and at in flight.tails:
+        if flight.tails_accepted and at in flight.tails and not queues.is_void(slot, step.index):
             queues.gates[slot].rollback(len(flight.tails[at]))
         if out_of_memory and (slot in prefills or not prefills):
             row.job.oom_steps += 1
@@ -87,4 +87,6 @@ def _fail(queues: Queues, cache: PrefixCache, row: Row, error: Exception, now: f
             why="an internal error, which was logged",
             fix="send the request again",
         )
-    end_request(queues, cache, row, make_end(row.job, queues.slots.output(row.slot), now, "error", error=failed))
+    end_request(
+        queues, cache, row, make_end(queues, row.job, queues.slots.output(row.slot), now, "error", error=failed)
+    )

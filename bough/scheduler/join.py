@@ -70,6 +70,12 @@ def _turns(branches: list[Tail], ask: Join) -> I32:
 
 
 def _check(queues: Queues, cache: PrefixCache, branches: list[Tail], ask: Join, key: I64, turns: I32) -> None:
+    if not queues.limits.kv_moves:
+        raise Conflict(
+            what="contexts can't be joined with this model",
+            why="its keys and values hold positions that can't be changed afterwards",
+            fix="compute the joined text instead",
+        )
     context = queues.limits.context_length
     if len(key) >= context:
         raise Conflict(what=f"the joined context has {len(key)} tokens", why=f"the context is {context} tokens")

@@ -7,34 +7,49 @@ from bough.scheduler.masks import takeable
 from bough.scheduler.queues import Leaving, Queues, Running
 
 
-def jump(queues: Queues, step: int, row: Running | Leaving, token: int) -> int:
-    """A row's sampled token has just settled. Returns it, or the one that stands in its place from now on.
+def jump(queues: Queues, step: int, row: Running | Leaving, token: int, *, cut: bool = False) -> int:
+    """A row's newest token has just settled. Returns it, or the one that stands in its place from now on.
 
     What is certain to follow goes into the row's next step, if that has not begun. A token that is respelled takes its KV
-    and everything after it back: a step in flight that had begun with the old one yields nothing for the row.
+    and everything after it back: a step in flight that had begun with the old one yields nothing for the row. `cut`: so it
+    does in any case, because the device has gone on from tokens that were dropped.
     """
     slots, slot = queues.slots, row.slot
     gate = queues.gates[slot]
-    ahead = int(slots.last_step[slot]) - step
-    if ahead > 1 or slot in queues.forced:
+    if not _may_jump(queues, step, slot):
         return token
+    ahead = int(slots.last_step[slot]) - step
     better = _respelled(row.job.stops, gate, token)
-    if better is not None:
-        slots.history[slot, slots.known[slot] - 1] = better
+    anew = cut or better is not None
+    said = token if better is None else better
+    if anew:
+        slots.history[slot, slots.known[slot] - 1] = said
+        slots.settle_bounds(slot)
         if ahead:
             queues.void[slot] = step + 1
-            slots.kv_len[slot] -= 1
-            slots.out_launched[slot] -= 1
     elif ahead:
         return token
-    said = token if better is None else better
     if isinstance(row, Leaving):
         return said
-    room = int(slots.out_limit[slot]) - int(slots.out_launched[slot]) - 1
+    room = int(slots.out_limit[slot]) - int(slots.out_high[slot]) - 1
     forced = takeable(queues, slot, gate.forced(), room, num_sampled=0)
-    if forced or better is not None:
+    if forced or anew:
         queues.forced[slot] = [said, *forced]
     return said
+
+
+def respells(queues: Queues, step: int, row: Running | Leaving) -> bool:
+    """Should the token that the row's gate accepted last be spelled differently, so that nothing drawn after it counts?"""
+    gate = queues.gates[row.slot]
+    if not row.job.jumps or gate.is_open or not _may_jump(queues, step, row.slot):
+        return False
+    better = gate.respell()
+    return better is not None and better not in row.job.stops
+
+
+def _may_jump(queues: Queues, step: int, slot: int) -> bool:
+    """At most one step with the row has begun since, and it has no forced tokens already."""
+    return int(queues.slots.last_step[slot]) - step <= 1 and slot not in queues.forced
 
 
 def _respelled(stops: tuple[int, ...], gate: Gate, token: int) -> int | None:

@@ -7,7 +7,7 @@ import numpy as np
 from bough.cache.prefix import PrefixCache, Tail
 from bough.cache.radix import Node
 from bough.core.errors import BoughError
-from bough.core.messages import End, EndReason, RowOutput, Span, plain_namespace
+from bough.core.messages import End, EndReason, RowOutput, Span, owned_name, plain_namespace
 from bough.core.reasoning import reasoning_of
 from bough.core.step import I32, I64
 from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
@@ -23,6 +23,7 @@ def output_of(queues: Queues, phase: Phase) -> I32:
 
 
 def make_end(
+    queues: Queues,
     job: Job,
     output: I32,
     now: float,
@@ -35,6 +36,7 @@ def make_end(
     admitted = job.admitted_s or now
     first = job.first_token_s or now
     reasoning, mark = reasoning_of(output, job.ask.reasoning_end, opened=job.ask.reasoning_open)
+    decoded, drafts, accepted = drafts_of(queues, job)
     return End(
         reason=reason,
         matched=matched,
@@ -52,8 +54,21 @@ def make_end(
         prefill_s=max(0.0, first - admitted) if job.admitted_s else 0.0,
         decode_s=max(0.0, now - first) if job.first_token_s else 0.0,
         grammar_s=job.grammar_s,
+        decode_steps=decoded,
+        draft_tokens=drafts,
+        accepted_tokens=accepted,
         spans=_timeline(job, len(output), now) if job.ask.trace else [],
     )
+
+
+def drafts_of(queues: Queues, job: Job) -> tuple[int, int, int]:
+    """Of a request that drafts are made for: the steps it decoded in, its drafts, and how many of them were right."""
+    phase, slots = queues.where.get(job.id), queues.slots
+    if isinstance(phase, Running | Leaving):
+        slot = phase.slot
+        here = slots.num_decoded[slot], slots.num_drafts[slot], slots.num_accepted[slot]
+        return tuple(before + int(more) for before, more in zip(job.drafted, here, strict=True))  # type: ignore[return-value]
+    return job.drafted
 
 
 def trace_chunk(job: Job, start: int, num_tokens: int, step: int, now: float) -> None:
@@ -178,11 +193,15 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
     if job.ask.keep and row.keep_kv and not row.requeue and slots.kv_settled[slot] >= len(job.prompt):
         private = _keep(cache, job, node, private)
     cache.release(node, private)
+    if queues.drafter is not None:
+        queues.drafter.forget(queues, slot, job, has_ended=not row.requeue)
     if row.requeue:
+        job.drafted = drafts_of(queues, job)
         job.output = slots.output(slot).copy()
         job.emitted = int(slots.emitted[slot])
     queues.gates.pop(slot, None)
     queues.void.pop(slot, None)
+    queues.proposed.pop(slot, None)
     queues.reporting.discard(slot)
     slots.give_back(slot)
     if row.requeue:
@@ -197,7 +216,8 @@ def _keep(cache: PrefixCache, job: Job, node: Node, private: I32) -> I32:
         return private
     own = int(len(job.key) % cache.page_size > 0)
     page = int(private[0]) if own else 0
-    cache.keep((plain_namespace(job.ask.namespace), job.ask.rid), Tail(job.ask.namespace, job.key, page))
+    name = (plain_namespace(job.ask.namespace), owned_name(job.ask.tenant, job.ask.rid))
+    cache.keep(name, Tail(job.ask.namespace, job.key, page))
     return private[own:]
 
 

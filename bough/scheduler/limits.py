@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bough.config.concerns import AUTO, Auto, SchedulePolicy, SchedulerConfig
-from bough.core.step import RunnerLimits
+from bough.core.step import RunnerLimits, SpanCosts
 
 DEFAULT_CHUNK_TOKENS = 8192
+
+_NEVER = 2**32
+"""As a gap between priorities: larger than any two requests' can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +49,21 @@ class Limits:
     """Prompt tokens from which on a step that isn't quite full costs no more a token."""
     share_tokens: int = 32
     """A common new prefix of this many tokens (or a page) is worth waiting for another row to compute it."""
-    group_min_tokens: int = 256
-    """Shortest span that decode rows read together."""
-    group_min_saved: int = 512
-    """KV tokens not read twice, (rows - 1) x span, below which a group is not worth making."""
+    spans: SpanCosts | None = None
+    """What attention takes for shared spans; None: nothing is shared."""
+    kv_moves: bool = True
+    """Whether KV that was computed at some positions can be moved to others."""
     max_retractions: int = 4
     estimate_clip_tokens: int = 4096
     """`max_new_tokens` above this count as this much when a request's memory is estimated."""
     lpm_window: int = 128
+    max_step_drafts: int = 0
+    """Drafts of all rows of a step at most."""
+    num_stages: int = 1
+    """Steps that are computed at once, in stages one behind the other. With several, a row is planned again only once its
+    sample has come back, so that no two of them have a row in common."""
+    micro_batch: int = 0
+    """Rows that decode in one step at most where there are stages; 0: those that run, spread over the stages."""
     seed: int = 0
 
     @property
@@ -70,7 +80,7 @@ class Limits:
         return -(-num_tokens // self.page_size)
 
     @classmethod
-    def of(cls, runner: RunnerLimits, config: SchedulerConfig, *, seed: int = 0) -> Limits:
+    def of(cls, runner: RunnerLimits, config: SchedulerConfig, *, max_step_drafts: int = 0, seed: int = 0) -> Limits:
         """Limits of an engine. Values still `AUTO` follow the runner."""
         running = config.max_running_requests
         chunk = config.chunked_prefill_size
@@ -84,6 +94,8 @@ class Limits:
             context_length=runner.context_length,
             max_step_tokens=runner.max_step_tokens,
             vocab_size=runner.vocab_size,
+            spans=runner.spans,
+            kv_moves=runner.kv_moves,
             max_running=runner.num_slots if running is AUTO else min(_int(running), runner.num_slots),
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
@@ -95,7 +107,8 @@ class Limits:
             tpot_target_ms=None if isinstance(target, Auto) else target,
             small_share=config.small_request_share,
             priority=config.priority_scheduling,
-            preempt_gap=config.priority_preemption_threshold,
+            preempt_gap=config.priority_preemption_threshold if config.priority_preemption else _NEVER,
+            max_step_drafts=max_step_drafts,
             seed=seed,
         )
 

@@ -4,38 +4,77 @@ from __future__ import annotations
 
 import numpy as np
 
-from bough.core.step import Mask
+from bough.core.step import FIRST_DRAFT, Mask
 from bough.scheduler.commit import Flight
 from bough.scheduler.constrain import Gate
 from bough.scheduler.queues import Queues
 
 
 def fill_masks(flight: Flight, queues: Queues) -> Mask:
-    """One mask a constrained row. Notes tokens that are forced beyond it, so that the next step takes them at once."""
+    """The masks of constrained rows: one for a row's next token, and one more for what follows each of its drafts. Notes
+    tokens that are forced beyond the next one, so that the next step takes them at once."""
     step, slots = flight.step, queues.slots
-    masks = np.empty((len(step.constrained), -(-queues.limits.vocab_size // 32)), np.int32)
-    where = step.slots[step.constrained]
-    rows = []
-    for at, (row, slot, live) in enumerate(
-        zip(step.constrained.tolist(), where.tolist(), slots.live[where].tolist(), strict=True)
+    constrained = step.constrained
+    drafts = _drafts_of(flight, queues)
+    counts = [1 + len(drafts.get(row, ())) for row in constrained.tolist()]
+    masks = np.empty((sum(counts), -(-queues.limits.vocab_size // 32)), np.int32)
+    where = step.slots[constrained]
+    rows, at = [], 0
+    for row, slot, live, count in zip(
+        constrained.tolist(), where.tolist(), slots.live[where].tolist(), counts, strict=True
     ):
-        is_void = bool(queues.void) and queues.void.get(slot) == step.index
-        if live and not is_void and (not flight.tails or _take_tail(flight, queues, row, slot)):
-            rows.append((row, slot, queues.gates[slot], masks[at]))
+        if (
+            live
+            and not queues.is_void(slot, step.index)
+            and (not flight.tails or _take_tail(flight, queues, row, slot))
+        ):
+            rows.append((row, slot, queues.gates[slot], masks[at : at + count]))
         else:
-            masks[at] = -1
+            masks[at : at + count] = -1
+        at += count
     flight.tails_accepted = True
     if len(rows) > 1 and queues.grammars is not None:
         queues.grammars.look([ruler for _, _, gate, _ in rows if (ruler := gate.ruler) is not None])
     for row, slot, gate, mask in rows:
         try:
-            gate.fill_mask(mask)
-            if not gate.is_open:
+            gate.fill_mask(mask[0])
+            if len(mask) > 1:
+                _fill_behind(gate, drafts[row], mask[1:])
+            elif not gate.is_open:
                 _note_forced(queues, slot, gate)
         except Exception as error:
             mask[:] = -1
             flight.rejected[row] = f"the grammar failed: {error}"
     return masks
+
+
+def _drafts_of(flight: Flight, queues: Queues) -> dict[int, list[int]]:
+    """The drafts of constrained rows that have any."""
+    step = flight.step
+    if not len(step.drafts):
+        return {}
+    ends = np.cumsum(step.num_query)
+    found = {}
+    for row in step.constrained[step.constrained < step.num_decodes].tolist():
+        count = int(step.drafts[row])
+        if count:
+            tokens = step.tokens[ends[row] - count : ends[row]].tolist()
+            known = queues.proposed.get(int(step.slots[row]), [])
+            found[row] = [known[FIRST_DRAFT - token] if token < 0 else token for token in tokens]
+    return found
+
+
+def _fill_behind(gate: Gate, drafts: list[int], masks: Mask) -> None:
+    """Masks for what follows each of a row's drafts. Behind one that the grammar forbids nothing is drawn that counts:
+    the mask before it does not allow it."""
+    accepted = 0
+    for draft, mask in zip(drafts, masks, strict=True):
+        if not gate.accept(draft):
+            break
+        accepted += 1
+        gate.fill_mask(mask)
+    gate.rollback(accepted)
+    masks[accepted:] = -1
 
 
 def _take_tail(flight: Flight, queues: Queues, row: int, slot: int) -> bool:
@@ -52,7 +91,7 @@ def _note_forced(queues: Queues, slot: int, gate: Gate) -> None:
     if slot in queues.running and queues.running[slot].job.jumps:
         forced = gate.forced()
         if len(forced) > 1:
-            room = int(queues.slots.out_limit[slot]) - int(queues.slots.out_launched[slot])
+            room = int(queues.slots.out_limit[slot]) - int(queues.slots.out_high[slot])
             forced = takeable(queues, slot, forced, room, num_sampled=1)
         if len(forced) > 1:
             queues.forced[slot] = forced

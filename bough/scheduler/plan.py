@@ -8,14 +8,16 @@ import numpy as np
 from msgspec import Struct
 
 from bough.cache.prefix import CacheView
-from bough.core.step import I64, Bool
+from bough.core.step import I32, I64, Bool
+from bough.scheduler.drafting import Drafter
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
 from bough.scheduler.prefill import LOOK_AHEAD, Room, Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
+from bough.scheduler.slots import ONE
 
 _NO_SLOTS = np.empty(0, np.int64)
-_NO_NEEDS = np.empty(0, np.bool_)
+_NO_DRAFTS = np.empty(0, np.int32)
 
 
 class Run(Struct):
@@ -30,8 +32,12 @@ class StepPlan(Struct):
     """One step: rows that decode, rows with forced tokens, prompts' chunks; and rows that lose their memory before it."""
 
     decodes: I64
-    needs_page: Bool
-    """Per decode row: its next token begins a page."""
+    num_new_pages: I32
+    """Per decode row."""
+    drafts: I32 = _NO_DRAFTS
+    """Per decode row: drafts that it brings in; empty: no row has any."""
+    draft_tokens: I32 = _NO_DRAFTS
+    """Those drafts, row after row."""
     runs: list[Run] = []
     shares: list[Share] = []
     retract: list[int] = []
@@ -40,6 +46,14 @@ class StepPlan(Struct):
     """Slots that give way to a more urgent request."""
     owed_ms: float = 0.0
     """After this step: what long prompts have taken from the rows that decode beyond their part."""
+
+    @property
+    def num_decode_pages(self) -> int:
+        return int(self.num_new_pages.sum()) if len(self.num_new_pages) else 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return len(self.decodes) + len(self.draft_tokens)
 
     @property
     def has_rows(self) -> bool:
@@ -51,9 +65,9 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     wants_prefill = bool(queues.prefilling or len(queues.waiting))
     plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
     num_decodes = len(plan.decodes) + len(plan.runs)
-    decode_pages = int(np.count_nonzero(plan.needs_page)) if num_decodes else 0
+    decode_pages = plan.num_decode_pages
     pages = cache.num_available - decode_pages
-    tokens = limits.max_step_tokens - len(plan.decodes)
+    tokens = limits.max_step_tokens - plan.num_decode_tokens
     for run in plan.runs:
         pages -= run.num_new_pages
         tokens -= len(run.tokens)
@@ -88,7 +102,10 @@ def _take_out(plan: StepPlan, preempt: list[int]) -> None:
     """Rows that give way are not in the step."""
     plan.preempt = preempt
     stay = ~np.isin(plan.decodes, preempt)
-    plan.decodes, plan.needs_page = plan.decodes[stay], plan.needs_page[stay]
+    plan.decodes, plan.num_new_pages = plan.decodes[stay], plan.num_new_pages[stay]
+    if len(plan.drafts):
+        plan.draft_tokens = plan.draft_tokens[stay.repeat(plan.drafts)]
+        plan.drafts = plan.drafts[stay] if len(plan.draft_tokens) else _NO_DRAFTS
     plan.runs = [run for run in plan.runs if run.slot not in preempt]
     plan.shares = [s for s in plan.shares if isinstance(s.row, Waiting) or s.row.slot not in preempt]
 
@@ -178,16 +195,26 @@ def _stuck(queues: Queues) -> bool:
 
 
 def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_prefill: bool) -> StepPlan:
-    slots = queues.slots
+    slots, drafter = queues.slots, queues.drafter
     rows = queues.running_slots()
     if not len(rows):
-        return StepPlan(_NO_SLOTS, _NO_NEEDS)
-    more = slots.out_launched[rows] < slots.out_limit[rows]
+        return StepPlan(_NO_SLOTS, _NO_DRAFTS)
+    more = slots.out_low[rows] < slots.out_limit[rows]
     if np.count_nonzero(more) < len(rows):
         rows = rows[more]
+    if drafter is not None:
+        rows = _without_waiting(queues, drafter, limits, rows)
+    if limits.num_stages > 1:
+        rows = _micro_batch(queues, limits, rows)
     rows = _within_tokens(queues, limits, rows, wants_prefill=wants_prefill)
-    needs = slots.kv_len[rows] >= slots.num_pages[rows] * limits.page_size
+    needs = slots.kv_high[rows] >= slots.num_pages[rows] * limits.page_size
     short = int(np.count_nonzero(needs)) - cache.num_available
+    if short > 0 and drafter is not None:
+        # Rows whose drafts are being verified may turn out to have the page: they wait for that before anything is
+        # retracted.
+        stay = ~needs | (slots.out_high[rows] == slots.out_low[rows])
+        rows, needs = rows[stay], needs[stay]
+        short = int(np.count_nonzero(needs)) - cache.num_available
     if short > 0:
         return _plan_dry(queues, cache, limits, rows, needs, short)
     runs: list[Run] = []
@@ -195,7 +222,60 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
         spare = cache.num_available - int(np.count_nonzero(needs))
         tokens = limits.max_step_tokens - len(rows)
         runs, rows, needs = _plan_runs(queues, limits, rows, needs, pages=spare, tokens=tokens)
-    return StepPlan(rows, needs, runs)
+    plan = StepPlan(rows, needs.astype(np.int32), runs=runs)
+    if drafter is not None and len(rows):
+        _plan_drafts(plan, queues, drafter, limits, pages=cache.num_available, wants_prefill=wants_prefill)
+    return plan
+
+
+def _without_waiting(queues: Queues, drafter: Drafter, limits: Limits, rows: I64) -> I64:
+    """Leaves out rows that had better wait until their steps in flight have settled: those whose drafts are found by
+    what they said last, and those that could outgrow the context if all their drafts turn out right."""
+    slots = queues.slots
+    unknown = slots.last_step[rows] > queues.settled
+    if not np.count_nonzero(unknown):
+        return rows
+    waits = unknown & (slots.kv_high[rows] >= limits.context_length)
+    in_flight = rows[unknown]
+    waits[unknown] |= drafter.waits(queues, in_flight)
+    return rows[~waits] if np.count_nonzero(waits) else rows
+
+
+def _micro_batch(queues: Queues, limits: Limits, rows: I64) -> I64:
+    """Rows that are in no stage, those that have waited longest, so that each stage has its part of them."""
+    most = limits.micro_batch or -(-len(rows) // limits.num_stages)
+    at_rest = rows[queues.slots.last_step[rows] <= queues.settled]
+    if len(at_rest) <= most:
+        return at_rest
+    waited = np.argsort(queues.slots.last_step[at_rest], kind="stable")[:most]
+    return at_rest[np.sort(waited)]
+
+
+def _plan_drafts(
+    plan: StepPlan, queues: Queues, drafter: Drafter, limits: Limits, *, pages: int, wants_prefill: bool
+) -> None:
+    """Adds drafts to the rows that decode, as far as memory, tokens and the rows' own limits allow."""
+    slots, rows = queues.slots, plan.decodes
+    taken_tokens, taken_pages = len(rows), plan.num_decode_pages
+    for run in plan.runs:
+        taken_tokens += len(run.tokens)
+        taken_pages += run.num_new_pages
+    spare = limits.max_step_tokens - taken_tokens
+    if wants_prefill:
+        spare -= max(1, min(limits.min_chunk_tokens, limits.max_step_tokens // 4))
+    spare = min(spare, limits.max_step_drafts)
+    most = np.minimum(slots.out_limit[rows] - slots.out_low[rows], limits.context_length - slots.kv_high[rows]) - ONE
+    if spare <= 0 or not np.count_nonzero(most > 0):
+        return
+    offer = drafter.offer(queues, rows, np.maximum(most, 0), spare)
+    if offer is None:
+        return
+    held = slots.num_pages[rows] * limits.page_size
+    over = slots.kv_high[rows] + offer.counts + ONE - held
+    num_new = np.maximum(-(-over // limits.page_size), 0).astype(np.int32)
+    if int(num_new.sum()) + taken_pages - plan.num_decode_pages > pages:
+        return  # what is left is for tokens that are certain
+    plan.num_new_pages, plan.drafts, plan.draft_tokens = num_new, offer.counts, offer.tokens
 
 
 def _within_tokens(queues: Queues, limits: Limits, rows: I64, *, wants_prefill: bool) -> I64:
@@ -219,7 +299,7 @@ def _plan_dry(queues: Queues, cache: CacheView, limits: Limits, rows: I64, needs
     runs: list[Run] = []
     if queues.forced:
         runs, rows, needs = _plan_runs(queues, limits, rows, needs, pages=0, tokens=0)
-    return StepPlan(rows, needs, runs, retract=retract)
+    return StepPlan(rows, needs.astype(np.int32), runs=runs, retract=retract)
 
 
 def _plan_runs(
@@ -232,7 +312,7 @@ def _plan_runs(
     forced_rows = np.isin(rows, list(queues.forced))
     for slot, own in zip(rows[forced_rows].tolist(), needs[forced_rows].tolist(), strict=True):
         forced = queues.forced[slot]
-        more_pages = max(0, limits.pages_for(int(slots.kv_len[slot]) + len(forced)) - int(slots.num_pages[slot]) - own)
+        more_pages = max(0, limits.pages_for(int(slots.kv_high[slot]) + len(forced)) - int(slots.num_pages[slot]) - own)
         if len(forced) - 1 > tokens or more_pages > pages:
             forced, more_pages = forced[:1], 0
         runs.append(Run(slot, forced, more_pages + own))

@@ -13,6 +13,7 @@ from bough.core.grammar import GrammarQueue
 from bough.core.messages import Generate, Ids, Span, TokenLogprobs
 from bough.core.step import I64, KVMoves
 from bough.scheduler.constrain import Gate
+from bough.scheduler.drafting import NUM_DRAFT_PLACES, Drafter
 from bough.scheduler.learn import HitRate, OutputRatio, StepCost
 from bough.scheduler.limits import Limits
 from bough.scheduler.mail import Mail
@@ -57,6 +58,8 @@ class Job(Struct, kw_only=True, eq=False):
     gate: Gate | None = None
     jumps: bool = False
     """Forced tokens may skip the sampler: nothing that it keeps or reports depends on seeing them."""
+    may_draft: bool = False
+    """Several of its tokens may come at once."""
     is_watched: bool = False
     """Somebody sees its tokens arrive: they are sent on before its end, and not only to look for a stop string."""
     scored_to: int = 0
@@ -67,6 +70,8 @@ class Job(Struct, kw_only=True, eq=False):
     hidden_to: int = 0
     """Positions whose hidden states have been gathered."""
     hidden: list[list[float]] = []
+    drafted: tuple[int, int, int] = (0, 0, 0)
+    """In slots that it had before: steps that it decoded in, drafts, and how many of them were right."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -74,10 +79,18 @@ class Job(Struct, kw_only=True, eq=False):
         spec = self.ask.logprobs
         return spec is not None and spec.start >= 0 and self.scored_to < len(self.prompt)
 
+    @property
+    def scores_next(self) -> bool:
+        """Wants no output, but the log-probabilities of the token that would come first: it is sampled and dropped."""
+        return self.limit == 0 and self.ask.logprobs is not None and not self.ask.pool
+
     def __post_init__(self) -> None:
         sampling = self.ask.sampling
         plain = not (sampling.penalised or sampling.bad_words or sampling.logit_processor)
         self.jumps = plain and self.ask.logprobs is None and not self.ask.hidden_states
+        text, states = self.ask.text, bool(self.ask.hidden_states)
+        cut_by_text = text is not None and bool(text.stop or text.stop_regex)
+        self.may_draft = self.ask.speculate and not self.ask.pool and not (states and cut_by_text)
         self.is_watched = self.ask.stream and (self.ask.text is None or self.ask.text.every < NEVER)
 
     def match_limit(self, num_tokens: int) -> int:
@@ -122,7 +135,7 @@ class Prefilling(Struct, eq=False):
 
 
 class Running(Struct, eq=False):
-    """Its last chunk is launched: it yields a token a step."""
+    """Its last chunk is launched: it yields a token a step, or several."""
 
     job: Job
     slot: int
@@ -230,6 +243,16 @@ class Counters(Struct):
     output_tokens: int = 0
     forced_tokens: int = 0
     """Of those, tokens that a grammar forced, taken without sampling."""
+    draft_tokens: int = 0
+    """Drafts that were verified..."""
+    accepted_tokens: int = 0
+    """...and those of them that were right."""
+    accepted_at: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_PLACES)
+    """The same by place behind the row's newest token; all further places count at the last."""
+    drafted_rows: int = 0
+    """Times that a row was in a step with drafts."""
+    decoded_rows: int = 0
+    """Times that a row was in a step that yielded tokens for it, its first excepted."""
     cut_grammars: int = 0
     """Constrained answers that met their limit of tokens before their grammar was complete."""
 
@@ -252,13 +275,18 @@ class Queues:
         """Slot -> gate, for rows that are not free to say anything."""
         self.forced: dict[int, list[int]] = {}
         """Slot -> tokens of its next step, all of them known: the first is the row's last one, or is being sampled."""
+        self.proposed: dict[int, list[int]] = {}
+        """Slot -> the drafts that the device has for it, for rows whose masks depend on them."""
         self.void: dict[int, int] = {}
-        """Slot -> a step in flight whose yield for it is dropped: its input has changed since."""
+        """Slot -> the last step in flight whose yield for it is dropped, as is that of those before: its input has changed
+        since."""
         self.reporting: set[int] = set()
         """Slots whose rows yield more than token ids."""
         self.moves: list[KVMoves] = []
         """KV to be moved before the next step computes anything."""
         self.deadlines: list[tuple[float, int]] = []
+        self.drafter: Drafter | None = None
+        """Makes drafts for decode rows; None: each of them yields one token a step."""
         self.mail = Mail()
         self.ratio = OutputRatio(0.7)
         self.cost = StepCost()
@@ -307,6 +335,10 @@ class Queues:
 
     def in_flight(self, slot: int) -> bool:
         return int(self.slots.last_step[slot]) > self.settled
+
+    def is_void(self, slot: int, step: int) -> bool:
+        """Is what this step, which is in flight, yields for the row dropped?"""
+        return bool(self.void) and step <= self.void.get(slot, -1)
 
     def start_running(self, row: Running) -> None:
         self.running[row.slot] = row

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.messages import End, EndReason, RowOutput
 from bough.core.step import I32, I64, Bool, Outcome
 from bough.scheduler.commit import ChunkRow, Flight
-from bough.scheduler.jump import jump
+from bough.scheduler.constrain import Gate
+from bough.scheduler.drafting import NUM_DRAFT_PLACES
+from bough.scheduler.jump import jump, respells
 from bough.scheduler.leave import (
     count_end,
     end_request,
@@ -27,6 +30,8 @@ from bough.scheduler.leave import (
 from bough.scheduler.queues import Job, Leaving, Queues, Running
 from bough.scheduler.scores import add_output, add_prompt, add_unpredicted
 from bough.scheduler.slots import ONE
+
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 def settle(
@@ -46,38 +51,105 @@ def settle(
     queues.settled = step.index
     due = step.samples & live
     yields = due & outcome.counts.astype(np.bool_)
+    idle = due[: step.num_decodes] > yields[: step.num_decodes]
+    if len(step.drafts) or np.count_nonzero(idle):
+        _tighten_bounds(flight, outcome, queues, live)
+        if queues.gates:
+            _take_back_forced(flight, queues, idle)
+    if queues.drafter is not None:
+        _count_drafts(flight, outcome, queues, live)
+        if outcome.drafts is not None and queues.gates:
+            for row in np.flatnonzero(np.isin(step.slots, list(queues.gates)) & live).tolist():
+                queues.proposed[int(where[row])] = outcome.drafts[row].tolist()
     errors: dict[int, BoughError] = {}
     if outcome.failed or outcome.barred or flight.rejected:
         errors = _errors(flight, outcome)
         yields[list(errors)] = False
-    if outcome.hidden_states:
-        _gather_hidden(flight, outcome, queues)
+    for chunk in flight.chunks:
+        if yields[chunk.row] and chunk.job.scores_next:
+            _take_next_scores(chunk, outcome)
+            due[chunk.row] = yields[chunk.row] = False
     if flight.chunks:
         _settle_chunks(flight, outcome, queues, yields, now)
     rows = yields.nonzero()[0]
     ended = _settle_tokens(flight, outcome, queues, rows, now) if len(rows) else []
+    if outcome.hidden_states and not len(rows):
+        _gather_hidden(flight, outcome, queues, rows, _NO_TOKENS)
     for chunk in flight.chunks:
         if chunk.is_last and not yields[chunk.row] and chunk.row not in errors:
             ended += _finish_without_output(chunk, outcome, queues, now)
     tell()
-    slots.kv_settled[where[live]] = (step.context + step.num_query)[live]
+    kv_len = step.context + step.num_query
+    kv_len[: step.num_decodes] = slots.known[where[: step.num_decodes]] - ONE
+    slots.kv_settled[where[live]] = kv_len[live]
     cache.settle(step.index)
+    if queues.drafter is not None and step.num_decodes:
+        decoded = live[: step.num_decodes].nonzero()[0]
+        drafts = step.drafts[decoded] if len(step.drafts) else np.zeros(len(decoded), np.int32)
+        queues.drafter.learn(queues, where[decoded], drafts, np.maximum(outcome.counts[decoded] - ONE, 0))
     for gone in ended:
         queues.ratio.observe(int(slots.out_settled[gone.slot]), min(gone.job.limit, queues.limits.estimate_clip_tokens))
         let_go(queues, cache, gone, requeue=False)
     for row, error in errors.items():
         _fail_row(int(where[row]), error, queues, cache, now)
     for row in (due > yields).nonzero()[0].tolist():
-        _fail_row(int(where[row]), _unusable("the step yielded nothing for it"), queues, cache, now)
+        if row >= step.num_decodes:
+            _fail_row(int(where[row]), _unusable("the step yielded nothing for it"), queues, cache, now)
     release_settled(queues, cache)
 
 
 def _leave_out_void(flight: Flight, queues: Queues, live: Bool) -> None:
     """Rows whose last token was respelled after this step had begun with the old one: what it yields for them is dropped."""
     for row in np.flatnonzero(np.isin(flight.step.slots, list(queues.void))).tolist():
-        if queues.void[int(flight.step.slots[row])] == flight.step.index:
-            del queues.void[int(flight.step.slots[row])]
+        slot = int(flight.step.slots[row])
+        if queues.is_void(slot, flight.step.index):
             live[row] = False
+            if queues.void[slot] == flight.step.index:
+                del queues.void[slot]
+
+
+def _tighten_bounds(flight: Flight, outcome: Outcome, queues: Queues, live: Bool) -> None:
+    """How many tokens the step's decode rows yield is known now: the bounds of what they have no longer allow for others."""
+    slots, num = queues.slots, flight.step.num_decodes
+    rows = live[:num].nonzero()[0]
+    where, counts = flight.where[rows], outcome.counts[rows]
+    too_many = flight.step.num_query[rows] - counts
+    slots.kv_high[where] -= too_many
+    slots.out_high[where] -= too_many
+    slots.out_low[where] += counts - ONE
+
+
+def _take_back_forced(flight: Flight, queues: Queues, idle: Bool) -> None:
+    """Constrained rows that yielded nothing: tokens that were to follow the one that did not come are taken back, and what
+    steps in flight yield for the row is dropped, because they may have begun with them."""
+    slots = queues.slots
+    for slot in flight.where[: len(idle)][idle].tolist():
+        if slot not in queues.gates:
+            continue
+        queues.forced.pop(slot, None)
+        if slots.last_step[slot] > flight.step.index:
+            queues.void[slot] = int(slots.last_step[slot])
+            slots.settle_bounds(slot)
+            if slot in queues.running:
+                queues.forced[slot] = [int(slots.history[slot, slots.known[slot] - ONE])]
+
+
+def _count_drafts(flight: Flight, outcome: Outcome, queues: Queues, live: Bool) -> None:
+    step, counters, slots = flight.step, queues.counters, queues.slots
+    rows = live[: step.num_decodes].nonzero()[0]
+    where = flight.where[rows]
+    counters.decoded_rows += len(rows)
+    slots.num_decoded[where] += ONE
+    if len(step.drafts):
+        drafts, accepted = step.drafts[rows], np.maximum(outcome.counts[rows] - ONE, 0)
+        counters.draft_tokens += int(drafts.sum())
+        counters.accepted_tokens += int(accepted.sum())
+        counters.drafted_rows += int(np.count_nonzero(drafts))
+        for count, rows_so_right in enumerate(np.bincount(accepted).tolist()):
+            for place in range(count):
+                counters.accepted_at[min(place, NUM_DRAFT_PLACES - 1)] += rows_so_right
+        slots.num_drafts[where] += drafts
+        slots.num_accepted[where] += accepted
 
 
 def take_tails(flight: Flight, queues: Queues) -> None:
@@ -85,7 +157,7 @@ def take_tails(flight: Flight, queues: Queues) -> None:
     slots = queues.slots
     for row, tail in flight.tails.items():
         slot = int(flight.step.slots[row])
-        if slots.live[slot]:
+        if slots.live[slot] and not queues.is_void(slot, flight.step.index):
             known = int(slots.known[slot])
             slots.history[slot, known : known + len(tail)] = tail
             slots.known[slot] += len(tail)
@@ -98,25 +170,66 @@ def take_tails(flight: Flight, queues: Queues) -> None:
 
 
 def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, rows: I64, now: float) -> list[Running | Leaving]:
-    """Appends each row's token and puts what is due in the mail. Returns the rows that have ended."""
+    """Appends each row's tokens, up to the one that ends it, and puts what is due in the mail. Returns the rows that have
+    ended."""
     slots = queues.slots
     where = flight.where[rows]
-    tokens = outcome.tokens[:, 0][rows]
-    known = slots.known[where]
-    slots.history[where, known] = tokens
-    slots.known[where] = known + ONE
-    num_output = slots.out_settled[where] + ONE
-    slots.out_settled[where] = num_output
-    queues.counters.output_tokens += len(rows)
-    stops = _stops(queues, where, tokens) & (num_output > slots.min_new[where])
-    ended = stops | (num_output >= slots.out_limit[where])
-    failed: dict[int, End] = {}
+    before, known = slots.out_settled[where], slots.known[where]
+    tokens = outcome.tokens[rows]
+    if tokens.shape[1] == 1:
+        taken = np.ones(len(rows), np.int32)
+        stops = _stops(queues, where, tokens[:, 0]) & (before >= slots.min_new[where])
+        ended = stops | (before + ONE >= slots.out_limit[where])
+    else:
+        taken, stops, ended = _cut(queues, where, tokens, outcome.counts[rows])
+    failed: dict[int, int] = {}
+    cut: set[int] = set()
     if queues.gates:
-        failed = _accept(queues, flight.step.index, where, tokens, stops, ended, now)
+        failed, cut = _walk_gates(queues, flight.step.index, where, tokens, taken, stops, ended)
+    if tokens.shape[1] == 1:
+        slots.history[where, known] = tokens[:, 0]
+    else:
+        place = np.arange(tokens.shape[1])
+        is_taken = place < taken[:, None]
+        slots.history[where.repeat(taken), (known[:, None] + place)[is_taken]] = tokens[is_taken]
+    num_output = before + taken
+    slots.known[where] = known + taken
+    slots.out_settled[where] = num_output
+    queues.counters.output_tokens += int(taken.sum())
+    newest = tokens[np.arange(len(rows)), taken - ONE]
+    if queues.gates:
+        _jump(queues, flight.step.index, where, newest, stops, ended, failed, cut)
+    ends = {}
+    for at, token in failed.items():
+        slot, job = int(where[at]), _job_of(queues, int(where[at]))
+        ends[at] = make_end(queues, job, slots.output(slot), now, "error", error=_misfit(job, token))
     if outcome.output_logprobs is not None:
-        _gather_scores(outcome, queues, rows, where)
-    _mail(queues, where, tokens, num_output, stops, ended, failed, now)
+        _gather_scores(outcome, queues, rows, where, taken)
+    if outcome.hidden_states:
+        _gather_hidden(flight, outcome, queues, rows, taken)
+    _mail(queues, where, newest, num_output, stops, ended, ends, now)
     return [queues.running.get(slot) or queues.leaving[slot] for slot in where[ended].tolist()]
+
+
+def _job_of(queues: Queues, slot: int) -> Job:
+    return (queues.running.get(slot) or queues.leaving[slot]).job
+
+
+def _cut(queues: Queues, where: I64, tokens: npt.NDArray[np.int32], counts: I32) -> tuple[I32, Bool, Bool]:
+    """Of rows with several tokens: how many are taken, whether the last of them stops the row, whether the row has ended."""
+    slots = queues.slots
+    width = tokens.shape[1]
+    place = np.arange(width, dtype=np.int32)
+    is_real = place < counts[:, None]
+    before = slots.out_settled[where][:, None] + place
+    hits = _stops(queues, where.repeat(width), tokens.reshape(-1)).reshape(tokens.shape)
+    hits &= is_real & (before >= slots.min_new[where][:, None])
+    last = hits | (is_real & (before + ONE >= slots.out_limit[where][:, None]))
+    ended: Bool = np.logical_or.reduce(last, axis=1)
+    first = last.argmax(axis=1)
+    taken = np.where(ended, first + 1, counts).astype(np.int32)
+    stops: Bool = hits[np.arange(len(where)), first] & ended
+    return taken, stops, ended
 
 
 def _stops(queues: Queues, where: I64, tokens: I32) -> Bool:
@@ -134,27 +247,67 @@ def _stops(queues: Queues, where: I64, tokens: I32) -> Bool:
     return stops
 
 
-def _accept(queues: Queues, step: int, where: I64, tokens: I32, stops: Bool, ended: Bool, now: float) -> dict[int, End]:
-    """Shows constrained rows their token. Marks those that end with it; returns the ends of those that went wrong."""
-    failed: dict[int, End] = {}
-    gated = np.flatnonzero(np.isin(where, list(queues.gates)) & ~stops)
-    for at, slot, token in zip(gated.tolist(), where[gated].tolist(), tokens[gated].tolist(), strict=True):
+def _walk_gates(
+    queues: Queues, step: int, where: I64, tokens: npt.NDArray[np.int32], taken: I32, stops: Bool, ended: Bool
+) -> tuple[dict[int, int], set[int]]:
+    """Shows constrained rows their tokens, up to one that completes the grammar, that it does not allow, or that is to be
+    respelled: `taken`, `stops` and `ended` follow. Returns the rows that went wrong, with the token that did, and those that
+    were cut and go on."""
+    failed: dict[int, int] = {}
+    cut: set[int] = set()
+    for at in np.flatnonzero(np.isin(where, list(queues.gates))).tolist():
+        slot, count = int(where[at]), int(taken[at])
         gate, row = queues.gates[slot], queues.running.get(slot) or queues.leaving[slot]
-        try:
-            accepted = gate.accept(token)
-            if accepted and gate.is_open:
+        shown = tokens[at, : count - 1 if stops[at] else count].tolist()
+        for number, token in enumerate(shown, 1):
+            if not _accepts(gate, token):
+                failed[at] = token
+            elif number == count:
+                break
+            elif not gate.terminated and not respells(queues, step, row):
                 continue
-            if accepted and not ended[at] and row.job.jumps:
-                tokens[at] = jump(queues, step, row, token)
-            if accepted and gate.terminated:
+            elif not gate.terminated:
+                cut.add(at)
+            taken[at] = number
+            stops[at] = at not in failed and at not in cut
+            ended[at] = at not in cut
+            break
+    return failed, cut
+
+
+def _accepts(gate: Gate, token: int) -> bool:
+    try:
+        return gate.accept(token)
+    except Exception:
+        return False
+
+
+def _jump(
+    queues: Queues,
+    step: int,
+    where: I64,
+    newest: I32,
+    stops: Bool,
+    ended: Bool,
+    failed: dict[int, int],
+    cut: set[int],
+) -> None:
+    """Constrained rows that go on take what is certain to follow; the newest token may be respelled for it. Marks those
+    whose grammar is complete."""
+    for at in np.flatnonzero(np.isin(where, list(queues.gates)) & ~stops).tolist():
+        slot = int(where[at])
+        gate, token = queues.gates[slot], int(newest[at])
+        if at in failed or gate.is_open:
+            continue
+        try:
+            row = queues.running.get(slot) or queues.leaving[slot]
+            if not ended[at] and row.job.jumps:
+                newest[at] = jump(queues, step, row, token, cut=at in cut)
+            if gate.terminated:
                 stops[at] = ended[at] = True
         except Exception:
-            accepted = False
-        if not accepted:
-            error = _misfit(row.job, token)
-            failed[at] = make_end(row.job, queues.slots.output(slot), now, "error", error=error)
+            failed[at] = token
             ended[at] = True
-    return failed
 
 
 def _misfit(job: Job, token: int) -> BoughError:
@@ -176,14 +329,23 @@ def _misfit(job: Job, token: int) -> BoughError:
     )
 
 
-def _gather_scores(outcome: Outcome, queues: Queues, rows: I64, where: I64) -> None:
+def _gather_scores(outcome: Outcome, queues: Queues, rows: I64, where: I64, taken: I32) -> None:
     arrays = outcome.output_logprobs
     assert arrays is not None, "called for steps with scores"
+    left = dict(zip(rows.tolist(), taken.tolist(), strict=True))
     slot_of = dict(zip(rows.tolist(), where.tolist(), strict=True))
     for at, row in enumerate(arrays.row.tolist()):
-        slot = slot_of.get(row)
-        if slot is not None:
-            add_output((queues.running.get(slot) or queues.leaving[slot]).job, arrays, at)
+        if left.get(row, 0):
+            left[row] -= 1
+            add_output(_job_of(queues, slot_of[row]), arrays, at)
+
+
+def _take_next_scores(chunk: ChunkRow, outcome: Outcome) -> None:
+    """Scores what was sampled for a row that wants no tokens. Nothing else is made of it."""
+    arrays = outcome.output_logprobs
+    if arrays is not None:
+        for at in np.flatnonzero(arrays.row == chunk.row).tolist():
+            add_output(chunk.job, arrays, at)
 
 
 def _mail(
@@ -216,13 +378,13 @@ def _mail(
         special = special | np.isin(senders, list(queues.reporting))
     for at in special.nonzero()[0].tolist():
         slot, column = int(senders[at]), int(due[at])
-        job = (queues.running.get(slot) or queues.leaving[slot]).job
+        job = _job_of(queues, slot)
         end = None
         if ended[column]:
             token = int(tokens[column])
             matched = token if stops[column] and token in job.stops else None
             reason: EndReason = "stop" if stops[column] else "length"
-            end = failed.get(column) or make_end(job, slots.output(slot), now, reason, matched=matched)
+            end = failed.get(column) or make_end(queues, job, slots.output(slot), now, reason, matched=matched)
             if end.reason == "length" and slot in queues.gates and queues.gates[slot].ruler is not None:
                 queues.counters.cut_grammars += 1
                 end.message = f"cut after {end.completion_tokens} tokens, before its grammar was complete"
@@ -250,18 +412,22 @@ def _settle_chunks(flight: Flight, outcome: Outcome, queues: Queues, yields: Boo
             job.first_token_s = now
 
 
-def _gather_hidden(flight: Flight, outcome: Outcome, queues: Queues) -> None:
-    """Hidden states of rows that asked; positions computed a second time after a retraction are left out."""
-    step = flight.step
+def _gather_hidden(flight: Flight, outcome: Outcome, queues: Queues, rows: I64, taken: I32) -> None:
+    """Hidden states of rows that asked; those of drafts that were not taken are left out, and so are positions that were
+    computed a second time after a retraction. `taken`: output tokens of the rows that yield any."""
+    step, slots = flight.step, queues.slots
+    count_of = dict(zip(rows.tolist(), taken.tolist(), strict=True))
     for row, states in outcome.hidden_states.items():
         slot = int(step.slots[row])
-        if not queues.slots.live[slot]:
+        if not slots.live[slot]:
             continue
         phase = queues.running.get(slot) or queues.prefilling.get(slot) or queues.leaving[slot]
         job = phase.job
+        drafts = int(step.drafts[row]) if row < len(step.drafts) else 0
+        states = states[: len(states) - drafts + count_of.get(row, 1) - 1]
         if job.ask.hidden_states == "all":
-            first = int(step.context[row]) + int(step.num_query[row]) - len(states)
-            fresh = states[max(0, job.hidden_to - first) :]
+            context = int(slots.kv_settled[slot] if row < step.num_decodes else step.context[row])
+            fresh = states[max(0, job.hidden_to - context) :]
             job.hidden.extend(fresh.tolist())
             job.hidden_to += len(fresh)
         else:
@@ -292,7 +458,7 @@ def _no_token_left() -> BoughError:
 def _fail_row(slot: int, error: BoughError, queues: Queues, cache: PrefixCache, now: float) -> None:
     if queues.slots.live[slot]:
         row = queues.running.get(slot) or queues.prefilling.get(slot) or queues.leaving[slot]
-        end = make_end(row.job, queues.slots.output(slot), now, "error", error=error)
+        end = make_end(queues, row.job, queues.slots.output(slot), now, "error", error=error)
         end_request(queues, cache, row, end)
 
 
@@ -310,7 +476,7 @@ def _finish_without_output(chunk: ChunkRow, outcome: Outcome, queues: Queues, no
         if pooled is None:
             return []
         embedding = pooled.astype("<f4").tobytes()
-    end = make_end(job, queues.slots.output(slot), now, "stop" if job.ask.pool else "length")
+    end = make_end(queues, job, queues.slots.output(slot), now, "stop" if job.ask.pool else "length")
     count_end(queues, end)
     output: RowOutput = take_extras(job, end, embedding)
     queues.mail.add(job.id, row=output)

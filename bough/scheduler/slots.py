@@ -17,7 +17,9 @@ ONE = np.array(1, np.int32)
 
 
 class SlotTable:
-    """Columns by slot. `launched` counts what steps were planned to do, `settled` what is known to have happened."""
+    """Columns by slot. What steps in flight will yield is known by its bounds: `high` and `low` are what holds at most
+    and at least once every launched step has run, `settled` what is known to have happened. Without drafts the bounds
+    are equal."""
 
     def __init__(self, limits: Limits) -> None:
         n = limits.num_slots
@@ -30,13 +32,21 @@ class SlotTable:
         self.prompt_len: I32 = np.zeros(n, np.int32)
         self.known: I32 = np.zeros(n, np.int32)
         """Tokens in `history`: the prompt and the settled output."""
-        self.kv_len: I32 = np.zeros(n, np.int32)
-        """KV tokens once every launched step has run."""
+        self.kv_high: I32 = np.zeros(n, np.int32)
+        """KV tokens, for which there are pages."""
         self.kv_settled: I32 = np.zeros(n, np.int32)
         """KV tokens that are computed for certain."""
-        self.out_launched: I32 = np.zeros(n, np.int32)
+        self.out_high: I32 = np.zeros(n, np.int32)
+        self.out_low: I32 = np.zeros(n, np.int32)
+        """Output tokens, if every step yields one. A row that has as many as it may is not planned again."""
         self.out_settled: I32 = np.zeros(n, np.int32)
         self.out_limit: I32 = np.zeros(n, np.int32)
+        self.num_decoded: I32 = np.zeros(n, np.int32)
+        """Steps that the row decoded in, while drafts are made; of its drafts..."""
+        self.num_drafts: I32 = np.zeros(n, np.int32)
+        """...how many there were..."""
+        self.num_accepted: I32 = np.zeros(n, np.int32)
+        """...and how many were right."""
         self.min_new: I32 = np.zeros(n, np.int32)
         self.stop_ids: npt.NDArray[np.int32] = np.full((n, NUM_STOP_IDS), NO_TOKEN, np.int32)
         self.more_stops: dict[int, frozenset[int]] = {}
@@ -93,6 +103,11 @@ class SlotTable:
         """Pages that are the row's own (a view)."""
         pages: I32 = self.table[slot, self.tree_pages[slot] : self.num_pages[slot]]
         return pages
+
+    def settle_bounds(self, slot: int) -> None:
+        """Nothing in flight counts for the row: all that it has is known, and the newest token's KV is not in memory."""
+        self.kv_high[slot] = self.known[slot] - ONE
+        self.out_high[slot] = self.out_low[slot] = self.out_settled[slot]
 
     def mark_dirty(self, slot: int, lo: int, hi: int) -> None:
         """The mirror's entries `lo..hi` changed; the row's next step carries them."""

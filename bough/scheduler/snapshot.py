@@ -1,4 +1,5 @@
-"""A picture of the tree and of the requests in it, for people who watch: bounded in size, without any text or token.
+"""A picture of the tree and of the requests in it, for people who watch: bounded in size, with numbers only, unless the
+first tokens of spans are asked for.
 
 Spans are what a person would call nodes: runs of tree nodes that the same requests read and where nothing branches off.
 The paths of live requests come first, the rest by how recently it grew.
@@ -39,6 +40,8 @@ class TreeSpan(Struct, frozen=True):
     """Requests that found it cached."""
     children: int
     """Branches below it, drawn or not."""
+    first_ids: list[int] = []
+    """Its first tokens, if they were asked for."""
 
 
 class RowView(Struct, frozen=True, kw_only=True):
@@ -71,11 +74,16 @@ class Snapshot(Struct, frozen=True):
     """Requests that are not among the rows."""
 
 
-def snapshot(queues: Queues, cache: PrefixCache, *, max_spans: int, max_rows: int, now: float) -> Snapshot:
-    """Reads, changes nothing. Costs at most the paths of `max_rows` requests and `max_spans * SIBLINGS` nodes."""
+def snapshot(
+    queues: Queues, cache: PrefixCache, *, max_spans: int, max_rows: int, now: float, span_tokens: int = 0
+) -> Snapshot:
+    """Reads, changes nothing. Costs at most the paths of `max_rows` requests and `max_spans * SIBLINGS` nodes.
+
+    `span_tokens`: how many of each span's first token ids are in the picture.
+    """
     phases = list(islice(_phases(queues), max_rows))
     live = [phase.node for phase in phases if isinstance(phase, Prefilling | Running)]
-    drawing = _Drawing(live, max_spans)
+    drawing = _Drawing(live, max_spans, span_tokens)
     drawing.draw(cache.tree.roots())
     return Snapshot(
         spans=drawing.spans,
@@ -99,10 +107,11 @@ def _phases(queues: Queues) -> Iterator[Shown]:
 class _Drawing:
     """Walks the tree from its roots, live paths first."""
 
-    def __init__(self, live: list[Node], max_spans: int) -> None:
+    def __init__(self, live: list[Node], max_spans: int, span_tokens: int) -> None:
         self.spans: list[TreeSpan] = []
         self.left_out = False
         self._max_spans = max_spans
+        self._span_tokens = span_tokens
         self._place: dict[int, int] = {}
         """Address of a node that was walked -> the id of its span."""
         self._on_path: dict[int, dict[int, Node]] = {}
@@ -147,11 +156,14 @@ class _Drawing:
         """Draws the span that begins with `first`. Returns its last node."""
         name = int(first.pages[0])
         tokens, pages, last = 0, 0, first
+        ids: list[int] = []
         for last in _chain(first):
+            if len(ids) < self._span_tokens:
+                ids += last.key[: self._span_tokens - len(ids)].tolist()
             tokens, pages = tokens + len(last.key), pages + len(last.pages)
             self._place[id(last)] = name
         self.spans.append(
-            TreeSpan(name, parent, tokens, pages, last.depth, first.locks, first.hits, len(last.children))
+            TreeSpan(name, parent, tokens, pages, last.depth, first.locks, first.hits, len(last.children), ids)
         )
         return last
 

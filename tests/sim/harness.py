@@ -29,11 +29,12 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.core.sampling import GrammarSpec, SamplingParams
-from bough.core.step import RunnerLimits, Step
+from bough.core.step import RunnerLimits, SpanCosts, Step
 from bough.engine.control import Hooks
 from bough.engine.loop import Loop
 from bough.scheduler.accept import output_limit
 from bough.scheduler.constrain import Gate
+from bough.scheduler.drafting import Drafter
 from bough.scheduler.limits import Limits
 from bough.scheduler.plan import StepPlan, plan_step
 from bough.scheduler.queues import Queues, Waiting
@@ -186,6 +187,9 @@ class Sim:
         pooling: bool = False,
         fail_launch: Callable[[Step], Exception | None] | None = None,
         fail_wait: Callable[[Step], Exception | None] | None = None,
+        drafter: Drafter | None = None,
+        yields: Callable[[int], int] | None = None,
+        propose: Callable[[list[int]], list[int]] | None = None,
         **limits: object,
     ) -> None:
         self.runner_limits = RunnerLimits(
@@ -196,15 +200,15 @@ class Sim:
             context_length=context_length,
             max_step_tokens=max_step_tokens,
             vocab_size=VOCAB,
+            spans=SpanCosts(),
         )
         defaults: dict[str, object] = {
             "max_running": num_slots,
             "chunk_tokens": max_step_tokens,
             "policy": "fcfs",
             "share_tokens": page_size,
-            "group_min_tokens": page_size,
-            "group_min_saved": page_size,
             "min_chunk_tokens": 4,
+            "max_step_drafts": max_step_tokens,
         }
         shape = {name: getattr(self.runner_limits, name) for name in RunnerLimits.__struct_fields__}
         self.limits = Limits(**{**shape, **defaults, **limits})  # type: ignore[arg-type]
@@ -215,8 +219,16 @@ class Sim:
         self.problems: list[str] = []
         self.reports: list[dict[str, object]] = []
         self.grammars = Grammars()
-        self.runner = OracleRunner(self.runner_limits, pooling=pooling, fail_launch=fail_launch, fail_wait=fail_wait)
+        self.runner = OracleRunner(
+            self.runner_limits,
+            pooling=pooling,
+            fail_launch=fail_launch,
+            fail_wait=fail_wait,
+            yields=yields,
+            propose=propose,
+        )
         self.queues = Queues(self.limits, self.grammars)
+        self.queues.drafter = drafter
         self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, policy=eviction, enabled=radix)
         self.loop = Loop(
             runner=self.runner,
@@ -412,7 +424,8 @@ class Sim:
 def _plain(plan: StepPlan) -> tuple[object, ...]:
     shares = [(id(s.row), s.start, s.held, s.num_tokens) for s in plan.shares]
     runs = [(r.slot, r.tokens, r.num_new_pages) for r in plan.runs]
-    return plan.decodes.tolist(), plan.needs_page.tolist(), shares, runs, plan.retract, plan.preempt
+    drafts = plan.num_new_pages.tolist(), plan.drafts.tolist(), plan.draft_tokens.tolist()
+    return plan.decodes.tolist(), *drafts, shares, runs, plan.retract, plan.preempt
 
 
 def expected(sim: Sim, client: Client) -> tuple[list[int], str]:
@@ -475,17 +488,19 @@ def gate_of(client: Client) -> Gate | None:
         before=client.prompt,
         after_reasoning=grammar.after_reasoning,
         budget=ask.thinking_budget,
+        ends=ask.eos_ids,
     )
 
 
 def check_scores(client: Client) -> None:
-    """Log-probabilities of everything that was sent are those of the tokens in their places."""
+    """Log-probabilities of everything that was sent are those of the tokens in their places; where nothing was to be sent,
+    those of the token that would have been the first."""
     spec = client.ask.logprobs
     assert spec is not None
-    sequence = np.array(client.prompt + client.tokens, np.int64)
     values = [v for row in client.rows if row.logprobs for v in row.logprobs.logprobs]
     ids = [i for row in client.rows if row.logprobs for i in row.logprobs.token_ids]
-    assert ids == client.tokens
+    assert ids == client.tokens or (not client.tokens and len(ids) == 1 and client.end.reason == "length")
+    sequence = np.array(client.prompt + ids, np.int64)
     for at, value in enumerate(values, len(client.prompt)):
         assert value is not None
         assert abs(value - score(sequence[:at], int(sequence[at]))) < 1e-5

@@ -106,8 +106,14 @@ def test_shutdown_gives_up_in_time() -> None:
 
 def test_closed_inbox_ends_the_loop() -> None:
     sim = Sim()
+    client = sim.ask([1, 2, 3], max_new=5)
+    for _ in range(3):
+        sim.turn()
+    steps = sim.queues.counters.steps
     sim.inbox.closed = True
     sim.loop.run()
+    assert sim.queues.counters.steps == steps, "no turn is taken any more"
+    assert client.tokens, "what was in flight is settled"
 
 
 def test_profile_without_profiler_and_with() -> None:
@@ -136,6 +142,14 @@ def test_heartbeat_and_report() -> None:
     assert sim.reports
     assert sum(r["steps"] for r in sim.reports) <= sim.queues.counters.steps
     assert max(r["output_tokens_per_s"] for r in sim.reports) == pytest.approx(100, rel=0.3)
+
+
+def test_reports_may_go_by_steps() -> None:
+    sim = Sim()
+    sim.loop.control._every_s, sim.loop.control._every_steps = 0.0, 8
+    sim.ask(PROMPT, max_new=40)
+    sim.run()
+    assert [r["steps"] for r in sim.reports] == [8] * (sim.queues.counters.steps // 8)
 
 
 def test_a_broken_account_is_repaired_and_counted() -> None:

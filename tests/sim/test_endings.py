@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from bough.config.concerns import SchedulerConfig
 from bough.core.messages import StopAt
 from bough.core.sampling import GrammarSpec
 from bough.core.step import Step
+from bough.scheduler.limits import Limits
 from tests.sim.harness import VOCAB, Client, Sim, check_answer, expected
 
 PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
@@ -216,6 +218,17 @@ def test_a_little_more_urgent_requests_do_not_preempt() -> None:
     low = sim.ask(PROMPT[:5], max_new=12)
     sim.turn()
     sim.ask(PROMPT[:7], max_new=6, priority=9)
+    sim.run()
+    assert low.end.retractions == 0
+
+
+def test_without_preemption_urgent_requests_only_go_first() -> None:
+    runner = Sim().runner_limits
+    gap = Limits.of(runner, SchedulerConfig(priority_scheduling=True, priority_preemption=False)).preempt_gap
+    sim = Sim(num_slots=1, priority=True, preempt_gap=gap)
+    low = sim.ask(PROMPT[:5], max_new=12, priority=-(2**31))
+    sim.turn()
+    sim.ask(PROMPT[:7], max_new=6, priority=2**31 - 1)
     sim.run()
     assert low.end.retractions == 0
 

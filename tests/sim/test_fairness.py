@@ -103,7 +103,7 @@ def first_token_s(device: Device, prompt: list[int]) -> float:
     return device.sim.clock.now - began
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 1])
 @pytest.mark.parametrize(("cost", "most_often", "longer"), [(FLAT, 2.2, 4), (STEEP, 4.5, 5)], ids=["flat", "steep"])
 def test_others_hardly_notice_a_prompt_of_128k_tokens(cost: Cost, most_often: float, longer: float, depth: int) -> None:
     device = Device(131_072, cost, depth=depth, num_slots=16)
@@ -190,7 +190,7 @@ def test_an_urgent_long_prompt_gets_the_place_that_was_made_for_it(turns: int) -
         cost.observe(10.0 + 64 * 1.5, 64)
     cost.observe = lambda ms, tokens: None  # type: ignore[method-assign]
     for _ in range(3):
-        sim.ask(rng.integers(0, VOCAB, 20).tolist(), max_new=1500)
+        sim.ask(rng.integers(0, VOCAB, 20).tolist(), max_new=400)
     for _ in range(4):
         sim.turn()
     sim.ask(rng.integers(0, VOCAB, 1500).tolist(), max_new=2, priority=15)

@@ -11,6 +11,7 @@ from bough.bench.fake_runner import pick, prefix_hash
 from bough.core.grammar import Compiled, CompileFailed, Matcher
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import GrammarSpec
+from tests.sim.drafters import HostDrafter
 from tests.sim.harness import VOCAB, Client, Sim, check_answer
 
 PROMPT = [(5 * i + 2) % VOCAB for i in range(11)]
@@ -19,27 +20,33 @@ PROMPT = [(5 * i + 2) % VOCAB for i in range(11)]
 class Spelled:
     """`length` letters. A token below 20 is one letter; 20 + a stands for a and the letter that must follow it, 3 a % 20.
 
-    Every fourth letter is free, the others follow from it. The tokenizer of this language takes two letters at once.
+    `free` letters are free, three follow from the last of them, and so on. The tokenizer of this language takes two
+    letters at once.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, free: int = 1) -> None:
         self.length = length
+        self.free = free
         self.tokens: list[int] = []
         self.chosen = False
 
     def letters(self) -> list[int]:
         return [letter for token in self.tokens for letter in spell(token)]
 
-    def _free(self) -> bool:
-        return len(self.letters()) % 4 == 0
+    def _follows(self, letters: list[int]) -> int:
+        """How many letters have followed the last free one; 0: the next one is free."""
+        return max(0, len(letters) % (self.free + 3) - self.free + 1)
 
     def accept(self, token: int) -> bool:
         letters = self.letters()
+        is_last_free = len(letters) % (self.free + 3) == self.free - 1
+        if token >= 20 and not is_last_free and not self._follows(letters):
+            return False
         for letter in spell(token):
-            if len(letters) >= self.length or (len(letters) % 4 and letter != 3 * letters[-1] % 20):
+            if len(letters) >= self.length or (self._follows(letters) and letter != 3 * letters[-1] % 20):
                 return False
             letters.append(letter)
-        self.chosen = self._free()
+        self.chosen = is_last_free
         self.tokens.append(token)
         return True
 
@@ -64,9 +71,9 @@ class Spelled:
 
     def forced(self) -> list[int]:
         letters, out = self.letters(), []
-        while len(letters) % 4 and len(letters) < self.length:
+        while self._follows(letters) and len(letters) < self.length:
             letter = 3 * letters[-1] % 20
-            pair = len(letters) % 4 < 3 and len(letters) + 1 < self.length
+            pair = self._follows(letters) < 3 and len(letters) + 1 < self.length
             out.append(20 + letter if pair else letter)
             letters += spell(out[-1])
         return out
@@ -91,7 +98,7 @@ class Queue:
         """How many masks were announced at once."""
 
     def submit(self, request_id: int, spec: GrammarSpec) -> None:
-        self.ready.append(Compiled(request_id, Spelled(int(spec.source))))
+        self.ready.append(Compiled(request_id, Spelled(*map(int, spec.source.split(",")))))
 
     def poll(self) -> list[Compiled | CompileFailed]:
         ready, self.ready = self.ready, []
@@ -104,9 +111,9 @@ class Queue:
         self.looks.append(len(matchers))
 
 
-def spelled_alone(client: Client, length: int, limit: int) -> list[int]:
+def spelled_alone(client: Client, length: int, limit: int, free: int = 1) -> list[int]:
     """The answer by the book: mask, pick, respell, one token at a time."""
-    matcher = Spelled(length)
+    matcher = Spelled(length, free)
     while len(matcher.tokens) < limit and not matcher.is_terminated():
         mask = np.zeros(-(-VOCAB // 32), np.int32)
         matcher.fill_mask(mask)
@@ -118,17 +125,20 @@ def spelled_alone(client: Client, length: int, limit: int) -> list[int]:
     return matcher.tokens
 
 
-def engine(depth: int, **settings: object) -> Sim:
+def engine(depth: int, *, drafts: bool = False, **settings: object) -> Sim:
+    if drafts:
+        settings["drafter"] = HostDrafter(5, 0.9, 1.0)
     sim = Sim(depth=depth, **settings)  # type: ignore[arg-type]
     sim.queues.grammars = Queue()
     return sim
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("length", "limit"), [(3, 40), (30, 40), (31, 40), (60, 9), (40, 1)])
-def test_respelled_answers(depth: int, stream: bool, length: int, limit: int) -> None:
-    sim = engine(depth)
+def test_respelled_answers(depth: int, stream: bool, length: int, limit: int, drafts: bool) -> None:
+    sim = engine(depth, drafts=drafts)
     free = sim.ask(PROMPT[:7], max_new=25)
     clients = [
         sim.ask([i, *PROMPT], max_new=limit, stream=stream, grammar=GrammarSpec(kind="regex", source=str(length)))
@@ -145,10 +155,27 @@ def test_respelled_answers(depth: int, stream: bool, length: int, limit: int) ->
     assert any(token >= 20 for client in clients for token in client.tokens)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("free", [2, 3, 5])
+def test_a_token_is_respelled_within_a_run_of_accepted_drafts(depth: int, free: int) -> None:
+    """What was drawn behind it was drawn for another text: it is dropped, and the row goes on from the better token."""
+    sim = engine(depth, drafts=True, num_pages=128, context_length=200)
+    source = GrammarSpec(kind="regex", source=f"80,{free}")
+    clients = [sim.ask([i, *PROMPT], max_new=70, grammar=source) for i in range(5)]
+    sim.run()
+    for client in clients:
+        assert client.tokens == spelled_alone(client, 80, 70, free)
+    assert sim.queues.counters.accepted_tokens > 0
+    again = sim.ask([*clients[0].prompt, *clients[0].tokens, 1], max_new=8)
+    sim.run()
+    check_answer(sim, again)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("pages", [16, 19, 22])
-def test_respelling_survives_retraction(depth: int, pages: int) -> None:
-    sim = engine(depth, num_pages=pages, page_size=4, conservativeness=0.0)
+def test_respelling_survives_retraction(depth: int, pages: int, drafts: bool) -> None:
+    sim = engine(depth, drafts=drafts, num_pages=pages, page_size=4, conservativeness=0.0)
     clients = [sim.ask([i, *PROMPT[:8]], max_new=32, grammar=GrammarSpec(kind="regex", source="60")) for i in range(4)]
     sim.run()
     assert sum(client.end.retractions for client in clients) > 0
@@ -156,11 +183,14 @@ def test_respelling_survives_retraction(depth: int, pages: int) -> None:
         assert client.tokens == spelled_alone(client, 60, 32)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("moment", ["fail_launch", "fail_wait"])
-def test_respelling_survives_running_out_of_device_memory(depth: int, moment: str) -> None:
+def test_respelling_survives_running_out_of_device_memory(depth: int, moment: str, drafts: bool) -> None:
     for at in range(2, 14):
-        sim = engine(depth, **{moment: lambda step, at=at: MemoryError("no") if step.index == at else None})
+        sim = engine(
+            depth, drafts=drafts, **{moment: lambda step, at=at: MemoryError("no") if step.index == at else None}
+        )
         client = sim.ask(PROMPT, max_new=24, grammar=GrammarSpec(kind="regex", source="40"))
         sim.run()
         assert client.tokens == spelled_alone(client, 40, 24)

@@ -82,13 +82,27 @@ def test_a_cached_prefix_is_used_up_to_the_first_scored_token() -> None:
     assert early.end.cached_tokens == 0
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("prompt", [PROMPT[:1], PROMPT[:2], PROMPT])
-def test_scores_of_a_prompt_alone(prompt: list[int]) -> None:
-    sim = Sim(max_step_tokens=9)
-    client = sim.ask(prompt, max_new=0, logprobs=LogprobSpec(start=0, top=1, token_ids=(5, 9)))
+@pytest.mark.parametrize("start", [-1, 0])
+def test_scores_of_a_prompt_alone_go_on_to_the_token_that_would_follow(
+    engine: dict[str, Any], prompt: list[int], start: int
+) -> None:
+    sim = Sim(**engine)
+    following = sim.ask(prompt, max_new=1)
+    sim.run()
+    client = sim.ask(prompt, max_new=0, logprobs=LogprobSpec(start=start, top=1, token_ids=(5, 9)))
+    beside = sim.ask(prompt, max_new=4)
     sim.run()
     assert client.tokens == []
-    _check_scores(client, 0)
+    assert (client.end.reason, client.end.completion_tokens) == ("length", 0)
+    next_scores = _joined(client, "logprobs")
+    assert next_scores.token_ids == following.tokens
+    assert next_scores.logprobs == pytest.approx([score(np.array(prompt, np.int64), following.tokens[0])])
+    assert [i for i, _ in next_scores.chosen[0]] == [5, 9]
+    client.tokens = following.tokens
+    _check_scores(client, start)
+    check_answer(sim, beside)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -157,3 +157,14 @@ def test_nothing_that_was_said_is_in_it() -> None:
         "output_limit", "span", "seconds",
     }  # fmt: skip
     sim.run()
+
+
+def test_the_first_tokens_of_spans_are_there_if_they_are_asked_for() -> None:
+    sim = Sim()
+    sim.ask(PROMPT, max_new=10)
+    for _ in range(4):
+        sim.turn()
+    seen = snapshot(sim.queues, sim.cache, max_spans=9, max_rows=9, now=sim.clock.now, span_tokens=5)
+    assert seen.spans[0].first_ids == PROMPT[:5]
+    assert all(span.first_ids == [] for span in look(sim).spans)
+    sim.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from bough.core.messages import LogprobSpec, TextSpec
@@ -13,8 +14,14 @@ from bough.core.step import Step
 from bough.scheduler.accept import output_limit
 from tests.sim.harness import VOCAB, Client, Sim, alone, check_answer, check_scores, gate_of
 
-EXAMPLES = int(os.environ.get("BOUGH_SIM_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("BOUGH_SIM_EXAMPLES", "100"))
 _QUICK = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def _at_length(test: Any) -> Any:
+    """Ten times as many examples."""
+    return pytest.mark.long(pytest.mark.timeout(1800)(settings(_QUICK, max_examples=10 * EXAMPLES)(test)))
+
 
 STEMS = [[(stem * 11 + i * i) % VOCAB for i in range(40)] for stem in range(3)]
 
@@ -100,9 +107,11 @@ def play(sim: Sim, script: list[Event]) -> list[Client]:
     return clients
 
 
-@_QUICK
-@given(engine=engines(), script=events())
-def test_everybody_gets_what_they_would_get_alone(engine: dict[str, Any], script: list[Event]) -> None:
+TRAFFIC = {"engine": engines(), "script": events()}
+BROKEN = st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "wait", "oom launch", "oom wait"]), max_size=5)
+
+
+def check_all_get_what_they_would_get_alone(engine: dict[str, Any], script: list[Event]) -> None:
     sim = Sim(**engine)
     for client in play(sim, script):
         check_answer(sim, client, failures=len(client.prompt) > sim.limits.capacity_tokens)
@@ -110,16 +119,18 @@ def test_everybody_gets_what_they_would_get_alone(engine: dict[str, Any], script
 
 
 @_QUICK
-@given(
-    engine=engines(),
-    script=events(),
-    broken=st.dictionaries(
-        st.integers(0, 40), st.sampled_from(["launch", "wait", "oom launch", "oom wait"]), max_size=5
-    ),
-)
-def test_failed_steps_take_only_their_requests(
-    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
-) -> None:
+@given(**TRAFFIC)
+def test_everybody_gets_what_they_would_get_alone(engine: dict[str, Any], script: list[Event]) -> None:
+    check_all_get_what_they_would_get_alone(engine, script)
+
+
+@_at_length
+@given(**TRAFFIC)
+def test_everybody_gets_what_they_would_get_alone_at_length(engine: dict[str, Any], script: list[Event]) -> None:
+    check_all_get_what_they_would_get_alone(engine, script)
+
+
+def check_failed_steps(engine: dict[str, Any], script: list[Event], broken: dict[int, str]) -> None:
     def failing(moment: str) -> Any:
         def fail(step: Step) -> Exception | None:
             how = broken.get(step.index, "")
@@ -132,6 +143,22 @@ def test_failed_steps_take_only_their_requests(
     sim = Sim(**engine, fail_launch=failing("launch"), fail_wait=failing("wait"))
     for client in play(sim, script):
         check_answer(sim, client, failures=True)
+
+
+@_QUICK
+@given(**TRAFFIC, broken=BROKEN)
+def test_failed_steps_take_only_their_requests(
+    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
+) -> None:
+    check_failed_steps(engine, script, broken)
+
+
+@_at_length
+@given(**TRAFFIC, broken=BROKEN)
+def test_failed_steps_take_only_their_requests_at_length(
+    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
+) -> None:
+    check_failed_steps(engine, script, broken)
 
 
 @st.composite
@@ -154,10 +181,9 @@ def special_asks(draw: st.DrawFn) -> dict[str, Any]:
     return ask
 
 
-@_QUICK
-@given(
-    engine=engines(),
-    script=st.lists(
+SPECIAL = {
+    "engine": engines(),
+    "script": st.lists(
         st.one_of(
             st.tuples(st.just("ask"), special_asks()),
             st.tuples(st.just("ask"), special_asks()),
@@ -167,11 +193,11 @@ def special_asks(draw: st.DrawFn) -> dict[str, Any]:
         min_size=2,
         max_size=16,
     ),
-    broken=st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "wait"]), max_size=2),
-)
-def test_constrained_and_scored_requests_in_traffic(
-    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
-) -> None:
+    "broken": st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "wait"]), max_size=2),
+}
+
+
+def check_constrained_and_scored(engine: dict[str, Any], script: list[Event], broken: dict[int, str]) -> None:
     def failing(moment: str) -> Any:
         return lambda step: MemoryError("out of memory") if broken.get(step.index) == moment else None
 
@@ -187,3 +213,19 @@ def test_constrained_and_scored_requests_in_traffic(
             assert alone(client, gate, limit) == client.tokens
         if client.ask.logprobs is not None:
             check_scores(client)
+
+
+@_QUICK
+@given(**SPECIAL)
+def test_constrained_and_scored_requests_in_traffic(
+    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
+) -> None:
+    check_constrained_and_scored(engine, script, broken)
+
+
+@_at_length
+@given(**SPECIAL)
+def test_constrained_and_scored_requests_in_traffic_at_length(
+    engine: dict[str, Any], script: list[Event], broken: dict[int, str]
+) -> None:
+    check_constrained_and_scored(engine, script, broken)

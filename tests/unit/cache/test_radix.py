@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from bough.cache.evict import EVICTION
 from bough.cache.pages import PagePool, PoolDry
-from bough.cache.prefix import PrefixCache
+from bough.cache.prefix import PrefixCache, Tail
 from bough.cache.radix import Match, Node
 
 TOTAL = 24
@@ -227,7 +227,7 @@ A, B, C = [1] * 4, [2] * 4, [3] * 4
 
 @pytest.mark.parametrize(
     ("policy", "first_to_go"),
-    [("lru", B), ("fifo", A), ("mru", A), ("lfu", C), ("priority", B)],
+    [("lru", B), ("fifo", A), ("mru", A), ("lfu", C), ("priority", B), ("slru", C), ("filo", C)],
 )
 def test_policies(policy: str, first_to_go: list[int]) -> None:
     """A is oldest and used last, B is used often but long ago, C is youngest and never used again."""
@@ -241,6 +241,17 @@ def test_policies(policy: str, first_to_go: list[int]) -> None:
     cache.alloc(4)
     left = {tuple(t): _cached(cache, t) for t in (A, B, C)}
     assert left == {tuple(t): 0 if t == first_to_go else 4 for t in (A, B, C)}
+
+
+def test_slru_keeps_what_was_hit_twice_through_a_scan() -> None:
+    cache = PrefixCache(num_pages=13, page_size=1, policy="slru")
+    for _ in range(3):
+        _fill(cache, A)
+    for _ in range(2):
+        _fill(cache, B)
+    for scanned in range(10, 20):
+        _fill(cache, [scanned] * 4)
+    assert (_cached(cache, A), _cached(cache, B)) == (4, 0)
 
 
 def test_eviction_takes_no_more_than_needed_and_from_the_tail() -> None:
@@ -363,3 +374,91 @@ def test_repair_starts_over() -> None:
     assert cache.repair()
     assert cache.pool.num_free == 19
     assert cache.num_repairs == 1
+
+
+def _keys(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int64)
+
+
+@pytest.mark.parametrize("how", ["needed", "flushed", "replaced", "failed"])
+def test_a_match_in_a_kept_page_does_not_outlive_it(how: str) -> None:
+    """Requests remember a match together with the version. With the page gone, they would copy what is in it now."""
+    cache = PrefixCache(num_pages=9, page_size=4)
+    _fill(cache, [1, 2, 3, 4])
+    page = int(cache.alloc(1)[0])
+    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), page, step=7))
+    asked = _keys([1, 2, 3, 4, 5, 6, 8, 8])
+    found = cache.match_prefix("", asked, 7, "r")
+    assert (found.num_tokens, found.tail_page) == (6, page)
+    node, _ = cache.lock("", asked, 4)  # the tree itself keeps what it has
+    version = cache.version
+    if how == "needed":
+        cache.alloc(cache.num_available)
+    elif how == "failed":
+        cache.drop_step(7)
+    elif how == "replaced":
+        cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4]), 0))
+    else:
+        cache.release(node, np.empty(0, np.int32))
+        cache.flush()
+    assert cache.match_prefix("", asked, 7, "r").tail_page == 0
+    assert cache.version != version
+
+
+def test_pages_that_are_being_computed_are_not_copied() -> None:
+    """They hold nothing yet: the step that fills them may come after the one that copies, or fail."""
+    cache = PrefixCache(num_pages=9, page_size=4)
+    theirs, ours = _keys([1, 2, 3, 4, 5, 6, 7, 8]), _keys([1, 2, 3, 4, 5, 6, 9, 9])
+    node, _ = cache.lock("", theirs, 0)
+    cache.insert(node, theirs, cache.alloc(2), step=3)
+    found = cache.match_prefix("", ours, 7)
+    assert found.num_tokens == 4
+    assert cache.lengthen(found, "", ours, 7) == found
+    cache.settle(3)
+    longer = cache.lengthen(found, "", ours, 7)
+    assert longer.num_tokens == 6
+    assert longer.tail_page
+
+
+def test_both_halves_of_a_split_prefix_keep_its_priority() -> None:
+    """An urgent prefix that a less urgent request has cut in two stays before others: its beginning as well."""
+    cache = PrefixCache(num_pages=7, page_size=1, policy="priority")
+    _fill(cache, [1, 2, 3, 4], priority=5)
+    _fill(cache, [1, 2], priority=1)
+    node, _ = cache.lock("x", _keys([0]), 0)
+    cache.release(node, cache.alloc(4))
+    assert _cached(cache, [1, 2, 3, 4]) == 2, "its end has gone, its beginning is a leaf"
+    _fill(cache, [9, 9], priority=3)
+    cache.alloc(4)
+    assert _cached(cache, [9, 9]) == 0
+    assert _cached(cache, [1, 2]) == 2
+
+
+def test_a_match_does_not_outlive_its_eviction() -> None:
+    """A request that remembers one would read pages that others have by now."""
+    cache = PrefixCache(num_pages=5, page_size=1)
+    _fill(cache, [1, 2, 3, 4])
+    version = cache.version
+    cache.alloc(2)
+    assert _cached(cache, [1, 2, 3, 4]) == 2
+    assert cache.version != version
+
+
+def test_both_halves_of_a_split_prefix_go_with_the_step_that_failed() -> None:
+    """Another request has cut it in two before the step was over: neither half was computed."""
+    cache = PrefixCache(num_pages=9, page_size=1)
+    key = _keys([1, 2, 3, 4])
+    node, _ = cache.lock("", key, 0)
+    cache.insert(node, key, cache.alloc(4), step=3)
+    cache.lock("", key, 2)
+    cache.drop_step(3)
+    assert _cached(cache, [1, 2, 3, 4]) == 0
+
+
+def test_a_kept_page_is_for_those_who_have_its_tokens() -> None:
+    cache = PrefixCache(num_pages=9, page_size=4)
+    _fill(cache, [1, 2, 3, 4])
+    page = int(cache.alloc(1)[0])
+    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), page))
+    for asked, found in (([5, 6, 8, 8], 6), ([5, 9, 8, 8], 4), ([9, 6, 8, 8], 4)):
+        assert cache.match_prefix("", _keys([1, 2, 3, 4, *asked]), 7, "r").num_tokens == found

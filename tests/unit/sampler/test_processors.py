@@ -17,7 +17,7 @@ from bough.core.sampling import SamplingParams
 from bough.core.step import SlotSetup
 from bough.sampler import processors
 from bough.sampler.processors import load_processors
-from bough.sampler.shaping import Shaper
+from bough.sampler.shaping import RichSamples, Shaper
 
 VOCAB = 8
 
@@ -80,7 +80,8 @@ def test_rows_get_their_own(module: types.ModuleType) -> None:
         setup(3, "narrow"),
         setup(4, "only", token=6),
     ]
-    shaped = shaper.shape(logits, np.arange(5, dtype=np.int32), setups, [0] * 5)
+    at, none = np.arange(5), np.zeros(5, np.int64)
+    shaped = shaper.shape(logits, RichSamples(at, setups, torch.zeros(5), at, none, None))
     assert shaped[0].argmax() == 2
     assert shaped[4].argmax() == 6
     assert torch.isinf(shaped[0]).sum() == VOCAB - 1

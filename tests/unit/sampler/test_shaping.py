@@ -1,15 +1,19 @@
 """The batched reshaping of logits against a row-by-row model written from the definitions."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
-from bough.core.step import SlotSetup
+from bough.core.step import SlotSetup, Step
 from bough.sampler import shaping
 from bough.sampler.scoring import join_scores, score
-from bough.sampler.shaping import Shaper, apply_masks
+from bough.sampler.shaping import RichSamples, Shaper, apply_masks
+from bough.sampler.state import SlotParams
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -19,10 +23,16 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def rich(setups: list[SlotSetup], *at: int, num_output: int = 0) -> RichSamples:
+    """Samples of rows without drafts."""
+    places, count = np.array(at, np.int64), max(at) + 1
+    return RichSamples(places, setups, torch.full((count,), num_output), places, np.zeros(len(at), np.int64), None)
+
+
 def shape_one(setup: SlotSetup, logits: torch.Tensor, num_output: int = 0) -> torch.Tensor:
     shaper = Shaper(VOCAB, CPU)
     shaper.assign(setup)
-    return shaper.shape(logits, ids(0), [setup], [num_output])
+    return shaper.shape(logits, rich([setup], 0, num_output=num_output))
 
 
 @pytest.mark.parametrize("at_once", [1 << 22, 2 * VOCAB, 1])
@@ -44,7 +54,7 @@ def test_penalties_match_their_definitions_row_by_row(monkeypatch, at_once):
     for setup in setups:
         shaper.assign(setup)
     before = logits.clone()
-    got = shaper.shape(logits, ids(0, 1, 2), setups, [1, 3, 2])
+    got = shaper.shape(logits, rich(setups, 0, 1, 2))
     assert torch.equal(logits, before), "scores look at the raw ones"
     for row, setup in enumerate(setups):
         params, output = setup.sampling, setup.output.tolist()
@@ -63,9 +73,9 @@ def test_penalties_follow_tokens_drawn_on_the_device():
     shaper = Shaper(VOCAB, CPU)
     shaper.assign(setup)
     for expected in (0.0, -1.0, -2.0):
-        shaped = shaper.shape(torch.zeros(1, VOCAB), ids(0), [setup], [0])
+        shaped = shaper.shape(torch.zeros(1, VOCAB), rich([setup], 0))
         assert float(shaped[0, 11]) == expected
-        shaper.advance(ids(0), [setup], torch.tensor([11]))
+        shaper.advance(rich([setup], 0), torch.tensor([11]))
 
 
 def test_a_reused_slot_forgets_its_past():
@@ -74,7 +84,7 @@ def test_a_reused_slot_forgets_its_past():
     shaper.assign(setup)
     fresh = SlotSetup(slot=3, sampling=SamplingParams(presence_penalty=1.0))
     shaper.assign(fresh)
-    assert float(shaper.shape(torch.zeros(1, VOCAB), ids(0), [fresh], [0])[0, 8]) == 0.0
+    assert float(shaper.shape(torch.zeros(1, VOCAB), rich([fresh], 0))[0, 8]) == 0.0
 
 
 def test_bias_adds_and_end_tokens_wait_for_the_minimum():
@@ -103,14 +113,14 @@ def test_a_banned_word_is_blocked_only_where_it_would_complete():
     shaper.assign(setup)
 
     def banned() -> list[int]:
-        shaped = shaper.shape(torch.zeros(1, VOCAB), ids(0), [setup], [0])
+        shaped = shaper.shape(torch.zeros(1, VOCAB), rich([setup], 0))
         return [t for t in range(VOCAB) if shaped[0, t] == -torch.inf]
 
     assert banned() == [2]
     for token in (11, 10, 11):
-        shaper.advance(ids(0), [setup], torch.tensor([token]))
+        shaper.advance(rich([setup], 0), torch.tensor([token]))
     assert banned() == [2, 12]
-    shaper.advance(ids(0), [setup], torch.tensor([13]))
+    shaper.advance(rich([setup], 0), torch.tensor([13]))
     assert banned() == [2]
 
 
@@ -119,17 +129,17 @@ def test_banned_words_may_be_long_and_come_to_rows_that_have_spoken():
     shaper = Shaper(VOCAB, CPU)
     shaper.assign(short)
     for token in (10, 11):
-        shaper.advance(ids(0), [short], torch.tensor([token]))
+        shaper.advance(rich([short], 0), torch.tensor([token]))
     word = tuple(range(1, 14))
     long = SlotSetup(slot=1, sampling=SamplingParams(bad_words=(word,)), output=ids(*word[:4]))
     shaper.assign(long)
     both = [short, long]
     for at, token in enumerate(word[4:-1]):
-        shaped = shaper.shape(torch.zeros(2, VOCAB), ids(0, 1), both, [0, 0])
+        shaped = shaper.shape(torch.zeros(2, VOCAB), rich(both, 0, 1))
         assert (shaped[0, 12] == -torch.inf) == (at == 0)
         assert (shaped[1] > -torch.inf).all()
-        shaper.advance(ids(0, 1), both, torch.tensor([5, token]))
-    shaped = shaper.shape(torch.zeros(2, VOCAB), ids(0, 1), both, [0, 0])
+        shaper.advance(rich(both, 0, 1), torch.tensor([5, token]))
+    shaped = shaper.shape(torch.zeros(2, VOCAB), rich(both, 0, 1))
     assert torch.nonzero(shaped == -torch.inf).tolist() == [[1, 13]]
 
 
@@ -142,7 +152,7 @@ def test_processors_see_their_rows_and_parameters():
         SlotSetup(slot=i, sampling=SamplingParams(logit_processor="push", custom_params={"by": float(i)}))
         for i in (1, 2)
     ]
-    got = shaper.shape(torch.zeros(3, VOCAB), ids(0, 2), setups, [0, 0])
+    got = shaper.shape(torch.zeros(3, VOCAB), rich(setups, 0, 2))
     assert got[:, 0].tolist() == [1.0, 0.0, 2.0]
 
 
@@ -180,3 +190,60 @@ def test_scores_hold_on_to_nothing_large():
     scores = score(torch.randn(5, VOCAB), torch.arange(5), np.arange(5, dtype=np.int32), [LogprobSpec(start=0)] * 5)
     for part in (scores.logprobs, scores.top_ids, scores.top_logprobs, scores.chosen):
         assert part.untyped_storage().nbytes() <= 5 * 8
+
+
+RICH = {
+    "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3, "min_new_tokens": 6,
+    "bad_words": ((7,), (3, 9), (3, 3, 5), (1, 2, 3, 4)), "logit_bias": {11: 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sample_behind_drafts_is_shaped_as_if_they_were_output(seed: int):
+    rng = np.random.default_rng(seed)
+    sampling = SamplingParams(max_new_tokens=99, **RICH)
+    outputs = [rng.integers(0, 12, count).astype(np.int32) for count in (0, 2, 5)]
+    drafts = [rng.integers(0, 12, count) for count in (3, 0, 2)]
+    setups = [
+        SlotSetup(slot=slot, sampling=sampling, eos_ids=(20,), prompt=ids(4, 5), output=output, num_output=len(output))
+        for slot, output in enumerate(outputs)
+    ]
+    shaper = Shaper(VOCAB, CPU)
+    for setup in setups:
+        shaper.assign(setup)
+    params = SlotParams(3, VOCAB)
+    for setup in setups:
+        params.fill(setup)
+    counts = np.array([len(each) for each in drafts], np.int32)
+    step = Step(
+        index=0, num_decodes=3, slots=ids(0, 1, 2), num_query=counts + 1, context=ids(9, 9, 9),
+        samples=np.ones(3, np.bool_), tokens=np.zeros(8, np.int32), table_at=np.empty(0, np.int64),
+        table_pages=ids(), drafts=counts,
+    )  # fmt: skip
+    samples = params.gather(step)
+    inputs = torch.from_numpy(np.concatenate([np.array([0, *each]) for each in drafts]))
+    before = np.repeat([len(each) for each in outputs], counts + 1)
+    arrays = SimpleNamespace(
+        ids_T=inputs,
+        sample_at_L=torch.arange(8),
+        counter_L=torch.from_numpy(before + samples.longs[2]),
+    )
+    logits = torch.randn(8, VOCAB)
+    found = RichSamples.of(samples, [setups[i] for i in samples.owners()], arrays)
+    got = shaper.shape(logits, found)
+    at = 0
+    for setup, output, path in zip(setups, outputs, drafts, strict=True):
+        for place in range(len(path) + 1):
+            said = np.concatenate([output, path[:place]]).astype(np.int32)
+            alone = replace(setup, output=said, num_output=len(said))
+            assert torch.allclose(got[at], shape_one(alone, logits[at : at + 1], len(said))[0], atol=1e-5), (at, place)
+            at += 1
+    taken = np.array([min(2, len(each) + 1) for each in drafts])
+    drawn = torch.from_numpy(rng.integers(0, 12, (3, 4)))
+    shaper.advance(found, torch.cat([torch.from_numpy(taken)[:, None], drawn], 1))
+    after = shaper.shape(torch.zeros(3, VOCAB), rich(setups, 0, 1, 2, num_output=7))
+    for row, (setup, output) in enumerate(zip(setups, outputs, strict=True)):
+        said = np.concatenate([output, drawn[row, : taken[row]].numpy()]).astype(np.int32)
+        assert torch.allclose(
+            after[row], shape_one(replace(setup, output=said), torch.zeros(1, VOCAB), 7)[0], atol=1e-5
+        )

@@ -67,6 +67,17 @@ def test_gate_waits_for_the_marker() -> None:
     assert not gate.thinking
 
 
+@pytest.mark.parametrize("end", [2, 31, 40])
+def test_an_answer_with_a_grammar_cannot_end_within_its_reasoning(end: int) -> None:
+    gate = Gate(_Any(), marker=(7, 8), after_reasoning=True, ends=(end, 8))
+    mask = np.zeros(2, np.int32)
+    gate.fill_mask(mask)
+    assert _bits(mask) == [token for token in range(64) if token != end], "8 belongs to the marker"
+    free = Gate(None, marker=(7, 8), budget=5, ends=(end,))
+    free.fill_mask(mask)
+    assert len(_bits(mask)) == 64
+
+
 def test_gate_forces_the_rest_of_a_half_said_marker() -> None:
     gate = Gate(None, marker=(7, 8, 9), budget=2)
     assert not gate.may_constrain(1)

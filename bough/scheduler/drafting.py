@@ -1,0 +1,58 @@
+"""The seam between planning and speculative decoding: who says how many drafts a row gets, and which.
+
+`bough.speculative` implements it. Planning knows bounds, memory and tokens; it does not know how drafts are made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
+
+from bough.core.step import I32, I64, Bool
+
+if TYPE_CHECKING:
+    from bough.scheduler.queues import Job, Queues
+
+
+NUM_DRAFT_PLACES = 16
+"""Places behind a row's newest token for which right drafts are counted one by one."""
+
+
+class Offer(Struct):
+    """Drafts for the decode rows of a step, not all of them without any."""
+
+    counts: I32
+    """Per row."""
+    tokens: I32
+    """Row after row: token ids, or `core.step.FIRST_DRAFT - i` for what the device has."""
+
+
+class Drafter(Protocol):
+    """Decides about drafts, and learns from what became of them. `waits` and `offer` change nothing that counts."""
+
+    def waits(self, queues: Queues, slots: I64) -> Bool:
+        """Which of these rows, all of them in a step in flight, should sit this step out, because their drafts can be made
+        only when that step has settled."""
+        ...
+
+    def offer(self, queues: Queues, slots: I64, most: I32, num_tokens: int) -> Offer | None:
+        """Drafts for the rows of a step: at most `most[row]` each, and `num_tokens` in all. None: none are worth it."""
+        ...
+
+    def begin(self, slot: int, job: Job) -> None:
+        """A request has got the slot."""
+        ...
+
+    def learn(self, queues: Queues, slots: I64, drafts: I32, accepted: I32) -> None:
+        """A step has settled in which these rows decoded, with so many drafts each, of which so many were right. Their
+        tokens are in the history."""
+        ...
+
+    def timed(self, num_rows: int, num_tokens: int, ms: float) -> None:
+        """A step of decode rows alone took so long."""
+        ...
+
+    def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:
+        """The request gives the slot up: it has ended, or will come back."""
+        ...
