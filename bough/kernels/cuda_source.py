@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.config.cache_directory import cache_directory
 from bough.kernels.choices import facts_of
-from bough.platform.disk_cache import cache_directory
 from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")
 
-_COMMON = Path(__file__).with_name("hopper.cuh")
+_COMMON = tuple(Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper_tiles.cuh"))
 """What sources may include."""
 SWIZZLED_BYTES = 128
 """The width of a tile that the copy engine lays out for the tensor cores."""
@@ -35,7 +35,7 @@ _NOT_SWIZZLED, _BY_128_BYTES = 0, 3  # CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+_TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # 8 bits: as bytes
 
 
 class CudaSourceError(Exception):
@@ -79,8 +79,10 @@ def compile_cubin(source: str, architecture: str, defines: Mapping[str, int]) ->
     """Machine code of `source` for, say, "sm_90a". Needs NVRTC, but no device."""
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
-    text, name = (ctypes.c_char_p * 1)(_COMMON.read_bytes()), (ctypes.c_char_p * 1)(_COMMON.name.encode())
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"bough.cu", 1, text, name):
+    count = len(_COMMON)
+    texts = (ctypes.c_char_p * count)(*(path.read_bytes() for path in _COMMON))
+    names = (ctypes.c_char_p * count)(*(path.name.encode() for path in _COMMON))
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"bough.cu", count, texts, names):
         raise CudaSourceError("NVRTC could not be started")
     try:
         options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines.items())]
@@ -104,7 +106,8 @@ def _nvrtc_text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> byte
 def cached_cubin(path: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
     """As `compile_cubin`, from the cache where it has it. Safe against several processes at once."""
     source = path.read_text()
-    parts = (source, _COMMON.read_text(), architecture, repr(sorted(defines.items())), str(torch.version.cuda))
+    common = (header.read_text() for header in _COMMON)
+    parts = (source, *common, architecture, repr(sorted(defines.items())), str(torch.version.cuda))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     made: bytes | None = None
     try:

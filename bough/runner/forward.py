@@ -12,9 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups, Tail
+from bough.core.step import MOST_LEVELS
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SpanTensors, Tail
 from bough.kernels.sampling import sample
-from bough.kernels.step_start import start_step
+from bough.kernels.step_end import advance, verify
+from bough.kernels.step_start import SlotState, start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.inputs import StepTensors
@@ -25,30 +27,23 @@ TAIL_SHARE = 0.25
 """The last layer is narrowed to the tokens that are read if these are at most this part of the step."""
 
 
-@dataclass(slots=True)
-class DeviceState:
-    """What lives on the device by slot. The last slot is spare, for padding."""
-
-    page_table: Tensor
-    """int32 [slots + 1, pages per slot]"""
-    last_token: Tensor
-    """int64 [slots + 1]: the token each slot's row sampled last."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What the host knows of a step: upper bounds that grids are sized by, and exact lengths where nothing is captured."""
+    """What the host knows of a step: upper bounds that grids are sized by, and lengths where nothing is captured."""
 
     max_query: int
     max_kv: int
-    shared: bool
+    span_tokens: int = 0
+    """Query tokens of rows that may be in shared spans: the first ones; 0: nothing is shared."""
+    levels: int = MOST_LEVELS
+    """Of those spans."""
     host: HostLengths | None = None
 
 
 class Forward:
     """Binds the model, its KV and the device state."""
 
-    def __init__(self, model: Model, pool: KVPool, state: DeviceState, attention: AttentionFactory) -> None:
+    def __init__(self, model: Model, pool: KVPool, state: SlotState, attention: AttentionFactory) -> None:
         self.model = model
         self.pool = pool
         self.state = state
@@ -66,19 +61,18 @@ class Forward:
         tokens: None)."""
         if at is not None and not len(at):
             return self.hidden(tensors, extent, at.new_zeros(1), segments)[:0]
-        state = self.state
-        ids = start_step(
-            self._pages,
-            tensors.table_at_U,
-            tensors.table_pages_U,
-            tensors.ids_T,
-            tensors.token_slots_T,
-            state.last_token,
-        )
+        state, ids = self.state, tensors.ids_T
+        start_step(state, tensors, self.pool.page_size)
         shared = None
-        if extent.shared:
-            shared = SharedGroups(
-                rows_S=tensors.group_rows_R, start_G1=tensors.group_start_R1, num_tokens_G=tensors.group_tokens_R
+        if extent.span_tokens:
+            shared = SpanTensors(
+                rows_M=tensors.span_rows_M,
+                start_S1=tensors.span_start_R1,
+                first_S=tensors.span_first_R,
+                last_S=tensors.span_last_R,
+                level_S=tensors.span_level_R,
+                levels=extent.levels,
+                num_tokens=extent.span_tokens,
             )
         inputs = AttentionInputs(
             query_start_R1=tensors.query_start_R1,
@@ -91,6 +85,8 @@ class Forward:
             max_kv=extent.max_kv,
             k_caches=self.pool.keys,
             v_caches=self.pool.values,
+            k_scales=self.pool.k_scales,
+            v_scales=self.pool.v_scales,
             shared=shared,
             host=extent.host,
         )
@@ -102,28 +98,34 @@ class Forward:
             attention=self._attention(inputs),
             logits_at=at,
             num_tokens=len(ids),
+            loc_T=tensors.loc_T if extent.host is None else None,
             segments_T=segments,
         )
         return self.model.forward(batch)
 
     def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
-        """Samples one token a row and keeps it as the slot's last."""
-        rows = len(logits)
-        tokens = sample(
+        """int64 [L]: one token a sample."""
+        count = len(logits)
+        return sample(
             logits,
-            tensors.temperature_R[:rows],
-            tensors.top_k_R[:rows],
-            tensors.top_p_R[:rows],
-            tensors.min_p_R[:rows],
-            tensors.seed_R[:rows],
-            tensors.counter_R[:rows],
+            tensors.temperature_L[:count],
+            tensors.top_k_L[:count],
+            tensors.top_p_L[:count],
+            tensors.min_p_L[:count],
+            tensors.seed_L[:count],
+            tensors.counter_L[:count],
         )
-        return self.keep(tokens, tensors)
 
-    def keep(self, tokens: Tensor, tensors: StepTensors) -> Tensor:
-        tokens = tokens.to(torch.int64)
-        self.state.last_token.scatter_(0, tensors.sample_slots_R[: len(tokens)], tokens)
-        return tokens
+    def keep(self, drawn_L: Tensor, tensors: StepTensors) -> Tensor:
+        """Every row yields what it drew: the slots go on from there. Returns the tokens."""
+        advance(self.state, tensors, drawn_L)
+        return drawn_L
+
+    def verify(
+        self, drawn_L: Tensor, tensors: StepTensors, num_rows: int, width: int, blocked_L: Tensor | None = None
+    ) -> Tensor:
+        """[rows, 1 + width]: how many tokens each row yields, and what it drew: the slots go on from there."""
+        return verify(self.state, tensors, drawn_L, num_rows, width, blocked_L)
 
 
 def _rows_of(at: Tensor, tensors: StepTensors, inputs: AttentionInputs) -> AttentionInputs:

@@ -1,9 +1,10 @@
-"""Captured CUDA graphs of small steps: one per padded token count, row count and kind, captured when first wanted.
+"""Captured CUDA graphs of small steps: one per padded token, row and sample count and kind, captured when first wanted.
 
 A graph serves any mixture of rows that fits its sizes, since attention reads its work from device buffers; steps of decode
-rows alone have graphs of their own, without the launches that longer rows need. While a size is not captured, the next
-larger one serves: for decode rows if it is not too wasteful, for mixtures always, since launching a small step kernel by
-kernel takes the host longer than the largest graph takes the device. All graphs share one memory pool.
+rows alone have graphs of their own, without the launches that longer rows need, and so have steps with drafts, whose rows
+have several samples. While a size is not captured, the next
+larger one serves if it is not too wasteful: of small mixtures any, since launching a small step kernel by kernel takes the
+host longer than a graph of 512 tokens takes the device. All graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from bough.core.step import MOST_LEVELS
 from bough.runner.capture import capture
 from bough.runner.forward import Extent, Forward
 from bough.runner.inputs import Layout, Sizes, StepTensors
@@ -30,6 +32,8 @@ CHEAP_TOKENS = 64
 """...or this many: such steps take the time of reading the weights, however few their tokens."""
 TABLE_ROOM = 256
 """Page-table writes that a step may make beyond two a row: those of a prompt whose beginning is cached."""
+SMALL_MIXTURE, MIXTURE_WASTE = 512, 1.25
+"""A graph of at most so many tokens serves any mixture that fits; a larger one those that have not many fewer."""
 WORTH_IT = 4
 """Mixed steps that no graph can serve are run eagerly this often before one is captured for them in passing."""
 
@@ -39,10 +43,25 @@ class GraphKey(NamedTuple):
 
     tokens: int
     rows: int
+    samples: int
+    width: int
+    """Samples of a row at most: 1, or a power of two where drafts are verified."""
     kind: Kind
     shared: bool
     decode: bool
-    """Serves steps of decode rows only, one token each; otherwise any mixture."""
+    """No row has more than `width` tokens; otherwise any mixture."""
+
+
+class Extents(NamedTuple):
+    """How large a step is, as far as its graph depends on it."""
+
+    tokens: int
+    rows: int
+    samples: int
+    width: int = 1
+    """Samples of the row that has most of them."""
+    max_query: int = 1
+    """Query tokens of the row that has most of them."""
 
 
 @dataclass(slots=True)
@@ -54,7 +73,8 @@ class Captured:
     tensors: StepTensors
     graph: torch.cuda.CUDAGraph
     result: Tensor
-    """Tokens [rows] or logits [rows, vocab]."""
+    """Tokens [samples], where there are drafts [rows, 1 + width] as `Forward.verify` gives it; or logits [samples,
+    vocab]."""
 
     def replay(self, packed: Tensor) -> None:
         """Queues a step whose inputs are packed in pinned memory."""
@@ -64,8 +84,9 @@ class Captured:
 
 def token_sizes(largest: int) -> list[int]:
     """Token counts worth a graph: fine steps where padding costs most. With 8B parameters on an H200, 288 cost as much as
-    320, and 352 to 480 more than 512, which fills the tiles of every product."""
-    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), 256, 320, 512]
+    320, and 352 to 480 more than 512, which fills the tiles of every product. From there on, tiles of 128 tokens.
+    Experts of up to four tokens have a kernel that chooses them itself, also those of padding."""
+    sizes = [1, 2, 3, 4, 8, *range(16, 64, 8), *range(64, 256, 16), 256, 320, 512, *range(640, largest + 1, 128)]
     return [size for size in sizes if size <= largest]
 
 
@@ -84,12 +105,12 @@ class Graphs:
         self._wanted: list[GraphKey] = []
         self._missed: Counter[GraphKey] = Counter()
 
-    def serve(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> Captured | None:
+    def serve(self, size: Extents, kind: Kind, shared: bool) -> Captured | None:
         """The graph for a step. None: run it eagerly, for it is too large, or of a mixture that has been rare so far.
 
         A decode size without a graph that could stand in is captured at once: it will be used for many steps.
         """
-        key = self._key(num_tokens, num_rows, kind, shared)
+        key = self._key(size, kind, shared)
         if key is None:
             return None
         if key in self._captured:
@@ -117,41 +138,56 @@ class Graphs:
                 return True
         return False
 
-    def warm_up(self, steps: Iterable[tuple[int, int]]) -> None:
-        """Captures graphs for steps of (tokens, rows), largest first so that the others fit in its memory."""
-        for tokens, rows in sorted(set(steps), reverse=True):
-            key = self._key(tokens, rows, "sampled", False)
+    def warm_up(self, steps: Iterable[Extents]) -> None:
+        """Captures graphs for steps of these sizes, largest first so that the others fit in its memory."""
+        for size in sorted(set(steps), reverse=True):
+            key = self._key(size, "sampled", False)
             if key is not None and key not in self._captured:
                 self.capture(key)
 
     def want(self, token_counts: list[int], *, shared: bool = False) -> None:
         """Notes decode sizes to be captured in idle moments, in their order, after what is noted already."""
-        keys = [self._key(size, size, "sampled", shared) for size in reversed(token_counts)]
+        keys = [self._key(Extents(size, size, size), "sampled", shared) for size in reversed(token_counts)]
         self._wanted[:0] = [key for key in keys if key is not None]
 
-    def _key(self, num_tokens: int, num_rows: int, kind: Kind, shared: bool) -> GraphKey | None:
-        at = bisect_left(self._sizes, num_tokens)
-        if at == len(self._sizes):
+    def _key(self, size: Extents, kind: Kind, shared: bool) -> GraphKey | None:
+        tokens = self._padded(size.tokens)
+        if tokens is None:
             return None
-        tokens = self._sizes[at]
-        decode = num_rows == num_tokens
-        rows = tokens
+        width = 1 << (size.width - 1).bit_length()
+        decode = size.max_query <= width
+        rows = samples = tokens
         if not decode:
-            rows = next((size for size in (1, 8, 64) if num_rows <= size < tokens), tokens)
-        return GraphKey(tokens, rows, kind, shared, decode)
+            rows = next((most for most in (1, 8, 64, 512) if size.rows <= most < tokens), tokens)
+            samples = rows
+        elif width > 1:
+            rows = self._padded(size.rows) or tokens
+        if size.samples > samples:
+            samples = self._padded(size.samples) or tokens
+        return GraphKey(tokens, rows, samples, width, kind, shared, decode)
+
+    def _padded(self, count: int) -> int | None:
+        """The next captured size; None: there is none as large."""
+        at = bisect_left(self._sizes, count)
+        return self._sizes[at] if at < len(self._sizes) else None
 
     def _larger(self, key: GraphKey) -> Captured | None:
-        most = max(CHEAP_TOKENS, WASTE * key.tokens) if key.decode else self._sizes[-1]
+        cheap, waste = (CHEAP_TOKENS, WASTE) if key.decode else (SMALL_MIXTURE, MIXTURE_WASTE)
+        most = max(cheap, waste * key.tokens)
         fits = [
             other
             for other in self._captured
             if other.kind == key.kind
             and other.shared == key.shared
             and other.decode == key.decode
+            and (other.width == 1) == (key.width == 1)
+            and key.width <= other.width
             and key.tokens <= other.tokens <= most
             and key.rows <= other.rows
+            and key.samples <= other.samples
         ]
-        return self._captured[min(fits, key=lambda k: (k.tokens, k.rows))] if fits else None
+        best = min(fits, key=lambda k: (k.tokens, k.samples, k.rows, k.width), default=None)
+        return None if best is None else self._captured[best]
 
     def capture(self, key: GraphKey) -> Captured:
         captured = self._captured[key] = self._record(key)
@@ -159,27 +195,36 @@ class Graphs:
         return captured
 
     def _record(self, key: GraphKey) -> Captured:
-        layout = Layout(Sizes(tokens=key.tokens, rows=key.rows, writes=2 * key.rows + TABLE_ROOM))
+        members = MOST_LEVELS * key.rows if key.shared else 0
+        layout = Layout(Sizes(key.tokens, key.rows, key.samples, 2 * key.rows + TABLE_ROOM, members))
         device = self._forward.state.page_table.device
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         tensors = layout.tensors(buffer)
         self._make_idle(tensors)
-        extent = Extent(max_query=1 if key.decode else key.tokens, max_kv=self._context_length, shared=key.shared)
+        extent = Extent(
+            max_query=key.width if key.decode else key.tokens,
+            max_kv=self._context_length,
+            span_tokens=key.tokens if key.shared else 0,
+        )
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, result = capture(lambda: self._run(tensors, extent, key.kind), self._pool)
+        graph, result = capture(lambda: self._run(tensors, extent, key), self._pool)
         return Captured(layout, buffer, tensors, graph, result)
 
-    def _run(self, tensors: StepTensors, extent: Extent, kind: Kind) -> Tensor:
-        logits = self._forward.model.logits(self._forward.hidden(tensors, extent, tensors.last_at_R))
-        return self._forward.draw(logits, tensors) if kind == "sampled" else logits
+    def _run(self, tensors: StepTensors, extent: Extent, key: GraphKey) -> Tensor:
+        forward = self._forward
+        logits = forward.model.logits(forward.hidden(tensors, extent, tensors.sample_at_L))
+        if key.kind == "logits":
+            return logits
+        drawn = forward.draw(logits, tensors)
+        return forward.keep(drawn, tensors) if key.width == 1 else forward.verify(drawn, tensors, key.rows, key.width)
 
     def _make_idle(self, tensors: StepTensors) -> None:
         """Inputs under which a run touches nothing that matters."""
         tensors.token_slots_T.fill_(self._spare_slot)
         tensors.loc_T.fill_(-1)
         tensors.slots_R.fill_(self._spare_slot)
-        tensors.sample_slots_R.fill_(self._spare_slot)
+        tensors.sample_slots_L.fill_(self._spare_slot)
         tensors.table_at_U.fill_(self._spare_slot * self._forward.state.page_table.shape[1])
-        tensors.top_p_R.fill_(1.0)
-        tensors.top_k_R.fill_(1)
+        tensors.top_p_L.fill_(1.0)
+        tensors.top_k_L.fill_(1)

@@ -38,7 +38,7 @@ class HiddenWanted:
 
 
 class HiddenSlots:
-    """The slots whose requests want states: of all their tokens, or of the last one before each sample."""
+    """The slots whose requests want states: of all their tokens, or of the one before each sample."""
 
     def __init__(self) -> None:
         self._asked: dict[int, str] = {}
@@ -58,7 +58,9 @@ class HiddenSlots:
         ends = np.cumsum(step.num_query)
         for row in np.flatnonzero(np.isin(step.slots, list(self._asked))).tolist():
             mode, end = self._asked[int(step.slots[row])], int(ends[row])
-            count = int(step.num_query[row]) if mode == "all" else int(step.samples[row])
+            count = int(step.num_query[row])
+            if mode != "all":
+                count = int(step.samples[row]) + (int(step.drafts[row]) if row < len(step.drafts) else 0)
             if count:
                 at.append(np.arange(end - count, end))
                 rows.append(row)

@@ -1,8 +1,11 @@
 """The arrays of a step, packed into one buffer that crosses to the device in one copy.
 
-T tokens, R rows, U page-table writes, each padded to the sizes of a captured graph (or not padded at all). Padding is
-harmless by construction: padded tokens write no KV, padded rows have no queries, and both refer to the spare
-slot at the end of every table.
+T tokens, R rows, L samples, U page-table writes, M rows of shared spans, each padded to the sizes of a captured graph
+(or not padded at all). Padding is harmless by construction: padded tokens write no KV, padded rows have no queries, and
+both refer to the spare slot at the end of every table.
+
+Decode rows come first. How long they are is known to the device, so their part of the arrays is completed there by
+`kernels.step_start` (*derived*); the host writes what does not depend on it.
 
 A device without other work waits while a step is packed, and the time goes into calls rather than into what they do. So
 arrays of one type and length form a *block*, which is laid out, padded and given to the device as a whole.
@@ -18,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bough.core.step import I32, RunnerLimits, Step
+from bough.core.step import I32, MOST_LEVELS, RunnerLimits, Step
 from bough.runner.staging import ALIGN, Stage
-from bough.sampler.state import PlainRows
+from bough.sampler.state import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,40 +32,47 @@ class Sizes:
 
     tokens: int
     rows: int
+    samples: int
     writes: int
+    members: int = 0
+    """Rows of shared spans, each as often as it has spans."""
 
 
 @dataclass(slots=True)
 class StepTensors:
-    """Device views of a packed step, block after block."""
+    """Device views of a packed step, block after block: `StepInputs` of `kernels.step_start`, and more."""
 
     ids_T: Tensor
-    """Input ids; negative: the last sample of the token's slot."""
     positions_T: Tensor
     token_slots_T: Tensor
     loc_T: Tensor
     """KV location (page * page_size + offset) that each token writes; -1: none."""
-    last_at_R: Tensor
-    """Index of each sampling row's last token; padded with 0."""
-    sample_slots_R: Tensor
-    """Where each sampling row's token is kept; the spare slot for padding."""
-    top_k_R: Tensor
-    seed_R: Tensor
-    counter_R: Tensor
+    sample_at_L: Tensor
+    """The token behind which each sample is drawn; padded with 0."""
+    sample_slots_L: Tensor
+    """Where each sample is kept; the spare slot for padding."""
+    top_k_L: Tensor
+    seed_L: Tensor
+    counter_L: Tensor
     table_at_U: Tensor
     query_start_R1: Tensor
-    group_start_R1: Tensor
-    """Where each group of rows that share a leading span of KV begins (unused groups are empty)..."""
+    span_start_R1: Tensor
+    """Where the rows of each shared span begin (unused spans have none): there are fewer spans than rows."""
+    sample_start_R1: Tensor
+    """Where the samples of each sampling row begin (padded rows have none); set in steps with drafts only."""
     kv_len_R: Tensor
     slots_R: Tensor
-    group_rows_R: Tensor
-    """...the groups' rows, group after group..."""
-    group_tokens_R: Tensor
-    """...and how many tokens each group shares."""
+    span_first_R: Tensor
+    span_last_R: Tensor
+    span_level_R: Tensor
+    span_rows_M: Tensor
+    """The spans' rows, span after span."""
     table_pages_U: Tensor
-    temperature_R: Tensor
-    top_p_R: Tensor
-    min_p_R: Tensor
+    derived: Tensor
+    """Leading tokens, rows and samples that are derived."""
+    temperature_L: Tensor
+    top_p_L: Tensor
+    min_p_L: Tensor
 
 
 @dataclass(slots=True)
@@ -72,22 +82,24 @@ class StepArrays:
     tokens: npt.NDArray[np.int64]
     """ids, positions, token_slots, loc"""
     samples: npt.NDArray[np.int64]
-    """last_at, sample_slots, then `PlainRows.longs`"""
+    """sample_at, sample_slots, then `Samples.longs`"""
     table_at: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int32]
-    """query_start, group_start"""
+    """query_start, span_start, sample_start"""
     rows: npt.NDArray[np.int32]
-    """kv_len, slots, group_rows, group_tokens"""
+    """kv_len, slots, span_first, span_last, span_level"""
+    span_rows: npt.NDArray[np.int32]
     table_pages: npt.NDArray[np.int32]
+    derived: npt.NDArray[np.int32]
     filters: npt.NDArray[np.float32]
-    """`PlainRows.floats`"""
+    """`Samples.floats`"""
 
 
-_T, _R, _R1, _U = range(4)
+_T, _R, _R1, _L, _U, _M, _COUNTS = range(7)
 _BLOCKS: tuple[tuple[type[Any], int, torch.dtype, tuple[tuple[int, int], ...]], ...] = (
-    (np.int64, 8, torch.int64, ((4, _T), (5, _R), (1, _U))),
-    (np.int32, 4, torch.int32, ((2, _R1), (4, _R), (1, _U))),
-    (np.float32, 4, torch.float32, ((3, _R),)),
+    (np.int64, 8, torch.int64, ((4, _T), (5, _L), (1, _U))),
+    (np.int32, 4, torch.int32, ((3, _R1), (5, _R), (1, _M), (1, _U), (1, _COUNTS))),
+    (np.float32, 4, torch.float32, ((3, _L),)),
 )
 """By type and its size: how many arrays of which length each block has, in the order of `StepTensors`."""
 
@@ -103,7 +115,7 @@ class Layout:
         """Bytes of all blocks of a type..."""
         self._cuts: list[list[int]] = []
         """...and, in elements, its arrays, each with the gap behind it."""
-        lengths = (sizes.tokens, sizes.rows, sizes.rows + 1, sizes.writes)
+        lengths = (sizes.tokens, sizes.rows, sizes.rows + 1, sizes.samples, sizes.writes, sizes.members, 3)
         end = 0
         for dtype, item_bytes, _, blocks in _BLOCKS:
             start, cuts = end, []
@@ -134,7 +146,8 @@ class Layout:
 def stage_bytes(limits: RunnerLimits) -> int:
     """Host memory that all but the strangest steps need."""
     tokens, rows = limits.max_step_tokens, limits.num_slots
-    return Layout(Sizes(tokens, rows, writes=2 * rows + tokens)).num_bytes
+    sizes = Sizes(tokens, rows, samples=rows, writes=2 * rows + tokens, members=MOST_LEVELS * rows)
+    return Layout(sizes).num_bytes
 
 
 class Packer:
@@ -149,38 +162,45 @@ class Packer:
         self._token_padding = np.array([[0], [0], [num_slots], [-1]])
         self._sample_padding = np.array([[0], [num_slots], [1], [0], [0]])
         self._filter_padding = np.array([[0.0], [1.0], [0.0]])
-        self._row_padding = np.array([[0], [num_slots], [0], [0]])
+        self._row_padding = np.array([[0], [num_slots], [0], [0], [0]])
         self._write_padding = num_slots * pages_per_slot
 
     def write_table(self, step: Step) -> None:
         """Notes the step's page-table writes."""
         self._pages[step.table_at] = step.table_pages
 
-    def pack(self, step: Step, plain: PlainRows, layout: Layout, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fills `buffer` with the step, padded to the layout's sizes."""
+    def pack(
+        self, step: Step, samples: Samples, layout: Layout, buffer: npt.NDArray[np.uint8], *, writes_table: bool = True
+    ) -> None:
+        """Fills `buffer` with the step, padded to the layout's sizes. Without `writes_table` its page-table writes have been
+        made already."""
         arrays = layout.arrays(buffer)
-        self.write_table(step)
-        num_writes = len(step.table_at)
-        arrays.table_at[0, :num_writes] = step.table_at
-        arrays.table_pages[0, :num_writes] = step.table_pages
+        num_writes = len(step.table_at) if writes_table else 0
+        if num_writes:
+            self.write_table(step)
+            arrays.table_at[0, :num_writes] = step.table_at
+            arrays.table_pages[0, :num_writes] = step.table_pages
         _pad(arrays.table_at, num_writes, self._write_padding)
         _pad(arrays.table_pages, num_writes, 0)
         self._put_rows(step, arrays)
         self._put_tokens(step, arrays)
-        self._put_samples(plain, arrays)
+        self._put_samples(samples, arrays)
 
-    def upload(self, step: Step, plain: PlainRows, stage: Stage) -> StepTensors:
+    def upload(self, step: Step, samples: Samples, stage: Stage) -> StepTensors:
         """Queues the copy of a step, not padded, to the device."""
-        layout = Layout(Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at)))
+        members = 0 if step.shared is None else len(step.shared.rows)
+        layout = Layout(Sizes(step.num_tokens, max(step.num_rows, 1), samples.count, len(step.table_at), members))
         room = stage.room(layout.num_bytes)
-        self.pack(step, plain, layout, room.array)
+        self.pack(step, samples, layout, room.array)
         return layout.tensors(stage.send(room.tensor))
 
     def _put_rows(self, step: Step, into: StepArrays) -> None:
-        num_rows, rows, starts = step.num_rows, into.rows, into.starts
+        num_rows, decodes, rows, starts = step.num_rows, step.num_decodes, into.rows, into.starts
         starts[:, 0] = 0
         np.add.accumulate(step.num_query, out=starts[0, 1 : num_rows + 1])
-        np.add(step.context, step.num_query, out=rows[0, :num_rows])
+        rows[0, :num_rows] = step.num_query
+        if decodes < num_rows:
+            rows[0, decodes:num_rows] += step.context[decodes:]
         rows[1, :num_rows] = step.slots
         _pad(rows, num_rows, self._row_padding)
         _pad(starts, num_rows + 1, step.num_tokens)
@@ -188,44 +208,79 @@ class Packer:
         if shared is None:
             starts[1] = 0
         else:
-            num_groups, num_members = len(shared.num_tokens), len(shared.rows)
-            starts[1, : num_groups + 1] = shared.start
-            starts[1, num_groups + 1 :] = num_members
-            rows[2, :num_members] = shared.rows
-            rows[3, :num_groups] = shared.num_tokens
-            rows[3, num_groups:] = 0
+            num_spans, num_members = len(shared.last), len(shared.rows)
+            starts[1, : num_spans + 1] = shared.start
+            starts[1, num_spans + 1 :] = num_members
+            rows[2, :num_spans] = shared.first
+            rows[3, :num_spans] = shared.last
+            rows[4, :num_spans] = shared.level
+            rows[2:, num_spans:] = 0
+            into.span_rows[0, :num_members] = shared.rows
+            into.span_rows[0, num_members:] = 0
 
     def _put_tokens(self, step: Step, into: StepArrays) -> None:
-        num_tokens, num_rows, tokens = step.num_tokens, step.num_rows, into.tokens
-        slots, positions = step.slots, step.context
+        num_tokens, num_rows, decodes, tokens = step.num_tokens, step.num_rows, step.num_decodes, into.tokens
+        derived = int(into.starts[0, decodes])
+        into.derived[0, :2] = derived, decodes
+        tokens[0, :num_tokens] = step.tokens
+        if decodes:
+            self._put_derived(step, derived, into)
+        if decodes < num_rows:
+            self._put_known(step, derived, into)
+        _pad(tokens, num_tokens, self._token_padding)
+
+    def _put_derived(self, step: Step, num_tokens: int, into: StepArrays) -> None:
+        """Decode rows: of each token its place in the row, and where the row's pages end."""
+        decodes, tokens = step.num_decodes, into.tokens
+        slots, room = step.slots[:decodes], (step.context + step.num_query)[:decodes]
+        place: npt.NDArray[Any] | int = 0
+        if decodes < num_tokens:
+            num_query = step.num_query[:decodes]
+            slots, room, first = (each.repeat(num_query) for each in (slots, room, into.starts[0, :decodes]))
+            place = np.arange(num_tokens) - first
+        tokens[1, :num_tokens] = place
+        tokens[2, :num_tokens] = slots
+        tokens[3, :num_tokens] = room
+
+    def _put_known(self, step: Step, derived: int, into: StepArrays) -> None:
+        """Rows whose lengths the host knows: positions, and locations by its mirror of the table."""
+        decodes, num_tokens = step.num_decodes, step.num_tokens
+        slots, positions, num_query = step.slots[decodes:], step.context[decodes:], step.num_query[decodes:]
         lines = np.multiply(slots, self.pages_per_slot, dtype=np.int64)
-        if num_rows < num_tokens:  # otherwise each row has one token
-            first = positions - into.starts[0, :num_rows]
-            if num_rows > 1:  # otherwise the row's numbers are every token's
-                first, slots, lines = (each.repeat(step.num_query) for each in (first, slots, lines))
-            positions = np.arange(num_tokens, dtype=np.int32)
+        if len(slots) < num_tokens - derived:  # otherwise each row has one token
+            first = positions - into.starts[0, decodes : step.num_rows]
+            if len(slots) > 1:  # otherwise the row's numbers are every token's
+                first, slots, lines = (each.repeat(num_query) for each in (first, slots, lines))
+            positions = np.arange(derived, num_tokens, dtype=np.int32)
             positions += first
         places = positions // self.page_size
         pages = self._pages.take(lines + places)
         pages -= places
-        tokens[0, :num_tokens] = step.tokens
-        tokens[1, :num_tokens] = positions
-        tokens[2, :num_tokens] = slots
-        tokens[3, :num_tokens] = pages
-        locations = tokens[3, :num_tokens]  # page * page_size + position % page_size, without another division
+        tokens = into.tokens[:, derived:num_tokens]
+        tokens[1] = positions
+        tokens[2] = slots
+        tokens[3] = pages
+        locations = tokens[3]  # page * page_size + position % page_size, without another division
         locations *= self.page_size
-        locations += tokens[1, :num_tokens]
-        _pad(tokens, num_tokens, self._token_padding)
+        locations += tokens[1]
 
-    def _put_samples(self, plain: PlainRows, into: StepArrays) -> None:
-        num_samples, samples, filters = len(plain.rows), into.samples, into.filters
-        samples[0, :num_samples] = into.starts[0, 1:].take(plain.rows)
-        samples[0, :num_samples] -= 1
-        samples[1, :num_samples] = plain.slots
-        samples[2:, :num_samples] = plain.longs
-        filters[:, :num_samples] = plain.floats
-        _pad(samples, num_samples, self._sample_padding)
-        _pad(filters, num_samples, self._filter_padding)
+    def _put_samples(self, given: Samples, into: StepArrays) -> None:
+        count, samples, filters, num_rows = given.count, into.samples, into.filters, len(given.rows)
+        into.derived[0, 2] = given.num_derived
+        ends = into.starts[0, 1:].take(given.rows)
+        if given.starts is None:
+            samples[0, :count] = ends
+            samples[0, :count] -= 1
+        else:
+            # The last sample of a row is drawn behind its last token, those before it behind the tokens before.
+            samples[0, :count] = np.arange(count) + (ends - given.starts[1:]).repeat(np.diff(given.starts))
+            into.starts[2, : num_rows + 1] = given.starts
+            into.starts[2, num_rows + 1 :] = count
+        samples[1, :count] = given.slots
+        samples[2:, :count] = given.longs
+        filters[:, :count] = given.floats
+        _pad(samples, count, self._sample_padding)
+        _pad(filters, count, self._filter_padding)
 
 
 def _pad(block: npt.NDArray[Any], used: int, padding: npt.NDArray[Any] | int) -> None:

@@ -13,21 +13,22 @@ from bough.config.resolve import SCORED_AT_ONCE
 from bough.core.messages import LogprobSpec
 from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
 from bough.kernels.attention.inputs import HostLengths
+from bough.kernels.step_start import SlotState
 from bough.layers.batch import Model
 from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
 from bough.platform.device import Device
 from bough.runner.copies import PageCopies
-from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
-from bough.runner.graphs import Graphs
+from bough.runner.forward import AttentionFactory, Extent, Forward
+from bough.runner.graphs import Extents, Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
 from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.moves import Mover
 from bough.runner.staging import Stage, Stages
 from bough.sampler.scoring import Scores, join_scores, score
-from bough.sampler.shaping import LogitProcessor, Shaper, apply_masks
-from bough.sampler.state import PlainRows, SlotParams
+from bough.sampler.shaping import LogitProcessor, RichSamples, Shaper, apply_masks
+from bough.sampler.state import Samples, SlotParams
 
 
 class ModelRunner:
@@ -44,17 +45,17 @@ class ModelRunner:
         graph_max_tokens: int = 0,
         processors: Mapping[str, LogitProcessor] | None = None,
         mover: Mover | None = None,
+        samples: bool = True,
     ) -> None:
-        """`mover` carries out `Step.moves`; without one there must be none."""
+        """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
+        what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`."""
+        self.samples = samples
         self.limits = limits
         self.mover = mover
         self.machine = device
         self.device = device.torch_device
-        slots = limits.num_slots + 1
-        state = DeviceState(
-            page_table=torch.zeros((slots, limits.pages_per_slot), dtype=torch.int32, device=self.device),
-            last_token=torch.zeros(slots, dtype=torch.int64, device=self.device),
-        )
+        state = SlotState.make(limits.num_slots, limits.pages_per_slot, self.device)
+        self.pool = pool
         self.forward = Forward(model, pool, state, attention)
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
@@ -83,13 +84,13 @@ class ModelRunner:
         stage = self._stages.take()
         if len(step.copy_from):
             self.copies.copy(step.copy_from, step.copy_to, stage)
-        plain = self.params.gather(step)
+        samples = self.params.gather(step)
         states = self.hidden.of(step)
         if self.graphs is not None and not len(step.prompt_logprobs) and states is None:
-            launched = self._replay(self.graphs, step, plain, stage)
+            launched = self._replay(self.graphs, step, samples, stage)
             if launched is not None:
                 return launched
-        return self._eager(step, plain, stage, states)
+        return self._eager(step, samples, stage, states)
 
     def idle(self) -> None:
         """Uses a moment without work to capture a graph that was missed."""
@@ -100,24 +101,26 @@ class ModelRunner:
     def clear(self) -> None:
         self.machine.synchronize()
 
-    def _replay(self, graphs: Graphs, step: Step, plain: PlainRows, stage: Stage) -> Launched | None:
-        is_plain = not len(plain.rich) and not len(step.constrained)
-        captured = graphs.serve(
-            step.num_tokens, step.num_rows, "sampled" if is_plain else "logits", step.shared is not None
-        )
+    def _replay(self, graphs: Graphs, step: Step, samples: Samples, stage: Stage) -> Launched | None:
+        is_plain = not len(samples.rich) and not len(step.constrained)
+        size = Extents(step.num_tokens, step.num_rows, samples.count, samples.width)
+        if step.num_rows < step.num_tokens:
+            size = size._replace(max_query=int(step.num_query.max()))
+        captured = graphs.serve(size, "sampled" if is_plain else "logits", step.shared is not None)
         if captured is None:
             return None
-        if len(step.table_at) > captured.layout.sizes.writes:
+        writes_table = len(step.table_at) <= captured.layout.sizes.writes
+        if not writes_table:
             self._write_table_apart(step, stage)
         room = stage.room(captured.layout.num_bytes)
-        self.packer.pack(step, plain, captured.layout, room.array)
+        self.packer.pack(step, samples, captured.layout, room.array, writes_table=writes_table)
         captured.replay(room.tensor)
-        launched = LaunchedStep(self, step, plain, captured.tensors, stage)
+        launched = LaunchedStep(self, step, samples, captured.tensors, stage)
         if is_plain:
-            launched.finish(captured.result[: len(plain.rows)])
+            launched.finish(captured.result[: len(samples.rows)])
         else:
             # The next replay overwrites the graph's output, and a step in flight may still need it.
-            launched.have_logits(captured.result[: len(plain.rows)].clone())
+            launched.have_logits(captured.result[: samples.count].clone())
         return launched
 
     def _write_table_apart(self, step: Step, stage: Stage) -> None:
@@ -125,26 +128,28 @@ class ModelRunner:
         at, pages = stage.bring(step.table_at, torch.int64), stage.bring(step.table_pages, torch.int32)
         self.forward.write_table(at, pages)
         self.packer.write_table(step)
-        step.table_at, step.table_pages = step.table_at[:0], step.table_pages[:0]
 
-    def _eager(self, step: Step, plain: PlainRows, stage: Stage, states: HiddenWanted | None) -> Launched:
-        tensors = self.packer.upload(step, plain, stage)
+    def _eager(self, step: Step, samples: Samples, stage: Stage, states: HiddenWanted | None) -> Launched:
+        tensors = self.packer.upload(step, samples, stage)
         extent = Extent(
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),
-            shared=step.shared is not None,
+            span_tokens=0 if step.shared is None else int(step.num_query[: step.num_decodes].sum()),
+            levels=0 if step.shared is None else int(step.shared.level[-1]) + 1,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
         )
         scored = self._scored_positions(step)
-        num_samples = len(plain.rows)
-        at = tensors.last_at_R[:num_samples]
+        num_samples = samples.count
+        at = tensors.sample_at_L
         if scored is not None:
             at = torch.cat([at, upload(scored.at, self.device)])
         num_scored = len(at)
         if states is not None:
             at = torch.cat([at, upload(states.at, self.device)])
-        hidden = self.forward.hidden(tensors, extent, at)
-        launched = LaunchedStep(self, step, plain, tensors, stage)
+        hidden = self.forward.hidden(tensors, extent, at if self.samples else None)
+        launched = LaunchedStep(self, step, samples, tensors, stage)
+        if not self.samples:
+            return launched
         if states is not None:
             states.keep(hidden[num_scored:])
             launched.hidden = states
@@ -191,8 +196,8 @@ class ModelRunner:
         assert spec is not None, "a row without a LogprobSpec is never scored"
         return spec
 
-    def rich_setups(self, plain: PlainRows) -> list[SlotSetup]:
-        return [self.params.setups[int(plain.slots[i])] for i in plain.rich]
+    def rich_setups(self, samples: Samples) -> list[SlotSetup]:
+        return [self.params.setups[int(samples.slots[i])] for i in samples.rich]
 
 
 class _Scored:
@@ -205,15 +210,15 @@ class _Scored:
 class LaunchedStep:
     """A step in flight. Sampling happens at once unless a grammar's masks must come first."""
 
-    def __init__(self, runner: ModelRunner, step: Step, plain: PlainRows, tensors: StepTensors, stage: Stage) -> None:
+    def __init__(self, runner: ModelRunner, step: Step, samples: Samples, tensors: StepTensors, stage: Stage) -> None:
         self._runner = runner
         self._step = step
-        self._plain = plain
+        self._samples = samples
         self._tensors = tensors
         self._stage = stage
         self._logits: Tensor | None = None
-        self._tokens: npt.NDArray[np.int64] | None = None
-        """In a room of the stage: there once the step is done."""
+        self._result: npt.NDArray[np.int64] | None = None
+        """In a room of the stage, there once the step is done: the sampling rows' tokens, or how many and which."""
         self._scores: Scores | None = None
         self._failed: dict[int, str] = {}
         self._barred: tuple[list[int], Tensor] | None = None
@@ -241,19 +246,32 @@ class LaunchedStep:
         logits, self._logits = self._logits, None
         self._draw(logits, masks)
 
-    def finish(self, tokens: Tensor) -> None:
-        """Queues the copy of the results to the host."""
-        room = self._stage.room(tokens.nbytes)
-        room.tensor.view(torch.int64).copy_(tokens, non_blocking=True)
-        self._tokens = room.array.view(np.int64)
+    @without_gradients
+    def learn(self, tokens: npt.NDArray[np.int32]) -> None:
+        """What another stage has sampled, by row: the slots go on from there. Called once per step, in their order."""
+        drawn = upload(tokens[self._samples.rows].astype(np.int64), self._runner.device)
+        if len(drawn):
+            self._runner.forward.keep(drawn, self._tensors)
+        self._stage.seal()
+
+    def finish(self, result: Tensor) -> None:
+        """Queues the copy of the rows' tokens [rows], or of what `Forward.verify` gave, to the host."""
+        room = self._stage.room(result.nbytes)
+        room.tensor.view(torch.int64).view(result.shape).copy_(result, non_blocking=True)
+        self._result = room.array.view(np.int64).reshape(result.shape)
         self._stage.seal()
 
     def wait(self) -> Outcome:
-        assert self._tokens is not None, "a step with constrained rows is waited for after sample"
-        tokens = np.full((self._step.num_rows, 1), -1, np.int32)
+        assert self._result is not None, "a step with constrained rows is waited for after sample"
+        rows, result = self._samples.rows, self._result
+        tokens = np.full((self._step.num_rows, self._samples.width), -1, np.int32)
         counts = self._step.samples.astype(np.int32)
         self._stage.wait()
-        tokens[self._plain.rows, 0] = self._tokens
+        if result.ndim == 1:
+            tokens[rows, 0] = result
+        else:
+            counts[rows] = result[:, 0]
+            tokens[rows] = result[:, 1 : 1 + tokens.shape[1]]
         return Outcome(
             tokens=tokens,
             counts=counts,
@@ -274,28 +292,49 @@ class LaunchedStep:
         return scores.arrays() if scores is not None else None
 
     def _draw(self, raw: Tensor, masks: Mask | None) -> None:
-        runner, plain = self._runner, self._plain
-        setups = runner.rich_setups(plain)
+        runner, samples, tensors = self._runner, self._samples, self._tensors
+        setups = runner.rich_setups(samples)
         logits = raw
+        rich = None
         if setups:
-            logits = runner.shaper.shape(raw, plain.rich, setups, plain.counter[plain.rich].tolist())
-            self._failed = {int(plain.rows[at]): why for at, why in runner.shaper.take_failed().items()}
+            rich = RichSamples.of(samples, setups, tensors)
+            logits = runner.shaper.shape(raw, rich)
+            owners = samples.owners()
+            self._failed = {int(samples.rows[owners[at]]): why for at, why in runner.shaper.take_failed().items()}
         if masks is not None and len(masks):
-            sampled = np.searchsorted(plain.rows, self._step.constrained).astype(np.int64)
+            masked = upload(samples.of_rows(self._step.constrained), runner.device)
             spare = logits is not raw or all(setup.logprobs is None for setup in setups)
-            logits = apply_masks(logits, upload(sampled, runner.device), upload(masks, runner.device), in_place=spare)
-        listed = [int(at) for at, s in zip(plain.rich, setups, strict=True) if s.sampling.allowed_token_ids is not None]
-        if listed:
-            best = logits[upload(np.array(listed, np.int64), runner.device)].amax(-1)
-            self._barred = plain.rows[listed].tolist(), download(best == -torch.inf)
-        tokens = runner.forward.draw(logits, self._tensors)
-        if setups:
-            runner.shaper.advance(plain.rich, setups, tokens)
-            self._score(raw, logits, tokens, setups)
-        self.finish(tokens)
+            logits = apply_masks(logits, masked, upload(masks, runner.device), in_place=spare)
+        blocked = self._blocked(logits, setups)
+        drawn = runner.forward.draw(logits, tensors)
+        if samples.starts is None:
+            result = runner.forward.keep(drawn, tensors)
+        else:
+            result = runner.forward.verify(drawn, tensors, len(samples.rows), samples.width, blocked)
+        if rich is not None:
+            runner.shaper.advance(rich, result)
+            self._score(raw, logits, drawn, setups)
+        self.finish(result)
+
+    def _blocked(self, logits: Tensor, setups: list[SlotSetup]) -> Tensor | None:
+        """bool [L]: samples for which nothing is left of a list of allowed tokens; None: no row has such a list."""
+        samples, device = self._samples, self._runner.device
+        listed = [
+            int(at) for at, s in zip(samples.rich, setups, strict=True) if s.sampling.allowed_token_ids is not None
+        ]
+        if not listed:
+            return None
+        at = upload(np.array(listed, np.int64), device)
+        none_left = logits[at].amax(-1) == -torch.inf
+        owners = samples.owners()[listed]
+        firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+        self._barred = samples.rows[owners[firsts]].tolist(), download(none_left[upload(firsts, device)])
+        return torch.zeros(len(logits), dtype=torch.bool, device=device).index_copy_(0, at, none_left)
 
     def _score(self, raw: Tensor, shaped: Tensor, tokens: Tensor, setups: list[SlotSetup]) -> None:
-        asked = [(int(i), s.logprobs) for i, s in zip(self._plain.rich, setups, strict=True) if s.logprobs is not None]
+        asked = [
+            (int(i), s.logprobs) for i, s in zip(self._samples.rich, setups, strict=True) if s.logprobs is not None
+        ]
         if not asked:
             return
         index = np.array([i for i, _ in asked], np.int64)
@@ -304,8 +343,8 @@ class LaunchedStep:
         processed = np.array([spec.processed for _, spec in asked])
         if processed.any():
             wanted = upload(processed, self._runner.device)
-            temperature = self._tensors.temperature_R[at].clamp_min(1e-5)[:, None]
+            temperature = self._tensors.temperature_L[at].clamp_min(1e-5)[:, None]
             tempered = torch.where(temperature > 1e-5, shaped[at].float() / temperature, shaped[at].float())
             logits = torch.where(wanted[:, None], tempered, logits)
-        rows = self._plain.rows[index].astype(np.int32)
+        rows = self._samples.rows[self._samples.owners()[index]].astype(np.int32)
         self._scores = score(logits, tokens[at], rows, [spec for _, spec in asked]).download()

@@ -11,7 +11,7 @@ from torch import Tensor
 from bough.config.rope_facts import RopeFacts
 from bough.core.step import KVMoves
 from bough.layers.rotary import rope_frequencies
-from bough.memory.mha import KVPool
+from bough.memory.mha import KVPool, Turn
 from bough.memory.transfer import upload
 
 
@@ -33,5 +33,5 @@ class Mover:
         """Queues the copies. Waits for nothing."""
         source, target = (upload(at.astype(np.int64), self._device) for at in (moves.source, moves.target))
         turn = upload(moves.turn.astype(np.float32), self._device)
-        angles = {rope: turn[:, None] * frequencies for rope, frequencies in self._frequencies.items()}
-        self._pool.move_tokens(source, target, [None if rope is None else angles[rope] for rope in self._ropes])
+        turns = {rope: Turn(turn[:, None] * each, rope.interleaved) for rope, each in self._frequencies.items()}
+        self._pool.move_tokens(source, target, [None if rope is None else turns[rope] for rope in self._ropes])

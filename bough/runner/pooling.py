@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from bough.config.pooling_facts import PoolingFacts
 from bough.core.step import I64, Launched, Mask, Outcome, RunnerLimits, Step
 from bough.kernels.attention.inputs import HostLengths
+from bough.kernels.step_start import SlotState
 from bough.layers.pooling import Spans
 from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
 from bough.models.pooled import PooledModel
 from bough.platform.device import Device
-from bough.runner.forward import AttentionFactory, DeviceState, Extent, Forward
+from bough.runner.forward import AttentionFactory, Extent, Forward
 from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.staging import Stage, Stages
@@ -39,30 +39,26 @@ class PoolingRunner:
         self.limits = limits
         self.machine = device
         self.pooling = pooling
+        self.pool = pool
         self._device = device.torch_device
         self._model = model
-        slots = limits.num_slots + 1
-        state = DeviceState(
-            page_table=torch.zeros((slots, limits.pages_per_slot), dtype=torch.int32, device=self._device),
-            last_token=torch.zeros(slots, dtype=torch.int64, device=self._device),
-        )
+        state = SlotState.make(limits.num_slots, limits.pages_per_slot, self._device)
         self._forward = Forward(model, pool, state, attention)  # type: ignore[arg-type]
         self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self._params = SlotParams(limits.num_slots, limits.vocab_size)
         self._stages = Stages(device, stage_bytes(limits))
-        self._second_at = np.zeros(slots, np.int32)
+        self._second_at = np.zeros(limits.num_slots + 1, np.int32)
 
     @without_gradients
     def launch(self, step: Step) -> Launched:
         for setup in step.setups:
             self._second_at[setup.slot] = setup.second_at
-        plain = self._params.gather(step)
+        samples = self._params.gather(step)
         stage = self._stages.take()
-        tensors = self._packer.upload(step, plain, stage)
+        tensors = self._packer.upload(step, samples, stage)
         extent = Extent(
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),
-            shared=False,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
         )
         if self.pooling.whole:
@@ -71,9 +67,9 @@ class PoolingRunner:
                 raise ValueError("a text of a model that must see it whole came in pieces")
             results = self._whole(step, tensors, extent)
         else:
-            hidden = self._forward.hidden(tensors, extent, tensors.last_at_R[: len(plain.rows)])
+            hidden = self._forward.hidden(tensors, extent, tensors.sample_at_L)
             results = self._model.results(hidden, None)
-        return LaunchedPool(self, step, plain.rows, results, stage)
+        return LaunchedPool(self, step, samples.rows, results, stage)
 
     def idle(self) -> None:
         """There is nothing to prepare in quiet moments."""

@@ -28,6 +28,10 @@ VARIANTS = {
     "chunks of 7": {"graphs": True, "chunk_tokens": 7},
     "pages of 1": {"graphs": True, "page_size": 1},
     "pages of 64": {"graphs": True, "page_size": 64},
+    "n-gram drafts": {"graphs": True, "drafts": "ngram"},
+    "drafts, eager": {"drafts": "ngram", "overlap": False},
+    "drafts, pages of 1": {"graphs": True, "drafts": "ngram", "page_size": 1},
+    "known drafts": {"graphs": True, "drafts": "known"},
 }
 
 
@@ -49,7 +53,8 @@ def family(request, tmp_path_factory):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_answers_equal_transformers(family, variant):
     model, expected = family
-    engine = InProcess(model, 131, Setup(**BASE, **VARIANTS[variant]))
+    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
+    engine = InProcess(model, 131, Setup(**BASE, **VARIANTS[variant]), answers)
     assert engine.generate(PROMPTS, GREEDY) == expected
     assert engine.generate(PROMPTS, GREEDY) == expected, "from the cache"
 

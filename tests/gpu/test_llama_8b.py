@@ -60,16 +60,16 @@ def same_weights(ours: torch.nn.Module, theirs: Any) -> None:
     pairs["lm_head.weight"] = mine["head.matrix.weight"]
     for layer in range(theirs.config.num_hidden_layers):
         here, there = f"layers.{layer}", f"model.layers.{layer}"
-        heads = mine[f"{here}.qkv.matrix.weight"].split([size * CONFIG["head_dim"] for size in sizes])
-        gate, up = mine[f"{here}.gate_up.matrix.weight"].chunk(2)
+        heads = mine[f"{here}.attn.qkv.matrix.weight"].split([size * CONFIG["head_dim"] for size in sizes])
+        gate, up = mine[f"{here}.mlp.gate_up.matrix.weight"].chunk(2)
         pairs |= {f"{there}.self_attn.{name}_proj.weight": part for name, part in zip("qkv", heads, strict=True)}
         pairs |= {
-            f"{there}.self_attn.o_proj.weight": mine[f"{here}.out.matrix.weight"],
+            f"{there}.self_attn.o_proj.weight": mine[f"{here}.attn.out.matrix.weight"],
             f"{there}.mlp.gate_proj.weight": gate,
             f"{there}.mlp.up_proj.weight": up,
-            f"{there}.mlp.down_proj.weight": mine[f"{here}.down.matrix.weight"],
+            f"{there}.mlp.down_proj.weight": mine[f"{here}.mlp.down.matrix.weight"],
             f"{there}.input_layernorm.weight": mine[f"{here}.attn_norm.weight"],
-            f"{there}.post_attention_layernorm.weight": mine[f"{here}.ffn_norm.weight"],
+            f"{there}.post_attention_layernorm.weight": mine[f"{here}.mlp_norm.weight"],
         }
     targets = dict(theirs.named_parameters())
     assert pairs.keys() == targets.keys()

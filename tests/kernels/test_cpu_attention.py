@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import AttentionInputs, HostLengths, SharedGroups, reference, torch_backend
+from bough.kernels.attention import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, reference, torch_backend
 from bough.kernels.attention.cpu import CpuAttention, available
 from bough.kernels.attention.torch_backend import TorchAttention, group_rows
 
@@ -17,16 +17,12 @@ BACKENDS = [TorchAttention, pytest.param(CpuAttention, marks=pytest.mark.skipif(
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(AttentionSpec):
+    layer: int = 0
     num_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 64
     scale: float = 0.125
-    window: int | None = None
-    softcap: float | None = None
-    v_head_dim: int | None = None
-    causal: bool = True
-    layer: int = 0
 
 
 @dataclass
@@ -77,10 +73,14 @@ def make_case(
     starts = torch.tensor(np.concatenate(([0], np.cumsum(num_query))), dtype=torch.int32)
     shared = None
     if share:
-        shared = SharedGroups(
-            rows_S=torch.tensor([*members, 0, 0], dtype=torch.int32),
-            start_G1=torch.tensor([0, len(members), len(members)], dtype=torch.int32),
-            num_tokens_G=torch.tensor([share, 0], dtype=torch.int32),
+        shared = SpanTensors(
+            rows_M=torch.tensor([*members, 0, 0], dtype=torch.int32),
+            start_S1=torch.tensor([0, len(members), len(members)], dtype=torch.int32),
+            first_S=torch.zeros(2, dtype=torch.int32),
+            last_S=torch.tensor([share, 0], dtype=torch.int32),
+            level_S=torch.zeros(2, dtype=torch.int32),
+            levels=1,
+            num_tokens=tokens,
         )
     inputs = AttentionInputs(
         query_start_R1=starts,
@@ -143,6 +143,9 @@ VARIANTS = {
     "window longer than all": Spec(window=1000),
     "softcap": Spec(softcap=3.0),
     "both": Spec(window=70, softcap=5.0),
+    "chunk": Spec(chunk=37),
+    "sinks": Spec(sinks=torch.linspace(-2.0, 8.0, 6)),
+    "slopes": Spec(slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02])),
     "one head each": Spec(num_heads=3, num_kv_heads=3),
     "one kv head": Spec(num_heads=16, num_kv_heads=1, head_dim=32),
     "width 128": Spec(num_heads=4, num_kv_heads=2, head_dim=128, scale=0.09),
@@ -194,7 +197,17 @@ def test_padding_is_zero_and_written_nowhere(backend: type, host: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", [Spec(), Spec(window=40), Spec(softcap=4.0), Spec(num_heads=24, num_kv_heads=2)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(),
+        Spec(window=40),
+        Spec(softcap=4.0),
+        Spec(num_heads=24, num_kv_heads=2),
+        Spec(sinks=torch.linspace(-2.0, 8.0, 6), slopes=torch.linspace(0.01, 0.3, 6)),
+        Spec(chunk=50),
+    ],
+)
 def test_shared_spans_change_nothing(backend: type, spec: Spec) -> None:
     rows = [(1, 150), (1, 129), (1, 3), (1, 170), (20, 0), (1, 200)]
     check(make_case(rows, spec, share=128), spec, backend)

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from bough.kernels.attention import cpu as attention
-from bough.kernels.cpu_build import compiler, shared_library
-from bough.kernels.cpu_build.compiler import BuildFailed, Recipe, build, find_recipe
-from bough.kernels.cpu_build.shared_library import library, load_for, openmp_runtime
+from bough.kernels.cpu_build import compiler, compiling, shared_library
+from bough.kernels.cpu_build.compiler import Recipe, build, find_recipe
+from bough.kernels.cpu_build.compiling import BuildFailed
+from bough.kernels.cpu_build.shared_library import library, load_for
 from bough.kernels.norm import cpu as norm
 from bough.kernels.packed_linear import cpu as packed
 from bough.kernels.rotary import cpu as rotary
@@ -46,10 +47,15 @@ print("kernels" if library() else "torch")
 """
 
 
-def run_apart(tmp_path: Path, **variables: str) -> list[str]:
+def run_apart(tmp_path: Path, before: str = "", **variables: str) -> list[str]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(
-        [sys.executable, "-c", USES_KERNELS], env=environment, capture_output=True, text=True, timeout=150, check=True
+        [sys.executable, "-c", before + USES_KERNELS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=True,
     )
     return done.stdout.splitlines()
 
@@ -80,12 +86,12 @@ def test_a_library_is_built_once_and_named_by_what_it_depends_on(
     (sources / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "SOURCES", sources)
-    recipe = find_recipe(openmp_runtime())
+    recipe = find_recipe()
     first = build(recipe)
     before = first.stat().st_mtime_ns
     assert build(recipe) == first
     assert first.stat().st_mtime_ns == before
-    assert build(Recipe(recipe.compiler, recipe.openmp, ("-O1",))) != first
+    assert build(Recipe(recipe.compiler, ("-O1",))) != first
     (sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
     second = build(recipe)
     assert second != first
@@ -106,8 +112,8 @@ def test_threads_build_once_and_what_is_broken_or_abandoned_goes(
     monkeypatch.setattr(compiler, "SOURCES", sources)
     monkeypatch.setattr(shared_library, "load", lambda path: ctypes.CDLL(str(path)))
     commands: list[list[str]] = []
-    run = compiler._run
-    monkeypatch.setattr(compiler, "_run", lambda command: (commands.append(command), run(command)))
+    run = compiling.run
+    monkeypatch.setattr(compiling, "run", lambda command: (commands.append(command), run(command)))
     abandoned, busy = folder / ".build-old", folder / ".build-new"
     for each in (abandoned, busy):
         each.mkdir(parents=True)
@@ -121,7 +127,7 @@ def test_threads_build_once_and_what_is_broken_or_abandoned_goes(
         (built,) = folder.glob("*.so")
         assert set(folder.iterdir()) == {built, busy}
         (sources / "one.cpp").write_text("int nothing;\n")
-        build(find_recipe(openmp_runtime())).write_bytes(b"")
+        build(find_recipe()).write_bytes(b"")
         library.cache_clear()
         assert library() is not None
         assert len(commands) == 6, "an empty library is built again"

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from bough.kernels import packed_linear as packed
-from bough.kernels.attention import AttentionInputs, SharedGroups
+from bough.kernels.attention import AttentionInputs, SpanTensors
 from bough.kernels.attention.cpu import CpuAttention
 from bough.kernels.cpu_build import library
 from bough.kernels.decoder_stack import BlockParts, Packed
@@ -70,7 +70,7 @@ def step_inputs(
     table: Tensor,
     k_caches: list[Tensor],
     v_caches: list[Tensor],
-    shared: SharedGroups | None = None,
+    shared: SpanTensors | None = None,
 ) -> AttentionInputs:
     """A step of rows (sequence, first token, last token); sequence i has the pages of the table's line i."""
     counts = torch.tensor([last - first for _, first, last in rows])
@@ -123,12 +123,17 @@ class Sequences:
     def step(self, rows: list[tuple[int, int, int]], shares: bool = False) -> list[Tensor]:
         """Attention of rows (sequence, first token, last token), all earlier tokens being in their pages."""
         members = [i for i, (_, first, last) in enumerate(rows) if last - first == 1 and first > self.shared]
-        groups = SharedGroups(
-            torch.tensor(members, dtype=torch.int32),
-            torch.tensor([0, len(members)], dtype=torch.int32),
-            torch.tensor([self.shared], dtype=torch.int32),
+        zero = torch.zeros(1, dtype=torch.int32)
+        spans = SpanTensors(
+            rows_M=torch.tensor(members, dtype=torch.int32),
+            start_S1=torch.tensor([0, len(members)], dtype=torch.int32),
+            first_S=zero,
+            last_S=torch.tensor([self.shared], dtype=torch.int32),
+            level_S=zero,
+            levels=1,
+            num_tokens=len(rows),
         )
-        shared = groups if shares and len(members) > 1 else None
+        shared = spans if shares and len(members) > 1 else None
         inputs = step_inputs(rows, self.table, [self.caches[0]], [self.caches[1]], shared)
         q, k, v = (
             torch.cat([of[r][first:last] for r, first, last in rows]).contiguous() for of in (self.q, self.k, self.v)

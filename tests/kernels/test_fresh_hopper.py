@@ -235,7 +235,9 @@ def test_fresh_keys_are_those_that_a_cache_gives_back(dtype: torch.dtype, scale:
     assert torch.equal(_as_read(x, dtype, scale)[0, 0], (cache[0, 0, 0].float() * scale).bfloat16())
 
 
-LAYER = SimpleNamespace(layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, window=None, causal=True)
+LAYER = SimpleNamespace(
+    layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, window=None, chunk=None, causal=True
+)
 
 
 @pytest.mark.parametrize(

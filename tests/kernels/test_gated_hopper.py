@@ -53,10 +53,10 @@ def test_a_block_fits_a_multiprocessor(tiling: Tiling) -> None:
 
 
 def test_every_macro_of_the_source_is_given() -> None:
-    source = gated_hopper.SOURCE.read_text()
+    source = gated_hopper.SOURCE.read_text() + "".join(path.read_text() for path in cuda_source._COMMON)
     for name in Tiling().defines():
         assert name in source
-    assert f"constexpr int BLOCK_K = {gated_hopper.DEPTH};" in source
+    assert f"constexpr int BLOCK_K = FP8 ? 128 : {gated_hopper.DEPTH};" in source
     for tiling in TILINGS:
         assert f"#elif FEATURES == {tiling.features}\n" in source or f"#if FEATURES == {tiling.features}\n" in source
 
@@ -168,7 +168,7 @@ def test_compiled_code_is_kept_by_all_it_depends_on(tmp_path: Path, monkeypatch:
     assert len(asked) == 4
     common = tmp_path / "common.cuh"
     common.write_text("shared")
-    monkeypatch.setattr(cuda_source, "_COMMON", common)
+    monkeypatch.setattr(cuda_source, "_COMMON", (common,))
     assert cuda_source.cached_cubin(source, "sm_90a", {"A": 1}) == b"code 5"
 
 

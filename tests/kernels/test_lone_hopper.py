@@ -136,7 +136,7 @@ def test_the_source_is_given_what_it_expects() -> None:
     assert f"MOST_PAIRS = {MOST_PAIRS}, MOST_SLOTS = {MOST_SLOTS};" in source
     assert f"MOST_LOGITS = {MOST_LOGITS};" in source
     assert declared(source, "Inputs") == [each[0] for each in lone_hopper._Inputs._fields_]
-    common = cuda_source._COMMON.read_text()
+    common = cuda_source._COMMON[0].read_text()
     assert declared(common, "Normed") == [each[0] for each in Normed._fields_]
 
 

@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(900)  # an interpreter is slow, more so on a busy machine
 @pytest.mark.parametrize(
-    "ops", ["norm,activation,rotary", "linear,moe", "attention,shared,tail,rope", "sampling,masks,pages,start,plan"]
+    "ops",
+    [
+        "norm,activation,rotary",
+        "linear,moe,grouping",
+        "packed,packed_moe",
+        "attention,shared,tail,rope",
+        "sampling,masks,pages,start,end,plan",
+    ],
 )
 def test_agree_with_their_references(ops: str) -> None:
     seed = zlib.crc32(ops.encode()) % 2**31

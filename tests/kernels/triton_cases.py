@@ -11,30 +11,40 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from random_codes import random_codes
 from torch import Tensor
 
 from bough.kernels.activation import reference as activation_reference, triton as activation
 from bough.kernels.attention import plan as planning, reference as attention_reference, triton_backend as backend
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups, Tail
+from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, Tail
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
-from bough.kernels.moe import reference as moe_reference, triton as moe
+from bough.kernels.moe import Biases, reference as moe_reference, triton as moe
+from bough.kernels.moe.grouping import group_tokens, round_rows, sum_parts
 from bough.kernels.norm import reference as norm_reference, triton as norm
+from bough.kernels.packed_linear import reference as packed_reference, triton as packed
+from bough.kernels.packed_linear.codes import Codes
+from bough.kernels.packed_moe import reference as packed_moe_reference, triton as packed_moe
 from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.rotary import reference as rotary_reference, triton as rotary
 from bough.kernels.sampling import reference as sampling_reference, triton as sampling
-from bough.kernels.step_start import reference as start_reference, triton as start
+from bough.kernels.step_end import reference as end_reference, triton as step_end
+from bough.kernels.step_start import SlotState, reference as start_reference, triton as start
 
 FLOAT8 = torch.float8_e4m3fn
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,12 @@ class Bed:
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16, torch.float16, torch.float32) if self.large else (torch.float16, torch.float32)
+
+    def pairs(self, first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
+        """Every pair on a GPU. For the interpreter, which is slow, every member of each once at least."""
+        if self.large:
+            return list(product(first, second))
+        return [(first[at % len(first)], second[at % len(second)]) for at in range(max(len(first), len(second)))]
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, device=self.device) * scale).to(dtype)
@@ -90,10 +106,12 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 def same_twice(function: Callable[[], Tensor]) -> Tensor:
-    """The result, which a second run must repeat bit for bit: a difference is a race."""
+    """The result, which a second run on a GPU must repeat bit for bit: a difference is a race. The interpreter runs one
+    program after the other and has none."""
     with poison():
-        first, second = function(), function()
-    assert torch.equal(first, second), "two runs differ"
+        first = function()
+        if first.is_cuda:
+            assert torch.equal(first, function()), "two runs differ"
     return first
 
 
@@ -245,25 +263,23 @@ def _linear(bed: Bed, shape: tuple[int, int, int], config: skinny.Config, dtype:
         close(got, linear_reference.linear_silu_mul(upcast, exact).to(dtype), dtype)
 
 
-@dataclass(frozen=True)
-class Layer:
+def layer_of(num_heads: int, num_kv_heads: int, head_dim: int, *, scale: float = 0.2, **more: Any) -> AttentionSpec:
     """An attention layer."""
+    return AttentionSpec(
+        **{"layer": 0, **more}, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
+    )
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-    softcap: float | None = None
-    v_head_dim: int | None = None
-    causal: bool = True
-    layer: int = 0
-    scale: float = 0.2
+
+def with_sinks(bed: Bed, layer: AttentionSpec) -> AttentionSpec:
+    """The layer with a logit beside each head's scores, and with scores that grow with a key's position."""
+    sinks, slopes = bed.normal(2, layer.num_heads).unbind()
+    return replace(layer, sinks=2 * sinks.contiguous(), slopes=0.1 * slopes.abs())
 
 
 def attention_inputs(
     bed: Bed,
     rows: list[tuple[int, int]],
-    spec: Layer,
+    spec: AttentionSpec,
     page: int,
     cache_dtype: torch.dtype,
     *,
@@ -287,6 +303,8 @@ def attention_inputs(
     for size in (width, spec.v_head_dim or width):
         cache = bed.normal(num_pages, page, spec.num_kv_heads, size)
         caches.append(cache.to(cache_dtype))
+    if spec.latent:
+        caches[1] = caches[0][..., : spec.v_head_dim]
     return AttentionInputs(
         query_start_R1=bed.ints(np.concatenate(([0], np.cumsum(query + [0] * pad_rows)))),
         kv_len_R=bed.ints(lengths + [0] * pad_rows),
@@ -304,13 +322,19 @@ def attention_inputs(
 
 def attention_cases(bed: Bed) -> Cases:
     layers = (
-        [Layer(32, 8, 128), Layer(28, 4, 128), Layer(8, 8, 64), Layer(16, 1, 256), Layer(6, 2, 80, v_head_dim=48)]
+        [
+            layer_of(32, 8, 128),
+            layer_of(28, 4, 128),
+            layer_of(8, 8, 64),
+            layer_of(16, 1, 256),
+            layer_of(6, 2, 80, v_head_dim=48),
+        ]
         if bed.large
-        else [Layer(4, 2, 16), Layer(3, 1, 24, v_head_dim=8)]
+        else [layer_of(4, 2, 16), layer_of(3, 1, 24, v_head_dim=8)]
     )
     for dtype in bed.dtypes:
         for layer in layers:
-            for kind in ("plain", "window", "softcap", "both ways"):
+            for kind in ("plain", "window", "softcap", "both ways", "chunk", "sinks and slopes"):
                 page = bed.rng.choice((1, 16, 32, 64, 128) if bed.large else (1, 4, 16, 32))
                 cache = FLOAT8 if bed.large and kind == "plain" and bed.rng.random() < 0.5 else dtype
                 spec = {
@@ -318,9 +342,17 @@ def attention_cases(bed: Bed) -> Cases:
                     "window": replace(layer, window=bed.rng.randrange(5, 60)),
                     "softcap": replace(layer, softcap=5.0),
                     "both ways": replace(layer, causal=False),
+                    "chunk": replace(layer, chunk=bed.rng.randrange(5, 60)),
+                    "sinks and slopes": with_sinks(bed, layer),
                 }[kind]
-                name = f"attention {spec} page {page} {dtype} cache {cache}"
+                name = f"attention {kind} {layer} page {page} {dtype} cache {cache}"
                 yield name, partial(_attention, bed, spec, page, dtype, cache)
+        latents = (
+            layer_of(16, 1, 576, v_head_dim=512, latent=True)
+            if bed.large
+            else layer_of(3, 1, 24, v_head_dim=16, latent=True)
+        )
+        yield f"attention {latents} {dtype}", partial(_attention, bed, latents, 32, dtype, dtype)
 
 
 def _ragged(bed: Bed) -> list[tuple[int, int]]:
@@ -333,7 +365,7 @@ def _ragged(bed: Bed) -> list[tuple[int, int]]:
     return rows
 
 
-def _attention(bed: Bed, spec: Layer, page: int, dtype: torch.dtype, cache: torch.dtype) -> None:
+def _attention(bed: Bed, spec: AttentionSpec, page: int, dtype: torch.dtype, cache: torch.dtype) -> None:
     with small_shapes(bed):
         rows = _ragged(bed)
         inputs = attention_inputs(bed, rows, spec, page, cache, pad_rows=bed.rng.choice((0, 2)))
@@ -342,6 +374,7 @@ def _attention(bed: Bed, spec: Layer, page: int, dtype: torch.dtype, cache: torc
         q, k = bed.strided(tokens, heads, spec.head_dim, dtype)
         v = bed.normal(tokens, spec.num_kv_heads, spec.v_head_dim or spec.head_dim).to(cache).to(dtype)
         k = k.float().to(cache).to(dtype) if cache == FLOAT8 else k
+        v = k[..., : spec.v_head_dim] if spec.latent else v
         runner = backend.TritonAttention(bed.device)
         runner.prepare(inputs)
         got = same_twice(lambda: runner.forward(spec, q, k, v))
@@ -370,6 +403,7 @@ def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
     lengths = [(query, rng.choice((0, 1, longest - 1, rng.randrange(longest)))) for query, _ in lengths]
     lengths += [(0, 0)] * rng.choice((0, 3))
     prefix = [rng.choice((0, context // block_n * block_n)) for _, context in lengths] if rows == "prefixed" else None
+    spans = [rng.randrange(1, 4) if each else 0 for each in prefix or [0] * len(lengths)]
     start = np.concatenate(([0], np.cumsum([query for query, _ in lengths])))
     slots = np.random.permutation(len(lengths))
     inputs = AttentionInputs(
@@ -384,10 +418,10 @@ def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
         k_caches=[],
         v_caches=[],
     )
-    of_rows = zip(lengths, start[:-1].tolist(), slots.tolist(), prefix or [0] * len(lengths), strict=True)
+    covered = zip(prefix or [0] * len(lengths), spans, strict=True)
     wanted = [
-        (query, context, first, slot, covered)
-        for (query, context), first, slot, covered in of_rows
+        (query, context, first, slot, *before)
+        for (query, context), first, slot, before in zip(lengths, start.tolist(), slots.tolist(), covered, strict=False)
         if least <= query <= most and (context or query < fresh_from)
     ]
     sms = rng.choice((3, 132))
@@ -399,7 +433,7 @@ def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
             with poison():
                 got = planning.plan_rows(
                     inputs, kind, shape, least_query=least, most_query=most, fresh_from=fresh_from,
-                    prefix_R=None if prefix is None else bed.ints(prefix),
+                    covered_2R=None if prefix is None else bed.ints([prefix, spans]),
                 )  # fmt: skip
             in_order = len(lengths) > most_short or most > per_tile or most >= fresh_from
             _same_plan(got, wanted, kind, max(16, sms // kv_heads), int(start[-1]), in_order=in_order)
@@ -409,23 +443,23 @@ def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
 
 def _same_plan(
     got: Plan,
-    rows: list[tuple[int, int, int, int, int]],
+    rows: list[tuple[int, int, int, int, int, int]],
     kind: Kind,
     most_splits: int,
     real_tokens: int,
     *,
     in_order: bool,
 ) -> None:
-    """`rows`: (queries, context, first token, slot, prefix) of those that are planned. Not `in_order`: the longer ones
-    first, by quarters of the longest, where they are not cut."""
+    """`rows`: (queries, context, first token, slot, prefix, spans) of those that are planned. Not `in_order`: the longer
+    ones first, by quarters of the longest, where they are not cut."""
     block_n, tiles, blocks = got.shape.block_n, [], []
-    for query, context, first, slot, prefix in rows:
+    for query, context, first, slot, prefix, spans in rows:
         for offset in range(0, query, got.tokens_per_tile):
             tokens, position = min(query - offset, got.tokens_per_tile), context + offset
             high = min(context + query, position + tokens) if kind.causal else context + query
             low = 0 if kind.window is None else max(position - kind.window + 1, 0) // block_n * block_n
             low = prefix or low
-            tiles.append([first + offset, tokens, position, low, high, slot, prefix])
+            tiles.append([first + offset, tokens, position, low, high, slot, spans])
             blocks.append(max(-(-(high - low) // block_n), 1))
     units, total, longest = len(tiles) * kind.num_kv_heads, sum(blocks) * kind.num_kv_heads, max(blocks, default=0)
     per_chunk = max(-(-total // got.target), -(-longest // most_splits), got.shape.min_tokens // block_n, 1)
@@ -449,14 +483,13 @@ def _same_plan(
 
 
 def rope_cases(bed: Bed) -> Cases:
-    layers = [Layer(32, 8, 128), Layer(7, 7, 64)] if bed.large else [Layer(4, 2, 16)]
-    for dtype in bed.dtypes:
+    layers = [layer_of(32, 8, 128), layer_of(7, 7, 64)] if bed.large else [layer_of(4, 2, 16)]
+    for kind, dtype in bed.pairs(("fresh last", "fresh alone", "anyhow", "half rotated"), bed.dtypes):
         for spec in layers:
-            for kind in ("fresh last", "fresh alone", "anyhow", "half rotated"):
-                yield f"rope {spec} {kind} {dtype}", partial(_rope, bed, spec, kind, dtype)
+            yield f"rope {spec} {kind} {dtype}", partial(_rope, bed, spec, kind, dtype)
 
 
-def _rope(bed: Bed, spec: Layer, kind: str, dtype: torch.dtype) -> None:
+def _rope(bed: Bed, spec: AttentionSpec, kind: str, dtype: torch.dtype) -> None:
     """Rotation, KV write and attention at once: rows without context may be rotated by another kernel than the rest."""
     with small_shapes(bed):
         rows = [] if kind == "fresh alone" else _ragged(bed)
@@ -484,13 +517,13 @@ def _rope(bed: Bed, spec: Layer, kind: str, dtype: torch.dtype) -> None:
 
 
 def tail_cases(bed: Bed) -> Cases:
-    layer = Layer(32, 8, 128) if bed.large else Layer(4, 2, 16)
+    layer = layer_of(32, 8, 128) if bed.large else layer_of(4, 2, 16)
     for dtype in bed.dtypes:
         for spec in (layer, replace(layer, window=37)):
             yield f"tail {spec} {dtype}", partial(_tail, bed, spec, dtype)
 
 
-def _tail(bed: Bed, spec: Layer, dtype: torch.dtype) -> None:
+def _tail(bed: Bed, spec: AttentionSpec, dtype: torch.dtype) -> None:
     """The last layer narrowed to some tokens gives their rows of the whole result."""
     with small_shapes(bed):
         rows = _ragged(bed)
@@ -554,31 +587,65 @@ def small_shapes(bed: Bed) -> Iterator[None]:
 
 
 def shared_cases(bed: Bed) -> Cases:
-    spec = Layer(32, 8, 128) if bed.large else Layer(4, 2, 16)
+    spec = layer_of(32, 8, 128) if bed.large else layer_of(4, 2, 16)
     page = 16 if bed.large else 4
     unit = 40 * page if bed.large else 3 * page
+    flat = [(3, unit, []), (2, 2 * unit, [])]
+    many = [(2, page, []), (18, unit, [])]
+    tree = [(1, unit, [(0, page, [(3, unit, []), (2, page, [])]), (2, 2 * unit, [])]), (2, unit, [])]
     for dtype in bed.dtypes:
-        for groups in ([(3, unit), (2, 2 * unit)], [(2, page), (18, unit), (1, unit)], []):
-            yield f"shared {groups} {dtype}", partial(_shared, bed, spec, page, groups, dtype)
+        for name, spans in (("flat", flat), ("many", many), ("tree", tree), ("none", [])):
+            for most_query in (1, 3, 9):
+                if bed.large or (name == "tree") == (dtype == bed.dtypes[0]) == (most_query > 1):
+                    case = partial(_shared, bed, spec, page, spans, dtype, most_query)
+                    yield f"shared {name} {dtype} up to {most_query}", case
 
 
-def _shared(bed: Bed, spec: Layer, page: int, groups: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    rng, rows, members = bed.rng, [], []
-    for count, span in groups:
-        members.append(list(range(len(rows), len(rows) + count)))
-        rows += [(1, span + rng.randrange(0, 5 * page)) for _ in range(count)]
+_Tree = list[tuple[int, int, "_Tree"]]
+"""Spans that follow a span: (rows that share no more, tokens, spans that follow)."""
+
+
+def _shared(bed: Bed, spec: AttentionSpec, page: int, tree: _Tree, dtype: torch.dtype, most_query: int) -> None:
+    rng = bed.rng
+    rows: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, int, list[int]]] = []
+
+    def grow(tree: _Tree, level: int, first: int) -> list[int]:
+        below = []
+        for count, tokens, more in tree:
+            mine = list(range(len(rows), len(rows) + count))
+            rows.extend((rng.randrange(1, most_query + 1), first + tokens + rng.randrange(5 * page)) for _ in mine)
+            mine += grow(more, level + 1, first + tokens)
+            rng.shuffle(mine)
+            spans.append((level, first, first + tokens, mine))
+            below += mine
+        return below
+
+    grow(tree, 0, 0)
+    spans.sort()
+    span_tokens = sum(query for query, _ in rows)
     rows += [(1, rng.randrange(60)), (rng.randrange(2, 30), rng.randrange(60))]
     inputs = attention_inputs(bed, rows, spec, page, dtype)
-    for group, (_, span) in zip(members, groups, strict=True):
-        lines = inputs.slots_R[group].long()
-        inputs.page_table[lines, : span // page] = inputs.page_table[lines[0], : span // page]
-    flat = [row for group in members for row in group]
-    start = np.concatenate(([0], np.cumsum([len(group) for group in members] + [0, 0])))
-    inputs.shared = SharedGroups(
-        bed.ints(flat + [0] * 5), bed.ints(start), bed.ints([span for _, span in groups] + [0, 0])
+    for _, first, last, members in spans:
+        lines = inputs.slots_R[members].long()
+        inputs.page_table[lines, first // page : last // page] = inputs.page_table[
+            lines[0], first // page : last // page
+        ]
+    start = np.concatenate(([0], np.cumsum([len(members) for *_, members in spans] + [0, 0])))
+    flat = [row for *_, members in spans for row in members]
+    columns = [[span[n] for span in spans] + [0, 0] for n in range(3)]
+    inputs.shared = SpanTensors(
+        rows_M=bed.ints(flat + [0] * 5),
+        start_S1=bed.ints(start),
+        first_S=bed.ints(columns[1]),
+        last_S=bed.ints(columns[2]),
+        level_S=bed.ints(columns[0]),
+        levels=rng.choice((3, 4)),
+        num_tokens=max(1, rng.choice((span_tokens, inputs.num_tokens))),
     )
     q = bed.normal(inputs.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype)
     kv = bed.normal(inputs.num_tokens, spec.num_kv_heads, spec.head_dim, dtype=dtype)
+    inputs.host = rng.choice((inputs.host, None))
     with small_shapes(bed):
         runner = backend.TritonAttention(bed.device)
         runner.prepare(inputs)
@@ -587,10 +654,9 @@ def _shared(bed: Bed, spec: Layer, page: int, groups: list[tuple[int, int]], dty
 
 
 def sampling_cases(bed: Bed) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
+    for spread, dtype in bed.pairs((0.5, 4.0), (torch.float32, torch.bfloat16)):
         for vocab in (50, 5000, 128256) if bed.large else (50, 4500, 13_000):
-            for spread in (0.5, 4.0):
-                yield f"sample {vocab} spread {spread} {dtype}", partial(_sample, bed, vocab, spread, dtype)
+            yield f"sample {vocab} spread {spread} {dtype}", partial(_sample, bed, vocab, spread, dtype)
 
 
 def _sample(bed: Bed, vocab: int, spread: float, dtype: torch.dtype) -> None:
@@ -667,28 +733,109 @@ def _pages(bed: Bed, dtype: torch.dtype) -> None:
 
 
 def start_cases(bed: Bed) -> Cases:
-    for tokens, writes in (
-        ((1, 0), (1, 258), (64, 384), (300, 7), (8192, 130)) if bed.large else ((1, 0), (5, 300), (200, 9))
+    for rows, writes in (
+        ((1, 0), (1, 258), (64, 384), (300, 7), (1500, 1300)) if bed.large else ((1, 0), (5, 300), (40, 9), (260, 1100))
     ):
-        yield f"start of {tokens} tokens, {writes} pages", partial(_start, bed, tokens, writes)
+        for most_drafts in (0, 3):
+            name = f"start of {rows} rows, {writes} pages, {most_drafts} drafts"
+            yield name, partial(_start, bed, rows, writes, most_drafts)
 
 
-def _start(bed: Bed, tokens: int, writes: int) -> None:
-    """Some tokens are given, some sampled before; padding writes one page over and over."""
-    slots, pages_per_slot = 70, 40
-    table = bed.ints(np.random.randint(0, 1000, slots * pages_per_slot))
-    at = bed.ints(np.random.permutation(len(table) - 1)[:writes], torch.int64)
-    at[writes // 2 :] = len(table) - 1
-    pages = bed.ints(np.random.randint(0, 1000, writes))
-    pages[writes // 2 :] = 0
-    ids = bed.ints([bed.rng.choice((-1, bed.rng.randrange(2**40))) for _ in range(tokens)], torch.int64)
-    of_slots = bed.ints(np.random.randint(0, slots, tokens), torch.int64)
-    last_token = bed.ints(np.random.randint(0, 2**40, slots), torch.int64)
-    expected = table.clone()
-    want = start_reference.start_step(expected, at, pages, ids, of_slots, last_token)
-    got = same_twice(lambda: start.start_step(table, at, pages, ids, of_slots, last_token))
+def _slot_state(bed: Bed, num_slots: int, pages_per_slot: int, page_size: int, most_drafts: int) -> SlotState:
+    state = SlotState.make(num_slots, pages_per_slot, bed.device, most_drafts=most_drafts)
+    for each, most in (
+        (state.page_table, 1000), (state.last_token, 2**40), (state.num_output, 500), (state.drafts, 2**40),
+        (state.kv_len, pages_per_slot * page_size - most_drafts - 1),
+    ):  # fmt: skip
+        each.copy_(bed.ints(np.random.randint(0, most, each.shape), each.dtype))
+    return state
+
+
+def _copied(each: object) -> SimpleNamespace:
+    names = getattr(each, "__slots__", None) or vars(each)
+    return SimpleNamespace(**{name: getattr(each, name).clone() for name in names})
+
+
+def _start(bed: Bed, rows: int, writes: int, most_drafts: int) -> None:
+    """Rows that the device completes, then some that it must not touch; padding writes one page over and over."""
+    slots, pages_per_slot, page_size = rows + 5, 40, bed.rng.choice((1, 16, 48))
+    state = _slot_state(bed, slots, pages_per_slot, page_size, most_drafts)
+    places = state.page_table.numel()
+    at = bed.ints(np.random.permutation(places - 1)[: min(writes, places - 1)], torch.int64)
+    pages = bed.ints(np.random.randint(0, 1000, len(at)))
+    at[len(at) // 2 :], pages[len(at) // 2 :] = places - 1, 0
+    num_query = 1 + np.random.randint(0, most_drafts + 1, rows)
+    given, tokens = 7, int(num_query.sum())
+    owner, first = np.repeat(np.arange(rows), num_query), np.repeat(np.cumsum(num_query) - num_query, num_query)
+    place, of_rows = np.arange(tokens) - first, np.random.permutation(slots)[:rows]
+    ids = np.where(place == 0, -1, np.where(np.random.rand(tokens) < 0.5, -1 - place, 77))
+    room = state.kv_len.cpu().numpy()[of_rows] + num_query - np.random.randint(0, 2, rows)
+    longs = partial(bed.ints, dtype=torch.int64)
+    inputs = SimpleNamespace(
+        table_at_U=at,
+        table_pages_U=pages,
+        derived=bed.ints([tokens, rows, tokens]),
+        ids_T=longs([*ids, *range(given)]),
+        positions_T=longs([*place, *range(given)]),
+        token_slots_T=longs([*of_rows[owner], *[slots] * given]),
+        loc_T=longs([*room[owner], *[-1] * given]),
+        kv_len_R=bed.ints([*num_query, given]),
+        slots_R=bed.ints([*of_rows, slots]),
+        sample_slots_L=longs([*of_rows[owner], slots]),
+        counter_L=longs([*place, 3]),
+    )
+    want_state, want = _copied(state), _copied(inputs)
+    start_reference.start_step(want_state, want, page_size)  # type: ignore[arg-type]
+    start.start_step(state, inputs, page_size)  # type: ignore[arg-type]
+    for name in vars(want):
+        assert torch.equal(getattr(inputs, name), getattr(want, name)), name
+    assert torch.equal(state.page_table, want_state.page_table)
+
+
+def end_cases(bed: Bed) -> Cases:
+    for rows in (1, 64, 1500) if bed.large else (1, 9, 140):
+        yield f"end of {rows} rows", partial(_end, bed, rows)
+        for width in (2, 5, 16):
+            for blocks in (False, True):
+                yield f"{rows} rows verify {width}", partial(_verify, bed, rows, width, blocks)
+
+
+def _samples(bed: Bed, rows: int, width: int) -> SimpleNamespace:
+    """Sampling rows of a step with up to `width` samples each; drafts are few different ids, so that many are right."""
+    count = np.random.randint(1, width + 1, rows)
+    tokens = int(count.sum())
+    longs = partial(bed.ints, dtype=torch.int64)
+    return SimpleNamespace(
+        ids_T=longs(np.random.randint(0, 2, tokens + 3)),
+        positions_T=longs(np.random.randint(0, 500, tokens + 3)),
+        sample_at_L=longs([*range(3, tokens + 3), 0, 0]),
+        sample_slots_L=longs([*np.repeat(np.random.permutation(rows + 3)[:rows], count), rows + 3, rows + 3]),
+        counter_L=longs([*np.random.randint(0, 100, tokens), 0, 0]),
+        sample_start_R1=bed.ints([0, *np.cumsum(count), tokens, tokens]),
+        tokens=tokens,
+    )
+
+
+def _end(bed: Bed, rows: int) -> None:
+    state, inputs = _slot_state(bed, rows + 3, 4, 16, 0), _samples(bed, rows, 1)
+    drawn = bed.ints(np.random.randint(0, 2**40, inputs.tokens + 1), torch.int64)
+    expected = _copied(state)
+    end_reference.advance(expected, inputs, drawn)  # type: ignore[arg-type]
+    step_end.advance(state, inputs, drawn)  # type: ignore[arg-type]
+    for name in vars(expected):
+        assert torch.equal(getattr(state, name)[: rows + 3], getattr(expected, name)[: rows + 3]), name
+
+
+def _verify(bed: Bed, rows: int, width: int, blocks: bool) -> None:
+    state, inputs = _slot_state(bed, rows + 3, 4, 16, 0), _samples(bed, rows, width)
+    drawn = bed.ints(np.random.randint(0, 2, inputs.tokens + 2), torch.int64)
+    blocked = bed.ints(np.random.rand(inputs.tokens + 2) < 0.1, torch.bool) if blocks else None
+    expected = _copied(state)
+    want = end_reference.verify(expected, inputs, drawn, rows + 2, width, blocked)  # type: ignore[arg-type]
+    got = step_end.verify(state, inputs, drawn, rows + 2, width, blocked)  # type: ignore[arg-type]
     assert torch.equal(got, want)
-    assert torch.equal(table, expected)
+    for name in vars(expected):
+        assert torch.equal(getattr(state, name)[: rows + 3], getattr(expected, name)[: rows + 3]), name
 
 
 def moe_cases(bed: Bed) -> Cases:
@@ -711,18 +858,159 @@ def _moe(bed: Bed, shape: tuple[int, int, int, int, int], dtype: torch.dtype, li
     want_weights, want_ids = moe_reference.topk_softmax(logits, per_token, renormalise)
     assert torch.equal(ids, want_ids)
     close(weights, want_weights, torch.float32)
+    loc = bed.ints(np.arange(tokens) % 3 - 1, torch.int64)
+    padded, want_padded = (each.topk_softmax(logits, per_token, renormalise, loc)[1] for each in (moe, moe_reference))
+    assert torch.equal(padded, want_padded)
+    assert torch.equal((padded == -1).all(1), loc < 0)
     x = bed.normal(tokens, width, dtype=dtype)
     gate_up = bed.normal(experts, 2 * inner, width, dtype=dtype, scale=width**-0.5)
     down = bed.normal(experts, width, inner, dtype=dtype, scale=inner**-0.5)
     ids[tokens // 2, 0] = -1
+    if tokens > 8:
+        ids[5:8] = -1  # padding
     act = bed.rng.choice(("silu", "gelu_tanh"))
-    before = moe._ONE_PROGRAM_PAIRS
+    before = moe._ONE_LAUNCH_PAIRS
     try:
-        moe._ONE_PROGRAM_PAIRS = limit
+        moe._ONE_LAUNCH_PAIRS = limit
         got = same_twice(lambda: moe.fused_experts(x, gate_up, down, weights, ids, act))
     finally:
-        moe._ONE_PROGRAM_PAIRS = before
+        moe._ONE_LAUNCH_PAIRS = before
     close(got, moe_reference.fused_experts(x, gate_up, down, weights, ids, act), dtype)
+    biases = Biases(bed.normal(experts, 2 * inner, dtype=dtype), bed.normal(experts, width, dtype=dtype))
+    inputs = (x, gate_up, down, biases, weights, ids, 1.7, 0.8)
+    close(moe.biased_experts(*inputs), moe_reference.biased_experts(*inputs), dtype)
+
+
+def grouping_cases(bed: Bed) -> Cases:
+    shapes = [(1, 128, 8, 2048, 64), (4000, 128, 8, 2048, 256), (600, 6, 2, 1000, 128)] if bed.large else [
+        (37, 5, 2, 48, 64), (150, 7, 3, 40, 128), (1, 4, 2, 64, 256),
+    ]  # fmt: skip
+    for shape in shapes:
+        for fp8 in (False, True):
+            yield f"grouping {shape} fp8 {fp8}", partial(_grouping, bed, shape, fp8)
+
+
+def _grouping(bed: Bed, shape: tuple[int, int, int, int, int], fp8: bool) -> None:
+    """Every pair has a row of its own, in a tile of its expert, which holds its token."""
+    tokens, experts, per_token, width, height = shape
+    x = bed.normal(tokens, width).to(FLOAT8).to(torch.bfloat16)  # exact in e4m3, with a scale of 1
+    x[:, 0] = 448
+    ids = torch.rand(tokens, experts, device=bed.device).topk(per_token, 1).indices.to(torch.int32)
+    ids[tokens // 2, 0] = bed.rng.choice((-1, experts))
+    grouping, rows, scales = group_tokens(x, ids, experts, height, fp8=fp8)
+    tiles = grouping.tiles[: int(grouping.num_tiles)].tolist()
+    assert len(tiles) <= len(grouping.tiles)
+    owner = torch.full((grouping.num_rows,), -1, device=bed.device)
+    for first, end, expert, _ in tiles:
+        assert first % 64 == end % 64 == 0
+        assert first < end
+        owner[first : min(first + height, end)] = expert
+    here = (ids >= 0) & (ids < experts)
+    places = grouping.places_Tk.long()
+    assert torch.equal(here, places >= 0)
+    assert len(places[here].unique()) == int(here.sum())
+    assert torch.equal(owner[places[here]], ids[here].long())
+    held = rows.float() if scales is None else rows.float() * scales[:, None]
+    token = torch.arange(tokens, device=bed.device)[:, None].expand_as(places)
+    assert torch.equal(held[places[here]], x[token[here]].float())
+    parts, shares = bed.normal(grouping.num_rows, width, dtype=torch.bfloat16), torch.rand(ids.shape, device=bed.device)
+    out = torch.empty_like(x)
+    sum_parts(parts, shares, grouping, out)
+    chosen = parts[places.clamp_min(0)].float() * (shares * here)[..., None]
+    close(out, chosen.sum(1).to(torch.bfloat16), torch.bfloat16)
+    exact, ones = round_rows(x)
+    assert torch.equal(exact.float() * ones[:, None], x.float())
+
+
+CODES: dict[str, dict[str, Any]] = {
+    "int4": {"kind": "int4", "group": 128},
+    "int4 zeros": {"kind": "int4", "group": 64, "zeros": True, "dtype": torch.bfloat16},
+    "int4 small groups": {"kind": "int4", "group": 32, "zeros": True, "dtype": torch.float32},
+    "int4 ordered": {"kind": "int4", "group": 128, "ordered": True},
+    "int4 rows": {"kind": "int4", "group": 1 << 20, "zeros": True},
+    "int8": {"kind": "int8", "group": 1 << 20, "dtype": torch.float32},
+    "int8 zeros": {"kind": "int8", "group": 128, "zeros": True},
+    "float4": {"kind": "float4", "group": 32, "dtype": torch.bfloat16},
+    "float4 two levels": {"kind": "float4", "group": 16, "dtype": torch.bfloat16, "row_scales": True},
+    "nf4": {"kind": "nf4", "group": 64, "dtype": torch.float32},
+    "float8": {"kind": "float8", "group": 1 << 20, "dtype": torch.float32},
+    "float8 small groups": {"kind": "float8", "group": 32, "dtype": torch.float32},
+    "float8 blocks": {"kind": "float8", "group": 128, "rows": 128, "dtype": torch.float32},
+}
+
+
+def _codes(bed: Bed, name: str, shape: tuple[int, int]) -> Codes:
+    given = {**CODES[name]}
+    given["group"] = min(given["group"], shape[1])
+    return on_device(random_codes(**given, shape=shape, seed=bed.rng.randrange(1 << 30)), bed.device)
+
+
+def on_device(codes: Codes, device: torch.device) -> Codes:
+    tensors = {field.name: getattr(codes, field.name) for field in fields(codes)}
+    return replace(codes, **{key: value.to(device) for key, value in tensors.items() if isinstance(value, Tensor)})
+
+
+def packed_cases(bed: Bed) -> Cases:
+    shapes = [(1, 4096, 4096), (7, 6144, 4096), (33, 1111, 640), (64, 4096, 2048), (200, 1040, 1024)]
+    if not bed.large:
+        shapes = [(1, 40, 256), (3, 64, 160), (17, 70, 128)]
+    for dtype in bed.dtypes if bed.large else bed.dtypes[:1]:
+        for shape, name in bed.pairs(shapes, list(CODES)):
+            yield f"packed {shape} {name} {dtype}", partial(_packed, bed, shape, name, dtype)
+
+
+def _packed(bed: Bed, shape: tuple[int, int, int], name: str, dtype: torch.dtype) -> None:
+    tokens, rows, depth = shape
+    codes = _codes(bed, name, (rows, depth))
+    weight = packed.pack_codes(codes)
+    assert weight.functions is packed
+    dense = packed_reference.dequantise(packed_reference.pack_codes(codes.sorted()))
+    torch.testing.assert_close(packed.dequantise(weight), dense, rtol=2e-7, atol=0)
+    ids = torch.randint(0, rows, (tokens,), device=bed.device)
+    assert torch.equal(packed.packed_rows(ids, weight, dtype), packed.dequantise(weight)[ids].to(dtype))
+    x, bias = bed.normal(tokens, 2 * depth, dtype=dtype)[:, :depth], bed.normal(rows)
+    want = torch.nn.functional.linear(x.float(), dense, bias)
+    close(same_twice(partial(packed.packed_linear, x, weight, bias)), want.to(dtype), dtype)
+    wide = torch.full((tokens, rows + 3), 7.0, dtype=dtype, device=bed.device)
+    packed.packed_linear(x, weight, out=wide[:, 1 : rows + 1])
+    close(wide[:, 1 : rows + 1], torch.nn.functional.linear(x.float(), dense).to(dtype), dtype)
+    assert bool((wide[:, [0, -2, -1]] == 7).all())
+
+
+def packed_moe_cases(bed: Bed) -> Cases:
+    shapes = [(1, 64, 8, 2048, 768), (5, 16, 2, 256, 352), (300, 32, 4, 512, 256)]
+    if not bed.large:
+        shapes = [(1, 3, 2, 96, 32), (5, 3, 2, 64, 32)]
+    names = [name for name in CODES if "ordered" not in name]
+    if not bed.large:
+        names = ["int4 zeros", "int4 rows", "float4 two levels", "float8 blocks"]
+    for dtype in bed.dtypes if bed.large else bed.dtypes[:1]:
+        for shape, name in bed.pairs(shapes, names):
+            yield f"packed experts {shape} {name} {dtype}", partial(_packed_moe, bed, shape, name, dtype)
+
+
+def _packed_moe(bed: Bed, shape: tuple[int, int, int, int, int], name: str, dtype: torch.dtype) -> None:
+    tokens, experts, per_token, width, inner = shape
+    gate_up = [_codes(bed, name, (2 * inner, width)) for _ in range(experts)]
+    down = [_codes(bed, name, (width, inner)) for _ in range(experts)]
+    held = packed_moe.pack_experts(gate_up, down)
+    assert held is not None
+    dense = [
+        torch.stack([packed_reference.dequantise(packed_reference.pack_codes(each)) for each in stack])
+        for stack in (gate_up, down)
+    ]
+    x = bed.normal(tokens, width, dtype=dtype, scale=0.3)
+    ids = torch.stack([torch.randperm(experts + 1, device=bed.device)[:per_token] for _ in range(tokens)]).int()
+    shares = torch.rand(tokens, per_token, device=bed.device)
+    activation = bed.rng.choice(("silu", "gelu_tanh"))
+    want = moe_reference.fused_experts(x.float(), *dense, shares, ids, activation)
+    got = same_twice(partial(packed_moe.packed_experts, x, held, shares, ids, activation))
+    close(got, want.to(dtype), dtype)
+    plain = packed_moe_reference.pack_experts(gate_up, down)
+    assert plain is not None
+    want = moe_reference.fused_experts(x.float(), *dense, shares, ids)
+    got = packed_moe_reference.packed_experts(x.float(), plain, shares, ids)
+    assert float((got - want).norm()) < 0.03 * float(want.norm())  # a CPU may round activations to 8 bits
 
 
 OPS: dict[str, Callable[[Bed], Cases]] = {
@@ -739,7 +1027,11 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "masks": mask_cases,
     "pages": page_cases,
     "start": start_cases,
+    "end": end_cases,
     "moe": moe_cases,
+    "grouping": grouping_cases,
+    "packed": packed_cases,
+    "packed_moe": packed_moe_cases,
 }
 
 

@@ -18,6 +18,24 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
     return out
 
 
+def gelu_mul(x_T2F: Tensor) -> Tensor:
+    """gelu(first half), by the error function, * second half."""
+    out: Tensor = _IMPLEMENTATIONS.pick("gelu_mul", x_T2F.device)(x_T2F)
+    return out
+
+
+def relu2_mul(x_T2F: Tensor) -> Tensor:
+    """relu(first half) ** 2 * second half."""
+    out: Tensor = _IMPLEMENTATIONS.pick("relu2_mul", x_T2F.device)(x_T2F)
+    return out
+
+
+def relu_mul(x_T2F: Tensor) -> Tensor:
+    """relu(first half) * second half."""
+    out: Tensor = _IMPLEMENTATIONS.pick("relu_mul", x_T2F.device)(x_T2F)
+    return out
+
+
 def gelu_tanh_mul(x_T2F: Tensor) -> Tensor:
     """gelu(first half), tanh approximation, * second half."""
     out: Tensor = _IMPLEMENTATIONS.pick("gelu_tanh_mul", x_T2F.device)(x_T2F)

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from bough.core.step import SpanCosts
 from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.cpu_build import library
@@ -54,6 +55,8 @@ class _Layer(ctypes.Structure):
         ("k_head", ctypes.c_int64),
         ("v_token", ctypes.c_int64),
         ("v_head", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("slopes", ctypes.c_void_p),
         ("heads", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
         ("dim", ctypes.c_int32),
@@ -62,6 +65,8 @@ class _Layer(ctypes.Structure):
         ("causal", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("cache_dtype", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
@@ -88,8 +93,13 @@ def _advise(inputs: AttentionInputs) -> None:
         prefer_huge_pages(cache.data_ptr(), cache.numel() * cache.element_size())
 
 
+SPANS = SpanCosts(span_ns=512.0, levels=1, most_queries=1)
+"""In reads of one KV token: a span is shared if it saves more than 512 of them."""
+
+
 class CpuAttention:
-    """Layers that the kernels don't cover (odd head widths, 8-bit caches) are computed by torch."""
+    """Layers that the kernels don't cover (odd head widths, 8-bit caches) are computed by torch. Shared spans must be
+    those of rows with one query token, and of the first level."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
@@ -105,11 +115,11 @@ class CpuAttention:
         query_start, kv_len, slots, loc = self._keep
         self._step = _Step(
             query_start.data_ptr(), kv_len.data_ptr(), slots.data_ptr(), inputs.page_table.data_ptr(), loc.data_ptr(),
-            None if shared is None else shared.rows_S.data_ptr(),
-            None if shared is None else shared.start_G1.data_ptr(),
-            None if shared is None else shared.num_tokens_G.data_ptr(),
+            None if shared is None else shared.rows_M.data_ptr(),
+            None if shared is None else shared.start_S1.data_ptr(),
+            None if shared is None else shared.last_S.data_ptr(),
             inputs.page_table.stride(0), kv_len.shape[0], loc.shape[0], inputs.page_size,
-            0 if shared is None else shared.num_tokens_G.shape[0],
+            0 if shared is None else shared.last_S.shape[0],
         )  # fmt: skip
         self.step_address = ctypes.addressof(self._step)
 
@@ -139,21 +149,24 @@ class CpuAttention:
         k_norm: Tensor | None,
         eps: float,
         offset: float,
+        interleaved: bool = False,
     ) -> Tensor:
         """Norms each head (where norms are given), rotates, then `forward`."""
         loaded = library()
         if loaded is None or not self._covers(spec, q_TNH, k_TKH, v_TKH) or cos_sin_PR.dtype != torch.float32:
             if q_norm is None or k_norm is None:
-                q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, positions_T, cos_sin_PR)
+                q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, positions_T, cos_sin_PR, interleaved=interleaved)
             else:
-                q_TNH, k_TKH = qk_norm_rope(q_TNH, k_TKH, q_norm, k_norm, eps, positions_T, cos_sin_PR, offset=offset)
+                q_TNH, k_TKH = qk_norm_rope(
+                    q_TNH, k_TKH, q_norm, k_norm, eps, positions_T, cos_sin_PR, offset=offset, interleaved=interleaved
+                )
             return self._by_torch().forward(spec, q_TNH, k_TKH, v_TKH)
         layer, out = self._layer(spec, q_TNH, k_TKH, v_TKH)
         rope = Rope(
             layer.q, layer.k, None, None, positions_T.data_ptr(), cos_sin_PR.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
             q_TNH.shape[0], layer.q_token, layer.q_head, layer.k_token, layer.k_head, spec.num_heads,
-            spec.num_kv_heads, spec.head_dim, cos_sin_PR.shape[1], 0, layer.dtype,
+            spec.num_kv_heads, spec.head_dim, cos_sin_PR.shape[1], interleaved, layer.dtype,
             0 if q_norm is None else DTYPES[q_norm.dtype], eps, offset,
         )  # fmt: skip
         loaded.bough_attention_rope(self.step_address, ctypes.addressof(layer), ctypes.addressof(rope))
@@ -162,7 +175,8 @@ class CpuAttention:
     def _covers(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> bool:
         inputs = self.inputs
         return (
-            spec.head_dim % _LANES == 0
+            not spec.latent
+            and spec.head_dim % _LANES == 0
             and v.shape[2] % _LANES == 0
             and q.dtype in DTYPES
             and q.dtype == k.dtype == v.dtype
@@ -185,8 +199,13 @@ class CpuAttention:
         v_token, v_head, _ = v.stride()
         layer = _Layer(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
-            q_token, q_head, k_token, k_head, v_token, v_head, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            v_dim, spec.window or 0, spec.causal, DTYPES[q.dtype], DTYPES[k_cache.dtype], spec.scale,
-            spec.softcap or 0.0,
+            q_token, q_head, k_token, k_head, v_token, v_head, _address(spec.sinks), _address(spec.slopes),
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, v_dim, spec.window or 0, spec.causal, DTYPES[q.dtype],
+            DTYPES[k_cache.dtype], spec.chunk or 0, 0, spec.scale, spec.softcap or 0.0,
         )  # fmt: skip
         return layer, out
+
+
+def _address(values_N: Tensor | None) -> int | None:
+    """Of float32 values by head."""
+    return None if values_N is None else values_N.data_ptr()

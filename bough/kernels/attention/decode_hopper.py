@@ -95,7 +95,8 @@ def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
         return False
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
     fresh = (raw.q_TNH, raw.k_TKH, raw.v_TKH)
-    plain = spec.causal and spec.window is None and spec.softcap is None and inputs.scales(spec.layer) == (1.0, 1.0)
+    plain = spec.causal and spec.window is None and spec.softcap is None and spec.is_plain
+    plain = plain and inputs.scales(spec.layer) == (1.0, 1.0)
     typed = all(each.dtype == torch.bfloat16 for each in (*fresh, k_cache, v_cache))
     shaped = spec.head_dim == WIDTH == v_cache.shape[3] and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
     paged = inputs.page_size % FEW.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()

@@ -35,6 +35,7 @@ def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
         and spec.causal
         and spec.window is None
         and spec.softcap is None
+        and spec.is_plain
     )
 
 

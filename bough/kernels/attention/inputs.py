@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,53 +12,72 @@ from torch import Tensor
 I32 = npt.NDArray[np.int32]
 
 
-class Spec(Protocol):
-    """What one attention layer computes (`bough.layers.batch.AttentionSpec` is one)."""
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one attention layer computes. Fixed at model construction."""
+
+    layer: int
+    """Index into the KV cache."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """Sliding window: a query at position p sees positions p - window + 1 .. p (to p + window - 1 if not causal)."""
+    softcap: float | None = None
+    v_head_dim: int | None = None
+    """Width of a value head where it differs from `head_dim`."""
+    causal: bool = True
+    chunk: int | None = None
+    """A query at position p sees positions p // chunk * chunk .. p. A layer has a window or a chunk, not both."""
+    sinks: Tensor | None = None
+    """float32 [num_heads]: a logit for each head that takes part in the softmax and adds nothing."""
+    slopes: Tensor | None = None
+    """float32 [num_heads]: what each position of a key adds to a score (ALiBi; a constant by query changes nothing)."""
+
+    latent: bool = False
+    """The cache holds keys alone: a value is the first `v_head_dim` numbers of its key."""
 
     @property
-    def layer(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def v_head_dim(self) -> int | None: ...
-    @property
-    def causal(self) -> bool: ...
+    def is_plain(self) -> bool:
+        """Whether no chunk, sink, slope or latent asks for more than common kernels compute."""
+        return self.chunk is None and self.sinks is None and self.slopes is None and not self.latent
+
+
+Spec = AttentionSpec
 
 
 @dataclass(slots=True)
-class SharedGroups:
-    """`core.step.SharedSpans` on the device, padded to fixed sizes so that a captured graph can read any grouping.
+class SpanTensors:
+    """`core.step.SharedSpans` on the device, padded to fixed sizes so that a captured graph can read any of them.
 
-    Rows `rows_S[start_G1[g]:start_G1[g + 1]]` (one query token each) share their first `num_tokens_G[g]` KV tokens, which
-    are read from the pages of the group's first row. Rows are in at most one group. Padding: groups with 0 tokens and
-    `start_G1` repeating its last value; what `rows_S` holds beyond the last start is ignored.
+    Rows `rows_M[start_S1[s]:start_S1[s + 1]]` share KV tokens `first_S[s] .. last_S[s] - 1`, all of which come before their
+    query tokens. They are read from the pages of the span's first row. Padding: spans with `last_S` 0 and `start_S1`
+    repeating its last value; what `rows_M` holds beyond the last start is ignored.
     """
 
-    rows_S: Tensor
-    """int32 [room for rows]."""
-    start_G1: Tensor
-    """int32 [room for groups + 1]."""
-    num_tokens_G: Tensor
-    """int32 [room for groups], multiples of the page size."""
+    rows_M: Tensor
+    """int32 [room for rows]: a row may be in spans of several levels."""
+    start_S1: Tensor
+    """int32 [room for spans + 1]."""
+    first_S: Tensor
+    last_S: Tensor
+    """int32 [room for spans], multiples of the page size."""
+    level_S: Tensor
+    """int32 [room for spans]: how many spans before it a span's rows have."""
+    levels: int
+    """No level is as large."""
+    num_tokens: int
+    """No query token of the spans' rows comes behind the first `num_tokens` of the step."""
 
 
 @dataclass(slots=True)
 class HostLengths:
-    """Lengths the host knows exactly, for steps that run eagerly: lets a backend pick kernels row by row."""
+    """Lengths the host knows, for steps that run eagerly: lets a backend pick kernels row by row."""
 
     num_query_R: I32
     context_R: I32
-    """KV tokens of the row before this step."""
+    """KV tokens of the row before this step at most; 0 only where it is 0."""
 
 
 @dataclass(slots=True)
@@ -100,7 +118,7 @@ class AttentionInputs:
     k_caches: Sequence[Tensor]
     """By layer: [num_pages, page_size, num_kv_heads, head_dim], in the model's dtype or float8_e4m3fn."""
     v_caches: Sequence[Tensor]
-    shared: SharedGroups | None = None
+    shared: SpanTensors | None = None
     """None: nothing is shared, and no shared kernel runs."""
     host: HostLengths | None = None
     """None in a captured graph."""

@@ -28,15 +28,15 @@ from bough.kernels.launching import Launcher, num_sms, wait
 START = tl.constexpr(0)
 """Where the tile's blocks start in the stream."""
 TOKEN = tl.constexpr(1)
-"""First query token (for groups: first entry of the member list)."""
+"""First query token (for spans: first entry of the member list)."""
 TOKENS = tl.constexpr(2)
 POSITION = tl.constexpr(3)
 """KV index of the first query."""
 KV_LOW = tl.constexpr(4)
 KV_HIGH = tl.constexpr(5)
 SLOT = tl.constexpr(6)
-PREFIX = tl.constexpr(7)
-"""KV tokens before KV_LOW that the shared pass has already covered."""
+SPANS = tl.constexpr(7)
+"""Spans of the shared pass that cover the KV tokens before KV_LOW."""
 NUM_FIELDS = 8
 # Fields of `Plan.header`.
 TOTAL = tl.constexpr(0)
@@ -99,9 +99,9 @@ class Plan:
     counters: Tensor
     """int32 [most tiles, KV heads], zero between launches of the plan's users: chunks of a tile that are done."""
     prefixed: bool = False
-    """Rows may have a prefix that a shared pass covers."""
+    """Rows may begin with spans that a shared pass covers."""
     members: Tensor | None = None
-    """For shared groups: int32, the query token of each member row."""
+    """For shared spans: int32, level * `SpanTensors.num_tokens` + query token of each member."""
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _seen(num_kv, position, tokens, window, CAUSAL: tl.constexpr, WINDOWED: tl.c
 
 
 @triton.jit
-def _put(tiles, tile_room, tile, start, token, tokens, position, low, high, slot, prefix, mask):
+def _put(tiles, tile_room, tile, start, token, tokens, position, low, high, slot, spans, mask):
     """Writes the fields of tiles."""
     tl.store(tiles + START * tile_room + tile, start, mask=mask)
     tl.store(tiles + TOKEN * tile_room + tile, token, mask=mask)
@@ -141,7 +141,7 @@ def _put(tiles, tile_room, tile, start, token, tokens, position, low, high, slot
     tl.store(tiles + KV_LOW * tile_room + tile, low, mask=mask)
     tl.store(tiles + KV_HIGH * tile_room + tile, high, mask=mask)
     tl.store(tiles + SLOT * tile_room + tile, slot, mask=mask)
-    tl.store(tiles + PREFIX * tile_room + tile, prefix, mask=mask)
+    tl.store(tiles + SPANS * tile_room + tile, spans, mask=mask)
 
 
 @triton.jit
@@ -240,7 +240,7 @@ def _plan_kernel(
     query_start,
     kv_len,
     slots,
-    prefix,
+    covered,
     row_tiles,
     tiles,
     header,
@@ -294,16 +294,16 @@ def _plan_kernel(
         tokens = tl.minimum(query - offset, tokens_per_tile)
         position = num_kv - query + offset
         low, high = _seen(num_kv, position, tokens, window, CAUSAL, WINDOWED, BLOCK_N)
-        covered = tile * 0
+        spans = tile * 0
         if SHARED:
-            low = tl.load(prefix + row, mask=real, other=0)
-            covered = low
+            low = tl.load(covered + row, mask=real, other=0)
+            spans = tl.load(covered + R + row, mask=real, other=0)
         blocks = tl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
         blocks = tl.where(real, blocks, 0)
         work = blocks * kv_heads
         start = total + tl.cumsum(work, 0) - work
         slot = tl.load(slots + row, mask=real, other=0)
-        _put(tiles, tile_room, tile, start, first + offset, tokens, position, low, high, slot, covered, real)
+        _put(tiles, tile_room, tile, start, first + offset, tokens, position, low, high, slot, spans, real)
         total += tl.sum(work, 0)
         longest = tl.maximum(longest, tl.max(blocks, 0))
     real_tokens = tl.load(query_start + R)
@@ -323,7 +323,7 @@ def _plan_short_kernel(
     query_start,
     kv_len,
     slots,
-    prefix,
+    covered,
     tiles,
     header,
     chunk_tile,
@@ -359,10 +359,10 @@ def _plan_short_kernel(
     mine = inside & (query >= least_query) & (query <= most_query)
     position = num_kv - query
     low, high = _seen(num_kv, position, query, window, CAUSAL, WINDOWED, BLOCK_N)
-    covered = row * 0
+    spans = row * 0
     if SHARED:
-        low = tl.load(prefix + row, mask=inside, other=0)
-        covered = low
+        low = tl.load(covered + row, mask=inside, other=0)
+        spans = tl.load(covered + R + row, mask=inside, other=0)
     blocks = tl.where(mine, tl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1), 0)
     count = mine.to(tl.int32)
     num_tiles = tl.sum(count, 0)
@@ -390,7 +390,7 @@ def _plan_short_kernel(
     start = (before // 4096).to(tl.int32)
     chunk = (start + per_chunk - 1) // per_chunk
     last_chunk = (start + work + per_chunk - 1) // per_chunk
-    _put(tiles, tile_room, tile, start, first, query, position, low, high, slot, covered, mine)
+    _put(tiles, tile_room, tile, start, first, query, position, low, high, slot, spans, mine)
     _put_header(header, total, per_chunk, real_tokens, aligned)
     _fill(counters, 0, tile_room * kv_heads, 0)
     for base in range(0, (longest_room * kv_heads + per_chunk - 1) // per_chunk, CHUNKS):
@@ -404,24 +404,29 @@ _SHORT = Launcher(_plan_short_kernel)
 
 @triton.jit(
     do_not_specialize=[
-        "R", "G", "tile_room", "kv_heads", "tokens_per_tile", "min_blocks", "max_splits", "num_chunks", "target",
+        "R", "S", "front_tokens", "tile_room", "kv_heads", "tokens_per_tile", "min_blocks", "max_splits", "num_chunks",
+        "target",
     ]
 )  # fmt: skip
-def _plan_groups_kernel(
+def _plan_spans_kernel(
     query_start,
     slots,
     rows,
     start,
-    num_tokens,
+    span_first,
+    span_last,
+    span_level,
+    member_end,
     members,
-    prefix,
-    group_tiles,
+    covered,
+    span_tiles,
     tiles,
     header,
     chunk_tile,
     counters,
     R,
-    G,
+    S,
+    front_tokens,
     tile_room,
     kv_heads,
     tokens_per_tile,
@@ -433,52 +438,82 @@ def _plan_groups_kernel(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Members are query tokens of the spans' rows, span after span: `member_end` says where those of each of `rows` end."""
     lane = tl.arange(0, BLOCK)
     _fill(counters, 0, tile_room * kv_heads, 0)
-    _fill(prefix, 0, R, 0)
-    num_tiles = 0
-    for base in range(0, G, BLOCK):
-        group = base + lane
-        inside = group < G
-        first = tl.load(start + group, mask=inside, other=0)
-        count = tl.load(start + group + 1, mask=inside, other=0) - first
-        span = tl.load(num_tokens + group, mask=inside, other=0)
-        count = tl.where(span > 0, (count + tokens_per_tile - 1) // tokens_per_tile, 0)
-        tl.store(group_tiles + group, num_tiles + tl.cumsum(count, 0), mask=inside)
-        num_tiles += tl.sum(count, 0)
-    num_members = tl.load(start + G)
+    _fill(covered, 0, 2 * R, 0)
+    num_rows = tl.load(start + S)
+    num_members = 0
+    for base in range(0, num_rows, BLOCK):
+        place = base + lane
+        inside = place < num_rows
+        row = tl.load(rows + place, mask=inside, other=0)
+        query = tl.load(query_start + row + 1, mask=inside, other=0) - tl.load(query_start + row, mask=inside, other=0)
+        tl.store(member_end + place, num_members + tl.cumsum(query, 0), mask=inside)
+        num_members += tl.sum(query, 0)
     tl.debug_barrier()
+    for base in range(0, num_rows, BLOCK):
+        place = base + lane
+        inside = place < num_rows
+        row = tl.load(rows + place, mask=inside, other=0)
+        span = _search(start, tl.where(inside, place, 0), S + 1, STEPS) - 1
+        last = tl.load(span_last + span, mask=inside, other=0)
+        level = tl.load(span_level + span, mask=inside, other=0)
+        tl.atomic_max(covered + row, last, mask=inside, sem="relaxed", scope="cta")
+        tl.atomic_max(covered + R + row, level + 1, mask=inside, sem="relaxed", scope="cta")
+    num_tiles = 0
+    for base in range(0, S, BLOCK):
+        span = base + lane
+        inside = span < S
+        first, end = _members_of(start, member_end, span, inside)
+        count = (end - first + tokens_per_tile - 1) // tokens_per_tile
+        tl.store(span_tiles + span, num_tiles + tl.cumsum(count, 0), mask=inside)
+        num_tiles += tl.sum(count, 0)
     for base in range(0, num_members, BLOCK):
         member = base + lane
         inside = member < num_members
-        group = _search(start, tl.where(inside, member, 0), G + 1, STEPS) - 1
-        row = tl.load(rows + member, mask=inside, other=0)
-        tl.store(members + member, tl.load(query_start + row, mask=inside, other=0), mask=inside)
-        tl.store(prefix + row, tl.load(num_tokens + group, mask=inside, other=0), mask=inside)
+        place = _search(member_end, tl.where(inside, member, -1), num_rows, STEPS)
+        before = tl.load(member_end + place - 1, mask=inside & (place > 0), other=0)
+        row = tl.load(rows + place, mask=inside, other=0)
+        span = _search(start, tl.where(inside, place, 0), S + 1, STEPS) - 1
+        level = tl.load(span_level + span, mask=inside, other=0)
+        token = tl.load(query_start + row, mask=inside, other=0) + member - before
+        tl.store(members + member, level * front_tokens + token, mask=inside)
+    tl.debug_barrier()
     total = 0
     longest = 0
     for base in range(0, tile_room, BLOCK):
         tile = base + lane
         real = tile < num_tiles
-        group = tl.minimum(_search(group_tiles, tl.where(real, tile, -1), G, STEPS), G - 1)
-        before = tl.load(group_tiles + group - 1, mask=real & (group > 0), other=0)
-        first = tl.load(start + group, mask=real, other=0)
-        end_member = tl.load(start + group + 1, mask=real, other=0)
+        span = tl.minimum(_search(span_tiles, tl.where(real, tile, -1), S, STEPS), S - 1)
+        before = tl.load(span_tiles + span - 1, mask=real & (span > 0), other=0)
+        first, end = _members_of(start, member_end, span, real)
         member = first + (tile - before) * tokens_per_tile
-        high = tl.load(num_tokens + group, mask=real, other=0)
-        leader = tl.load(rows + first, mask=real, other=0)
-        blocks = tl.where(real, (high + BLOCK_N - 1) // BLOCK_N, 0)
+        low = tl.load(span_first + span, mask=real, other=0)
+        high = tl.load(span_last + span, mask=real, other=0)
+        leader = tl.load(rows + tl.load(start + span, mask=real, other=0), mask=real, other=0)
+        blocks = tl.where(real, (high - low + BLOCK_N - 1) // BLOCK_N, 0)
         work = blocks * kv_heads
         start_at = total + tl.cumsum(work, 0) - work
-        tokens = tl.minimum(end_member - member, tokens_per_tile)
+        tokens = tl.minimum(end - member, tokens_per_tile)
         slot = tl.load(slots + leader, mask=real, other=0)
-        _put(tiles, tile_room, tile, start_at, member, tokens, high, tile * 0, high, slot, tile * 0, real)
+        _put(tiles, tile_room, tile, start_at, member, tokens, high, low, high, slot, tile * 0, real)
         total += tl.sum(work, 0)
         longest = tl.maximum(longest, tl.max(blocks, 0))
     _cut(
         header, chunk_tile, tiles, total, longest, num_tiles, tile_room, kv_heads, 0, min_blocks, max_splits,
         num_chunks, target, BLOCK_N, STEPS, BLOCK,
     )  # fmt: skip
+
+
+@triton.jit
+def _members_of(start, member_end, span, mask):
+    """Where a span's members begin and end."""
+    low = tl.load(start + span, mask=mask, other=0)
+    high = tl.load(start + span + 1, mask=mask, other=0)
+    first = tl.load(member_end + low - 1, mask=mask & (low > 0), other=0)
+    end = tl.load(member_end + high - 1, mask=mask & (high > 0), other=0)
+    return first, end
 
 
 _MOST_UNITS = 4096
@@ -534,23 +569,23 @@ def plan_rows(
     least_query: int = 1,
     most_query: int = 2**30,
     fresh_from: int = 2**30,
-    prefix_R: Tensor | None = None,
+    covered_2R: Tensor | None = None,
 ) -> Plan:
     """Plans the rows with `least_query` to `most_query` query tokens, but not those without context and with at least
-    `fresh_from` of them. `prefix_R`: KV tokens a shared pass covers."""
+    `fresh_from` of them. `covered_2R`: of `plan_spans`."""
     device, rows = inputs.kv_len_R.device, inputs.num_rows
     per_tile = shape.block_m // kind.group
     most_tiles = rows if most_query <= per_tile else inputs.num_tokens // per_tile + rows
     plan = _room(kind, shape, max(1, min(inputs.num_tokens, most_tiles)), device)
-    plan.prefixed = prefix_R is not None
+    plan.prefixed = covered_2R is not None
     min_blocks, max_splits = _limits(kind, shape, device)
     tile_room = plan.tiles.shape[1]
     if rows <= _MOST_SHORT and most_query <= per_tile and most_query < fresh_from:
-        prefix = inputs.kv_len_R if prefix_R is None else prefix_R
+        covered = inputs.kv_len_R if covered_2R is None else covered_2R
         _SHORT.launch(
             (1, 1),
             (
-                inputs.query_start_R1, inputs.kv_len_R, inputs.slots_R, prefix,
+                inputs.query_start_R1, inputs.kv_len_R, inputs.slots_R, covered,
                 plan.tiles, plan.header, plan.chunk_tile, plan.counters,
             ),
             (),
@@ -568,7 +603,7 @@ def plan_rows(
         inputs.query_start_R1,
         inputs.kv_len_R,
         inputs.slots_R,
-        scratch if prefix_R is None else prefix_R,
+        scratch if covered_2R is None else covered_2R,
         scratch,
         plan.tiles,
         plan.header,
@@ -588,7 +623,7 @@ def plan_rows(
         plan.target,
         CAUSAL=kind.causal,
         WINDOWED=kind.window is not None,
-        SHARED=prefix_R is not None,
+        SHARED=covered_2R is not None,
         BLOCK_N=shape.block_n,
         **_sizes(max(rows, tile_room)),
         num_warps=8,
@@ -596,33 +631,39 @@ def plan_rows(
     return plan
 
 
-def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan, Tensor]:
-    """Plans the pass over the shared spans. Returns the plan and int32 [R]: the KV tokens it covers of each row."""
+def plan_spans(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan, Tensor]:
+    """Plans the pass over the shared spans. Returns the plan and int32 [2, R]: the KV tokens it covers of each row, and in
+    how many spans."""
     shared = inputs.shared
     assert shared is not None
     device, rows = inputs.kv_len_R.device, inputs.num_rows
-    groups, most_members = shared.num_tokens_G.shape[0], shared.rows_S.shape[0]
+    spans, most_rows = shared.last_S.shape[0], shared.rows_M.shape[0]
     per_tile = shape.block_m // kind.group
-    plan = _room(kind, shape, max(1, most_members // per_tile + groups), device)
+    most_members = min(most_rows * inputs.max_query, shared.levels * shared.num_tokens)
+    plan = _room(kind, shape, max(1, most_members // per_tile + spans), device)
     plan.members = torch.empty(most_members, dtype=torch.int32, device=device)
-    prefix_R = torch.empty(rows, dtype=torch.int32, device=device)
+    covered_2R = torch.empty((2, rows), dtype=torch.int32, device=device)
     min_blocks, max_splits = _limits(kind, shape, device)
     tile_room = plan.tiles.shape[1]
-    _plan_groups_kernel[(1,)](
+    _plan_spans_kernel[(1,)](
         inputs.query_start_R1,
         inputs.slots_R,
-        shared.rows_S,
-        shared.start_G1,
-        shared.num_tokens_G,
+        shared.rows_M,
+        shared.start_S1,
+        shared.first_S,
+        shared.last_S,
+        shared.level_S,
+        torch.empty(most_rows, dtype=torch.int32, device=device),
         plan.members,
-        prefix_R,
-        torch.empty(groups, dtype=torch.int32, device=device),
+        covered_2R,
+        torch.empty(spans, dtype=torch.int32, device=device),
         plan.tiles,
         plan.header,
         plan.chunk_tile,
         plan.counters,
         rows,
-        groups,
+        spans,
+        shared.num_tokens,
         tile_room,
         kind.num_kv_heads,
         per_tile,
@@ -631,7 +672,7 @@ def plan_groups(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan
         plan.num_chunks,
         plan.target,
         BLOCK_N=shape.block_n,
-        **_sizes(max(rows, groups + 1, tile_room)),
+        **_sizes(max(most_rows, spans + 1, tile_room)),
         num_warps=8,
     )
-    return plan, prefix_R
+    return plan, covered_2R

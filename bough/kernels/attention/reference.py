@@ -24,6 +24,9 @@ def attend_row(
     window: int | None = None,
     softcap: float | None = None,
     causal: bool = True,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """float32 [Q, N, V]: queries that are the last Q of S tokens."""
     num_query, num_heads, _ = q_QNH.shape
@@ -40,7 +43,15 @@ def attend_row(
         seen &= key <= at
     if window is not None:
         seen &= key > at - window
-    return torch.einsum("nqs,snv->qnv", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    if chunk is not None:
+        seen &= key >= at // chunk * chunk
+    if slopes is not None:
+        scores = scores + slopes.float().view(-1, 1, 1) * key
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        beside = sinks.float().view(-1, 1, 1).expand(-1, num_query, 1)
+        scores = torch.cat((scores, beside), -1)
+    return torch.einsum("nqs,snv->qnv", scores.softmax(-1)[..., :num_kv], v)
 
 
 def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tensor:
@@ -62,6 +73,9 @@ def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tenso
             window=spec.window,
             softcap=spec.softcap,
             causal=spec.causal,
+            chunk=spec.chunk,
+            sinks=spec.sinks,
+            slopes=spec.slopes,
         ).to(out.dtype)
     return out
 

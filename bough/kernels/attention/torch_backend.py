@@ -35,7 +35,7 @@ class Bucket:
 
 
 class TorchAttention:
-    """Reads lengths on the host: from `AttentionInputs.host` where it is given, else from the tensors (a wait on CUDA)."""
+    """Sizes of buckets come from `AttentionInputs.host` where it is given, else from the tensors (a wait on CUDA)."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self._inputs = inputs
@@ -45,7 +45,7 @@ class TorchAttention:
             _bucket(inputs, lengths, rows, queries) for rows in groups for queries in _pieces(lengths, rows)
         ]
         self._covers_all = sum(int(lengths.num_query_R[rows].sum()) for rows in groups) == inputs.num_tokens
-        self._masks: dict[tuple[int, int | None, bool], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int | None, bool], Tensor] = {}
         self._keeps_masks = sum(b.tokens_BQ.numel() * b.loc_BS.shape[1] for b in self._buckets) <= MAX_PAIRS
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -74,17 +74,25 @@ class TorchAttention:
         q_BKXH = q_BQKGH.permute(0, 2, 3, 1, 4).flatten(2, 3)
         k_BKSH, v_BKSV = k_BSKH.transpose(1, 2), v_BSKV.transpose(1, 2)
         mask = self._mask(spec, number).repeat(1, group, 1).unsqueeze(1)
-        if spec.softcap:
+        if spec.softcap or spec.sinks is not None or spec.slopes is not None:
             scores = (q_BKXH.float() @ k_BKSH.float().transpose(2, 3)) * spec.scale
-            scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill(~mask, float("-inf"))
-            out = (scores.softmax(-1) @ v_BKSV.float()).to(q_BQNH.dtype)
+            if spec.softcap:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            if spec.slopes is not None:
+                keys = torch.arange(scores.shape[3], device=scores.device)
+                scores = scores + _by_row(spec.slopes, spec.num_kv_heads, queries) * keys
+            scores = scores.masked_fill(~mask, float("-inf"))
+            if spec.sinks is not None:
+                beside = _by_row(spec.sinks, spec.num_kv_heads, queries).expand(*scores.shape[:3], 1)
+                scores = torch.cat((scores, beside), -1)
+            out = (scores.softmax(-1)[..., : k_BKSH.shape[2]] @ v_BKSV.float()).to(q_BQNH.dtype)
         else:
             out = F.scaled_dot_product_attention(q_BKXH, k_BKSH, v_BKSV, attn_mask=mask, scale=spec.scale)
         return out.reshape(rows, spec.num_kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _mask(self, spec: Spec, number: int) -> Tensor:
         """bool [B, Q, S]: what each query sees. Layers of one kind share it, unless there are too many to keep."""
-        key = (number, spec.window, spec.causal)
+        key = (number, spec.window, spec.chunk, spec.causal)
         found = self._masks.get(key)
         if found is None:
             bucket = self._buckets[number]
@@ -95,10 +103,17 @@ class TorchAttention:
                 found = found & (keys <= at)
             if spec.window is not None:
                 found = found & (keys > at - spec.window)
+            if spec.chunk is not None:
+                found = found & (keys >= at // spec.chunk * spec.chunk)
             found = found.expand(-1, at.shape[1], -1)
             if self._keeps_masks:
                 self._masks[key] = found
         return found
+
+
+def _by_row(values_N: Tensor, num_kv_heads: int, queries: int) -> Tensor:
+    """[1, K, X, 1]: values by head, for rows that are the queries of each head of a group."""
+    return values_N.float().view(1, num_kv_heads, -1, 1).repeat_interleave(queries, 2)
 
 
 @dataclass(slots=True)
@@ -108,6 +123,7 @@ class _Lengths:
     start_R: I32
     num_query_R: I32
     kv_len_R: I32
+    """At most."""
 
     @staticmethod
     def read(inputs: AttentionInputs) -> _Lengths:
@@ -148,20 +164,19 @@ def _log2(lengths: I32) -> I32:
 
 def _bucket(inputs: AttentionInputs, lengths: _Lengths, rows: I32, queries: slice) -> Bucket:
     device = inputs.page_table.device
-    num_query, kv_len = lengths.num_query_R[rows].astype(np.int64), lengths.kv_len_R[rows].astype(np.int64)
-    starts, context = lengths.start_R[rows].astype(np.int64), kv_len - num_query
+    num_query, starts = lengths.num_query_R[rows].astype(np.int64), lengths.start_R[rows].astype(np.int64)
     wanted = np.arange(queries.start, queries.stop)
     step = np.minimum(wanted, num_query[:, None] - 1)
     real = None if (num_query == num_query[0]).all() else wanted < num_query[:, None]
-    at = torch.from_numpy(np.arange(kv_len.max())).to(device)
-    kv_len_B = torch.from_numpy(kv_len).to(device)
-    slots = inputs.slots_R[torch.from_numpy(rows).to(device)].long()
+    at = torch.from_numpy(np.arange(int(lengths.kv_len_R[rows].max()))).to(device)
+    rows_B = torch.from_numpy(rows).to(device)
+    kv_len_B, slots = inputs.kv_len_R[rows_B].long(), inputs.slots_R[rows_B].long()
     pages = inputs.page_table[slots.unsqueeze(1), (at // inputs.page_size).unsqueeze(0)].long()
     loc = pages * inputs.page_size + at % inputs.page_size
     return Bucket(
         tokens_BQ=torch.from_numpy(starts[:, None] + step).to(device),
         loc_BS=loc.masked_fill(at >= kv_len_B.unsqueeze(1), 0),
-        position_BQ=torch.from_numpy(context[:, None] + step).to(device),
+        position_BQ=kv_len_B.unsqueeze(1) + torch.from_numpy(step - num_query[:, None]).to(device),
         kv_len_B=kv_len_B,
         real=None if real is None else torch.from_numpy(real).to(device),
     )

@@ -17,9 +17,9 @@ from bough.kernels.attention.plan import (
     KV_LOW,
     PER_CHUNK,
     POSITION,
-    PREFIX,
     REAL_TOKENS,
     SLOT,
+    SPANS,
     START,
     TOKEN,
     TOKENS,
@@ -68,9 +68,12 @@ def _attend_blocks(
     window,
     k_token,
     v_token,
+    slope,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    SLOPED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
@@ -109,11 +112,15 @@ def _attend_blocks(
         if SOFTCAP:
             bounded = 2.0 * tl.sigmoid(score * (2.0 / (_LOG2E * softcap))) - 1.0
             score = bounded * (softcap * _LOG2E)
+        if SLOPED:
+            score += slope[:, None] * tokens[None, :].to(tl.float32)
         if MASKED:
             seen = (tokens < kv_high)[None, :]
             if CAUSAL:
                 seen = seen & (tokens[None, :] <= position[:, None])
-            if WINDOWED:
+            if CHUNKED:
+                seen = seen & (tokens[None, :] >= (position // window * window)[:, None])
+            elif WINDOWED:
                 seen = seen & (tokens[None, :] > (position - window)[:, None])
             score = tl.where(seen, score, float("-inf"))
         new_high = tl.maximum(high, tl.max(score, 1))
@@ -170,7 +177,7 @@ def _merge(partial, partial_stats, first, last, valid, BLOCK_M: tl.constexpr, BL
     return acc, high, norm
 
 
-@triton.jit(do_not_specialize=["window", "num_tokens", "tile_room"])
+@triton.jit(do_not_specialize=["window", "num_tokens", "front_tokens", "tile_room"])
 def _attention_kernel(
     q,
     out,
@@ -186,11 +193,14 @@ def _attention_kernel(
     partial_stats,
     shared_out,
     shared_lse,
+    sinks,
+    slopes,
     scale_log2,
     softcap,
     v_scale,
     window,
     num_tokens,
+    front_tokens,
     tile_room,
     table_stride,
     q_token,
@@ -206,6 +216,9 @@ def _attention_kernel(
     PAGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    SLOPED: tl.constexpr,
+    SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     GROUPED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -251,10 +264,12 @@ def _attention_kernel(
 
         valid = (row // G < tokens) & (row < TOKENS_PER_TILE * G)
         if GROUPED:
-            query = tl.load(members + token + row // G, mask=valid, other=0).to(tl.int64)
+            member = tl.load(members + token + row // G, mask=valid, other=0).to(tl.int64)
+            query = member % front_tokens
         else:
             query = (token + row // G).to(tl.int64)
         head = kv_head * G + row % G
+        slope = tl.load(slopes + head, mask=valid, other=0.0) * _LOG2E if SLOPED else 0.0
         q_mask = valid[:, None]
         if BLOCK_H != H:
             q_mask = q_mask & (dim < H)[None, :]
@@ -278,26 +293,30 @@ def _attention_kernel(
             full_end = kv_low + tl.maximum(full - kv_low, 0) // BLOCK_N * BLOCK_N
             if WINDOWED:
                 # The first blocks reach beyond the window of the last query: masked, before the full ones.
-                edge = tl.maximum(position + tokens - window, 0)
+                if CHUNKED:
+                    edge = (position + tokens - 1) // window * window
+                else:
+                    edge = tl.maximum(position + tokens - window, 0)
                 full_start = kv_low + (tl.maximum(edge - kv_low, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
                 full_start = tl.minimum(tl.maximum(full_start, low), high_end)
                 acc, high, norm = _attend_blocks(
                     acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_start, kv_high,
-                    scale_log2, softcap, window, k_token, v_token,
-                    True, CAUSAL, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+                    scale_log2, softcap, window, k_token, v_token, slope,
+                    True, CAUSAL, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
                 )  # fmt: skip
                 low = full_start
             full_end = tl.minimum(tl.maximum(full_end, low), high_end)
             acc, high, norm = _attend_blocks(
                 acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_end, kv_high,
-                scale_log2, softcap, window, k_token, v_token,
-                False, CAUSAL, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+                scale_log2, softcap, window, k_token, v_token, slope,
+                False, CAUSAL, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
             )  # fmt: skip
             low = full_end
         acc, high, norm = _attend_blocks(
             acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, high_end, kv_high,
-            scale_log2, softcap, window, k_token, v_token,
-            True, CAUSAL and not GROUPED, WINDOWED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+            scale_log2, softcap, window, k_token, v_token, slope,
+            True, CAUSAL and not GROUPED, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N,
+            BLOCK_H, BLOCK_V,
         )  # fmt: skip
 
         first = head_start // per_chunk
@@ -323,20 +342,29 @@ def _attention_kernel(
             if BLOCK_V != VH:
                 out_mask = out_mask & (v_dim < VH)[None, :]
             if SHARED:
-                prefix = tl.load(tiles + PREFIX * tile_room + tile)
-                if prefix > 0:
-                    lse = tl.load(shared_lse + place, mask=valid, other=float("-inf"))
-                    front = tl.load(shared_out + place[:, None] * VH + v_dim[None, :], mask=out_mask, other=0.0)
+                spans = tl.load(tiles + SPANS * tile_room + tile)
+                for level in range(spans):
+                    front_at = place + tl.cast(level, tl.int64) * front_tokens * HEADS
+                    lse = tl.load(shared_lse + front_at, mask=valid, other=float("-inf"))
+                    front = tl.load(shared_out + front_at[:, None] * VH + v_dim[None, :], mask=out_mask, other=0.0)
                     top = tl.maximum(high, lse)
                     anchor = tl.where(top == float("-inf"), 0.0, top)
                     own, share = tl.exp2(high - anchor), tl.exp2(lse - anchor)
                     acc = acc * own[:, None] + front * share[:, None]
                     norm = norm * own + share
+                    high = top
+            if SINKS and not GROUPED:
+                sink = tl.load(sinks + head, mask=valid, other=0.0) * _LOG2E
+                top = tl.maximum(high, sink)
+                shrink = tl.exp2(high - top)
+                acc = acc * shrink[:, None]
+                norm = norm * shrink + tl.exp2(sink - top)
             safe = tl.where(norm > 0.0, norm, 1.0)
             result = acc / safe[:, None]
             if GROUPED:
-                tl.store(shared_lse + place, high + tl.log2(safe), mask=valid)
-                tl.store(shared_out + place[:, None] * VH + v_dim[None, :], result, mask=out_mask)
+                front_at = member * HEADS + head
+                tl.store(shared_lse + front_at, high + tl.log2(safe), mask=valid)
+                tl.store(shared_out + front_at[:, None] * VH + v_dim[None, :], result, mask=out_mask)
             else:
                 result = (result * v_scale).to(out.dtype.element_ty)
                 tl.store(out + place[:, None] * VH + v_dim[None, :], result, mask=out_mask)
@@ -414,6 +442,9 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     causal: bool = True,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     shared: tuple[Tensor, Tensor] | None = None,
@@ -423,9 +454,10 @@ def attend(
     """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous). `q_TNH` must have their tokens, those
     behind it need not.
 
-    `shared` is (float32 [T, N, V], float32 [T, N]): a plan of groups leaves its result and log-sum-exp (base 2) there and
-    doesn't touch `out_TNV`; a plan of rows merges what it finds there. With `zero_padding` tokens of no row become zero.
-    `after_plan`: the plan may just have been queued, so this launch must not start before it ends.
+    `shared` is (float32 [levels, F, N, V], float32 [levels, F, N]), F as in `SpanTensors.num_tokens`: a plan of spans leaves
+    its results and log-sum-exps (base 2) there and doesn't touch `out_TNV`; a plan of rows merges what it finds there. With
+    `zero_padding` tokens of no row become zero. `after_plan`: the plan may just have been queued, so this launch must not
+    start before it ends.
     """
     _, num_heads, width = q_TNH.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -448,11 +480,14 @@ def attend(
         workspace.stats,
         front,
         lse,
+        workspace.stats if sinks is None else sinks,
+        workspace.stats if slopes is None else slopes,
         scale * k_scale * _LOG2E.value,
         0.0 if softcap is None else softcap,
         v_scale,
-        0 if window is None else window,
+        chunk or window or 0,
         out_TNV.shape[0],
+        front.shape[1],
         plan.tiles.shape[1],
         page_table.stride(0),
         q_TNH.stride(0),
@@ -467,7 +502,10 @@ def attend(
         VH=v_width,
         PAGE=page_size,
         CAUSAL=causal,
-        WINDOWED=window is not None,
+        WINDOWED=window is not None or chunk is not None,
+        CHUNKED=chunk is not None,
+        SLOPED=slopes is not None,
+        SINKS=sinks is not None,
         SOFTCAP=softcap is not None,
         GROUPED=plan.members is not None,
         SHARED=shared is not None and plan.members is None,

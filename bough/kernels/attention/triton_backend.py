@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from bough.core.step import SpanCosts
 from bough.kernels.attention import decode_hopper, fresh, plan, triton
 from bough.kernels.attention.inputs import AttentionInputs, Spec, Tail
 from bough.kernels.attention.plan import Kind, Plan, Shape
@@ -28,11 +29,41 @@ EXTEND = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=1)
 """Longer rows of small steps."""
 PREFILL = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=1)
 """Longer rows of large steps."""
-SHARED = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=1)
-"""Members of a group against their shared span."""
+SHARED = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2)
+"""Query tokens against a span that their rows share. Reading a span from memory takes about as long as one such tile's
+arithmetic, so that groups of few rows are not paid for with empty tiles."""
 _LARGE_STEP = 1024
+_LATENT_BYTES = 2048
+"""Keys and values of a head together are larger in attention over latents alone (576 and 512 numbers, rounded up)."""
 _NEVER = 2**30
 """No row is as long: all of them are left to the paged kernel."""
+
+
+_BYTES_PER_NS = 4200.0
+"""Read by an H200; what spans are worth is a matter of ratios, which are similar on other devices."""
+_FLOPS_PER_NS = 400_000.0
+"""Of tiles of `SHARED` whose KV is in L2."""
+_SPAN_NS = 100.0
+_FIXED_NS = 15_000.0
+"""Two launches more than the one that serves decode rows on Hopper, and rotation apart from attention."""
+
+
+def span_costs(spec: Spec, kv_bytes: int) -> SpanCosts:
+    """What shared spans cost in a layer like `spec` with a cache of `kv_bytes` per number. Measured by `bough bench kernels
+    shared` on an H200."""
+    group = spec.num_heads // spec.num_kv_heads
+    v_width = spec.v_head_dim or spec.head_dim
+    numbers = spec.num_kv_heads * (spec.head_dim + v_width)
+    block_m = max(SHARED.block_m, 1 << (group - 1).bit_length())
+    return SpanCosts(
+        read_ns=numbers * kv_bytes / _BYTES_PER_NS,
+        row_queries=max(1, DECODE.block_m // group),
+        tile_ns=2 * numbers * block_m / _FLOPS_PER_NS,
+        tile_queries=block_m // group,
+        span_ns=_SPAN_NS,
+        merge_ns=8 * spec.num_heads * v_width / _BYTES_PER_NS,
+        fixed_ns=_FIXED_NS,
+    )
 
 
 @dataclass(slots=True)
@@ -185,7 +216,7 @@ class TritonAttention:
 
     def _decode(self, spec: Spec, inputs: AttentionInputs, raw: decode_hopper.Raw) -> Tensor:
         """Writes keys and values, and attends, in one kernel."""
-        kind = Kind(spec.num_heads, spec.num_kv_heads, spec.window, spec.causal)
+        kind = _kind_of(spec)
         found = self._decode_plans.get(kind)
         after_plan = found is None
         if found is None:
@@ -208,8 +239,10 @@ class TritonAttention:
         front = None
         plans = prepared.rows
         if prepared.shared is not None:
-            whole = torch.empty(out.shape, dtype=torch.float32, device=q.device)
-            front = (whole, torch.empty(out.shape[:2], dtype=torch.float32, device=q.device))
+            assert inputs.shared is not None
+            room = (inputs.shared.levels, inputs.shared.num_tokens, *out.shape[1:])
+            whole = torch.empty(room, dtype=torch.float32, device=q.device)
+            front = (whole, torch.empty(room[:3], dtype=torch.float32, device=q.device))
             plans = [prepared.shared, *plans]
         for place, each in enumerate(plans):
             is_rows = each is not prepared.shared
@@ -225,6 +258,9 @@ class TritonAttention:
                 window=spec.window,
                 softcap=spec.softcap,
                 causal=spec.causal,
+                chunk=spec.chunk,
+                sinks=spec.sinks,
+                slopes=spec.slopes,
                 k_scale=k_scale,
                 v_scale=v_scale,
                 shared=front if each.prefixed or not is_rows else None,
@@ -248,7 +284,7 @@ class TritonAttention:
         """The launches of layers like this one."""
         inputs = self._step()
         v_width = inputs.v_caches[spec.layer].shape[3]
-        kind = Kind(spec.num_heads, spec.num_kv_heads, spec.window, spec.causal)
+        kind = _kind_of(spec)
         fresh_from = _NEVER
         if inputs.host is not None and fresh.suits(spec, q, v):
             fresh_from = fresh.shortest(q, v, hopper=self._hopper)
@@ -258,6 +294,11 @@ class TritonAttention:
             width = power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
             found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, fresh_from)
         return found
+
+
+def _kind_of(spec: Spec) -> Kind:
+    """A chunk is planned like a window as long, which holds it."""
+    return Kind(spec.num_heads, spec.num_kv_heads, spec.chunk or spec.window, spec.causal)
 
 
 def _of_tail(q_TNH: Tensor, tail: Tail) -> Tensor:
@@ -292,15 +333,18 @@ def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_
             has_decode |= length <= most_decode
             has_longer |= length > most_decode and not is_fresh
             start += length
-    shared, prefix_R = None, None
-    if inputs.shared is not None and kind.window is None and has_decode:
-        shared, prefix_R = plan.plan_groups(inputs, kind, shape_for(SHARED, kind.group, bytes_per_token))
+    shared, covered_2R = None, None
+    if inputs.shared is not None and kind.window is None and (has_decode or has_longer):
+        shared, covered_2R = plan.plan_spans(inputs, kind, shape_for(SHARED, kind.group, bytes_per_token))
     rows: list[Plan] = []
     if has_decode:
-        rows.append(plan.plan_rows(inputs, kind, decode, most_query=most_decode, prefix_R=prefix_R))
+        rows.append(plan.plan_rows(inputs, kind, decode, most_query=most_decode, covered_2R=covered_2R))
     if has_longer:
         longer = shape_for(PREFILL if inputs.num_tokens >= _LARGE_STEP else EXTEND, kind.group, bytes_per_token)
-        rows.append(plan.plan_rows(inputs, kind, longer, least_query=most_decode + 1, fresh_from=fresh_from))
+        least = most_decode + 1
+        rows.append(
+            plan.plan_rows(inputs, kind, longer, least_query=least, fresh_from=fresh_from, covered_2R=covered_2R)
+        )
     all_fresh_from = inputs.num_tokens
     for first, length in reversed(fresh_rows):
         if first + length != all_fresh_from:
@@ -328,4 +372,9 @@ def shape_for(shape: Shape, group: int, bytes_per_token: int) -> Shape:
     if bytes_per_token > 512:
         block_m = max(min(block_m, 64), 1 << (group - 1).bit_length())
         block_n = max(16, 1 << (block_n * 512 // bytes_per_token).bit_length() - 1)
+    if bytes_per_token > _LATENT_BYTES:
+        # A tile's queries and sums of 1024 and 512 numbers must fit into registers, beside two blocks of latents.
+        block_m = max(min(block_m, 32), 1 << (group - 1).bit_length())
+        warps = 8 if block_m >= 32 else 4
+        return replace(shape, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=2)
     return replace(shape, block_m=block_m, block_n=block_n)

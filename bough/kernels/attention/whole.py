@@ -47,7 +47,7 @@ class WholeAttention:
         self._query_start = inputs.query_start_R1
         self._device = inputs.query_start_R1.device
         self._buckets: list[_Bucket] | None = None
-        self._masks: dict[tuple[int, int | None, bool], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int | None, bool], Tensor | None] = {}
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """[T, N * V]."""
@@ -71,7 +71,7 @@ class WholeAttention:
 
     def _mask(self, spec: Spec, number: int, bucket: _Bucket) -> Tensor | None:
         """bool [B, 1, Q, Q] of what each token sees; None: everything. Layers of one kind share it."""
-        key = (number, spec.window, spec.causal)
+        key = (number, spec.window, spec.chunk, spec.causal)
         if key not in self._masks:
             self._masks[key] = _mask_of(spec, bucket)
         return self._masks[key]
@@ -119,6 +119,9 @@ def _mask_of(spec: Spec, bucket: _Bucket) -> Tensor | None:
         if not spec.causal:
             inside = inside & (key < query + spec.window)
         seen = inside if seen is None else seen & inside
+    if spec.chunk is not None:
+        inside = key // spec.chunk == query // spec.chunk
+        seen = inside if seen is None else seen & inside
     if bucket.real_BQ is None:
         return None if seen is None else seen[None, None]
     # Padding repeats real tokens, so a query that sees padding alone (beyond its window) still has a finite result.
@@ -133,16 +136,21 @@ def _attend(spec: Spec, q_BQNH: Tensor, k_BQKH: Tensor, v_BQKV: Tensor, mask: Te
     """[B, Q, N, V]"""
     q, k, v = (x.transpose(1, 2) for x in (q_BQNH, k_BQKH, v_BQKV))
     grouped = spec.num_heads != spec.num_kv_heads
-    if not spec.softcap:
+    if not spec.softcap and spec.sinks is None and spec.slopes is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=grouped)
         return out.transpose(1, 2)
     if grouped:
         k, v = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for x in (k, v))
     scores = (q.float() @ k.float().transpose(2, 3)) * spec.scale
-    scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.slopes is not None:
+        scores = scores + spec.slopes.view(1, -1, 1, 1) * torch.arange(scores.shape[3], device=scores.device)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q_BQNH.dtype).transpose(1, 2)
+    if spec.sinks is not None:
+        scores = torch.cat((scores, spec.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    return (scores.softmax(-1)[..., : v.shape[2]] @ v.float()).to(q_BQNH.dtype).transpose(1, 2)
 
 
 def _suits_ragged(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
@@ -153,6 +161,7 @@ def _suits_ragged(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
         and q_TNH.shape[2] % 8 == 0
         and q_TNH.shape[2] <= 256
         and not spec.softcap
+        and spec.is_plain
     )
 
 

@@ -1,4 +1,4 @@
-"""The loaded library: built at first use, shared by every kernel of the process."""
+"""The loaded library, which every kernel of the process shares: one that came with the package, or compiled on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 import torch
 
-from bough.kernels.cpu_build.compiler import BuildFailed, Recipe, build, find_recipe
+from bough.kernels.cpu_build.compiler import Recipe, build, find_recipe
+from bough.kernels.cpu_build.compiling import BuildFailed
+from bough.platform.prebuilt import prebuilt_kernels
+from bough.platform.processor import processor
 
 log = logging.getLogger("bough.kernels")
 
@@ -34,14 +37,26 @@ def custom_kernels_allowed() -> bool:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it can't be had; says why, once."""
+    """The library, or None where it can't be had; then one warning says why."""
     if _forbidden:
         return None
     try:
         with _building:  # of threads that ask first at the same time, the others find it in the cache
-            return _built(find_recipe(openmp_runtime()))
+            share_openmp()
+            return _prebuilt() or _built(find_recipe())
     except (BuildFailed, OSError) as error:
         log.warning("CPU kernels could not be compiled, so torch's own are used, which are slower: %s", error)
+        return None
+
+
+def _prebuilt() -> ctypes.CDLL | None:
+    path = prebuilt_kernels(processor().flags)
+    if path is None:
+        return None
+    try:
+        return load(path)
+    except (OSError, AttributeError) as error:
+        log.warning("the CPU kernels that came with the package can't be used, so they are compiled: %s", error)
         return None
 
 
@@ -58,7 +73,7 @@ def _built(recipe: Recipe) -> ctypes.CDLL:
 def load(path: Path) -> ctypes.CDLL:
     """Opens a built library and declares its functions."""
     loaded = ctypes.CDLL(str(path))
-    pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+    pointer, i64, i32, u32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
     declared: dict[str, tuple[tuple[type, ...], type | None]] = {
         "bough_packed_quant_bytes": ((pointer,), i64),
         "bough_packed_scale_bytes": ((pointer,), i64),
@@ -74,12 +89,20 @@ def load(path: Path) -> ctypes.CDLL:
         "bough_attention_rope": ((pointer, pointer, pointer), None),
         "bough_decoder_stack": ((pointer, i64, *(pointer,) * 5, i64, i64), None),
         "bough_sample": ((pointer,), None),
+        "bough_arrive": ((pointer, u32), None),
+        "bough_await": ((pointer, i32, u32, i64, i64), i32),
+        "bough_ordered_sum": ((i32, pointer, i64, i32, pointer, i64), None),
     }
     for name, (arguments, result) in declared.items():
         function = getattr(loaded, name)
         function.argtypes = arguments
         function.restype = result
     return loaded
+
+
+def share_openmp() -> None:
+    """Lets libraries that are loaded from now on call torch's OpenMP runtime. Raises `BuildFailed` if torch brought none."""
+    ctypes.CDLL(openmp_runtime(), mode=ctypes.RTLD_GLOBAL)  # it is loaded already: this makes its names visible to all
 
 
 def openmp_runtime() -> str:
@@ -93,5 +116,5 @@ def openmp_runtime() -> str:
 
 def load_for(machine: tuple[str, ...]) -> ctypes.CDLL:
     """The library compiled for other instruction sets than this machine's best; for comparisons."""
-    recipe = find_recipe(openmp_runtime())
-    return load(build(Recipe(recipe.compiler, recipe.openmp, machine)))
+    share_openmp()
+    return load(build(Recipe(find_recipe().compiler, machine)))

@@ -59,7 +59,7 @@ def weight_tile(
 
 
 @triton.jit
-def _sum_partials(partial, first, last, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+def sum_partials(partial, first, last, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
     """The sum over chunks first .. last, in their order; small ones come four at a time."""
     UNROLL: tl.constexpr = 4 if BLOCK_N * BLOCK_T <= 2048 else 1
     offset = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
@@ -147,10 +147,10 @@ def _skinny_kernel(
             finish = done == last - first
             if finish:
                 tl.store(counters + tile, 0)
-                acc = _sum_partials(partial, first, last, BLOCK_N, BLOCK_T)
+                acc = sum_partials(partial, first, last, BLOCK_N, BLOCK_T)
                 if SILU:
                     half = partial + tl.cast(tl.num_programs(0), tl.int64) * (2 * BLOCK_N * BLOCK_T)
-                    up = _sum_partials(half, first, last, BLOCK_N, BLOCK_T)
+                    up = sum_partials(half, first, last, BLOCK_N, BLOCK_T)
         if finish:
             if BIAS:
                 acc += tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32)[:, None]
@@ -164,7 +164,7 @@ def _skinny_kernel(
         at += k_end - k_start
 
 
-class _Scratch:
+class Scratch:
     """Partial sums and counters of a device, grown as needed. Counters are zero between launches.
 
     What was handed out is never freed: a captured graph may use it.
@@ -186,12 +186,12 @@ class _Scratch:
         return partials[-1], counts[-1]
 
 
-_SCRATCH = _Scratch()
+SCRATCH = Scratch()
 
 
 def reserve(device: torch.device) -> None:
     """Allocates the scratch of a device, so that no graph capture has to."""
-    _SCRATCH.get(device, 1 << 24, 1 << 16)
+    SCRATCH.get(device, 1 << 24, 1 << 16)
 
 
 def _is_even(rows: int, depth: int, config: Config) -> bool:
@@ -247,7 +247,7 @@ def skinny(
         per_chunk = cdiv(k_steps, config.split)
     programs = cdiv(total, per_chunk)
     needed = 2 * programs * config.block_n * block_t * (2 if silu_mul else 1)
-    partial, counters = _SCRATCH.get(device, needed, tiles)
+    partial, counters = SCRATCH.get(device, needed, tiles)
     out = x.new_empty((tokens, rows))
     if ring:
         hopper.launch_ring(

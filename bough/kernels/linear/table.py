@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import triton
 
+from bough.config.cache_directory import cache_directory
 from bough.kernels.linear.ring import is_ready
 from bough.kernels.linear.skinny import Config
-from bough.platform.disk_cache import cache_directory
 from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")

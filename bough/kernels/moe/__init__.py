@@ -15,12 +15,14 @@ from bough.kernels.choices import standard
 _IMPLEMENTATIONS = standard(__name__)
 
 
-def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights float32 [T, k], ids int32 [T, k]): softmax over all experts, the k largest in descending order.
 
-    With `renormalise` the k weights sum to one. Equal logits: the lower id first.
+    With `renormalise` the k weights sum to one. Equal logits: the lower id first. A token whose `loc_T` (int64) is negative
+    is padding and chooses none: its ids are -1.
     """
-    out: tuple[Tensor, Tensor] = _IMPLEMENTATIONS.pick("topk_softmax", logits_TE.device)(logits_TE, k, renormalise)
+    choose = _IMPLEMENTATIONS.pick("topk_softmax", logits_TE.device)
+    out: tuple[Tensor, Tensor] = choose(logits_TE, k, renormalise, loc_T)
     return out
 
 
@@ -43,6 +45,38 @@ def fused_experts(
 
 
 @dataclass(frozen=True, slots=True)
+class Biases:
+    """Of experts' products."""
+
+    gate_up_E2F: Tensor
+    down_ED: Tensor
+
+
+def biased_experts(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    biases: Biases,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """As `fused_experts`, with biases and `clamped_gate` in place of an activation, [T, D]."""
+    out: Tensor = _IMPLEMENTATIONS.pick("biased_experts", x_TD.device)(
+        x_TD, gate_up_E2FD, down_EDF, biases, topk_weights_Tk, topk_ids_Tk, alpha, limit
+    )
+    return out
+
+
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of the two halves, gate at most `limit`, up within it on both sides."""
+    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * (alpha * gate).sigmoid()).to(gate_up.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """How experts are chosen: by a norm, a product with the router's weight, and `topk_softmax`."""
 
@@ -53,6 +87,8 @@ class Routing:
     router_ED: Tensor
     per_token: int
     renormalise: bool
+    loc_T: Tensor | None = None
+    """As of `topk_softmax`; what padding gets is not said."""
 
 
 def routed_experts(

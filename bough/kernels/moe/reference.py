@@ -13,12 +13,14 @@ from bough.kernels.norm import add_rms_norm
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
-def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
     probabilities = logits_TE.float().softmax(-1)
     order = probabilities.sort(dim=-1, descending=True, stable=True)
     weights, ids = order.values[:, :k], order.indices[:, :k]
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
+    if loc_T is not None:
+        ids = ids.masked_fill((loc_T < 0)[:, None], -1)
     return weights.contiguous(), ids.to(torch.int32)
 
 
@@ -43,6 +45,27 @@ def fused_experts(
     return out.to(x_TD.dtype)
 
 
+def biased_experts(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    biases: moe.Biases,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    out = torch.zeros(x_TD.shape[0], down_EDF.shape[1], dtype=torch.float32, device=x_TD.device)
+    for expert in range(gate_up_E2FD.shape[0]):
+        token, choice = (topk_ids_Tk == expert).nonzero(as_tuple=True)
+        if token.numel() == 0:
+            continue
+        gate_up = x_TD[token] @ gate_up_E2FD[expert].T + biases.gate_up_E2F[expert]
+        part = moe.clamped_gate(gate_up, alpha, limit) @ down_EDF[expert].T + biases.down_ED[expert]
+        out.index_add_(0, token, part.float() * topk_weights_Tk[token, choice].float().unsqueeze(1))
+    return out.to(x_TD.dtype)
+
+
 def routed_experts(
     x_TD: Tensor,
     residual_TD: Tensor,
@@ -54,5 +77,5 @@ def routed_experts(
     """One after the other, each by what the device has for it."""
     normed_TD, total_TD = add_rms_norm(x_TD, residual_TD, routing.norm_D, routing.eps, offset=routing.offset)
     logits_TE = linear(normed_TD, routing.router_ED)
-    weights_Tk, ids_Tk = moe.topk_softmax(logits_TE, routing.per_token, routing.renormalise)
+    weights_Tk, ids_Tk = moe.topk_softmax(logits_TE, routing.per_token, routing.renormalise, routing.loc_T)
     return moe.fused_experts(normed_TD, gate_up_E2FD, down_EDF, weights_Tk, ids_Tk, activation), total_TD

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Mixture of experts on the GPU: tokens are sorted by expert on the device, then two grouped matrix products run over
 blocks of one expert's tokens. Grids are upper bounds; programs without a block end at once, so nothing waits for counts.
-A lone token needs no sorting: its experts are different ones, and each is a block. On Hopper, `lone_hopper` serves the few.
+A lone token needs no sorting: its experts are different ones, and each is a block. On Hopper, `lone_hopper` serves the few,
+and `grouped_hopper` the many.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from bough.kernels.activation.triton import gated
 from bough.kernels.choices import facts_of
-from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import Launcher, cdiv, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import weight_tile
-from bough.kernels.moe import Routing, lone_hopper, reference
+from bough.kernels.moe import Biases, Routing, clamped_gate, grouped_hopper, lone_hopper, reference
 
-_ONE_PROGRAM_PAIRS = 4096
-"""Up to here one program sorts all (token, expert) pairs."""
+_ONE_LAUNCH_PAIRS = 4096
+"""Up to here one launch sorts all (token, expert) pairs."""
 
 
 @triton.jit
@@ -28,7 +29,9 @@ def _topk_kernel(
     logits,
     weights,
     ids,
+    loc,
     stride,
+    PADDED: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -57,80 +60,68 @@ def _topk_kernel(
         left = tl.where(expert == first, float("-inf"), left)
     if RENORMALISE:
         weight = weight / tl.sum(weight, 0)
+    if PADDED:
+        chosen = tl.where(tl.load(loc + token) < 0, -1, chosen)
     tl.store(weights + token * K + choice, weight, mask=choice < K)
     tl.store(ids + token * K + choice, chosen, mask=choice < K)
 
 
-@triton.jit
-def _count(ids, counts, base, P, E, BLOCK: tl.constexpr):
-    pair = base + tl.arange(0, BLOCK)
-    expert = tl.load(ids + pair, mask=pair < P, other=-1).to(tl.int32)
-    mine = (expert >= 0) & (expert < E)
-    tl.atomic_add(counts + expert, 1, mask=mine, sem="relaxed")
-
-
-@triton.jit
-def _lay_out(counts, cursors, block_expert, E, num_blocks, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Turns counts into the place where each expert's pairs go, and names the expert of every block of places."""
-    expert = tl.arange(0, BLOCK_E)
-    count = tl.load(counts + expert, mask=expert < E, other=0, cache_modifier=".cg")
-    blocks = (count + BLOCK_T - 1) // BLOCK_T
-    end = tl.cumsum(blocks, 0)
-    tl.store(cursors + expert, (end - blocks) * BLOCK_T, mask=expert < E)
-    for block in range(num_blocks):
-        owner = tl.sum((end <= block).to(tl.int32), 0)
-        tl.store(block_expert + block, tl.where(owner < E, owner, -1))
-
-
-@triton.jit
-def _place(ids, cursors, pairs, base, P, E, BLOCK: tl.constexpr):
-    pair = base + tl.arange(0, BLOCK)
-    expert = tl.load(ids + pair, mask=pair < P, other=-1).to(tl.int32)
-    mine = (expert >= 0) & (expert < E)
-    place = tl.atomic_add(cursors + expert, 1, mask=mine, sem="relaxed")
-    tl.store(pairs + place, pair, mask=mine)
+_TOPK = Launcher(_topk_kernel)
 
 
 @triton.jit
 def _sort_kernel(
     ids,
-    counts,
-    cursors,
     block_expert,
     pairs,
     P,
     E,
     num_blocks,
     BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of the sorting in one program. `pairs` holds P in every place that no pair takes."""
+    """A program an expert: it counts the pairs of all of them, and so knows where its own go, in their order. Places of its
+    blocks that no pair takes get P; blocks of no expert get -1."""
     trigger(PDL)
     wait(PDL)
-    expert = tl.arange(0, BLOCK_E)
-    tl.store(counts + expert, expert * 0, mask=expert < E)
-    for base in range(0, num_blocks * BLOCK_T, BLOCK):
-        place = base + tl.arange(0, BLOCK)
-        tl.store(pairs + place, place * 0 + P, mask=place < num_blocks * BLOCK_T)
-    tl.debug_barrier()
-    for base in range(0, P, BLOCK):
-        _count(ids, counts, base, P, E, BLOCK)
-    tl.debug_barrier()
-    _lay_out(counts, cursors, block_expert, E, num_blocks, BLOCK_T, BLOCK_E)
-    tl.debug_barrier()
-    for base in range(0, P, BLOCK):
-        _place(ids, cursors, pairs, base, P, E, BLOCK)
+    mine = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < P, other=-1).to(tl.int32)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E)
+    each = tl.arange(0, BINS)
+    count = tl.histogram(expert, BINS)
+    blocks = tl.where(each < E, (count + BLOCK_T - 1) // BLOCK_T, 0)
+    first = tl.sum(tl.where(each < mine, blocks, 0), 0)
+    own_count = tl.sum(tl.where(each == mine, count, 0), 0)
+    own = (own_count + BLOCK_T - 1) // BLOCK_T
+    is_mine = expert == mine
+    rank = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+    tl.store(pairs + first * BLOCK_T + rank, pair, mask=is_mine)
+    free = own_count + tl.arange(0, BLOCK_T)
+    tl.store(pairs + first * BLOCK_T + free, free * 0 + P, mask=free < own * BLOCK_T)
+    AT_ONCE: tl.constexpr = 64
+    for base in range(0, own, AT_ONCE):
+        block = base + tl.arange(0, AT_ONCE)
+        tl.store(block_expert + first + block, block * 0 + mine, mask=block < own)
+    if mine == E - 1:
+        for base in range(first + own, num_blocks, AT_ONCE):
+            block = base + tl.arange(0, AT_ONCE)
+            tl.store(block_expert + block, block * 0 - 1, mask=block < num_blocks)
 
 
 @triton.jit
 def _count_kernel(ids, counts, P, E, BLOCK: tl.constexpr):
-    _count(ids, counts, tl.program_id(0) * BLOCK, P, E, BLOCK)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < P, other=-1).to(tl.int32)
+    mine = (expert >= 0) & (expert < E)
+    tl.atomic_add(counts + expert, 1, mask=mine, sem="relaxed")
 
 
 @triton.jit
 def _lay_out_kernel(counts, cursors, block_expert, E, num_blocks, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Turns counts into the place where each expert's pairs go, and names the expert of every block of places."""
     expert = tl.arange(0, BLOCK_E)
     count = tl.load(counts + expert, mask=expert < E, other=0)
     blocks = (count + BLOCK_T - 1) // BLOCK_T
@@ -144,7 +135,11 @@ def _lay_out_kernel(counts, cursors, block_expert, E, num_blocks, BLOCK_T: tl.co
 
 @triton.jit
 def _place_kernel(ids, cursors, pairs, P, E, BLOCK: tl.constexpr):
-    _place(ids, cursors, pairs, tl.program_id(0) * BLOCK, P, E, BLOCK)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < P, other=-1).to(tl.int32)
+    mine = (expert >= 0) & (expert < E)
+    place = tl.atomic_add(cursors + expert, 1, mask=mine, sem="relaxed")
+    tl.store(pairs + place, pair, mask=mine)
 
 
 @triton.jit
@@ -220,7 +215,7 @@ def _experts_kernel(
 
 
 @triton.jit
-def _combine_kernel(parts, weights, ids, out, D, E, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def combine_kernel(parts, weights, ids, out, D, E, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < D
@@ -236,24 +231,19 @@ def _combine_kernel(parts, weights, ids, out, D, E, PER_TOKEN: tl.constexpr, BLO
     tl.store(out + token * D + col, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
     tokens, experts = logits_TE.shape
     logits = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
     if tokens:
-        _topk_kernel[(tokens,)](
-            logits,
-            weights,
-            ids,
-            logits.stride(0),
-            E=experts,
-            K=k,
-            RENORMALISE=renormalise,
-            BLOCK=power_of_two(experts),
-            BLOCK_K=power_of_two(k),
+        _TOPK.launch(
+            (tokens, 1),
+            (logits, weights, ids, ids if loc_T is None else loc_T),
+            (logits.stride(0),),
+            (),
+            (loc_T is not None, experts, k, renormalise, power_of_two(experts), power_of_two(k)),
             num_warps=1 if experts <= 256 else 4,
-            **pdl_options(logits.device),
         )
     return weights, ids
 
@@ -286,7 +276,7 @@ def shape_for(num_pairs: int, num_experts: int) -> Shape:
 
 
 @dataclass(slots=True)
-class _Sorted:
+class Sorted:
     pairs: Tensor
     block_expert: Tensor
     num_blocks: int
@@ -294,30 +284,28 @@ class _Sorted:
     is_sorted: bool = True
 
 
-def _sort(ids: Tensor, num_experts: int, block_t: int) -> _Sorted:
+def sort_pairs(ids: Tensor, num_experts: int, block_t: int) -> Sorted:
     num_pairs, device = ids.numel(), ids.device
     num_blocks = min(num_pairs, cdiv(num_pairs, block_t) + num_experts)
     block_expert = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    block_e = power_of_two(num_experts)
-    if num_pairs <= _ONE_PROGRAM_PAIRS:
+    if num_pairs <= _ONE_LAUNCH_PAIRS:
         pairs = torch.empty(num_blocks * block_t, dtype=torch.int32, device=device)
-        counts, cursors = torch.empty((2, num_experts), dtype=torch.int32, device=device)
-        _sort_kernel[(1,)](
+        num_warps = 4 if num_pairs <= 1024 else 8
+        _sort_kernel[(num_experts,)](
             ids,
-            counts,
-            cursors,
             block_expert,
             pairs,
             num_pairs,
             num_experts,
             num_blocks,
             BLOCK_T=block_t,
-            BLOCK_E=block_e,
-            BLOCK=min(1024, power_of_two(num_pairs)),
-            num_warps=8,
+            BINS=power_of_two(num_experts + 1),
+            BLOCK=power_of_two(num_pairs, at_least=32 * num_warps),
+            num_warps=num_warps,
             **pdl_options(device),
         )
-        return _Sorted(pairs, block_expert, num_blocks, num_experts)
+        return Sorted(pairs, block_expert, num_blocks, num_experts)
+    block_e = power_of_two(num_experts)
     pairs = torch.full((num_blocks * block_t,), num_pairs, dtype=torch.int32, device=device)
     counts, cursors = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
     grid = (cdiv(num_pairs, 1024),)
@@ -326,11 +314,11 @@ def _sort(ids: Tensor, num_experts: int, block_t: int) -> _Sorted:
         counts, cursors, block_expert, num_experts, num_blocks, BLOCK_T=block_t, BLOCK_E=block_e
     )
     _place_kernel[grid](ids, cursors, pairs, num_pairs, num_experts, BLOCK=1024)
-    return _Sorted(pairs, block_expert, num_blocks, num_experts)
+    return Sorted(pairs, block_expert, num_blocks, num_experts)
 
 
 def _product(
-    x: Tensor, weight_ERD: Tensor, out: Tensor, order: _Sorted, shape: Shape, *, per_token: int, act: str | None
+    x: Tensor, weight_ERD: Tensor, out: Tensor, order: Sorted, shape: Shape, *, per_token: int, act: str | None
 ) -> None:
     """Fills out [pairs, rows]; `act` set: rows are half the weight's."""
     flat = weight_ERD.flatten(0, 1)
@@ -382,25 +370,79 @@ def fused_experts(
 ) -> Tensor:
     if activation not in ("silu", "gelu_tanh"):
         raise ValueError(f"no activation {activation!r} for experts: silu and gelu_tanh are")
+    if len(x_TD) == 0:
+        return x_TD.new_empty(0, down_EDF.shape[1])
+    x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    if lone_hopper.suits(x, gate_up_E2FD, down_EDF, topk_ids_Tk, activation):
+        out = x.new_empty(x.shape)
+        lone_hopper.experts(x, gate_up_E2FD, down_EDF, topk_weights_Tk, topk_ids_Tk, out)
+        return out
+    many = grouped_hopper.Weights(gate_up_E2FD, down_EDF)
+    if grouped_hopper.suits(x, many, topk_ids_Tk, activation):
+        out = x.new_empty(x.shape)
+        grouped_hopper.experts(x, many, topk_weights_Tk.contiguous(), topk_ids_Tk.contiguous(), out)
+        return out
+    return portable_experts(x, gate_up_E2FD, down_EDF, topk_weights_Tk, topk_ids_Tk, activation)
+
+
+def portable_experts(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """As `fused_experts`, of at least one token whose values lie side by side, by kernels that run on any device."""
+    tokens, per_token = topk_ids_Tk.shape
+    experts, width, inner = down_EDF.shape
+    out = torch.empty((tokens, width), dtype=x_TD.dtype, device=x_TD.device)
+    ids, weights = topk_ids_Tk.contiguous(), topk_weights_Tk.contiguous()
+    pairs = tokens * per_token
+    shape = shape_for(pairs, experts)
+    order = sort_pairs(ids, experts, shape.block_t) if tokens > 1 else Sorted(ids, ids, pairs, experts, is_sorted=False)
+    hidden = torch.empty((pairs, inner), dtype=x_TD.dtype, device=x_TD.device)
+    _product(x_TD, gate_up_E2FD, hidden, order, shape, per_token=per_token, act=activation)
+    parts = torch.empty((pairs, width), dtype=x_TD.dtype, device=x_TD.device)
+    _product(hidden, down_EDF, parts, order, shape, per_token=1, act=None)
+    block = min(1024, power_of_two(width))
+    combine_kernel[(tokens, cdiv(width, block))](
+        parts, weights, ids, out, width, experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x_TD.device)
+    )
+    return out
+
+
+def biased_experts(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    biases: Biases,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """Biases and gates between the grouped products are torch's: a few passes over activations, which are small beside the
+    weights that a step reads."""
     tokens, per_token = topk_ids_Tk.shape
     experts, width, inner = down_EDF.shape
     out = torch.empty((tokens, width), dtype=x_TD.dtype, device=x_TD.device)
     if tokens == 0:
         return out
     x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    if lone_hopper.suits(x, gate_up_E2FD, down_EDF, topk_ids_Tk, activation):
-        lone_hopper.experts(x, gate_up_E2FD, down_EDF, topk_weights_Tk, topk_ids_Tk, out)
-        return out
     ids, weights = topk_ids_Tk.contiguous(), topk_weights_Tk.contiguous()
     pairs = tokens * per_token
     shape = shape_for(pairs, experts)
-    order = _sort(ids, experts, shape.block_t) if tokens > 1 else _Sorted(ids, ids, pairs, experts, is_sorted=False)
-    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    _product(x, gate_up_E2FD, hidden, order, shape, per_token=per_token, act=activation)
-    parts = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    order = sort_pairs(ids, experts, shape.block_t) if tokens > 1 else Sorted(ids, ids, pairs, experts, is_sorted=False)
+    here = ids.flatten().long().clamp(0, experts - 1)  # of experts elsewhere nothing is summed
+    raw = torch.zeros((pairs, 2 * inner), dtype=x.dtype, device=x.device)
+    _product(x, gate_up_E2FD, raw, order, shape, per_token=per_token, act=None)
+    hidden = clamped_gate(raw + biases.gate_up_E2F[here], alpha, limit)
+    parts = torch.zeros((pairs, width), dtype=x.dtype, device=x.device)
     _product(hidden, down_EDF, parts, order, shape, per_token=1, act=None)
+    parts += biases.down_ED[here]
     block = min(1024, power_of_two(width))
-    _combine_kernel[(tokens, cdiv(width, block))](
+    combine_kernel[(tokens, cdiv(width, block))](
         parts, weights, ids, out, width, experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x.device)
     )
     return out

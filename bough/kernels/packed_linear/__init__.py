@@ -1,6 +1,7 @@
-"""Matrix products with weights that stay packed in memory: GGUF's low-bit blocks, and plain floats interleaved for SIMD.
+"""Matrix products with weights that stay packed in memory: GGUF's low-bit blocks, plain floats interleaved for SIMD, and the
+codes and scales of any other quantised checkpoint.
 
-in: raw blocks of a checkpoint, activations. out: [T, rows]. never: a dequantised copy of the whole weight.
+in: raw blocks of a GGUF file or `Codes`, activations. out: [T, rows]. never: a name of a checkpoint's format.
 """
 
 from __future__ import annotations
@@ -10,11 +11,23 @@ from torch import Tensor
 
 from bough.kernels import choices
 from bough.kernels.choices import Choice, Choices
+from bough.kernels.packed_linear.codes import Codes, Inputs
 from bough.kernels.packed_linear.weight import FORMATS, PackedWeight
 
-__all__ = ["PackedWeight", "dequantise", "pack", "packed_linear", "packed_rows", "supported"]
+__all__ = [
+    "Codes",
+    "Inputs",
+    "PackedWeight",
+    "dequantise",
+    "pack",
+    "pack_codes",
+    "packed_linear",
+    "packed_rows",
+    "supported",
+]
 
 _IMPLEMENTATIONS = Choices(
+    Choice("triton", f"{__name__}.triton", needs=choices.cuda()),
     Choice("cpu", f"{__name__}.cpu", needs=choices.cpu),
     Choice("reference", f"{__name__}.reference"),
 )
@@ -40,13 +53,20 @@ def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:
     return packed
 
 
+def pack_codes(codes: Codes) -> PackedWeight:
+    """Keeps a quantised weight packed, on the device where its codes are; the result owns its memory."""
+    packed: PackedWeight = _IMPLEMENTATIONS.pick("pack_codes", codes.values_OD.device)(codes)
+    return packed
+
+
 def packed_linear(
     x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None = None, *, exact: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """x @ weight.T (+ bias), in the dtype of x.
 
-    `exact`: float32 arithmetic on the weights' own values. Otherwise an implementation may round activations to 8 bits with
-    a scale for each 32 of them, except a token's few that are far larger than its others.
+    `exact`: activations are not rounded. Otherwise an implementation may round them to 8 bits: on a CPU, where weights are
+    integers times scales, with a scale for each 32 of them, except a token's few that are far larger than its others; on a
+    GPU, where the checkpoint asks for it, with the scales it asks for.
     `out`: where the result goes, [T, rows] with contiguous rows (a slice of a wider tensor).
     """
     result: Tensor = weight.functions.packed_linear(x_TD, weight, bias_O, exact=exact, out=out)

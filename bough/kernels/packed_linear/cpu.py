@@ -11,12 +11,20 @@ from torch import Tensor
 
 from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.shared_library import DTYPES
+from bough.kernels.packed_linear import reference
+from bough.kernels.packed_linear.codes import TABLES, CodeKind, Codes, activation_order, in_order, out_of_order
 from bough.kernels.packed_linear.weight import PackedWeight
 from bough.platform.huge_pages import PAGE_BYTES, prefer_huge_pages
 
 _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
-"""In the order of the C++ enumeration."""
+"""In the order of the C++ enumeration..."""
+_CODED = ("int4", "int4_zero", "int8", "int8_zero", "float4", "float4_halves", "table4", "float8")
+"""...and those that follow there."""
 _ALIGN = 64
+_ROWS = 16
+"""Of a group, in the C++ code..."""
+_COLS = 32
+"""...and columns of a block."""
 
 
 class Weight(ctypes.Structure):
@@ -24,11 +32,14 @@ class Weight(ctypes.Structure):
 
     _fields_ = [
         ("kind", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("scale_dtype", ctypes.c_int32),
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
         ("quants", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("scale_blocks", ctypes.c_int64),
+        ("row_scale", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
     ]
 
 
@@ -62,6 +73,78 @@ def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:
     )
 
 
+def pack_codes(codes: Codes) -> PackedWeight:
+    """Packed for the compiled kernels if the scales' groups are whole blocks there; by the reference otherwise."""
+    codes = codes.sorted().by_row()
+    kind = _coded_kind(codes)
+    if kind is None:
+        return reference.pack_codes(codes)
+    rows, cols = codes.shape
+    loaded = _loaded()
+    groups = max(1, codes.group // _COLS)
+    handle = Weight(
+        kind=len(_KINDS) + _CODED.index(kind),
+        scale_dtype=DTYPES[codes.scale_OG.dtype],
+        rows=rows,
+        cols=cols,
+        scale_blocks=min(groups, cols // _COLS),
+    )
+    address = ctypes.addressof(handle)
+    data = [
+        _arena.take(loaded.bough_packed_quant_bytes(address)),
+        _arena.take(loaded.bough_packed_scale_bytes(address)),
+    ]
+    handle.quants, handle.scales = data[0].data_ptr(), data[1].data_ptr()
+    data[1].copy_(_interleaved_scales(codes, halves=kind == "float4_halves"))
+    if codes.row_scale_O is not None:
+        data.append(torch.nn.functional.pad(codes.row_scale_O.float(), (0, -rows % _ROWS)).contiguous())
+        handle.row_scale = data[-1].data_ptr()
+    if kind == "table4":
+        data.append(torch.tensor(TABLES[codes.kind]))
+        handle.table = data[-1].data_ptr()
+    values = codes.values_OD.view(torch.uint8).contiguous()
+    loaded.bough_pack(address, values.data_ptr())
+    return PackedWeight(
+        codes.kind,
+        rows,
+        codes.num_inputs,
+        tuple(data),
+        functions=sys.modules[__name__],
+        handle=handle,
+        address=address,
+        order=activation_order(codes),
+        inputs=codes.inputs,
+    )
+
+
+def _coded_kind(codes: Codes) -> str | None:
+    """The C++ code's name of a kind; None if it has none for groups like these."""
+    whole = codes.shape[1] % _COLS == 0 and (codes.group % _COLS == 0 or codes.group >= codes.shape[1])
+    if codes.kind == "float4" and codes.group == _COLS // 2 and codes.shape[1] % _COLS == 0:
+        return "float4_halves"
+    if not whole:
+        return None
+    names: dict[CodeKind, str] = {"nf4": "table4", "bnb_fp4": "table4"}
+    name = names.get(codes.kind, codes.kind)
+    return name if codes.zero_OG is None else f"{name}_zero"
+
+
+def _interleaved_scales(codes: Codes, *, halves: bool) -> Tensor:
+    """uint8: for each group of rows and each scale 16 scales (32 if `halves`: two columns of scales), then zero points."""
+    parts = [_by_row_group(codes.scale_OG, 2 if halves else 1)]
+    if codes.zero_OG is not None:
+        parts.append(_by_row_group(codes.zero_OG, 1))
+    return torch.cat(parts, -1).flatten()
+
+
+def _by_row_group(scales: Tensor, together: int) -> Tensor:
+    """uint8 [groups of rows, scales / together, bytes], of `together` runs of 16 rows each."""
+    rows, count = scales.shape
+    padded = torch.nn.functional.pad(scales, (0, 0, 0, -rows % _ROWS))
+    by_group = padded.view(-1, _ROWS, count // together, together).permute(0, 2, 3, 1)
+    return by_group.contiguous().view(torch.uint8).view(by_group.shape[0], count // together, -1)
+
+
 def packed_linear(
     x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None = None, *, exact: bool = False, out: Tensor | None = None
 ) -> Tensor:
@@ -69,11 +152,13 @@ def packed_linear(
         made = packed_linear(x_TD.reshape(-1, weight.cols), weight, bias_O, exact=exact)
         made = made.view(*x_TD.shape[:-1], weight.rows)
         return made if out is None else out.copy_(made)
+    if x_TD.shape[1] != weight.cols:
+        raise ValueError(f"activations of width {x_TD.shape[1]} meet a weight of {weight.cols} columns")
+    if weight.order is not None:
+        x_TD = in_order(x_TD, weight.order)
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     tokens = x_TD.shape[0]
-    if x_TD.shape[1] != weight.cols:
-        raise ValueError(f"activations of width {x_TD.shape[1]} meet a weight of {weight.cols} columns")
     if out is None:
         out = x_TD.new_empty((tokens, weight.rows))
     elif out.shape != (tokens, weight.rows) or out.stride(1) != 1:
@@ -97,15 +182,15 @@ def packed_linear(
 
 def packed_rows(ids_T: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     ids = ids_T.reshape(-1).to(torch.int64).contiguous()
-    out = torch.empty((*ids_T.shape, weight.cols), dtype=dtype)
+    out = torch.empty((*ids_T.shape, weight.handle.cols), dtype=dtype)
     _loaded().bough_packed_rows(weight.address, ids.data_ptr(), ids.numel(), out.data_ptr(), DTYPES[dtype])
-    return out
+    return out if weight.order is None else out_of_order(out, weight.order, weight.cols)
 
 
 def dequantise(weight: PackedWeight) -> Tensor:
-    out = torch.empty((weight.rows, weight.cols), dtype=torch.float32)
+    out = torch.empty((weight.rows, weight.handle.cols), dtype=torch.float32)
     _loaded().bough_dequantise(weight.address, out.data_ptr())
-    return out
+    return out if weight.order is None else out_of_order(out, weight.order, weight.cols)
 
 
 class _Arena:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough.kernels.packed_linear.codes import Codes, activation_order, dequantise_codes, out_of_order
 from bough.kernels.packed_linear.weight import FORMATS, PackedWeight
 
 CHUNK_VALUES = 4 * 1024 * 1024
@@ -18,10 +20,22 @@ def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:
     return PackedWeight(kind, raw.shape[0], cols, (raw.clone(),), functions=sys.modules[__name__])
 
 
+def pack_codes(codes: Codes) -> PackedWeight:
+    """Kept as they are: a byte per weight."""
+    return PackedWeight(
+        codes.kind,
+        codes.shape[0],
+        codes.num_inputs,
+        (codes.values_OD, codes.scale_OG),
+        functions=sys.modules[__name__],
+        handle=codes.by_row(),
+        inputs=codes.inputs,
+    )
+
+
 def packed_linear(
     x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None = None, *, exact: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    (raw,) = weight.data
     if out is None:
         out = x_TD.new_empty((*x_TD.shape[:-1], weight.rows))
     x = x_TD.float()
@@ -29,16 +43,42 @@ def packed_linear(
     for first in range(0, weight.rows, step):
         rows = slice(first, first + step)
         bias = None if bias_O is None else bias_O[rows].float()
-        out[..., rows] = F.linear(x, unpack(weight.kind, raw[rows], weight.cols), bias).to(out.dtype)
+        out[..., rows] = F.linear(x, _some_rows(weight, rows), bias).to(out.dtype)
     return out
 
 
 def packed_rows(ids_T: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    return unpack(weight.kind, weight.data[0][ids_T], weight.cols).to(dtype)
+    if weight.handle is None:
+        return unpack(weight.kind, weight.data[0][ids_T], weight.cols).to(dtype)
+    return _taken(weight.handle, ids_T.reshape(-1)).view(*ids_T.shape, weight.cols).to(dtype)
 
 
 def dequantise(weight: PackedWeight) -> Tensor:
-    return unpack(weight.kind, weight.data[0], weight.cols)
+    return _some_rows(weight, slice(None))
+
+
+def _some_rows(weight: PackedWeight, rows: slice) -> Tensor:
+    """float32 [some rows, cols]."""
+    if weight.handle is None:
+        return unpack(weight.kind, weight.data[0][rows], weight.cols)
+    return _taken(weight.handle, rows)
+
+
+def _taken(codes: Codes, rows: slice | Tensor) -> Tensor:
+    """Some rows of codes that have scales of single rows, dequantised, columns in the order of activations."""
+    values = codes.values_OD
+    some = values.view(torch.uint8)[rows].view(values.dtype)  # few things can be done with floats of 8 bits
+    zero, row = codes.zero_OG, codes.row_scale_O
+    taken = replace(
+        codes,
+        values_OD=some,
+        scale_OG=codes.scale_OG[rows],
+        zero_OG=None if zero is None else zero[rows],
+        row_scale_O=None if row is None else row[rows],
+    )
+    dense = dequantise_codes(taken)
+    order = activation_order(codes)
+    return dense if order is None else out_of_order(dense, order, codes.num_inputs)
 
 
 def unpack(kind: str, raw: Tensor, cols: int) -> Tensor:

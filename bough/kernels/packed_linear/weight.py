@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bough.kernels.packed_linear.codes import Inputs
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -46,16 +48,22 @@ class Functions(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """[rows, cols] in the kind's bits. Made by `pack`; what `data` holds is the implementation's own business."""
+    """[rows, cols] in the kind's bits. Made by `pack` or `pack_codes`; what `data` holds is the implementation's own
+    business."""
 
     kind: str
+    """A GGUF kind, or that of `Codes`."""
     rows: int
     cols: int
+    """Width of the activations."""
     data: tuple[Tensor, ...]
     functions: Functions = field(repr=False)
     handle: Any = field(default=None, repr=False)
     """What the implementation passes to its library."""
     address: int = 0
+    order: Tensor | None = None
+    """Activations are taken in this order first, by `in_order`."""
+    inputs: Inputs | None = None
 
     @property
     def num_bytes(self) -> int:

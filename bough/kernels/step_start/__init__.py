@@ -1,11 +1,19 @@
-"""What a step needs before its first layer: the page table brought up to date, and the ids of its tokens.
+"""What a step needs before its first layer: the page table brought up to date, and the ids, positions and KV locations of
+rows whose length only the device knows.
 
-in: the step's page-table writes and input ids, and the tokens that rows sampled last. out: the table, written; ids of all
-tokens. never: what a page or a token means.
+in: the step's page-table writes and arrays, and what the device keeps by slot. out: both, changed in place. never: what a
+page or a token means.
+
+The arrays of a step begin with those of decode rows. What the host does not know of them is *derived* here from the slot:
+`derived` says how many leading tokens, rows and samples that are. Everything behind them is as the host wrote it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 from torch import Tensor
 
 from bough.kernels.choices import standard
@@ -13,14 +21,60 @@ from bough.kernels.choices import standard
 _IMPLEMENTATIONS = standard(__name__)
 
 
-def start_step(
-    table_P: Tensor, at_U: Tensor, pages_U: Tensor, ids_T: Tensor, slots_T: Tensor, last_token_S: Tensor
-) -> Tensor:
-    """int64 [T]: `ids[t]`, or where that is negative `last_token[slots[t]]`. Sets `table[at[u]]` to `pages[u]`.
+@dataclass(slots=True)
+class SlotState:
+    """What lives on the device by slot, advanced by the sampler or the verifier. The last slot is spare, for padding."""
 
-    Contiguous; table and pages are int32, all others int64. A place that is written twice gets the same page both times.
-    """
-    ids: Tensor = _IMPLEMENTATIONS.pick("start_step", ids_T.device)(
-        table_P, at_U, pages_U, ids_T, slots_T, last_token_S
-    )
-    return ids
+    page_table: Tensor
+    """int32 [slots + 1, pages per slot]"""
+    last_token: Tensor
+    """int64 [slots + 1]: the newest token of the slot's row. Its KV is not in memory yet."""
+    kv_len: Tensor
+    """int64 [slots + 1]: KV tokens of the row."""
+    num_output: Tensor
+    """int64 [slots + 1]: output tokens of the row: the number of its next draw, and of its place in its stream of noise."""
+    drafts: Tensor
+    """int64 [slots + 1, most drafts]: tokens that a proposer on the device expects to follow `last_token`."""
+
+    @staticmethod
+    def make(num_slots: int, pages_per_slot: int, device: torch.device, *, most_drafts: int = 0) -> SlotState:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
+
+        return SlotState(
+            page_table=zeros(pages_per_slot, dtype=torch.int32),
+            last_token=zeros(),
+            kv_len=zeros(),
+            num_output=zeros(),
+            drafts=zeros(most_drafts),
+        )
+
+
+class StepInputs(Protocol):
+    """The arrays of a step that `start_step` reads and completes. Contiguous; int64 unless said otherwise."""
+
+    table_at_U: Tensor
+    """Page-table writes: flat places..."""
+    table_pages_U: Tensor
+    """...and int32 pages. A place that is written twice gets the same page both times."""
+    derived: Tensor
+    """int32 [3]: leading tokens, rows and samples that are derived."""
+    ids_T: Tensor
+    """Of derived tokens: -1 becomes the slot's last token, -2 - i its draft i."""
+    positions_T: Tensor
+    """Of derived tokens: the place among the row's query tokens, to which the row's KV length is added."""
+    token_slots_T: Tensor
+    loc_T: Tensor
+    """Of derived tokens: the row's positions end here; becomes the KV location, or -1 for a position beyond that."""
+    kv_len_R: Tensor
+    """int32. Of derived rows: the number of query tokens, to which the row's KV length is added."""
+    slots_R: Tensor
+    """int32"""
+    sample_slots_L: Tensor
+    counter_L: Tensor
+    """Of derived samples: the place among the row's samples, to which the row's output tokens are added."""
+
+
+def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
+    """Makes the page-table writes, then completes what is derived, in place."""
+    _IMPLEMENTATIONS.pick("start_step", inputs.ids_T.device)(state, inputs, page_size)

@@ -1,13 +1,31 @@
-"""The start of a step in plain torch."""
+"""The start of a step in plain torch. Reads nothing back from the device."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+
+from bough.kernels.step_start import SlotState, StepInputs
 
 
-def start_step(
-    table_P: Tensor, at_U: Tensor, pages_U: Tensor, ids_T: Tensor, slots_T: Tensor, last_token_S: Tensor
-) -> Tensor:
-    table_P.scatter_(0, at_U, pages_U)
-    return torch.where(ids_T < 0, last_token_S[slots_T], ids_T)
+def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
+    table = state.page_table
+    table.view(-1).scatter_(0, inputs.table_at_U, inputs.table_pages_U)
+    places = torch.arange(max(map(len, (inputs.ids_T, inputs.slots_R, inputs.counter_L))), device=table.device)
+    tokens, rows, samples = (places[None] < inputs.derived[:, None]).unbind()
+
+    slots, ids = inputs.token_slots_T, inputs.ids_T
+    ids = torch.where(ids == -1, state.last_token[slots], ids)
+    if state.drafts.shape[1]:
+        ids = torch.where(ids < -1, state.drafts[slots, (-2 - ids).clamp_min(0)], ids)
+    is_derived, room = tokens[: len(ids)], inputs.loc_T
+    positions = inputs.positions_T + state.kv_len[slots]
+    page = table[slots, (positions // page_size).clamp_max(table.shape[1] - 1)].long()
+    loc = torch.where(positions < room, page * page_size + positions % page_size, -1)
+    inputs.ids_T.copy_(torch.where(is_derived, ids, inputs.ids_T))
+    inputs.positions_T.copy_(torch.where(is_derived, positions, inputs.positions_T))
+    inputs.loc_T.copy_(torch.where(is_derived, loc, room))
+
+    length = state.kv_len[inputs.slots_R.long()].to(inputs.kv_len_R.dtype)
+    inputs.kv_len_R.add_(length.masked_fill_(~rows[: len(length)], 0))
+    drawn = state.num_output[inputs.sample_slots_L]
+    inputs.counter_L.add_(drawn.masked_fill_(~samples[: len(drawn)], 0))

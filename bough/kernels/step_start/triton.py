@@ -1,62 +1,106 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The start of a step on the GPU: one launch, a thread for a page-table write and a token."""
+"""The start of a step on the GPU: one launch of one program.
+
+A decode row's token may go into a page whose table entry is written by the same step. One program can make the writes, wait
+for its own threads, and look the entries up; several could not wait for each other. Tokens that are not derived need
+nothing.
+"""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bough.kernels.launching import Launcher, cdiv, wait
+from bough.kernels.launching import Launcher, wait
+from bough.kernels.step_start import SlotState, StepInputs
 
-_BLOCK = 128
+_BLOCK = 1024
+_WARPS = 8
 
 
-@triton.jit(do_not_specialize=["num_writes", "num_tokens"])
+@triton.jit(do_not_specialize=["num_writes", "table_stride", "drafts_stride", "page_size"])
 def _start_kernel(
     table,
+    last_token,
+    kv_len,
+    num_output,
+    drafts,
     at,
     pages,
+    derived,
     ids,
-    slots,
-    last_token,
-    out,
+    positions,
+    token_slots,
+    loc,
+    row_kv_len,
+    row_slots,
+    sample_slots,
+    counters,
     num_writes,
-    num_tokens,
+    table_stride,
+    drafts_stride,
+    page_size,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Kernels of the layers read the table and the step's inputs before they wait: none of them may start while this one, or
     # one before it, still runs. So it waits first, and doesn't trigger.
     wait(PDL)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    writes = place < num_writes
-    token = place < num_tokens
-    target = tl.load(at + place, mask=writes, other=0)
-    page = tl.load(pages + place, mask=writes, other=0)
-    given = tl.load(ids + place, mask=token, other=0)
-    slot = tl.load(slots + place, mask=token, other=0)
-    tl.store(table + target, page, mask=writes)
-    sampled = tl.load(last_token + slot, mask=token & (given < 0), other=0)
-    tl.store(out + place, tl.where(given < 0, sampled, given), mask=token)
+    lane = tl.arange(0, BLOCK)
+    num_tokens = tl.load(derived)
+    num_rows = tl.load(derived + 1)
+    num_samples = tl.load(derived + 2)
+    for base in range(0, num_writes, BLOCK):
+        place = base + lane
+        inside = place < num_writes
+        target = tl.load(at + place, mask=inside, other=0)
+        page = tl.load(pages + place, mask=inside, other=0)
+        tl.store(table + target, page, mask=inside)
+    tl.debug_barrier()
+    for base in range(0, num_tokens, BLOCK):
+        place = base + lane
+        inside = place < num_tokens
+        slot = tl.load(token_slots + place, mask=inside, other=0)
+        given = tl.load(ids + place, mask=inside, other=0)
+        room = tl.load(loc + place, mask=inside, other=0)
+        position = tl.load(positions + place, mask=inside, other=0) + tl.load(kv_len + slot, mask=inside, other=0)
+        last = tl.load(last_token + slot, mask=inside & (given == -1), other=0)
+        draft = tl.load(drafts + slot * drafts_stride - 2 - given, mask=inside & (given < -1), other=0)
+        tl.store(ids + place, tl.where(given == -1, last, draft), mask=inside & (given < 0))
+        tl.store(positions + place, position, mask=inside)
+        fits = inside & (position < room)
+        page = tl.load(table + slot * table_stride + position // page_size, mask=fits, other=0).to(tl.int64)
+        where = page * page_size + position % page_size
+        tl.store(loc + place, tl.where(fits, where, -1), mask=inside)
+    for base in range(0, num_rows, BLOCK):
+        place = base + lane
+        inside = place < num_rows
+        slot = tl.load(row_slots + place, mask=inside, other=0)
+        query = tl.load(row_kv_len + place, mask=inside, other=0)
+        length = tl.load(kv_len + slot, mask=inside, other=0).to(tl.int32)
+        tl.store(row_kv_len + place, length + query, mask=inside)
+    for base in range(0, num_samples, BLOCK):
+        place = base + lane
+        inside = place < num_samples
+        slot = tl.load(sample_slots + place, mask=inside, other=0)
+        offset = tl.load(counters + place, mask=inside, other=0)
+        tl.store(counters + place, tl.load(num_output + slot, mask=inside, other=0) + offset, mask=inside)
 
 
 _START = Launcher(_start_kernel)
 
 
-def start_step(
-    table_P: Tensor, at_U: Tensor, pages_U: Tensor, ids_T: Tensor, slots_T: Tensor, last_token_S: Tensor
-) -> Tensor:
-    num_writes, num_tokens = len(at_U), len(ids_T)
-    out = torch.empty_like(ids_T)
+def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
     _START.launch(
-        (cdiv(max(num_writes, num_tokens, 1), _BLOCK), 1),
-        (table_P, at_U, pages_U, ids_T, slots_T, last_token_S, out),
+        (1, 1),
+        (
+            state.page_table, state.last_token, state.kv_len, state.num_output, state.drafts,
+            inputs.table_at_U, inputs.table_pages_U, inputs.derived, inputs.ids_T, inputs.positions_T,
+            inputs.token_slots_T, inputs.loc_T, inputs.kv_len_R, inputs.slots_R, inputs.sample_slots_L, inputs.counter_L,
+        ),
         (),
         (),
         (_BLOCK,),
-        num_warps=4,
-        counts=(num_writes, num_tokens),
-    )
-    return out
+        num_warps=_WARPS,
+        counts=(len(inputs.table_at_U), state.page_table.shape[1], state.drafts.shape[1], page_size),
+    )  # fmt: skip

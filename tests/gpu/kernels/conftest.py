@@ -21,7 +21,7 @@ def cases() -> ModuleType:
     return module
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")

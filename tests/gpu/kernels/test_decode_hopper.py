@@ -74,7 +74,7 @@ def test_gives_what_the_portable_kernels_give(
 ) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     bed = cases.Bed(torch.device("cuda"), True, random.Random(7))
-    spec = cases.Layer(heads, kv_heads, 128)
+    spec = cases.layer_of(heads, kv_heads, 128)
     page_size = PAGES[len(contexts) % len(PAGES)]
     inputs = cases.attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, torch.bfloat16)
     inputs.k_caches[0].view(-1)[::977] = float("nan")  # what a free page may hold
@@ -111,7 +111,7 @@ def test_gives_what_the_portable_kernels_give(
 @pytest.mark.parametrize(("rows", "most"), [(24, 3000), (160, 700)], ids=["few", "more than warps at once"])
 def test_one_graph_serves_any_lengths(rows: int, most: int, suited: list[object], cases: ModuleType) -> None:
     bed = cases.Bed(torch.device("cuda"), True, random.Random(9))
-    spec = cases.Layer(32, 8, 128)
+    spec = cases.layer_of(32, 8, 128)
     page_size = PAGES[0]
     longest = cases.attention_inputs(bed, [(1, most)] * rows, spec, page_size, torch.bfloat16, pad_rows=0, pad_tokens=0)
     fixed = replace(longest, host=None)

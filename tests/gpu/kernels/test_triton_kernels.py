@@ -6,8 +6,19 @@ from types import ModuleType
 import pytest
 import torch
 
-PARTS = {"norm": 1, "activation": 1, "rotary": 2, "linear": 3, "attention": 16, "shared": 2, "tail": 1, "moe": 3}
-PARTS |= {"rope": 2, "sampling": 1, "masks": 1, "pages": 1, "start": 1, "plan": 3}
+PARTS = {
+    "norm": 1,
+    "activation": 1,
+    "rotary": 2,
+    "linear": 3,
+    "attention": 16,
+    "shared": 2,
+    "tail": 1,
+    "moe": 3,
+    "packed": 4,
+    "packed_moe": 4,
+}
+PARTS |= {"rope": 2, "sampling": 1, "masks": 1, "pages": 1, "start": 1, "plan": 3, "packed": 4, "packed_moe": 4}
 """Most of the time goes into compiling: what is compiled side by side is done sooner."""
 
 
@@ -21,7 +32,7 @@ def test_one_graph_serves_any_rows(cases: ModuleType) -> None:
     """A captured attention gives the eager result for other rows written into the same buffers."""
     backend, reference = cases.backend, cases.attention_reference
     bed = cases.Bed(torch.device("cuda"), True, random.Random(5))
-    spec = cases.Layer(32, 8, 128)
+    spec = cases.layer_of(32, 8, 128)
     dtype = torch.bfloat16
     mixtures = [
         [(1, n) for n in (5, 700, 64, 1, 2000, 33, 90)] + [(40, 500)],
@@ -74,7 +85,7 @@ def test_one_graph_serves_any_rows(cases: ModuleType) -> None:
 
 def test_nothing_waits_for_the_device(cases: ModuleType) -> None:
     bed = cases.Bed(torch.device("cuda"), True, random.Random(6))
-    spec = cases.Layer(32, 8, 128)
+    spec = cases.layer_of(32, 8, 128)
     inputs = cases.attention_inputs(bed, [(1, 100), (3000, 0), (200, 300)], spec, 16, torch.bfloat16, pad_rows=0)
     q = bed.normal(inputs.num_tokens, 32, 128, dtype=torch.bfloat16)
     kv = bed.normal(inputs.num_tokens, 8, 128, dtype=torch.bfloat16)

@@ -79,8 +79,11 @@ void write_new(const Step& s, const Layer& l, int threads) {
 }
 
 int32_t window_start(const Layer& l, int32_t position) {
+  if (l.chunk > 0) return position / l.chunk * l.chunk;
   return l.window > 0 ? std::max(0, position - l.window + 1) : 0;
 }
+
+bool is_bounded(const Layer& l) { return l.window > 0 || l.chunk > 0; }
 
 bool by_vectors(const Layer& l) { return l.heads / l.kv_heads <= 8; }
 
@@ -93,7 +96,7 @@ int32_t shared_tokens(const Step& s, int32_t group) {
 void plan_groups(const Step& s, const Layer& l) {
   plan.group_of.assign(s.rows, -1);
   plan.shared.assign(s.rows, 0);
-  if (!s.group_rows || l.window > 0) return;
+  if (!s.group_rows || is_bounded(l)) return;
   for (int32_t g = 0; g < s.groups; g++) {
     const int32_t tokens = shared_tokens(s, g);
     if (tokens == 0) continue;
@@ -176,7 +179,7 @@ void plan_step(const Step& s, const Layer& l, int threads) {
     const Cut cut = cut_row(s, l, r, decodes, threads);
     plan_decode(l, r, keys, cut, plan.row_parts[r] < 0 ? nullptr : parts + plan.row_parts[r]);
   }
-  if (s.group_rows && l.window <= 0)
+  if (s.group_rows && !is_bounded(l))
     for (int32_t g = 0; g < s.groups; g++) {
       const int32_t members = s.group_start[g + 1] - s.group_start[g], tokens = shared_tokens(s, g);
       if (tokens == 0) continue;
@@ -242,7 +245,7 @@ void merge(const Step& s, const Layer& l, const RowParts& m, int64_t head) {
       store(sums + c, fold(load(sums + c), shrinks[0], load(part + c), shrinks[1]));
     top = now;
   }
-  write_output(l, s.query_start[m.row], head, sums, load(sums + l.v_dim));
+  write_output(l, s.query_start[m.row], head, sums, load(sums + l.v_dim), top);
 }
 
 void clear_rest(const Step& s, const Layer& l) {  // tokens of no row, and of rows without keys

@@ -6,6 +6,8 @@
 // do this, and whoever puts parts together.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 namespace bough {
@@ -27,7 +29,8 @@ struct Layer {  // mirrored by a ctypes structure
   const void *q, *k, *v;
   void *k_cache, *v_cache, *out;  // caches: [locations, kv heads, width]; out: [tokens, heads, v width]
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
-  int32_t heads, kv_heads, dim, v_dim, window, causal, dtype, cache_dtype;
+  const float *sinks, *slopes;  // [heads] each, or null: a logit beside the scores; what a key's position adds to them
+  int32_t heads, kv_heads, dim, v_dim, window, causal, dtype, cache_dtype, chunk, reserved;
   float scale, softcap;
 };
 
@@ -63,6 +66,11 @@ BOUGH_INLINE F32 fold(F32 before, float shrink, F32 more, float shrink_more) {
   return fused(more, splat(shrink_more), before * shrink);
 }
 
+// The positions first .. first + 15.
+BOUGH_INLINE F32 positions_from(int32_t first) {
+  return F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + float(first);
+}
+
 inline float read_value(const void* p, int64_t at, int32_t dtype) {
   if (dtype == kF32) return static_cast<const float*>(p)[at];
   const uint16_t raw = static_cast<const uint16_t*>(p)[at];
@@ -81,9 +89,11 @@ inline void write_vector(void* p, int64_t at, int32_t dtype, F32 v) {
   else store_half(static_cast<uint16_t*>(p) + at, v);
 }
 
-// Sums and the sums of weights behind them become a query head's output.
-inline void write_output(const Layer& l, int64_t token, int64_t head, const float* sums, F32 totals) {
-  const float total = sum_lanes(totals), inverse = total > 0 ? 1.0f / total : 0.0f;
+// Sums, the sums of weights behind them and the largest score become a query head's output.
+BOUGH_INLINE void write_output(const Layer& l, int64_t token, int64_t head, const float* sums, F32 totals, float top) {
+  float total = sum_lanes(totals);
+  if (l.sinks && total > 0) total += exponential(F32{std::min(l.sinks[head] - top, 80.0f)})[0];
+  const float inverse = total > 0 ? 1.0f / total : 0.0f;
   for (int c = 0; c < l.v_dim; c += 16) write_vector(l.out, (token * l.heads + head) * l.v_dim + c, l.dtype, load(sums + c) * inverse);
 }
 

@@ -96,11 +96,12 @@ struct Gathered {
   float *total, *top;   // [heads][16], [heads]
 };
 
-// Takes one tile of keys and values, without those before `from`, into the heads that read kv head `kv`.
+// Takes one tile of keys and values, whose first is at position `first`, without those before `from`, into the `group` heads
+// from `head` on.
 template <Dtype D, int HV>
 BOUGH_INLINE void take_tile(const Layer& l, const Rows<typename Element<D>::type>& keys, const Rows<typename Element<D>::type>& values,
-                            const Rows<typename Element<D>::type>* next, int from, int count, int group, int64_t k_offset,
-                            int64_t v_offset, const Gathered& state, float* scores) {
+                            const Rows<typename Element<D>::type>* next, int32_t first, int from, int count, int group, int head,
+                            int64_t k_offset, int64_t v_offset, const Gathered& state, float* scores) {
   const int v_vectors = l.v_dim / 16, sixteens = (count + 15) / 16;
   kScoreTile<D>[group - 1](keys.at, next[0].at, count, k_offset, state.q, l.dim, scores);
   for (int g = 0; g < group; g++) {
@@ -108,6 +109,8 @@ BOUGH_INLINE void take_tile(const Layer& l, const Rows<typename Element<D>::type
     if (l.softcap > 0)
       for (int b = 0; b < sixteens; b++)
         store(score + 16 * b, l.softcap * hyperbolic_tangent(load(score + 16 * b) / l.softcap));
+    if (l.slopes)
+      for (int b = 0; b < sixteens; b++) store(score + 16 * b, load(score + 16 * b) + l.slopes[head + g] * positions_from(first + 16 * b));
     for (int i = 0; i < from; i++) score[i] = -__builtin_inff();
     for (int i = count; i < 16 * sixteens; i++) score[i] = -__builtin_inff();
     F32 high = load(score);
@@ -144,7 +147,7 @@ void finish(const Layer& l, int32_t token, int first_head, int heads, const Gath
   for (int h = 0; h < heads; h++) {
     const float* out = all.out + h * l.v_dim;
     const F32 totals = load(all.total + 16 * h);
-    if (!target.part) write_output(l, token, first_head + h, out, totals);
+    if (!target.part) write_output(l, token, first_head + h, out, totals, all.top[h]);
     else write_part(l, target.part + h * target.row_step + number * target.tile_step, out, totals, all.top[h]);
   }
 }
@@ -181,7 +184,7 @@ void attend(const Step& s, const Layer& l, const DecodePiece& piece, const Targe
     for (int kv = 0; kv < kv_heads; kv++) {
       const int h = kv * group;
       const Gathered state{q + h * l.dim, all.out + h * l.v_dim, all.total + h * kLanes, all.top + h};
-      take_tile<D, HV>(l, rows[at][0], rows[at][1], next, from, count, group,
+      take_tile<D, HV>(l, rows[at][0], rows[at][1], next, p, from, count, group, first_head + h,
                        int64_t(piece.kv_first + kv) * l.dim, int64_t(piece.kv_first + kv) * l.v_dim, state, scores);
     }
     if (target.tile_step) {

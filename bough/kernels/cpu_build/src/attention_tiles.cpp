@@ -86,6 +86,8 @@ BOUGH_INLINE void mask_row(const Layer& l, const QueryRow& row, int32_t first, i
   const I32 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   if (l.softcap > 0)
     for (int c = 0; c < 4; c++) v[c] = l.softcap * hyperbolic_tangent(v[c] / l.softcap);
+  if (l.slopes)
+    for (int c = 0; c < 4; c++) v[c] = v[c] + l.slopes[row.head] * positions_from(first + 16 * c);
   const int lo = row.lo - first, hi = std::min(count, row.hi - first);
   if (lo <= 0 && hi >= kKvTile) return;
 #pragma GCC unroll 4
@@ -152,7 +154,7 @@ void finish(const Layer& l, const QueryRow* rows, int count, const Tiles& t, con
   for (int i = 0; i < count; i++) {
     const float* out = t.out + int64_t(i) * l.v_dim;
     const F32 totals = load(t.total + 16 * i);
-    if (!target.part) write_output(l, rows[i].token, rows[i].head, out, totals);
+    if (!target.part) write_output(l, rows[i].token, rows[i].head, out, totals, t.top[i / kRowTile * 16 + i % kRowTile]);
     else write_part(l, target.part + i * target.row_step + number * target.tile_step, out, totals,
                     t.top[i / kRowTile * 16 + i % kRowTile]);
   }

@@ -74,6 +74,7 @@ BOUGH_INLINE F32 load_x(const LinearCall& call, int64_t token, int64_t col) {
 // Sixteen results of one token, rows from `row` on.
 BOUGH_INLINE void write_result(const LinearCall& call, int64_t token, int64_t row, F32 v) {
   const int64_t rows = call.weight->rows, at = token * call.out_stride + row;
+  if (call.weight->row_scale) v *= load(call.weight->row_scale + row);
   if (row + kGroup <= rows) {
     if (call.bias) v += load(call.bias + row);
     if (call.out_dtype == kF32) store(static_cast<float*>(call.out) + at, v);

@@ -16,8 +16,8 @@ constexpr int kSideBySide = MT == 1 ? 4 : MT <= 4 ? 2 : 1;
 
 // acc[group][token] += 16 rows' weights of one block times MT tokens' activations; x[32][MT].
 template <int K, int MT, int NG>
-BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* const* quants, const TileScales* s, const float* x) {
-  constexpr Traits t = kTraits[K];
+BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* const* quants, const TileScales* s, const float* table,
+                            const float* x) {
   auto add = [&](int column, int g, F32 weights) {
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++) acc[g][m] += weights * x[column * MT + m];
@@ -48,7 +48,7 @@ BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* const* quants, const 
 #pragma GCC unroll 4
       for (int c = 4 * j; c < 4 * j + 4; c++)
 #pragma GCC unroll 4
-        for (int g = 0; g < NG; g++) add(c, g, column_of(t, v[g], s[g], c));
+        for (int g = 0; g < NG; g++) add(c, g, column_of<K>(table, v[g], s[g], c));
     }
   }
 }
@@ -65,7 +65,7 @@ void groups_direct(const LinearCall& call, const float* x, int64_t first, int64_
   for (int g = 0; g < NG; g++) {
     const int64_t group = std::min(start + g, last);
     quants[g] = w.quants + group * group_quants(w);
-    readers[g] = ScaleReader<K>(w.scales + group * group_scales(w), 0);
+    readers[g] = ScaleReader<K>(w, group, 0);
   }
   F32 acc[NG][MT] = {};
   for (int64_t b = 0; b < num_blocks(w); b++) {
@@ -75,7 +75,7 @@ void groups_direct(const LinearCall& call, const float* x, int64_t first, int64_
       expect_weights<t.tile_bytes>(quants[g] + ((b + kAhead / t.tile_bytes < num_blocks(w)) ? 0 : to_next_run));
       if constexpr (!is_plain(K)) scales[g] = readers[g].next(b);
     }
-    add_block<K, MT, NG>(acc, quants, scales, x + b * kBlock * MT);
+    add_block<K, MT, NG>(acc, quants, scales, w.table, x + b * kBlock * MT);
 #pragma GCC unroll 4
     for (int g = 0; g < NG; g++) quants[g] += t.tile_bytes;
   }
@@ -97,12 +97,15 @@ void interleave(const LinearCall& call, int64_t first, int mt, float* out) {
 
 thread_local Scratch x_scratch, panel_scratch, sum_scratch;
 
+// All kinds but coded integers, whose exact products are seldom wanted: those pass through panels.
 template <typename Fn>
 void for_any_kind(int kind, const Fn& fn) {
   if (kind == kF16Weight) fn.template operator()<kF16Weight>();
   else if (kind == kBF16Weight) fn.template operator()<kBF16Weight>();
   else if (kind == kF32Weight) fn.template operator()<kF32Weight>();
-  else for_kind(kind, fn);
+  else if (kind == kTable4) fn.template operator()<kTable4>();
+  else if (kind == kFloat8) fn.template operator()<kFloat8>();
+  else for_gguf_kind(kind, fn);
 }
 
 template <int K, int MT>
@@ -151,7 +154,8 @@ void many_tokens(const LinearCall& call, int threads) {
 }  // namespace
 
 void linear_exact(const LinearCall& call, int threads) {
-  if (call.tokens > 2 * kFewTokens) {
+  const int kind = call.weight->kind;
+  if (call.tokens > 2 * kFewTokens || (kTraits[kind].coded && is_integer(kind))) {
     many_tokens(call, threads);
     return;
   }
@@ -172,6 +176,6 @@ BOUGH_EXPORT void bough_packed_linear(const Weight* weight, const void* x, void*
   const LinearCall call{weight, x, out, bias, tokens, x_stride, out_stride, x_dtype, out_dtype};
   const double work = double(tokens) * double(weight->rows) * double(weight->cols);
   const int threads = work < 30000 ? 1 : usable_threads();
-  if (!exact && !is_plain(weight->kind)) linear_int8(call, threads);
+  if (!exact && is_integer(weight->kind)) linear_int8(call, threads);
   else if (exact || weight->kind != kBF16Weight || !linear_bf16(call, threads)) linear_exact(call, threads);
 }

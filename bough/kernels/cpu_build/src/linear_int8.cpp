@@ -159,9 +159,9 @@ template <int K, int MT>
 void group_direct(const LinearCall& call, const ActBlock<MT>* act, const Outlier* outliers, int64_t first, int64_t group) {
   constexpr Traits t = kTraits[K];
   const Weight& w = *call.weight;
-  const uint8_t *group_start = w.quants + group * group_quants(w), *group_scale = w.scales + group * group_scales(w);
+  const uint8_t* group_start = w.quants + group * group_quants(w);
   const uint8_t* quants = group_start;
-  ScaleReader<K> scales(group_scale, 0);
+  ScaleReader<K> scales(w, group, 0);
   F32 acc[MT] = {};
   for (int64_t b = 0; b < num_blocks(w); b++, quants += t.tile_bytes) {
     U8 v[8];
@@ -172,7 +172,7 @@ void group_direct(const LinearCall& call, const ActBlock<MT>* act, const Outlier
   finish<MT>(call, acc, outliers, first, group, [&](int column) {
     const int64_t b = column / kBlock;
     const U8 v = unpack_vector<K>(group_start + b * t.tile_bytes, column % kBlock / 4);
-    return column_of(t, v, ScaleReader<K>(group_scale, b).next(b), column % kBlock);
+    return column_of(t, v, ScaleReader<K>(w, group, b).next(b), column % kBlock);
   });
 }
 
@@ -185,7 +185,7 @@ struct Panel {
 template <int K>
 void unpack_group(const Weight& w, int64_t group, const Panel& out) {
   const uint8_t* quants = w.quants + group * group_quants(w);
-  ScaleReader<K> scales(w.scales + group * group_scales(w), 0);
+  ScaleReader<K> scales(w, group, 0);
   for (int64_t b = 0; b < num_blocks(w); b++) {
     unpack_tile<K>(quants + b * kTraits[K].tile_bytes, out.quants + 8 * b);
     out.scales[b] = scales.next(b);
@@ -248,7 +248,7 @@ void many_tokens(const LinearCall& call, int threads) {
     const int64_t group = item % groups, first = item / groups * chunk;
     uint8_t* memory = panel_scratch.get<uint8_t>(blocks * (512 + sizeof(TileScales)));
     const Panel panel{reinterpret_cast<U8*>(memory), reinterpret_cast<TileScales*>(memory + 512 * blocks)};
-    for_kind(w.kind, [&]<int K>() {
+    for_integer_kind(w.kind, [&]<int K>() {
       unpack_group<K>(w, group, panel);
       for (int64_t i = first; i < std::min(num_tiles, first + chunk); i++) {
         const TokenTile t = tile(i);
@@ -268,7 +268,7 @@ void linear_int8(const LinearCall& call, int threads) {
     many_tokens(call, threads);
     return;
   }
-  for_kind(call.weight->kind, [&]<int K>() {
+  for_integer_kind(call.weight->kind, [&]<int K>() {
     if (call.tokens == 1) few_tokens<K, 1>(call, threads);
     else if (kWide && call.tokens == 2) few_tokens<K, kWide ? 2 : 1>(call, threads);
     else if (call.tokens <= 4) few_tokens<K, 4>(call, threads);

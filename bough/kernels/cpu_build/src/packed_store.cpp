@@ -44,6 +44,10 @@ uint16_t u16(const uint8_t* p) {
 
 template <int K>
 void read_block(const uint8_t* p, Unpacked& u) {
+  if constexpr (kTraits[K].coded) {
+    std::memcpy(u.q, p, kBlock);
+    return;
+  }
   u.d = u16(p);
   if constexpr (K == kQ4_0) {
     nibbles(p + 2, u.q);
@@ -93,7 +97,7 @@ void write_tile(const Unpacked* rows, int first, uint8_t* tile) {
   for (int r = 0; r < 16; r++)
     for (int j = 0; j < 8; j++) std::memcpy(&bytes[j][r], rows[r].q + first + 4 * j, 4);
   const uint8_t* v = reinterpret_cast<const uint8_t*>(bytes);
-  if constexpr (K == kQ8_0) {
+  if constexpr (is_bytes(K)) {
     std::memcpy(tile, v, 512);
     return;
   }
@@ -125,6 +129,11 @@ void pack_group(const Weight& w, const uint8_t* raw, int64_t group, uint8_t* qua
   for (int64_t b = 0; b < w.cols / t.raw_block; b++) {
     for (int r = 0; r < kGroup && group * kGroup + r < w.rows; r++)
       read_block<K>(raw + (group * kGroup + r) * row_bytes + b * t.raw_bytes, rows[r]);
+    if constexpr (t.coded) {  // its scales were laid out before
+      write_tile<K>(rows, 0, quants);
+      quants += t.tile_bytes;
+      continue;
+    }
     uint16_t* head = reinterpret_cast<uint16_t*>(scales);
     for (int r = 0; r < kGroup; r++) {
       head[r] = rows[r].d;
@@ -159,13 +168,13 @@ void pack_group_plain(const Weight& w, const uint8_t* raw, int64_t group, uint8_
 
 // One block of columns of all rows of a group: out[32][16].
 template <int K>
-BOUGH_INLINE void dequantise_tile(const uint8_t* quants, const TileScales& s, float* out) {
+BOUGH_INLINE void dequantise_tile(const uint8_t* quants, const TileScales& s, const float* table, float* out) {
   U8 v[8];
   unpack_tile<K>(quants, v);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; j++)
 #pragma GCC unroll 4
-    for (int c = 4 * j; c < 4 * j + 4; c++) store(out + 16 * c, column_of(kTraits[K], v[j], s, c));
+    for (int c = 4 * j; c < 4 * j + 4; c++) store(out + 16 * c, column_of<K>(table, v[j], s, c));
 }
 
 void dequantise_tile_plain(int kind, const uint8_t* quants, int64_t block, float* out) {
@@ -188,17 +197,18 @@ void dequantise_tile_plain(int kind, const uint8_t* quants, int64_t block, float
 
 }  // namespace
 
-// Columns [32 first, 32 last) of the 16 rows of a group: out[32 * (last - first)][16].
+// Columns [32 first, 32 last) of the 16 rows of a group, without their row scales: out[32 * (last - first)][16].
 void dequantise_panel(const Weight& w, int64_t group, int64_t first, int64_t last, float* out) {
-  const uint8_t *quants = w.quants + group * group_quants(w), *scales = w.scales + group * group_scales(w);
+  const uint8_t* quants = w.quants + group * group_quants(w);
   if (is_plain(w.kind)) {
     for (int64_t b = first; b < last; b++, out += 512) dequantise_tile_plain(w.kind, quants, b, out);
     return;
   }
   for_kind(w.kind, [&]<int K>() {
-    ScaleReader<K> reader(scales, first);
+    ScaleReader<K> reader(w, group, first);
     float* at = out;
-    for (int64_t b = first; b < last; b++, at += 512) dequantise_tile<K>(quants + b * kTraits[K].tile_bytes, reader.next(b), at);
+    for (int64_t b = first; b < last; b++, at += 512)
+      dequantise_tile<K>(quants + b * kTraits[K].tile_bytes, reader.next(b), w.table, at);
   });
 }
 
@@ -228,6 +238,8 @@ BOUGH_EXPORT void bough_packed_rows(const Weight* weight, const int64_t* ids, in
     const int64_t group = ids[n] / kGroup, lane = ids[n] % kGroup;
     for (int64_t b = 0; b < num_blocks(w); b++) {
       dequantise_panel(w, group, b, b + 1, tile);
+      if (w.row_scale)
+        for (int c = 0; c < kBlock; c++) tile[16 * c + lane] *= w.row_scale[ids[n]];
       const int64_t at = n * w.cols + b * kBlock;
       if (dtype == kF32)
         for (int c = 0; c < kBlock; c++) static_cast<float*>(out)[at + c] = tile[16 * c + lane];
@@ -245,8 +257,10 @@ BOUGH_EXPORT void bough_dequantise(const Weight* weight, float* out) {
     alignas(64) float tile[512];
     for (int64_t b = 0; b < num_blocks(w); b++) {
       dequantise_panel(w, g, b, b + 1, tile);
-      for (int64_t r = 0; r < kGroup && g * kGroup + r < w.rows; r++)
-        for (int c = 0; c < kBlock; c++) out[(g * kGroup + r) * w.cols + b * kBlock + c] = tile[16 * c + r];
+      for (int64_t r = 0; r < kGroup && g * kGroup + r < w.rows; r++) {
+        const float factor = w.row_scale ? w.row_scale[g * kGroup + r] : 1.0f;
+        for (int c = 0; c < kBlock; c++) out[(g * kGroup + r) * w.cols + b * kBlock + c] = tile[16 * c + r] * factor;
+      }
     }
   });
 }

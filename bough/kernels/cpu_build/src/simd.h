@@ -415,6 +415,54 @@ BOUGH_INLINE I32 dot4(I32 acc, U8 w, int32_t four) {
 #endif
 }
 
+// table[code] for each byte; codes below 16.
+BOUGH_INLINE U8 look_up_bytes(const uint8_t* table, U8 codes) {
+#if defined(__AVX512BW__)
+  const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (U8)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m256i row = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  __m256i half[2];
+  std::memcpy(half, &codes, 64);
+  for (int i = 0; i < 2; i++) half[i] = _mm256_shuffle_epi8(row, half[i]);
+  U8 out;
+  std::memcpy(&out, half, 64);
+  return out;
+#else
+  U8 out;
+  for (int i = 0; i < 64; i++) out[i] = table[codes[i]];
+  return out;
+#endif
+}
+
+// table[code] for each lane; codes below 16.
+BOUGH_INLINE F32 look_up_floats(const float* table, U32 codes) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+  const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+  __m256i half[2];
+  __m256 found[2];
+  std::memcpy(half, &codes, 64);
+  for (int i = 0; i < 2; i++)
+    found[i] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, half[i]), _mm256_permutevar8x32_ps(high, half[i]),
+                                _mm256_castsi256_ps(_mm256_slli_epi32(half[i], 28)));  // bit 3 becomes the sign
+  F32 out;
+  std::memcpy(&out, found, 64);
+  return out;
+#else
+  F32 out;
+  for (int i = 0; i < 16; i++) out[i] = table[codes[i]];
+  return out;
+#endif
+}
+
+// Floats of 8 bits (4 of them exponent, biased by 7; no infinities) to floats of 32. Exact, subnormal ones too.
+BOUGH_INLINE F32 float8_to_float(U32 code) {
+  const F32 scaled = (F32)((code & 128) << 24 | (code & 127) << 20);
+  return scaled * 0x1p120f;
+}
+
 BOUGH_INLINE int32_t four_bytes(const int8_t* p) {
   int32_t v;
   std::memcpy(&v, p, 4);

@@ -1,0 +1,51 @@
+"""Experts whose weights stay packed in memory.
+
+in: `Codes` of every expert, activations, chosen experts. out: weighted sums of expert outputs. never: a checkpoint's format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from bough.kernels.choices import Choice, Choices, cuda
+from bough.kernels.packed_linear import Codes
+
+__all__ = ["PackedExperts", "pack_experts", "packed_experts"]
+
+_IMPLEMENTATIONS = Choices(
+    Choice("triton", f"{__name__}.triton", needs=cuda()),
+    Choice("reference", f"{__name__}.reference"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The weights of a layer's experts."""
+
+    data: tuple[Tensor, ...]
+    """What takes memory."""
+    functions: ModuleType = field(repr=False)
+    """The implementation that packed them."""
+    handle: Any = field(repr=False)
+    """Known to that implementation alone."""
+
+
+def pack_experts(gate_up: Sequence[Codes], down: Sequence[Codes]) -> PackedExperts | None:
+    """Keeps experts packed, on the device where their codes are: gate above up [2F, D], and down [D, F], of each. None if
+    there is no kernel for codes like these there, or if experts differ in how they are stored."""
+    device = gate_up[0].values_OD.device
+    packed: PackedExperts | None = _IMPLEMENTATIONS.pick("pack_experts", device)(gate_up, down)
+    return packed
+
+
+def packed_experts(
+    x_TD: Tensor, experts: PackedExperts, topk_weights_Tk: Tensor, topk_ids_Tk: Tensor, activation: str = "silu"
+) -> Tensor:
+    """As `moe.fused_experts`, [T, D]."""
+    out: Tensor = experts.functions.packed_experts(x_TD, experts, topk_weights_Tk, topk_ids_Tk, activation)
+    return out
