@@ -1,90 +1,191 @@
-"""The place in a model where attention happens. The batch brings the backend that knows the pages."""
+"""Attention of one layer, from the normed stream to what is added to it. The batch brings the backend that knows the pages.
+
+T tokens, D width, N heads, K key-value heads, H width of a head, L tokens that are read at the end.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import Gqa, Temperature
 from bough.layers.batch import AttentionSpec, Batch, rotates
 from bough.layers.build import Build
-from bough.layers.linear import QKVLinear, kv_heads_per_rank
+from bough.layers.head_norm import HeadNorm, HeadRows, make_head_norm
+from bough.layers.linear import QKVLinear, RowLinear
 from bough.layers.norm import RMSNorm
 from bough.layers.rotary import Rope
+from bough.layers.stream import Input, Normed, Product
+from bough.weights.slots import Slot
+from bough.weights.stored import Stored, copy_into
+
+
+class Sinks(nn.Module):
+    """A logit for each head that takes part in its softmax and adds nothing."""
+
+    def __init__(self, num_heads: int, mine: slice, build: Build) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.mine = mine
+        held = torch.empty(mine.stop - mine.start, dtype=torch.float32, device=build.device)
+        self.weight = nn.Parameter(held, requires_grad=False)
+
+    def slots(self) -> dict[str, Slot]:
+        return {"weight": Slot((self.num_heads,), partial(_fill, self.weight, self.mine))}
+
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [T, N, H], keys [T, K, H] and values [T, K, H]."""
 
 
 class Attention(nn.Module):
-    """One layer's attention over this rank's heads."""
+    """Grouped-query attention over this rank's heads: projections, head norms, rotation, and the KV between them."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, facts: Gqa, layer: int, hidden: int, rope: Rope | None, build: Build) -> None:
+        """`layer`: its place in the KV cache. `rope`: the tables of `facts.rope`, which layers share."""
         super().__init__()
-        self.spec = spec
+        self.facts = facts
+        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
+        self.qkv = QKVLinear(hidden, *heads, build, bias=facts.qkv_bias)
+        axis = build.mesh.heads
+        self.share = axis.head_share(facts.num_heads, facts.num_kv_heads)
+        mine = self.share.heads
+        self.sinks = Sinks(facts.num_heads, mine, build) if facts.sinks else None
+        self.spec = AttentionSpec(
+            layer=layer,
+            num_heads=self.qkv.num_heads,
+            num_kv_heads=self.qkv.num_kv_heads,
+            head_dim=facts.head_dim,
+            scale=facts.scale,
+            window=facts.window,
+            softcap=facts.softcap,
+            causal=facts.causal,
+            chunk=facts.chunk,
+            sinks=None if self.sinks is None else self.sinks.weight,
+            slopes=alibi_slopes(facts, build)[mine].contiguous() if facts.alibi is not None else None,
+        )
+        self.q_norm: HeadNorm | None = None
+        self.k_norm: HeadNorm | None = None
+        if facts.head_norms is not None:
+            norms, width = facts.head_norms, facts.head_dim
+            self.q_norm = make_head_norm(norms, HeadRows(facts.num_heads, mine, width), build)
+            kv_rows = HeadRows(facts.num_kv_heads, self.share.kv_heads, width, self.share.holders)
+            self.k_norm = make_head_norm(norms, kv_rows, build)
+        self.norms_after_rope = facts.head_norms is not None and facts.head_norms.after_rope
+        self.rope = rope
+        inputs = slice(mine.start * facts.head_dim, mine.stop * facts.head_dim)
+        self.out = RowLinear(
+            facts.num_heads * facts.head_dim, hidden, build, bias=facts.out_bias, axis=axis, inputs=inputs
+        )
         self.by_token_VO: Tensor | None = None
         """What the projection gives for each token of the vocabulary, where that is known (in the first layer)."""
 
-    def project(
-        self, norm: RMSNorm, qkv: QKVLinear, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """How a block begins: what `forward` takes, [T, N, H], [T, K, H], [T, K, H], and the residual stream with `x_TD`
-        added. In the model's last layer there may be queries of those tokens only that are read."""
-        table_VO = self.by_token_VO
-        if table_VO is not None and batch.embeds_TD is None and not qkv._forward_hooks:  # who watches sees it made
-            return qkv.heads(embedding(batch.ids_T, table_VO)), x_TD
+    @property
+    def is_plain(self) -> bool:
+        """Whether it does nothing but norm heads by an RMS norm, rotate them in halves, and attend."""
+        norms_are_plain = self.q_norm is None or self.kernel_norms is not None
+        rope_is_plain = self.rope is None or not self.rope.interleaved
+        return (
+            norms_are_plain
+            and rope_is_plain
+            and self.spec.is_plain
+            and self.facts.clip is None
+            and self.facts.temperature is None
+        )
+
+    def forward(self, x: Input, batch: Batch) -> Product:
+        """What is added to the stream. In the model's last layer it may be that of the tokens alone that are read, to which
+        the stream is then narrowed."""
+        attended_TF = self.attended(x, batch)
+        out: Product = self.out(attended_TF)
+        return out
+
+    def attended(self, x: Input, batch: Batch) -> Tensor:
+        """[T, N * H]: `forward` without its last product."""
         backend = batch.attention
         queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
-        if queries_at_L is None:
-            return qkv.after(norm, x_TD, residual_TD)
-        x_TD, residual_TD = norm.add(x_TD, residual_TD)
-        return qkv(x_TD, queries_at_L), residual_TD
+        fuses = self.facts.temperature is None and not self.norms_after_rope
+        heads = self._heads(x, batch, queries_at_L if fuses else None)
+        attended_TF = self._attend(*heads, batch)
+        if queries_at_L is not None and isinstance(x, Normed):
+            x.stream.narrow(queries_at_L)
+        return attended_TF
 
-    def forward(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        batch: Batch,
-        rope: Rope | None,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
-    ) -> Tensor:
-        """Norms each head of queries and keys (where norms are given), rotates them, and attends: [T, N * H].
+    def _heads(self, x: Input, batch: Batch, queries_at_L: Tensor | None) -> Heads:
+        """[T, N, H], [T, K, H], [T, K, H], or queries of some tokens only."""
+        table_VO = self.by_token_VO
+        if table_VO is not None and batch.embeds_TD is None and isinstance(x, Normed) and x.stream.fuses:
+            return self.qkv.heads(embedding(batch.ids_T, table_VO))
+        heads: Heads = self.qkv(x, queries_at_L)
+        return heads
 
-        Backends that can do all of it in one pass over the fused projection do.
-        """
-        backend = batch.attention
-        if rope is None:
-            return backend.forward(self.spec, q_TNH, k_TKH, v_TKH)
-        if rotates(backend):
+    def _attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: Batch) -> Tensor:
+        """[T, N * H]. Backends that can norm, rotate, write and attend in one pass over the fused projection do."""
+        backend, rope, positions_T = batch.attention, self.rope, batch.positions_T
+        if self.facts.temperature is not None:
+            q_TNH = q_TNH * growth(self.facts.temperature, positions_T)[:, None, None].to(q_TNH.dtype)
+        norms = self.kernel_norms
+        if norms is None and not self.norms_after_rope:
+            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
+        if self.facts.clip is not None:
+            q_TNH, k_TKH, v_TKH = (each.clamp(-self.facts.clip, self.facts.clip) for each in (q_TNH, k_TKH, v_TKH))
+        if rope is not None and rotates(backend) and not self.norms_after_rope:
+            q_norm, k_norm = (None, None) if norms is None else norms
             return backend.forward_rope(
                 self.spec,
                 q_TNH,
                 k_TKH,
                 v_TKH,
-                batch.positions_T,
+                positions_T,
                 rope.cos_sin_PR,
                 q_norm=None if q_norm is None else q_norm.weight,
                 k_norm=None if k_norm is None else k_norm.weight,
                 eps=1e-6 if q_norm is None else q_norm.eps,
                 offset=0.0 if q_norm is None else q_norm.offset,
+                interleaved=rope.interleaved,
             )
-        if q_norm is not None and k_norm is not None:
-            q_TNH, k_TKH = rope.after_norms(q_TNH, k_TKH, q_norm, k_norm, batch.positions_T)
-        else:
-            q_TNH, k_TKH = rope(q_TNH, k_TKH, batch.positions_T)
+        if rope is not None and norms is not None:
+            q_TNH, k_TKH = rope.after_norms(q_TNH, k_TKH, *norms, positions_T)
+        elif rope is not None:
+            q_TNH, k_TKH = rope(q_TNH, k_TKH, positions_T)
+        if self.norms_after_rope:
+            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         return backend.forward(self.spec, q_TNH, k_TKH, v_TKH)
 
+    @property
+    def kernel_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of heads, if kernels that rotate can apply them."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.rope is None or self.norms_after_rope or self.facts.clip is not None:
+            return None
+        return (q_norm, k_norm) if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) else None
 
-def attention_of(facts: ModelFacts, layer: int, build: Build) -> Attention:
-    """The attention of a layer as the facts describe it: heads, scale, window, soft cap."""
-    return Attention(
-        AttentionSpec(
-            layer=layer,
-            num_heads=build.mesh.share(facts.num_heads, "attention heads"),
-            num_kv_heads=kv_heads_per_rank(facts.num_kv_heads, build),
-            head_dim=facts.head_dim,
-            scale=facts.attention_scale,
-            window=facts.windows[layer],
-            softcap=facts.attention_softcap,
-            causal=not facts.bidirectional,
-        )
-    )
+    def _normed(self, q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q_TNH, k_TKH
+        return self.q_norm(q_TNH), self.k_norm(k_TKH)
+
+
+def growth(facts: Temperature, positions_T: Tensor) -> Tensor:
+    """float32 [T]: what queries at these positions are multiplied by."""
+    return 1 + facts.scale * torch.log1p(torch.floor((positions_T + facts.shift) / facts.every))
+
+
+def alibi_slopes(facts: Gqa, build: Build) -> Tensor:
+    """float32 [heads]: by how much a score grows with each position, in each head of the model.
+
+    A geometric sequence over the next power of two of heads; for other counts every second one of the next, as trained.
+    """
+    count = 1 << (facts.num_heads - 1).bit_length()
+    powers = torch.arange(1, count + 1, dtype=torch.float32) * (facts.alibi_bias_max / count)
+    slopes = torch.pow(2.0, -powers)
+    if count != facts.num_heads:
+        slopes = torch.cat((slopes[1::2], slopes[::2]))[: facts.num_heads]
+    return slopes.to(build.device) * (facts.alibi or 0.0)
+
+
+def _fill(target: Tensor, heads: slice, stored: Stored) -> None:
+    copy_into(target, stored, heads)

@@ -8,23 +8,9 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from bough.kernels.attention.inputs import AttentionSpec
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What one attention layer computes. Fixed at model construction."""
-
-    layer: int
-    """Index into the KV cache."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    """Sliding window: a query at position p sees positions p - window + 1 .. p (to p + window - 1 if not causal)."""
-    softcap: float | None = None
-    v_head_dim: int | None = None
-    """Width of a value head where it differs from `head_dim`."""
-    causal: bool = True
+__all__ = ["AttentionBackend", "AttentionSpec", "Batch", "Model", "RotatingBackend", "attention_specs", "rotates"]
 
 
 class AttentionBackend(Protocol):
@@ -58,6 +44,7 @@ class RotatingBackend(AttentionBackend, Protocol):
         k_norm: Tensor | None,
         eps: float,
         offset: float,
+        interleaved: bool = False,
     ) -> Tensor:
         """Like `forward`."""
         ...
@@ -81,16 +68,14 @@ class Batch:
     """int64 indices into T of the tokens whose logits (or hidden states) are wanted; None: all."""
     num_tokens: int = 0
     """Tokens that are real; the rest is padding."""
+    loc_T: Tensor | None = None
+    """int64, in steps that may be padded: negative for tokens of which nothing is read. None: all are real..."""
+    is_padding_T1: Tensor | None = None
+    """...and bool [T, 1]: where it is negative, once something has asked (`Stream.is_padding_T1`)."""
     embeds_TD: Tensor | None = None
     """Replaces the embedding of `ids_T` where given (multimodal input)."""
     segments_T: Tensor | None = None
     """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
-
-    def beside(self, x: Tensor, stream_TD: Tensor) -> Tensor:
-        """The rows of the stream that `x`, which attention gave, has: all, or at the model's end those of `logits_at`."""
-        if x.shape[0] == stream_TD.shape[0] or self.logits_at is None:
-            return stream_TD
-        return stream_TD.index_select(0, self.logits_at)
 
 
 class Model(Protocol):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bough.distributed.mesh import SINGLE, Mesh
-from bough.quantization.scheme import Scheme
+from bough.quantization.read import LayerKind
+from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,3 +22,11 @@ class Build:
     context_length: int
     """Longest sequence that will be computed: rotary tables end there."""
     mesh: Mesh = SINGLE
+
+    def matrix(self, name: str, parts: Sequence[Part], kind: LayerKind = "linear") -> Matrix:
+        """An empty matrix of the layer `name`, as the scheme stores it."""
+        return self.scheme.matrix(name, parts, kind=kind, dtype=self.dtype, device=self.device)
+
+    def experts(self, name: str, shape: ExpertShape) -> ExpertWeights:
+        """Empty weights of the experts `name`, as the scheme stores them."""
+        return self.scheme.experts(name, shape, dtype=self.dtype, device=self.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,59 +13,109 @@ from bough.config.model_facts import ModelFacts
 from bough.layers.attention import Attention
 from bough.layers.batch import Batch
 from bough.layers.build import Build
-from bough.layers.embedding import Head, VocabEmbedding
-from bough.layers.fused import FusedBlocks
-from bough.layers.linear import QKVLinear
-from bough.layers.norm import RMSNorm
+from bough.layers.elsewhere import Elsewhere
+from bough.layers.embedding import Head, Table, VocabEmbedding
+from bough.layers.linear import ReplicatedLinear
+from bough.layers.norm import RMSNorm, make_norm
+from bough.layers.parts import Parts
+from bough.layers.place import place_weights
+from bough.layers.stream import Stream
+
+MakeBlock = Callable[[Parts, int], nn.Module]
+"""Makes the block of a layer: a module that is called with (`Stream`, `Batch`) and adds to the stream."""
+RunBlocks = Callable[["Decoder", Stream, Batch], None]
 
 _TOKENS_AT_ONCE = 4096
 """Of the vocabulary, when the first layer's table is made."""
 
 
-class _Projecting(Protocol):
-    """How blocks begin: with a norm and attention."""
+@runtime_checkable
+class BeginsWithAttention(Protocol):
+    """A block whose attention reads the normed stream: in the first layer that depends on a token's id alone."""
 
     attn_norm: RMSNorm
-    qkv: QKVLinear
     attn: Attention
 
 
-class Decoder(nn.Module):
-    """A `Model`. A block takes (x_TD, residual_TD, batch) and returns the same pair: what it adds to the residual stream
-    (perhaps as several addends, [P, T, D]), and the stream without it, so that the next norm can do the addition; or their
-    sum and None, where a product made it."""
+class Embedding(nn.Module):
+    """From token ids to the beginning of the stream."""
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        blocks: Iterable[nn.Module],
-        build: Build,
-        *,
-        embed_scale: float | None = None,
-        norm_offset: float = 0.0,
-    ) -> None:
+    def __init__(self, facts: ModelFacts, build: Build) -> None:
         super().__init__()
-        self.embed = VocabEmbedding(facts.vocab, facts.hidden, build, scale=embed_scale)
-        self.layers = nn.ModuleList(blocks)
-        self.fused = FusedBlocks(self.layers)
-        self.norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=norm_offset)
-        self.head = Head(
-            facts.vocab,
-            facts.hidden,
-            build,
-            tied_to=self.embed if facts.tie_embeddings else None,
-            softcap=facts.logit_softcap,
-        )
-        _put_modules_at_hand(self)
+        self.tokens = VocabEmbedding(facts.vocab, facts.embed_dim or facts.hidden, build, scale=facts.embed_scale)
+        self.project_in: ReplicatedLinear | None = None
+        if facts.embed_dim is not None:
+            self.project_in = ReplicatedLinear(facts.embed_dim, facts.hidden, build)
+        self.positions: Table | None = None
+        self.first_position = 0
+        if facts.positions is not None:
+            self.positions = Table(facts.positions.num_positions, facts.hidden, build)
+            self.first_position = facts.positions.first
+        self.norm = make_norm(facts.norm, facts.hidden, build) if facts.embed_norm else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it depends on a token's id alone."""
+        return self.project_in is None and self.positions is None and self.norm is None
 
     def forward(self, batch: Batch) -> Tensor:
-        x_TD, residual_TD = self.embed(batch), None
-        at_once = self.fused.forward(x_TD, batch.positions_T, batch.attention)
-        if at_once is not None:
-            return self.norm.last(*at_once, batch)
-        for block in self.layers:
-            x_TD, residual_TD = block(x_TD, residual_TD, batch)
-        return self.norm.last(x_TD, residual_TD, batch)
+        x_TD: Tensor = self.tokens(batch)
+        if self.project_in is not None:
+            x_TD = self.project_in(x_TD)
+        if self.positions is not None:
+            x_TD = x_TD + self.positions(batch.positions_T + self.first_position)
+        return x_TD if self.norm is None else self.norm(x_TD)
+
+
+class Decoder(nn.Module):
+    """A `Model`."""
+
+    def __init__(self, facts: ModelFacts, build: Build, block: MakeBlock) -> None:
+        super().__init__()
+        parts = Parts(facts, build)
+        self.pp = build.mesh.pp
+        self.like = torch.empty(0, facts.hidden, dtype=build.dtype, device=build.device)
+        """What the stream is made of."""
+        is_last = self.is_last
+        self.embed = _here(self.pp.rank == 0 or (is_last and facts.tie_embeddings), build, partial(Embedding, facts))
+        self.layers = nn.ModuleList(
+            block(parts, layer) if layer in parts.stage else Elsewhere(partial(_block, facts, block, layer), build)
+            for layer in range(facts.num_layers)
+        )
+        self.norm = _here(is_last, build, partial(make_norm, facts.norm, facts.hidden)) if facts.last_norm else None
+        self.project_out: ReplicatedLinear | None = None
+        if facts.embed_dim is not None:
+            self.project_out = _here(is_last, build, partial(ReplicatedLinear, facts.hidden, facts.embed_dim))
+        self.head = _here(is_last, build, partial(_head, facts, self.embed))
+        self.run_blocks: RunBlocks = one_by_one
+        """A device may have a quicker way (`layers/cpu_stack.py`)."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last layers: it gives hidden states and logits, and others pass the stream on."""
+        return self.pp.rank == self.pp.size - 1
+
+    def forward(self, batch: Batch) -> Tensor:
+        """What `end` gives; nothing on a stage that is not the last."""
+        if self.pp.rank == 0:
+            x_TD = self.embed(batch)
+        else:
+            x_TD = self.pp.talk.receive(self.like.new_empty(batch.num_tokens, self.like.shape[1]), self.pp.rank - 1)
+        stream = Stream(x_TD, batch)
+        self.run_blocks(self, stream, batch)
+        if self.is_last:
+            return self.end(stream)
+        self.pp.talk.send(stream.read(None), self.pp.rank + 1)
+        return self.like
+
+    def end(self, stream: Stream) -> Tensor:
+        """The hidden states of the tokens that are read."""
+        hidden_LD = stream.last(self.norm)
+        return hidden_LD if self.project_out is None else self.project_out(hidden_LD)
+
+    def logits(self, hidden_LD: Tensor) -> Tensor:
+        out: Tensor = self.head(hidden_LD)
+        return out
 
     @torch.no_grad()
     def look_up_first_layer(self) -> bool:
@@ -73,29 +124,50 @@ class Decoder(nn.Module):
 
         To be called once the weights are there, and again when they change.
         """
-        if not all(hasattr(self.layers[0], part) for part in _Projecting.__annotations__):
+        block, embed = self.layers[0], self.embed.tokens
+        begins = isinstance(block, BeginsWithAttention) and isinstance(block.attn, Attention)
+        if not begins or not self.embed.is_plain or not isinstance(block.attn_norm, RMSNorm):
             return False
-        block = cast(_Projecting, self.layers[0])
-        weight, vocab = block.attn_norm.weight, self.embed.shape[0]
-        table_VO = weight.new_empty(vocab, block.qkv.width)
+        assert isinstance(block.attn, Attention)
+        weight, vocab = block.attn_norm.weight, embed.shape[0]
+        table_VO = weight.new_empty(vocab, block.attn.qkv.width)
         for begin in range(0, vocab, _TOKENS_AT_ONCE):
             end = min(begin + _TOKENS_AT_ONCE, vocab)
-            x_TD = self.embed.of(torch.arange(begin, end, device=weight.device))
-            table_VO[begin:end] = block.qkv.product(block.attn_norm(x_TD))
+            x_TD = embed.of(torch.arange(begin, end, device=weight.device))
+            table_VO[begin:end] = block.attn.qkv.product(block.attn_norm(x_TD))
         block.attn.by_token_VO = table_VO
         return True
 
-    def logits(self, hidden_LD: Tensor) -> Tensor:
-        out: Tensor = self.head(hidden_LD)
-        return out
+
+def one_by_one(model: Decoder, stream: Stream, batch: Batch) -> None:
+    for block in model.layers:
+        if not isinstance(block, Elsewhere):
+            block(stream, batch)
 
 
-def _put_modules_at_hand(model: nn.Module) -> None:
-    """Modules become ordinary attributes of those they belong to, beside what torch knows of them: it looks for them when
-    all else has failed, a dozen times a layer, which is a tenth of what launching a layer takes.
+M = TypeVar("M", bound=nn.Module)
 
-    Torch forgets the attribute when another module is assigned, and then only: modules of a model are never deleted, set to
-    None or registered anew. Parameters stay where they are: torch may replace them.
-    """
-    for module in model.modules():
-        vars(module).update(module.named_children())
+
+def _here(mine: bool, build: Build, make: Callable[[Build], M]) -> M:
+    """The part, or what stands in its place where another stage has it."""
+    return make(build) if mine else cast(M, Elsewhere(make, build))
+
+
+def _block(facts: ModelFacts, block: MakeBlock, layer: int, build: Build) -> nn.Module:
+    return block(Parts(facts, build), layer)
+
+
+def _head(facts: ModelFacts, embed: Embedding, build: Build) -> Head:
+    tied = embed if facts.tie_embeddings else None
+    if tied is not None and build.device.type == "meta":
+        tied = Embedding(facts, build)
+        place_weights(tied)
+    return Head(
+        facts.vocab,
+        facts.embed_dim or facts.hidden,
+        build,
+        tied_to=None if tied is None else tied.tokens,
+        bias=facts.head_bias,
+        scale=facts.logit_scale,
+        softcap=facts.logit_softcap,
+    )

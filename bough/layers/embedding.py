@@ -1,13 +1,16 @@
-"""The vocabulary at both ends of a model, its rows spread over the mesh. T tokens, D width, L rows with logits."""
+"""The vocabulary at both ends of a model, its rows spread over the ranks. T tokens, D width, L rows with logits."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bough.distributed.collectives import all_gather, all_reduce
 from bough.layers.batch import Batch
 from bough.layers.build import Build
+from bough.layers.norm import fill
 from bough.quantization.scheme import Matrix, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored
@@ -19,13 +22,15 @@ class VocabEmbedding(nn.Module):
     def __init__(self, vocab: int, hidden: int, build: Build, *, scale: float | None = None) -> None:
         """`scale` multiplies the vectors, rounded to their dtype first (Gemma)."""
         super().__init__()
-        self.mesh = build.mesh
+        self.axis = build.mesh.heads
         self.shape = (vocab, hidden)
         self.rows = vocab_rows(vocab, build)
-        self.matrix = build.scheme.matrix(
-            (Part("", (vocab, hidden), self.rows, slice(None)),), dtype=build.dtype, device=build.device
-        )
+        self.build = build
+        self.matrix: Matrix
         self.scale = None if scale is None else torch.tensor(scale, dtype=build.dtype).item()
+
+    def place(self, name: str) -> None:
+        self.matrix = self.build.matrix(name, (Part("", self.shape, self.rows, slice(None)),), "embedding")
 
     def slots(self) -> dict[str, Slot]:
         return self.matrix.weight_slots()
@@ -41,12 +46,26 @@ class VocabEmbedding(nn.Module):
         return x_TD if self.scale is None else x_TD * self.scale
 
     def _lookup(self, ids_T: Tensor) -> Tensor:
-        if self.mesh.size == 1:
+        if self.axis.size == 1:
             return self.matrix.lookup(ids_T)
         local_T = ids_T - self.rows.start
         elsewhere_T = (local_T < 0) | (local_T >= self.rows.stop - self.rows.start)
         x_TD = self.matrix.lookup(local_T.masked_fill(elsewhere_T, 0))
-        return all_reduce(x_TD.masked_fill(elsewhere_T[:, None], 0), self.mesh)
+        return self.axis.talk.all_reduce(x_TD.masked_fill(elsewhere_T[:, None], 0))
+
+
+class Table(nn.Module):
+    """Learned vectors by number: positions, segments. Every rank holds all of them."""
+
+    def __init__(self, rows: int, dim: int, build: Build) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, dim, dtype=build.dtype, device=build.device), requires_grad=False)
+
+    def slots(self) -> dict[str, Slot]:
+        return {"weight": Slot(tuple(self.weight.shape), partial(fill, self.weight))}
+
+    def forward(self, at_T: Tensor) -> Tensor:
+        return F.embedding(at_T, self.weight)
 
 
 class Head(nn.Module):
@@ -59,40 +78,61 @@ class Head(nn.Module):
         build: Build,
         *,
         tied_to: VocabEmbedding | None = None,
+        bias: bool = False,
+        scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
+        """`scale` multiplies the logits, before `softcap`."""
         super().__init__()
+        self.scale = scale
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(vocab, dtype=build.dtype, device=build.device), requires_grad=False)
         self.vocab = vocab
-        self.mesh = build.mesh
+        self.axis = build.mesh.heads
         self.softcap = softcap
-        self.share = -(-vocab // build.mesh.size)
+        self.share = -(-vocab // self.axis.size)
         self.is_tied = tied_to is not None
         self.shape = (vocab, hidden)
+        self.build = build
         self.matrix: Matrix
+        self._tied_to = (tied_to,)  # in a tuple: not a module of this one
+
+    def place(self, name: str) -> None:
+        """Comes after the embedding's, whose matrix a tied head shares."""
+        (tied_to,) = self._tied_to
         if tied_to is not None:
             self.matrix = tied_to.matrix
         else:
-            part = Part("", (vocab, hidden), vocab_rows(vocab, build), slice(None))
-            self.matrix = build.scheme.matrix((part,), dtype=build.dtype, device=build.device)
+            self.matrix = self.build.matrix(
+                name, (Part("", self.shape, vocab_rows(self.vocab, self.build), slice(None)),), "head"
+            )
 
     def slots(self) -> dict[str, Slot]:
+        slots = {} if self.bias is None else {"bias": Slot(tuple(self.bias.shape), partial(fill, self.bias))}
         if self.is_tied:  # some checkpoints hold the embedding a second time
-            return {"weight": Slot(self.shape, _discard, optional=True)}
-        return self.matrix.weight_slots()
+            return {**slots, "weight": Slot(self.shape, _discard, optional=True)}
+        return {**slots, **self.matrix.weight_slots()}
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
         logits = self.matrix.forward(hidden_LD)
-        if self.mesh.size > 1:
+        if self.axis.size > 1:
             short = self.share - logits.shape[1]  # the last rank may hold fewer rows
             logits = nn.functional.pad(logits, (0, short)) if short else logits
-            logits = all_gather(logits, self.mesh)[:, : self.vocab]
+            every_RLV = self.axis.talk.all_gather(logits)
+            logits = every_RLV.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab]
+        if self.bias is not None:
+            logits = logits + self.bias
+        if self.scale is not None:
+            logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def vocab_rows(vocab: int, build: Build) -> slice:
     """This rank's rows: all ranks hold equally many but the last."""
-    share = -(-vocab // build.mesh.size)
-    return slice(min(build.mesh.rank * share, vocab), min((build.mesh.rank + 1) * share, vocab))
+    axis = build.mesh.heads
+    share = -(-vocab // axis.size)
+    return slice(min(axis.rank * share, vocab), min((axis.rank + 1) * share, vocab))
 
 
 def _discard(stored: Stored) -> None:

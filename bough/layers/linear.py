@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from bough.core.errors import ConfigError
-from bough.distributed.collectives import all_reduce
+from bough.config.model_facts import Activation
+from bough.distributed.mesh import Axis
 from bough.layers.build import Build
 from bough.layers.norm import RMSNorm
-from bough.quantization.scheme import Activation, Part
+from bough.layers.stream import Input, Normed, Product, value_of
+from bough.quantization.scheme import Matrix, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -24,12 +26,16 @@ class _Weighted(nn.Module):
     def __init__(self, parts: tuple[Part, ...], build: Build, *, bias: bool) -> None:
         super().__init__()
         self.parts = parts
-        self.matrix = build.scheme.matrix(parts, dtype=build.dtype, device=build.device)
+        self.build = build
+        self.matrix: Matrix
         num_rows = sum(part.num_rows for part in parts)
         self.bias = None
         if bias:
             empty = torch.empty(num_rows, dtype=build.dtype, device=build.device)
             self.bias = nn.Parameter(empty, requires_grad=False)
+
+    def place(self, name: str) -> None:
+        self.matrix = self.build.matrix(name, self.parts)
 
     def slots(self) -> dict[str, Slot]:
         slots = self.matrix.weight_slots()
@@ -48,56 +54,81 @@ class ReplicatedLinear(_Weighted):
     def __init__(self, in_dim: int, out_dim: int, build: Build, *, bias: bool = False) -> None:
         super().__init__((Part("", (out_dim, in_dim), ALL, ALL),), build, bias=bias)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.matrix.forward(x_TD, self.bias)
+    def forward(self, x: Input) -> Tensor:
+        return self.matrix.forward(value_of(x), self.bias)
 
 
 class ColumnLinear(_Weighted):
     """Each rank computes its share of the outputs from all inputs."""
 
     def __init__(self, in_dim: int, out_dim: int, build: Build, *, bias: bool = False) -> None:
-        part = Part("", (out_dim, in_dim), build.mesh.slice(out_dim, "outputs"), ALL)
+        part = Part("", (out_dim, in_dim), build.mesh.tp.slice(out_dim, "outputs"), ALL)
         super().__init__((part,), build, bias=bias)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.matrix.forward(x_TD, self.bias)
+    def forward(self, x: Input) -> Tensor:
+        return self.matrix.forward(value_of(x), self.bias)
+
+
+class HeadsLinear(_Weighted):
+    """Each rank computes its heads' outputs from all inputs."""
+
+    def __init__(self, in_dim: int, num_heads: int, head_dim: int, mine: slice, build: Build) -> None:
+        rows = slice(mine.start * head_dim, mine.stop * head_dim)
+        super().__init__((Part("", (num_heads * head_dim, in_dim), rows, ALL),), build, bias=False)
+
+    def forward(self, x: Input) -> Tensor:
+        return self.matrix.forward(value_of(x), self.bias)
 
 
 class RowLinear(_Weighted):
-    """Each rank takes its share of the inputs; the results are summed over the mesh."""
+    """Each rank takes its share of the inputs; the results are summed over the ranks."""
 
-    def __init__(self, in_dim: int, out_dim: int, build: Build, *, bias: bool = False, reduce: bool = True) -> None:
-        """Without `reduce` a rank's own sum is returned, for a caller that adds more before it reduces."""
-        part = Part("", (out_dim, in_dim), ALL, build.mesh.slice(in_dim, "inputs"))
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        build: Build,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
+        axis: Axis | None = None,
+        inputs: slice | None = None,
+    ) -> None:
+        """Without `reduce` a rank's own sum is returned, for a caller that adds more before it reduces. `axis`: the ranks
+        that split it (default: those of `tp`), `inputs`: this rank's share."""
+        split_by = build.mesh.tp if axis is None else axis
+        part = Part("", (out_dim, in_dim), ALL, split_by.slice(in_dim, "inputs") if inputs is None else inputs)
         super().__init__((part,), build, bias=bias)
-        self.mesh = build.mesh
+        self.axis = split_by
         self.reduce = reduce
 
-    def forward(self, x_TF: Tensor) -> Tensor:
-        out_TD = self.matrix.forward(x_TF, self.bias if self.mesh.rank == 0 else None)  # the sum holds it once
-        return all_reduce(out_TD, self.mesh) if self.reduce else out_TD
+    def forward(self, x_TF: Tensor) -> Product:
+        """The product, which `Stream.add` may join with its addition."""
+        return Product(self, x_TF)
+
+    def product(self, x_TF: Tensor) -> Tensor:
+        """[T, D]"""
+        out_TD = self.matrix.forward(x_TF, self.bias if self.axis.rank == 0 else None)  # the sum holds it once
+        return self.axis.talk.all_reduce(out_TD) if self.reduce else out_TD
 
     def onto(self, x_TF: Tensor, stream_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For `RMSNorm.add`: (what is added to the stream, perhaps in parts, and the stream), or (their sum, None).
-
-        The stream may be overwritten.
-        """
-        if self.mesh.size == 1 and self.bias is None and not self._forward_hooks:  # who watches sees what is added
+        """As `kernels.linear.linear_onto`: (what is added to the stream, perhaps in parts, and the stream), or (their sum,
+        None). The stream may be overwritten."""
+        if self.axis.size == 1 and self.bias is None:
             return self.matrix.onto(x_TF, stream_TD)
-        return self(x_TF), stream_TD
+        return self.product(x_TF), stream_TD
 
 
 class QKVLinear(_Weighted):
     """Queries, keys and values of this rank's heads in one product.
 
-    Where the mesh has more ranks than there are key-value heads, neighbours hold the same one.
+    Where there are more ranks than key-value heads, neighbours hold the same one and split its queries.
     """
 
     def __init__(
         self, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, build: Build, *, bias: bool = False
     ) -> None:
-        heads = build.mesh.slice(num_heads, "attention heads")
-        kv_heads = _kv_slice(num_kv_heads, build)
+        heads, kv_heads, _ = build.mesh.heads.head_share(num_heads, num_kv_heads)
         q_rows = slice(heads.start * head_dim, heads.stop * head_dim)
         kv_rows = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
         kv_shape = (num_kv_heads * head_dim, hidden)
@@ -116,26 +147,24 @@ class QKVLinear(_Weighted):
         self.width = (self.num_heads + 2 * self.num_kv_heads) * head_dim
         """O: values of a token's product."""
 
-    def forward(self, x_TD: Tensor, queries_at_L: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, N, H], [T, K, H], [T, K, H]. With `queries_at_L` the queries are those of the tokens it names, [L, N, H]."""
-        if queries_at_L is None:
-            return self.heads(self.product(x_TD))
-        split = self.num_heads * self.head_dim
-        q_LO = self._some_rows(x_TD.index_select(0, queries_at_L), slice(0, split))
-        k_TKH, v_TKH = self._by_head(self._some_rows(x_TD, slice(split, None))).chunk(2, 1)
-        return self._by_head(q_LO), k_TKH, v_TKH
+    def slots(self) -> dict[str, Slot]:
+        return {name: replace(slot, head_rows=self.head_dim) for name, slot in super().slots().items()}
 
-    def after(
-        self, norm: RMSNorm, x_TD: Tensor, residual_TD: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """(`forward` of the norm of x + residual, x + residual), which are as `norm.add` takes them."""
-        if residual_TD is None or self._forward_hooks:  # who watches sees what is multiplied
-            x_TD, residual_TD = norm.add(x_TD, residual_TD)
-            return self(x_TD), residual_TD
-        product_TO, residual_TD = self.matrix.after_norm(
-            x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.bias
-        )
-        return self.heads(product_TO), residual_TD
+    def forward(self, x: Input, queries_at_L: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, N, H], [T, K, H], [T, K, H]. With `queries_at_L` the queries are those of the tokens it names, [L, N, H]."""
+        if queries_at_L is not None:
+            x_TD = value_of(x)
+            split = self.num_heads * self.head_dim
+            q_LO = self._some_rows(x_TD.index_select(0, queries_at_L), slice(0, split))
+            k_TKH, v_TKH = self._by_head(self._some_rows(x_TD, slice(split, None))).chunk(2, 1)
+            return self._by_head(q_LO), k_TKH, v_TKH
+        if isinstance(x, Normed) and x.can_fuse and isinstance(x.norm, RMSNorm):
+            return self.heads(x.fuse(partial(self._after, x.norm)))
+        return self.heads(self.product(value_of(x)))
+
+    def _after(self, norm: RMSNorm, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(product of the norm of x + residual, x + residual)."""
+        return self.matrix.after_norm(x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.bias)
 
     def product(self, x_TD: Tensor) -> Tensor:
         """[T, O]: queries, keys and values of each token, one after the other."""
@@ -154,40 +183,20 @@ class QKVLinear(_Weighted):
         return self.matrix.some_rows(x_TD, rows, None if self.bias is None else self.bias[rows])
 
 
-def kv_heads_per_rank(num_kv_heads: int, build: Build) -> int:
-    """How many key-value heads this rank holds."""
-    heads = _kv_slice(num_kv_heads, build)
-    return int(heads.stop) - int(heads.start)
-
-
 class GateUpLinear(_Weighted):
     """The gated half of a feed-forward block, activation included."""
 
     def __init__(
         self, hidden: int, intermediate: int, build: Build, *, activation: Activation, bias: bool = False
     ) -> None:
-        rows = build.mesh.slice(intermediate, "inner units")
+        rows = build.mesh.tp.slice(intermediate, "inner units")
         shape = (intermediate, hidden)
         super().__init__((Part("gate", shape, rows, ALL), Part("up", shape, rows, ALL)), build, bias=bias)
         self.activation: Activation = activation
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x: Input) -> Tensor:
         """activation(gate) * up -> [T, F]"""
-        return self.matrix.gated(x_TD, self.activation, self.bias)
-
-
-def _kv_slice(num_kv_heads: int, build: Build) -> slice:
-    mesh = build.mesh
-    if num_kv_heads >= mesh.size:
-        return mesh.slice(num_kv_heads, "key-value heads")
-    if mesh.size % num_kv_heads:
-        raise ConfigError(
-            what=f"{num_kv_heads} key-value heads can't be shared by {mesh.size} ranks",
-            why=f"{mesh.size} is no multiple of {num_kv_heads}",
-            fix="choose another --tp-size",
-        )
-    head = mesh.rank * num_kv_heads // mesh.size
-    return slice(head, head + 1)
+        return self.matrix.gated(value_of(x), self.activation, self.bias)
 
 
 def _fill_rows(target: Tensor, rows: slice, stored: Stored) -> None:

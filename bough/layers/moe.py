@@ -2,113 +2,191 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from bough.config.model_facts import Activation, MoeFacts
-from bough.distributed.collectives import all_reduce
-from bough.kernels.moe import Routing, fused_experts, routed_experts, topk_softmax
+from bough.config.model_facts import Activation, Moe
+from bough.core.errors import ConfigError
+from bough.kernels.moe import Routing, topk_softmax
 from bough.layers.build import Build
+from bough.layers.choice import Choice
 from bough.layers.linear import GateUpLinear, ReplicatedLinear, RowLinear
 from bough.layers.norm import RMSNorm
+from bough.layers.stream import Input, Normed, value_of
+from bough.quantization.scheme import ExpertShape, ExpertWeights
 from bough.quantization.unquantized import DenseMatrix, Unquantized
-from bough.weights.slots import Slot
-from bough.weights.stored import Stored, copy_into
+from bough.weights.slots import Slot, pass_over
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked; each rank holds a share of every expert's inner units."""
+    """A layer's experts: this rank's on the axis `ep`, and of each of them its share of the inner units."""
 
-    def __init__(self, facts: MoeFacts, hidden: int, activation: Activation, build: Build) -> None:
+    def __init__(self, facts: Moe, hidden: int, build: Build) -> None:
         super().__init__()
-        self.shape = (facts.intermediate, hidden)
-        self.units = build.mesh.slice(facts.intermediate, "inner units of an expert")
-        self.activation = activation
-        num_units = self.units.stop - self.units.start
-        self.gate_up_E2FD = _stack(facts.num_experts, 2 * num_units, hidden, build)
-        self.down_EDF = _stack(facts.num_experts, hidden, num_units, build)
+        units = build.mesh.units.slice(facts.intermediate, "inner units of an expert")
+        mine = build.mesh.ep.slice(facts.num_experts, "experts", "--ep-size")
+        self.num_experts = facts.num_experts
+        self.first: int = mine.start
+        self.has_all = mine.stop - mine.start == facts.num_experts
+        self.shape = ExpertShape(
+            mine.stop - mine.start,
+            hidden,
+            facts.intermediate,
+            units,
+            facts.activation,
+            facts.clamped,
+            adds_bias=build.mesh.units.rank == 0,
+        )
+        # Biases are known to plain weights alone: quantised ones of such experts are dequantised as they are read.
+        self.build = build if facts.clamped is None else replace(build, scheme=Unquantized())
+        self.stack: ExpertWeights
+
+    def place(self, name: str) -> None:
+        self.stack = self.build.experts(name, self.shape)
 
     def slots(self) -> dict[str, Slot]:
-        num_units = self.units.stop - self.units.start
-        slots = {}
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_E2FD, self.down_EDF, strict=True)):
-            slots[f"{expert}.gate.weight"] = Slot(self.shape, partial(_fill, gate_up[:num_units], self.units, None))
-            slots[f"{expert}.up.weight"] = Slot(self.shape, partial(_fill, gate_up[num_units:], self.units, None))
-            slots[f"{expert}.down.weight"] = Slot(self.shape[::-1], partial(_fill, down, None, self.units))
+        """Those of all experts: what other ranks hold is passed over, unread."""
+        mine = self.stack.weight_slots()
+        if self.has_all:
+            return mine
+        slots: dict[str, Slot] = {}
+        for name, slot in mine.items():
+            number, dot, rest = name.partition(".")
+            if not dot or not number.isdigit():
+                raise ConfigError(
+                    what=f"experts of this form can't be spread over {self.build.mesh.ep.size} groups of ranks",
+                    why=f"{name} holds those of all of them",
+                    fix="leave out --ep-size",
+                    param="ep_size",
+                )
+            slots[f"{self.first + int(number)}.{rest}"] = slot
+            if number == "0":
+                held = range(self.first, self.first + self.shape.num_experts)
+                others = (expert for expert in range(self.num_experts) if expert not in held)
+                slots |= {f"{expert}.{rest}": replace(slot, put=pass_over, check=None) for expert in others}
         return slots
 
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         """This rank's share of the sum over each token's experts."""
-        return fused_experts(x_TD, self.gate_up_E2FD, self.down_EDF, weights_Tk, ids_Tk, self.activation)
+        return self.stack.forward(x_TD, weights_Tk, ids_Tk if self.has_all else ids_Tk - self.first)
 
     def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """As `forward`, of the norm of x + residual, whose experts are chosen by it; and x + residual."""
-        return routed_experts(x_TD, residual_TD, routing, self.gate_up_E2FD, self.down_EDF, self.activation)
+        return self.stack.routed(x_TD, residual_TD, routing)
 
 
 class MixtureOfExperts(nn.Module):
     """Router and experts, and the shared expert where there is one."""
 
-    def __init__(self, facts: MoeFacts, hidden: int, activation: Activation, build: Build) -> None:
+    def __init__(self, facts: Moe, hidden: int, build: Build) -> None:
         super().__init__()
-        self.mesh = build.mesh
+        self.axis = build.mesh.tp
         self.experts_per_token = facts.experts_per_token
         self.renormalise = facts.renormalise
-        dense = Build(
-            scheme=Unquantized(),
-            dtype=build.dtype,
-            device=build.device,
-            context_length=build.context_length,
-            mesh=build.mesh,
-        )
-        self.router = ReplicatedLinear(hidden, facts.num_experts, dense)
-        self.experts = Experts(facts, hidden, activation, build)
+        self.forced_ids: Tensor | None = None
+        """int32 [n, k]: the experts of token t are those of line t modulo n, whatever the router says. For dummy weights."""
+        dense = replace(build, scheme=Unquantized())
+        self.facts = facts
+        self.choose: Choice | None = None
+        """Chooses experts in another way than `topk_softmax`."""
+        if facts.scored is not None or facts.scale != 1.0:
+            self.choose = Choice(facts, build)
+            dense = replace(dense, dtype=torch.float32)
+        self.router = ReplicatedLinear(hidden, facts.num_experts, dense, bias=facts.router_bias)
+        self.experts = Experts(facts, hidden, build)
         self.shared: SharedExpert | None = None
         if facts.shared_intermediate:
-            gate = ReplicatedLinear(hidden, 1, dense)
-            self.shared = SharedExpert(hidden, facts.shared_intermediate, activation, build, gate)
+            gate = ReplicatedLinear(hidden, 1, replace(dense, dtype=build.dtype)) if facts.shared_gated else None
+            self.shared = SharedExpert(hidden, facts.shared_intermediate, facts.activation, build, gate)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        weights_Tk, ids_Tk = topk_softmax(self.router(x_TD), self.experts_per_token, self.renormalise)
-        out_TD = self.experts(x_TD, weights_Tk, ids_Tk)
+    def forward(self, x: Input) -> Tensor:
+        """What is added to the stream. Norm, router and experts take one launch where the device has one for them."""
+        if isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and x.can_fuse and self._joins(x.num_tokens):
+            return self.axis.talk.all_reduce(x.fuse(partial(self._after, x.norm, x.loc_T)))
+        x_TD = value_of(x)
+        weights_Tk, ids_Tk = self._chosen(x_TD, x)
+        if self.forced_ids is not None:
+            ids_Tk = _without_padding(_lines(self.forced_ids, len(x_TD)), x)
+        if self.facts.weighs_input:
+            out_TD = self.experts(x_TD * weights_Tk.to(x_TD.dtype), torch.ones_like(weights_Tk), ids_Tk)
+        else:
+            out_TD = self.experts(x_TD, weights_Tk, ids_Tk)
         if self.shared is not None:
             out_TD = out_TD + self.shared(x_TD)
-        return all_reduce(out_TD, self.mesh)
+        return self.axis.talk.all_reduce(out_TD)
 
-    def after(self, norm: RMSNorm, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(`forward` of the norm of x + residual, x + residual), which are as `norm.add` takes them. In one launch where the
-        device has one for it."""
-        if residual_TD is None or self.shared is not None or self._forward_hooks:  # who watches sees what is added
-            x_TD, residual_TD = norm.add(x_TD, residual_TD)
-            return self(x_TD), residual_TD
+    def _chosen(self, x_TD: Tensor, of: Input) -> tuple[Tensor, Tensor]:
+        """(weights float32 [T, k], ids int32 [T, k]). Padding chooses none, so that no expert is read for it."""
+        if self.choose is not None:
+            weights_Tk, ids_Tk = self.choose(self.router(x_TD.float()))
+            return weights_Tk, _without_padding(ids_Tk, of)
+        loc_T = of.loc_T if isinstance(of, Normed) else None
+        return topk_softmax(self.router(x_TD), self.experts_per_token, self.renormalise, loc_T)
+
+    def _joins(self, num_tokens: int) -> bool:
+        """Whether experts are chosen and computed together: not where they are forced (of one token, any do)."""
+        facts = self.facts
+        plain = self.choose is None and not (facts.router_bias or facts.clamped or facts.weighs_input)
+        whole = self.shared is None and self.experts.has_all
+        return plain and whole and (self.forced_ids is None or num_tokens == 1)
+
+    def _after(self, norm: RMSNorm, loc_T: Tensor | None, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(this rank's share of the experts' sum for the norm of x + residual, x + residual)."""
         router_ED = cast(DenseMatrix, self.router.matrix).weight
-        routing = Routing(norm.weight, norm.eps, norm.offset, router_ED, self.experts_per_token, self.renormalise)
-        out_TD, residual_TD = self.experts.routed(x_TD, residual_TD, routing)
-        return all_reduce(out_TD, self.mesh), residual_TD
+        how = norm.weight, norm.eps, norm.offset, router_ED, self.experts_per_token, self.renormalise
+        return self.experts.routed(x_TD, residual_TD, Routing(*how, loc_T))
+
+
+_FORCED = 20_480
+"""Lines of random experts: more than the tokens of most steps."""
+_BETWEEN_LAYERS = 61
+"""Layers begin at different lines."""
+
+
+def route_uniformly(model: nn.Module, seed: int) -> None:
+    """Makes all mixtures of experts in a model send each token to experts drawn uniformly, without repetition, by its place
+    in the step. All ranks of a mesh draw alike."""
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    tables: dict[tuple[int, int], Tensor] = {}
+    for place, mixture in enumerate(mixtures):
+        router_ED = cast(DenseMatrix, mixture.router.matrix).weight
+        key = (len(router_ED), mixture.experts_per_token)
+        if key not in tables:
+            generator = torch.Generator().manual_seed(seed)
+            lines = _FORCED + _BETWEEN_LAYERS * len(mixtures)
+            drawn = torch.rand(lines, key[0], generator=generator).topk(key[1], dim=1).indices
+            tables[key] = drawn.to(device=router_ED.device, dtype=torch.int32)
+        first = _BETWEEN_LAYERS * place
+        mixture.forced_ids = tables[key][first : first + _FORCED]
+
+
+def _without_padding(ids_Tk: Tensor, of: Input) -> Tensor:
+    """The experts chosen for these tokens, none for padding."""
+    is_padding_T1 = of.stream.is_padding_T1 if isinstance(of, Normed) else None
+    return ids_Tk if is_padding_T1 is None else torch.where(is_padding_T1, -1, ids_Tk)
+
+
+def _lines(table: Tensor, count: int) -> Tensor:
+    """The first `count` lines, from the beginning again if there are not as many."""
+    return table[:count] if count <= len(table) else table.repeat(-(-count // len(table)), 1)[:count]
 
 
 class SharedExpert(nn.Module):
-    """The expert that sees every token, weighed by a gate of its own. Returns this rank's share of the sum."""
+    """The expert that sees every token, perhaps weighed by a gate of its own. Returns this rank's share of the sum."""
 
-    def __init__(self, hidden: int, intermediate: int, activation: Activation, build: Build, gate: nn.Module) -> None:
+    def __init__(
+        self, hidden: int, intermediate: int, activation: Activation, build: Build, gate: nn.Module | None
+    ) -> None:
         super().__init__()
         self.gate = gate
         self.gate_up = GateUpLinear(hidden, intermediate, build, activation=activation)
         self.down = RowLinear(intermediate, hidden, build, reduce=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = torch.sigmoid(self.gate(x_TD)) * self.down(self.gate_up(x_TD))
-        return out_TD
-
-
-def _stack(num_experts: int, num_rows: int, num_cols: int, build: Build) -> nn.Parameter:
-    return nn.Parameter(
-        torch.empty(num_experts, num_rows, num_cols, dtype=build.dtype, device=build.device), requires_grad=False
-    )
-
-
-def _fill(target: Tensor, rows: slice | None, cols: slice | None, stored: Stored) -> None:
-    copy_into(target, stored, rows, cols)
+        weight_T1 = None if self.gate is None else torch.sigmoid(self.gate(x_TD))
+        out_TD: Tensor = self.down(self.gate_up(x_TD)).value()
+        return out_TD if weight_T1 is None else weight_T1 * out_TD

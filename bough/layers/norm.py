@@ -1,15 +1,17 @@
-"""Root-mean-square norms, alone or together with the addition of the residual stream before them."""
+"""Norms, alone or together with the addition of the residual stream before them."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bough.config.model_facts import NormFacts
 from bough.kernels.norm import add_rms_norm, rms_norm
-from bough.layers.batch import Batch
 from bough.layers.build import Build
+from bough.layers.stream import Product, value_of
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -17,31 +19,65 @@ from bough.weights.stored import Stored, copy_into
 class RMSNorm(nn.Module):
     """x / rms(x) * (offset + weight)."""
 
+    fuses = True
+
     def __init__(self, dim: int, eps: float, build: Build, *, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
         self.offset = offset
-        self.weight = nn.Parameter(torch.empty(dim, dtype=build.dtype, device=build.device), requires_grad=False)
+        self.weight = _parameter(dim, build)
 
     def slots(self) -> dict[str, Slot]:
-        return {"weight": Slot(tuple(self.weight.shape), partial(_fill, self.weight))}
+        return {"weight": Slot(tuple(self.weight.shape), partial(fill, self.weight))}
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return rms_norm(x_TD, self.weight, self.eps, offset=self.offset)
+    def forward(self, x: Tensor | Product) -> Tensor:
+        return rms_norm(value_of(x), self.weight, self.eps, offset=self.offset)
 
-    def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends. The stream starts with None."""
-        if residual_TD is None:
-            return self.forward(x_TD), x_TD
+    def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends."""
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps, offset=self.offset)
 
-    def last(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> Tensor:
-        """The norm at a model's end, for the rows whose logits are wanted only (the last block may have left out others)."""
-        if batch.logits_at is not None and x_TD.shape[-2] == batch.ids_T.shape[0]:
-            x_TD = x_TD.index_select(-2, batch.logits_at)
-            residual_TD = None if residual_TD is None else residual_TD.index_select(0, batch.logits_at)
-        return self.add(x_TD, residual_TD)[0]
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * (offset + weight) + bias."""
+
+    fuses = False
+
+    def __init__(
+        self, dim: int, eps: float, build: Build, *, weight: bool = True, bias: bool = True, offset: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = offset
+        self.shape = (dim,)
+        self.weight = _parameter(dim, build) if weight else None
+        self.bias = _parameter(dim, build) if bias else None
+
+    def slots(self) -> dict[str, Slot]:
+        both = {"weight": self.weight, "bias": self.bias}
+        return {name: Slot(tuple(each.shape), partial(fill, each)) for name, each in both.items() if each is not None}
+
+    def forward(self, x: Tensor | Product) -> Tensor:
+        weight = self.weight if self.weight is None or not self.offset else self.weight + self.offset
+        return F.layer_norm(value_of(x), self.shape, weight, self.bias, self.eps)
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends."""
+        total_TD = residual_TD + (x_TD if x_TD.dim() == residual_TD.dim() else x_TD.sum(0))
+        return self(total_TD), total_TD
 
 
-def _fill(target: Tensor, stored: Stored) -> None:
+def make_norm(facts: NormFacts, dim: int, build: Build) -> RMSNorm | LayerNorm:
+    """A norm of vectors of `dim` values."""
+    if facts.kind == "layer":
+        return LayerNorm(dim, facts.eps, build, weight=facts.weight, bias=facts.bias, offset=facts.offset)
+    return RMSNorm(dim, facts.eps, build, offset=facts.offset)
+
+
+def _parameter(dim: int, build: Build) -> nn.Parameter:
+    return nn.Parameter(torch.empty(dim, dtype=build.dtype, device=build.device), requires_grad=False)
+
+
+def fill(target: Tensor, stored: Stored) -> None:
+    """Fills a parameter with a whole tensor of the checkpoint."""
     copy_into(target, stored)

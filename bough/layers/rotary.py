@@ -7,13 +7,11 @@ cached key is rotated for good, so the choice can't change while a sequence grow
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bough.config.rope_facts import RopeFacts
-from bough.core.errors import ConfigError
 from bough.kernels.rotary import apply_rope, qk_norm_rope
 from bough.layers.build import Build
 from bough.layers.norm import RMSNorm
@@ -24,9 +22,10 @@ class Rope:
 
     def __init__(self, facts: RopeFacts, build: Build) -> None:
         self.cos_sin_PR = rope_table(facts, build.context_length, build.device)
+        self.interleaved = facts.interleaved
 
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_rope(q_TNH, k_TKH, positions_T, self.cos_sin_PR)
+        return apply_rope(q_TNH, k_TKH, positions_T, self.cos_sin_PR, interleaved=self.interleaved)
 
     def after_norms(
         self, q_TNH: Tensor, k_TKH: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, positions_T: Tensor
@@ -41,23 +40,8 @@ class Rope:
             positions_T,
             self.cos_sin_PR,
             offset=q_norm.offset,
+            interleaved=self.interleaved,
         )
-
-
-def ropes_of(facts: Sequence[RopeFacts | None], build: Build) -> list[Rope | None]:
-    """One a layer; layers that rotate alike share a table."""
-    made = {fact: Rope(fact, build) for fact in dict.fromkeys(facts) if fact is not None}
-    return [None if fact is None else made[fact] for fact in facts]
-
-
-def every_rope(facts: Sequence[RopeFacts | None], build: Build) -> list[Rope]:
-    """Like `ropes_of`, for an architecture that rotates in every layer."""
-    ropes = [rope for rope in ropes_of(facts, build) if rope is not None]
-    if len(ropes) != len(facts):
-        raise ConfigError(
-            what="the config leaves layers without rotary positions", why="this architecture has none such"
-        )
-    return ropes
 
 
 def rope_table(facts: RopeFacts, num_positions: int, device: torch.device) -> Tensor:

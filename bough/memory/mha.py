@@ -26,6 +26,13 @@ class KVShape:
     num_kv_heads: int
     k_dim: int
     v_dim: int
+    latent: bool = False
+    """Values are the first `v_dim` numbers of keys, and take no room of their own; keys are rotated behind them."""
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token."""
+        return self.num_kv_heads * (self.k_dim if self.latent else self.k_dim + self.v_dim)
 
 
 def are_chained(source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> bool:
@@ -33,12 +40,31 @@ def are_chained(source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]
     return not set(source_M.tolist()).isdisjoint(target_M.tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """By how much the pairs of keys turn."""
+
+    angles_MR: Tensor
+    """float32 [M, R / 2]: by token and pair."""
+    interleaved: bool = False
+
+
 class KVPool:
     """Keys and values of all layers, [pages, page size, kv heads, head width] each. Page 0 takes what padding writes."""
 
     def __init__(
-        self, shapes: Sequence[KVShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[KVShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        k_scales: Sequence[float] = (),
+        v_scales: Sequence[float] = (),
     ) -> None:
+        """`k_scales`, `v_scales`: by layer, what keys and values are divided by before they are kept. Empty: 1."""
+        self.k_scales = tuple(k_scales)
+        self.v_scales = tuple(v_scales)
         self.page_size = page_size
         self.num_pages = num_pages
         self.dtype = dtype
@@ -46,39 +72,48 @@ class KVPool:
         self.values: list[Tensor] = []
         for shape in shapes:
             page = (num_pages, page_size, shape.num_kv_heads)
-            self.keys.append(_zeros((*page, shape.k_dim), dtype, device))
-            self.values.append(_zeros((*page, shape.v_dim), dtype, device))
+            keys = _zeros((*page, shape.k_dim), dtype, device)
+            self.keys.append(keys)
+            if shape.latent:
+                self.values.append(keys[..., : shape.v_dim])
+            else:
+                self.values.append(_zeros((*page, shape.v_dim), dtype, device))
+        self._shapes = tuple(shapes)
+        self._own_values = [values for values, shape in zip(self.values, shapes, strict=True) if not shape.latent]
 
     def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
         """Copies whole pages in every layer; all are read before any is written."""
         pages = upload(np.stack([source_M, target_M]).astype(np.int64), self.keys[0].device)
         copy = gather_pages if are_chained(source_M, target_M) else copy_pages
-        copy((*self.keys, *self.values), pages[0], pages[1])
+        copy((*self.keys, *self._own_values), pages[0], pages[1])
 
-    def move_tokens(self, source_M: Tensor, target_M: Tensor, angles: Sequence[Tensor | None]) -> None:
+    def move_tokens(self, source_M: Tensor, target_M: Tensor, turns: Sequence[Turn | None]) -> None:
         """Copies single tokens (`page * page_size + offset`) in every layer; all are read before any is written.
 
-        `angles` has, for each layer, float32 [M, R / 2]: by how much the pairs (i, i + R / 2) of a key's first R
-        dimensions turn; None: not at all.
+        `turns` says, for each layer, how keys turn; None: not at all.
         """
-        for keys, values, angles_MR in zip(self.keys, self.values, angles, strict=True):
-            flat = _indexable(values.flatten(0, 1))
-            flat[target_M] = flat[source_M]
+        for shape, keys, values, turn in zip(self._shapes, self.keys, self.values, turns, strict=True):
+            if not shape.latent:
+                flat = _indexable(values.flatten(0, 1))
+                flat[target_M] = flat[source_M]
             flat = _indexable(keys.flatten(0, 1))
             moved_MKH = flat[source_M]
-            if angles_MR is not None:
+            if turn is not None:
                 for begin in range(0, len(moved_MKH), _TURNED_AT_ONCE):
                     piece = slice(begin, begin + _TURNED_AT_ONCE)
-                    turn_pairs(moved_MKH[piece].view(keys.dtype), angles_MR[piece])
+                    turned = moved_MKH[piece].view(keys.dtype)[..., shape.v_dim if shape.latent else 0 :]
+                    turn_pairs(turned, turn.angles_MR[piece], turn.interleaved)
             flat[target_M] = moved_MKH
 
 
-def turn_pairs(k_MKH: Tensor, angles_MR: Tensor) -> None:
-    """Turns the pairs of each key, in place."""
+def turn_pairs(k_MKH: Tensor, angles_MR: Tensor, interleaved: bool = False) -> None:
+    """Turns the pairs of each key, in place: (2i, 2i + 1) if `interleaved`, else (i, i + R / 2)."""
     half = angles_MR.shape[1]
     cos, sin = angles_MR.cos().unsqueeze(1), angles_MR.sin().unsqueeze(1)
-    first, second = k_MKH[..., :half].float(), k_MKH[..., half : 2 * half].float()
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    rotated = k_MKH[..., : 2 * half].float()
+    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
     most = torch.finfo(k_MKH.dtype).max
     k_MKH[..., : 2 * half] = turned.clamp_(-most, most).to(k_MKH.dtype)
 
@@ -96,4 +131,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def kv_bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
-    return sum(s.num_kv_heads * (s.k_dim + s.v_dim) for s in shapes) * dtype.itemsize
+    return sum(shape.kept for shape in shapes) * dtype.itemsize

@@ -1,36 +1,56 @@
 """BERT and the encoders trained in its shape: learned positions and segments, norms after each half of a block, every token
-seeing every other.
-
-T tokens, D width, N heads, H width of a head, F inner width, R texts.
-"""
+seeing every other. Its modules are in `models/encoder.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from bough.config.encoder_facts import EncoderFacts, PlainActivation
-from bough.config.model_facts import ModelFacts
-from bough.core.errors import ConfigError
-from bough.layers.attention import attention_of
-from bough.layers.batch import Batch
-from bough.layers.build import Build
-from bough.layers.embedding import Head, VocabEmbedding
-from bough.layers.layer_norm import LayerNorm, Table, fill
-from bough.layers.linear import ColumnLinear, QKVLinear, ReplicatedLinear, RowLinear
+from bough.config import reading
+from bough.config.encoder_facts import EncoderFacts
+from bough.config.fields import Fields
+from bough.config.model_facts import ModelFacts, NormFacts
+from bough.core.errors import UnsupportedModel
 from bough.weights.mapping import Fuse, Ignore, Rename, Rule
-from bough.weights.slots import Slot
 
-ACTIVATIONS: Final[dict[PlainActivation, Callable[[Tensor], Tensor]]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bough.layers.build import Build
+
+
+def read(config: Fields) -> ModelFacts:
+    return read_encoder(config, first_position=0)
+
+
+def read_encoder(config: Fields, *, first_position: int) -> ModelFacts:
+    """`first_position`: the row of the position table that a text's first token takes.
+
+    Raises `UnsupportedModel` for variants that can't be computed.
+    """
+    kind = config.any("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        raise UnsupportedModel(
+            what=f"the model's positions are {kind!r}",
+            why="of this family only absolute positions can be computed",
+            fix="choose a checkpoint with absolute positions",
+        )
+    encoder = EncoderFacts(
+        num_positions=config.count("max_position_embeddings", default=512),
+        first_position=first_position,
+        num_segments=config.count("type_vocab_size", default=2),
+    )
+    ropes = (None,) * reading.num_layers(config)
+    attention = reading.gqa(config, ropes=ropes, causal=False, qkv_bias=True, out_bias=True)
+    ffn = reading.dense(config, default="gelu", gated=False, bias=True)
+    return reading.decoder(
+        config,
+        attention,
+        [ffn] * len(ropes),
+        norm=NormFacts(eps=config.number("layer_norm_eps", default=1e-12), kind="layer", bias=True),
+        tie_embeddings=config.flag("tie_word_embeddings", default=True),
+        max_context=encoder.max_context,
+        encoder=encoder,
+    )
 
 
 def body_rules(prefix: str) -> tuple[Rule, ...]:
@@ -43,16 +63,16 @@ def body_rules(prefix: str) -> tuple[Rule, ...]:
         Rename(f"{prefix}embeddings.LayerNorm", "body.norm"),
         Ignore(f"{prefix}embeddings"),
         Fuse(
-            "body.layers.*.qkv",
+            "body.layers.*.attn.qkv",
             q=f"{layer}.attention.self.query",
             k=f"{layer}.attention.self.key",
             v=f"{layer}.attention.self.value",
         ),
-        Rename(f"{layer}.attention.output.dense", "body.layers.*.out"),
+        Rename(f"{layer}.attention.output.dense", "body.layers.*.attn.out"),
         Rename(f"{layer}.attention.output.LayerNorm", "body.layers.*.attn_norm"),
-        Rename(f"{layer}.intermediate.dense", "body.layers.*.up"),
-        Rename(f"{layer}.output.dense", "body.layers.*.down"),
-        Rename(f"{layer}.output.LayerNorm", "body.layers.*.ffn_norm"),
+        Rename(f"{layer}.intermediate.dense", "body.layers.*.mlp.up"),
+        Rename(f"{layer}.output.dense", "body.layers.*.mlp.down"),
+        Rename(f"{layer}.output.LayerNorm", "body.layers.*.mlp_norm"),
     )
 
 
@@ -79,98 +99,8 @@ MASKED_LM: Final = (
 )
 
 
-class Block(nn.Module):
-    def __init__(self, facts: ModelFacts, layer: int, build: Build) -> None:
-        super().__init__()
-        encoder = encoder_of(facts)
-        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self.qkv = QKVLinear(facts.hidden, *heads, build, bias=True)
-        self.attn = attention_of(facts, layer, build)
-        self.out = RowLinear(facts.num_heads * facts.head_dim, facts.hidden, build, bias=True)
-        self.attn_norm = LayerNorm(facts.hidden, encoder.norm_eps, build)
-        self.up = ColumnLinear(facts.hidden, facts.intermediate, build, bias=True)
-        self.activation = ACTIVATIONS[encoder.activation]
-        self.down = RowLinear(facts.intermediate, facts.hidden, build, bias=True)
-        self.ffn_norm = LayerNorm(facts.hidden, encoder.norm_eps, build)
+def make_classifier(facts: ModelFacts, num_labels: int, build: Build) -> nn.Module:
+    """From pooled states to a score for each label."""
+    from bough.models.encoder import BertClassifier
 
-    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        q_TNH, k_TNH, v_TNH = self.qkv(x_TD)
-        x_TD = self.attn_norm(x_TD + self.out(self.attn(q_TNH, k_TNH, v_TNH, batch, None)))
-        out_TD: Tensor = self.ffn_norm(x_TD + self.down(self.activation(self.up(x_TD))))
-        return out_TD
-
-
-class Encoder(nn.Module):
-    """From token ids to hidden states at `batch.logits_at`."""
-
-    def __init__(self, facts: ModelFacts, build: Build) -> None:
-        super().__init__()
-        encoder = encoder_of(facts)
-        self.first_position = encoder.first_position
-        self.embed = VocabEmbedding(facts.vocab, facts.hidden, build)
-        self.positions = Table(encoder.num_positions, facts.hidden, build)
-        self.segments = Table(encoder.num_segments, facts.hidden, build)
-        self.norm = LayerNorm(facts.hidden, encoder.norm_eps, build)
-        self.layers = nn.ModuleList(Block(facts, layer, build) for layer in range(facts.num_layers))
-
-    def forward(self, batch: Batch) -> Tensor:
-        x_TD: Tensor = self.embed(batch) + self.positions(batch.positions_T + self.first_position)
-        if batch.segments_T is None or len(self.segments.weight) == 1:
-            x_TD = x_TD + self.segments.weight[0]
-        else:
-            x_TD = x_TD + self.segments(batch.segments_T)
-        x_TD = self.norm(x_TD)
-        for block in self.layers:
-            x_TD = block(x_TD, batch)
-        return x_TD if batch.logits_at is None else x_TD.index_select(0, batch.logits_at)
-
-
-class Classifier(nn.Module):
-    """The first token's state through a tanh layer, then a score for each label."""
-
-    def __init__(self, facts: ModelFacts, num_labels: int, build: Build) -> None:
-        super().__init__()
-        self.pooler = ReplicatedLinear(facts.hidden, facts.hidden, build, bias=True)
-        self.classifier = ReplicatedLinear(facts.hidden, num_labels, build, bias=True)
-
-    def forward(self, pooled_RD: Tensor) -> Tensor:
-        return self.classifier(torch.tanh(self.pooler(pooled_RD)))  # type: ignore[no-any-return]
-
-
-class MaskedLM(nn.Module):
-    """Hidden states -> logits of the vocabulary, over the embedding's own matrix where the model ties them."""
-
-    def __init__(self, facts: ModelFacts, embed: VocabEmbedding, build: Build) -> None:
-        super().__init__()
-        encoder = encoder_of(facts)
-        self.dense = ReplicatedLinear(facts.hidden, facts.hidden, build, bias=True)
-        self.activation = ACTIVATIONS[encoder.activation]
-        self.norm = LayerNorm(facts.hidden, encoder.norm_eps, build)
-        tied = embed if facts.tie_embeddings else None
-        self.decoder = _Decoder(facts.vocab, facts.hidden, build, tied_to=tied)
-        self.bias = nn.Parameter(torch.empty(facts.vocab, dtype=build.dtype, device=build.device), requires_grad=False)
-
-    def slots(self) -> dict[str, Slot]:
-        return {"bias": Slot(tuple(self.bias.shape), lambda stored: fill(self.bias, stored))}
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        out: Tensor = self.decoder(self.norm(self.activation(self.dense(x_TD))))
-        return out + self.bias
-
-
-class _Decoder(Head):
-    """Checkpoints may name the head's bias twice; the other place is read."""
-
-    def slots(self) -> dict[str, Slot]:
-        return {**super().slots(), "bias": Slot((self.vocab,), lambda stored: None, optional=True)}
-
-
-def encoder_of(facts: ModelFacts) -> EncoderFacts:
-    """What the config of an encoder of this kind must say."""
-    if facts.encoder is None:
-        raise ConfigError(
-            what=f"{facts.architecture} needs the config of an encoder",
-            why=f"model_type is {facts.model_type!r}",
-            fix="check config.json",
-        )
-    return facts.encoder
+    return BertClassifier(facts, num_labels, build)

@@ -1,63 +1,47 @@
 """Gemma 3, text: five windowed layers to a global one, each kind with rotary positions of its own, heads normed before them.
 
-Like Gemma 2 it norms before and after each half of a block, by 1 + weight. T tokens, D width, N heads, K key-value heads, H
-width of a head.
+Like Gemma 2 it norms before and after each half of a block, by 1 + weight.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-
-from bough.config.model_facts import ModelFacts
-from bough.kernels.decoder_stack import BlockParts
-from bough.layers.attention import attention_of
-from bough.layers.batch import Batch
-from bough.layers.build import Build
-from bough.layers.decoder import Decoder
-from bough.layers.fused import parts_of
-from bough.layers.linear import GateUpLinear, QKVLinear, RowLinear
-from bough.layers.norm import RMSNorm
-from bough.layers.rotary import Rope, every_rope
+from bough.config import reading
+from bough.config.fields import Fields
+from bough.config.model_facts import HeadNorms, ModelFacts
+from bough.models.gemma2 import softcap
 from bough.models.hf_names import ATTENTION, ENDS, FEED_FORWARD, HEAD_NORMS, SANDWICH_NORMS
+from bough.models.makers import sandwich
 from bough.weights.mapping import Mapping
 
+
+def read(config: Fields) -> ModelFacts:
+    width = reading.head_dim(config, 256)
+    norm = reading.rms_norm(config, offset=1.0)
+    every = config.count("sliding_window_pattern", default=6)
+    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0)
+    bias = config.flag("attention_bias")
+    attention = reading.gqa(
+        config,
+        width=width,
+        windows=windows,
+        ropes=reading.ropes_by_window(config, width, windows, theta=1_000_000.0, theta_local=10_000.0),
+        scale=config.number("query_pre_attn_scalar", default=256) ** -0.5,
+        softcap=softcap(config, "attn_logit_softcapping", None),
+        head_norms=HeadNorms(norm=norm),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    return reading.decoder(
+        config,
+        attention,
+        [reading.dense(config, activation_key="hidden_activation", default="gelu_pytorch_tanh")] * len(attention),
+        norm=norm,
+        block_norms=4,
+        tie_embeddings=config.flag("tie_word_embeddings", default=True),
+        embed_scale=config.count("hidden_size") ** 0.5,
+        logit_softcap=softcap(config, "final_logit_softcapping", None),
+    )
+
+
 WEIGHTS = Mapping(*ENDS, *SANDWICH_NORMS, *ATTENTION, *HEAD_NORMS, *FEED_FORWARD)
-
-
-class Block(nn.Module):
-    def __init__(self, facts: ModelFacts, layer: int, rope: Rope, build: Build) -> None:
-        super().__init__()
-        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self.attn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
-        self.qkv = QKVLinear(facts.hidden, *heads, build, bias=facts.qkv_bias)
-        self.q_norm = RMSNorm(facts.head_dim, facts.norm_eps, build, offset=1.0)
-        self.k_norm = RMSNorm(facts.head_dim, facts.norm_eps, build, offset=1.0)
-        self.rope = rope
-        self.attn = attention_of(facts, layer, build)
-        self.out = RowLinear(facts.num_heads * facts.head_dim, facts.hidden, build, bias=facts.out_bias)
-        self.after_attn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
-        self.ffn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
-        self.gate_up = GateUpLinear(facts.hidden, facts.intermediate, build, activation=facts.activation)
-        self.down = RowLinear(facts.intermediate, facts.hidden, build)
-        self.after_ffn_norm = RMSNorm(facts.hidden, facts.norm_eps, build, offset=1.0)
-
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        heads, residual_TD = self.attn.project(self.attn_norm, self.qkv, x_TD, residual_TD, batch)
-        x_TD = self.after_attn_norm(self.out(self.attn(*heads, batch, self.rope, self.q_norm, self.k_norm)))
-        x_TD, residual_TD = self.ffn_norm.add(x_TD, batch.beside(x_TD, residual_TD))
-        return self.after_ffn_norm(self.down(self.gate_up(x_TD))), residual_TD
-
-    def parts(self) -> BlockParts | None:
-        return parts_of(
-            self,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            after_attn_norm=self.after_attn_norm,
-            after_ffn_norm=self.after_ffn_norm,
-        )
-
-
-def make(facts: ModelFacts, build: Build) -> Decoder:
-    ropes = every_rope(facts.ropes, build)
-    blocks = (Block(facts, layer, rope, build) for layer, rope in enumerate(ropes))
-    return Decoder(facts, blocks, build, embed_scale=facts.hidden**0.5, norm_offset=1.0)
+make = sandwich

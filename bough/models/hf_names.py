@@ -4,45 +4,74 @@ from __future__ import annotations
 
 from typing import Final
 
-from bough.weights.mapping import Fuse, Ignore, Rename, Rule
+from bough.weights.mapping import Exact, Fuse, Ignore, Rename, Rule, Split
+
+
+def in_layers(names: dict[str, str], prefix: str = "model.layers") -> tuple[Rule, ...]:
+    """Renames inside every block: a name below `prefix` and a number -> one below `layers` and the number."""
+    return tuple(Rename(f"{prefix}.*.{source}", f"layers.*.{target}") for source, target in names.items())
+
 
 ENDS: Final[tuple[Rule, ...]] = (
-    Rename("model.embed_tokens", "embed"),
+    Rename("model.embed_tokens", "embed.tokens"),
     Rename("model.norm", "norm"),
     Rename("lm_head", "head"),
     Ignore("model.layers.*.self_attn.rotary_emb"),
     Ignore("model.rotary_emb"),
 )
-NORMS: Final[tuple[Rule, ...]] = (
-    Rename("model.layers.*.input_layernorm", "layers.*.attn_norm"),
-    Rename("model.layers.*.post_attention_layernorm", "layers.*.ffn_norm"),
+NORMS: Final = in_layers({"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"})
+SANDWICH_NORMS: Final = in_layers(
+    {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "after_attn_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "after_mlp_norm",
+    }
 )
-SANDWICH_NORMS: Final[tuple[Rule, ...]] = (
-    Rename("model.layers.*.input_layernorm", "layers.*.attn_norm"),
-    Rename("model.layers.*.post_attention_layernorm", "layers.*.after_attn_norm"),
-    Rename("model.layers.*.pre_feedforward_layernorm", "layers.*.ffn_norm"),
-    Rename("model.layers.*.post_feedforward_layernorm", "layers.*.after_ffn_norm"),
+POST_NORMS: Final = in_layers(
+    {"post_attention_layernorm": "after_attn_norm", "post_feedforward_layernorm": "after_mlp_norm"}
 )
 ATTENTION: Final[tuple[Rule, ...]] = (
     Fuse(
-        "layers.*.qkv",
+        "layers.*.attn.qkv",
         q="model.layers.*.self_attn.q_proj",
         k="model.layers.*.self_attn.k_proj",
         v="model.layers.*.self_attn.v_proj",
     ),
-    Rename("model.layers.*.self_attn.o_proj", "layers.*.out"),
+    Rename("model.layers.*.self_attn.o_proj", "layers.*.attn.out"),
 )
-HEAD_NORMS: Final[tuple[Rule, ...]] = (
-    Rename("model.layers.*.self_attn.q_norm", "layers.*.q_norm"),
-    Rename("model.layers.*.self_attn.k_norm", "layers.*.k_norm"),
-)
+HEAD_NORMS: Final = in_layers({"self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm"})
 FEED_FORWARD: Final[tuple[Rule, ...]] = (
-    Fuse("layers.*.gate_up", gate="model.layers.*.mlp.gate_proj", up="model.layers.*.mlp.up_proj"),
-    Rename("model.layers.*.mlp.down_proj", "layers.*.down"),
+    Fuse("layers.*.mlp.gate_up", gate="model.layers.*.mlp.gate_proj", up="model.layers.*.mlp.up_proj"),
+    Rename("model.layers.*.mlp.down_proj", "layers.*.mlp.down"),
+)
+UNGATED: Final = in_layers({"mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"})
+FUSED_FEED_FORWARD: Final[tuple[Rule, ...]] = (
+    Split("model.layers.*.mlp.gate_up_proj", "layers.*.mlp.gate_up", parts=("gate", "up")),
+    Rename("model.layers.*.mlp.down_proj", "layers.*.mlp.down"),
 )
 EXPERTS: Final[tuple[Rule, ...]] = (
-    Rename("model.layers.*.mlp.gate", "layers.*.moe.router"),
-    Rename("model.layers.*.mlp.experts.*.gate_proj", "layers.*.moe.experts.*.gate"),
-    Rename("model.layers.*.mlp.experts.*.up_proj", "layers.*.moe.experts.*.up"),
-    Rename("model.layers.*.mlp.experts.*.down_proj", "layers.*.moe.experts.*.down"),
+    Rename("model.layers.*.mlp.gate", "layers.*.mlp.router"),
+    Rename("model.layers.*.mlp.experts.*.gate_proj", "layers.*.mlp.experts.*.gate"),
+    Rename("model.layers.*.mlp.experts.*.up_proj", "layers.*.mlp.experts.*.up"),
+    Rename("model.layers.*.mlp.experts.*.down_proj", "layers.*.mlp.experts.*.down"),
+)
+CHOICE_BIAS: Final[tuple[Rule, ...]] = (
+    Exact("model.layers.*.mlp.gate.e_score_correction_bias", "layers.*.mlp.choose.bias"),
+)
+SHARED_EXPERTS: Final[tuple[Rule, ...]] = (
+    Fuse(
+        "layers.*.mlp.shared.gate_up",
+        gate="model.layers.*.mlp.shared_experts.gate_proj",
+        up="model.layers.*.mlp.shared_experts.up_proj",
+    ),
+    Rename("model.layers.*.mlp.shared_experts.down_proj", "layers.*.mlp.shared.down"),
+)
+BLOCK_SPARSE_EXPERTS: Final = in_layers(
+    {
+        "block_sparse_moe.gate": "mlp.router",
+        "block_sparse_moe.experts.*.w1": "mlp.experts.*.gate",
+        "block_sparse_moe.experts.*.w3": "mlp.experts.*.up",
+        "block_sparse_moe.experts.*.w2": "mlp.experts.*.down",
+    }
 )

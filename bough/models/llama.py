@@ -1,54 +1,25 @@
-"""Llama 1 to 3, SmolLM 1 to 3, and the many models trained in their shape.
+"""Llama 1 to 3, SmolLM 1 and 2, and the many models trained in their shape.
 
-Pre-norm blocks, grouped-query attention with rotary positions, a SiLU-gated feed-forward. SmolLM3 leaves some layers without
-positions. T tokens, D width, N heads, K key-value heads, H width of a head.
+Pre-norm blocks, grouped-query attention with rotary positions, a SiLU-gated feed-forward.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-
+from bough.config import reading
+from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
-from bough.kernels.decoder_stack import BlockParts
-from bough.layers.attention import attention_of
-from bough.layers.batch import Batch
-from bough.layers.build import Build
-from bough.layers.decoder import Decoder
-from bough.layers.fused import parts_of
-from bough.layers.linear import GateUpLinear, QKVLinear, RowLinear
-from bough.layers.norm import RMSNorm
-from bough.layers.rotary import Rope, ropes_of
 from bough.models.hf_names import ATTENTION, ENDS, FEED_FORWARD, NORMS
+from bough.models.makers import pre_norm
 from bough.weights.mapping import Mapping
 
+
+def read(config: Fields) -> ModelFacts:
+    bias = config.flag("attention_bias")
+    ropes = reading.same_rope(config, reading.head_dim(config))
+    attention = reading.gqa(config, ropes=ropes, qkv_bias=bias, out_bias=bias)
+    ffn = reading.dense(config, bias=config.flag("mlp_bias"))
+    return reading.decoder(config, attention, [ffn] * len(ropes), norm=reading.rms_norm(config))
+
+
 WEIGHTS = Mapping(*ENDS, *NORMS, *ATTENTION, *FEED_FORWARD)
-
-
-class Block(nn.Module):
-    def __init__(self, facts: ModelFacts, layer: int, rope: Rope | None, build: Build) -> None:
-        super().__init__()
-        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self.attn_norm = RMSNorm(facts.hidden, facts.norm_eps, build)
-        self.qkv = QKVLinear(facts.hidden, *heads, build, bias=facts.qkv_bias)
-        self.rope = rope
-        self.attn = attention_of(facts, layer, build)
-        self.out = RowLinear(facts.num_heads * facts.head_dim, facts.hidden, build, bias=facts.out_bias)
-        self.ffn_norm = RMSNorm(facts.hidden, facts.norm_eps, build)
-        self.gate_up = GateUpLinear(
-            facts.hidden, facts.intermediate, build, activation=facts.activation, bias=facts.mlp_bias
-        )
-        self.down = RowLinear(facts.intermediate, facts.hidden, build, bias=facts.mlp_bias)
-
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        heads, residual_TD = self.attn.project(self.attn_norm, self.qkv, x_TD, residual_TD, batch)
-        x_TD = self.attn(*heads, batch, self.rope)
-        x_TD, residual_TD = self.ffn_norm.add(*self.out.onto(x_TD, batch.beside(x_TD, residual_TD)))
-        return self.down.onto(self.gate_up(x_TD), residual_TD)
-
-    def parts(self) -> BlockParts | None:
-        return parts_of(self)
-
-
-def make(facts: ModelFacts, build: Build) -> Decoder:
-    ropes = ropes_of(facts.ropes, build)
-    return Decoder(facts, (Block(facts, layer, rope, build) for layer, rope in enumerate(ropes)), build)
+make = pre_norm

@@ -7,17 +7,21 @@ import logging
 import torch
 from torch import nn
 
-from bough.config.concerns import DummyWeights
+from bough.config.concerns import DummyRouting, DummyWeights, ModelImpl
 from bough.config.hf import Checkpoint
 from bough.config.pooling_facts import PoolingFacts
 from bough.distributed.mesh import SINGLE, Mesh
 from bough.layers.batch import Model
 from bough.layers.build import Build
+from bough.layers.cpu_stack import use_cpu_stack
 from bough.layers.decoder import Decoder
+from bough.layers.moe import route_uniformly
+from bough.layers.place import place_weights
+from bough.models.hosted import load_through_transformers
 from bough.models.pooled import PooledModel, load_projections, pooled_architecture
-from bough.models.registry import find_architecture
+from bough.models.registry import facts_of, find_architecture
 from bough.quantization.choose import choose_scheme
-from bough.quantization.unquantized import Unquantized
+from bough.quantization.names import weight_name
 from bough.weights.dummy import fill_dummy
 from bough.weights.load import Progress, load_weights
 
@@ -35,33 +39,45 @@ def build_model(
     context_length: int | None = None,
     seed: int = 0,
     dummy_weights: DummyWeights = "normal",
+    dummy_routing: DummyRouting = "router",
     pooling: PoolingFacts | None = None,
     first_layer_table: bool = False,
     progress: Progress | None = None,
+    model_impl: ModelImpl = "auto",
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
     `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights,
-    which are drawn as `dummy_weights` says. With `pooling` it is a `PooledModel`. `first_layer_table`: see
-    `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not read.
+    which are drawn as `dummy_weights` says, and route tokens as `dummy_routing` says. With `pooling` it is a `PooledModel`.
+    `first_layer_table`: see `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not
+    read. `model_impl`: see `ModelConfig`.
     """
-    facts = checkpoint.facts
+    facts = facts_of(checkpoint.config, model_impl)
+    if facts.through_transformers:
+        return load_through_transformers(checkpoint, facts, dtype, device, dummy=load_format == "dummy", seed=seed)
     architecture = find_architecture(facts.architecture) if pooling is None else pooled_architecture(facts, pooling)
     dummy = load_format == "dummy" or checkpoint.kind == "config-only"
     build = Build(
-        scheme=Unquantized() if dummy else choose_scheme(checkpoint, quantization, device),
+        scheme=choose_scheme(checkpoint, quantization, device, architecture.weights, dummy=dummy),
         dtype=dtype,
         device=device,
         context_length=context_length or facts.max_context,
         mesh=mesh,
     )
     model: nn.Module = architecture.make(facts, build)
+    place_weights(model)
     if dummy:
         fill_dummy(model, seed, dummy_weights)
+        if dummy_routing == "uniform":
+            route_uniformly(model, seed)
     else:
-        load_weights(model, architecture.weights, checkpoint, progress)
+        load_weights(
+            model, architecture.weights, checkpoint, progress, weight_name if checkpoint.quantization else None
+        )
         if isinstance(model, PooledModel):
             load_projections(model, checkpoint.path)
+        if device.type == "cpu" and isinstance(model, Decoder):
+            use_cpu_stack(model)
     if first_layer_table and not (isinstance(model, Decoder) and model.look_up_first_layer()):
         _log.warning("%s computes its first layer: nothing of it can be looked up", facts.architecture)
     model.eval()

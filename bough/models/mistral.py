@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from bough.config import reading
+from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
-from bough.layers.build import Build
-from bough.layers.decoder import Decoder
-from bough.layers.rotary import ropes_of
 from bough.models.hf_names import ATTENTION, ENDS, FEED_FORWARD, NORMS
-from bough.models.llama import Block
+from bough.models.makers import pre_norm
 from bough.weights.mapping import Mapping
 
+
+def read(config: Fields) -> ModelFacts:
+    ropes = reading.same_rope(config, reading.head_dim(config))
+    attention = reading.gqa(config, windows=reading.windows(config, reading.every_layer), ropes=ropes)
+    ffns = [reading.dense(config)] * len(ropes)
+    return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config))
+
+
 WEIGHTS = Mapping(*ENDS, *NORMS, *ATTENTION, *FEED_FORWARD)
-
-
-def make(facts: ModelFacts, build: Build) -> Decoder:
-    ropes = ropes_of(facts.ropes, build)
-    return Decoder(facts, (Block(facts, layer, rope, build) for layer, rope in enumerate(ropes)), build)
+make = pre_norm

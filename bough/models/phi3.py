@@ -3,24 +3,28 @@ search for long contexts."""
 
 from __future__ import annotations
 
+from bough.config import reading
+from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
-from bough.layers.build import Build
-from bough.layers.decoder import Decoder
-from bough.layers.rotary import ropes_of
 from bough.models.hf_names import ENDS, NORMS
-from bough.models.llama import Block
+from bough.models.makers import pre_norm
 from bough.weights.mapping import Mapping, Rename, Split
+
+
+def read(config: Fields) -> ModelFacts:
+    # The scaling's earlier names.
+    ropes = reading.same_rope(config, reading.head_dim(config), kinds={"su": "longrope", "yarn": "longrope"})
+    attention = reading.gqa(config, windows=reading.windows(config, reading.every_layer), ropes=ropes)
+    ffns = [reading.dense(config)] * len(ropes)
+    return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config))
+
 
 WEIGHTS = Mapping(
     *ENDS,
     *NORMS,
-    Split("model.layers.*.self_attn.qkv_proj", "layers.*.qkv", parts=("q", "k", "v")),
-    Rename("model.layers.*.self_attn.o_proj", "layers.*.out"),
-    Split("model.layers.*.mlp.gate_up_proj", "layers.*.gate_up", parts=("gate", "up")),
-    Rename("model.layers.*.mlp.down_proj", "layers.*.down"),
+    Split("model.layers.*.self_attn.qkv_proj", "layers.*.attn.qkv", parts=("q", "k", "v")),
+    Rename("model.layers.*.self_attn.o_proj", "layers.*.attn.out"),
+    Split("model.layers.*.mlp.gate_up_proj", "layers.*.mlp.gate_up", parts=("gate", "up")),
+    Rename("model.layers.*.mlp.down_proj", "layers.*.mlp.down"),
 )
-
-
-def make(facts: ModelFacts, build: Build) -> Decoder:
-    ropes = ropes_of(facts.ropes, build)
-    return Decoder(facts, (Block(facts, layer, rope, build) for layer, rope in enumerate(ropes)), build)
+make = pre_norm

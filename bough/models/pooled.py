@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -21,14 +22,13 @@ from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.linear import ReplicatedLinear
 from bough.layers.pooling import Spans, normalise, pool
-from bough.models import bert, xlm_roberta
-from bough.models.registry import ARCHITECTURES, Architecture, find_architecture
+from bough.models.encoder import Encoder, MaskedLM
+from bough.models.registry import ENCODERS, Architecture, architectures, find_architecture
 from bough.quantization.unquantized import Unquantized
 from bough.weights.from_safetensors import open_safetensors
-from bough.weights.mapping import Fuse, Ignore, Mapping, Rename, Rule, Split
+from bough.weights.mapping import Beyond, Fuse, Ignore, Mapping, Outside, Rename, Rule, renamed
 from bough.weights.stored import copy_into
 
-ENCODERS: Final = {"Bert": bert, "Roberta": xlm_roberta, "XLMRoberta": xlm_roberta, "Camembert": xlm_roberta}
 SPARSE_AT_ONCE: Final = 1 << 25
 """Logits over the vocabulary that exist at the same time, at most."""
 
@@ -162,8 +162,8 @@ def pooled_architecture(facts: ModelFacts, pooling: PoolingFacts) -> Architectur
     if pooling.family in ENCODERS:
         return _encoder_architecture(pooling)
     name = f"{pooling.family}ForCausalLM"
-    if name not in ARCHITECTURES:
-        known = sorted({*ENCODERS, *(each.removesuffix("ForCausalLM") for each in ARCHITECTURES)})
+    if name not in architectures():
+        known = sorted({*ENCODERS, *(each.removesuffix("ForCausalLM") for each in architectures())})
         raise UnsupportedModel(
             what=f"no implementation of {facts.architecture}",
             why=f"pooling models can be made of: {', '.join(known)}",
@@ -179,18 +179,18 @@ def load_projections(model: PooledModel, folder: Path) -> None:
 
 
 def _encoder_architecture(pooling: PoolingFacts) -> Architecture:
-    family = ENCODERS[pooling.family]
+    family = import_module(ENCODERS[pooling.family])
 
     def make(facts: ModelFacts, build: Build) -> PooledModel:
-        body = bert.Encoder(facts, build)
+        body = Encoder(facts, build)
         match pooling.task:
             case "embed":
                 return PooledModel(body, EmbedHead(pooling, build))
             case "classify":
-                scores = family.Classifier(facts, pooling.width, _precise(build))
+                scores = family.make_classifier(facts, pooling.width, _precise(build))
                 return PooledModel(body, ScoreHead(pooling, scores))
             case "sparse":
-                return PooledModel(body, SparseHead(pooling, bert.MaskedLM(facts, body.embed, build)))
+                return PooledModel(body, SparseHead(pooling, MaskedLM(facts, body.embed, build)))
 
     rules = {"embed": family.EMBEDDER, "classify": family.CLASSIFIER, "sparse": family.MASKED_LM}[pooling.task]
     inner = {"embed": "head", "classify": "head.scores", "sparse": "head.words"}[pooling.task]
@@ -228,7 +228,7 @@ def _precise(build: Build) -> Build:
 def _under_body(rules: Iterable[Rule]) -> Iterable[Rule]:
     """A generative model's rules for the same model as a body; checkpoints of bodies may leave out the leading `model.`"""
     for rule in rules:
-        short = _renamed(rule, lambda source: source.removeprefix("model."))
+        short = renamed(rule, lambda source: source.removeprefix("model."))
         for each in (rule,) if short == rule else (short, rule):
             yield _targeted(each, lambda target: f"body.{target}")
 
@@ -239,26 +239,12 @@ def _moved(rule: Rule, head: str) -> Rule:
 
 def _targeted(rule: Rule, name: Callable[[str], str]) -> Rule:
     match rule:
-        case Rename(source, target):
-            return Rename(source, name(target))
+        case Ignore() | Beyond() | Outside():
+            return rule
         case Fuse():
             return Fuse(name(rule.target), **rule.parts)
-        case Split(source, target, parts):
-            return Split(source, name(target), parts)
-        case Ignore():
-            return rule
-
-
-def _renamed(rule: Rule, name: Callable[[str], str]) -> Rule:
-    match rule:
-        case Rename(source, target):
-            return Rename(name(source), target)
-        case Fuse():
-            return Fuse(rule.target, **{part: name(source) for part, source in rule.parts.items()})
-        case Split(source, target, parts):
-            return Split(name(source), target, parts)
-        case Ignore(source):
-            return Ignore(name(source))
+        case _:
+            return replace(rule, target=name(rule.target))
 
 
 class _OldNames(Mapping):

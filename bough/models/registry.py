@@ -1,84 +1,179 @@
 """Architecture name -> the module that implements it. Modules are imported when asked for.
 
-A module offers `make(facts, build)`, which returns a `Model` without weights, and `WEIGHTS`, the mapping of names. Packages
-add their own through the entry point group `bough.models`: the name is the architecture, the value such a module.
+A module offers `read(config)`, which gives the model's facts, `make(facts, build)`, which returns a `Model` without weights,
+and `WEIGHTS`, the mapping of names. Packages add their own through the entry point group `bough.models`: the name is the
+architecture, the value such a module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Final, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bough.config.model_facts import ModelFacts, MoeFacts
-from bough.core.errors import ConfigError, UnsupportedModel
+from bough.config.concerns import ModelImpl
+from bough.config.fields import Fields
+from bough.config.model_facts import ModelFacts
+from bough.config.pooling_facts import split_architecture
+from bough.core.errors import UnsupportedModel
+from bough.models import through_transformers
 
-if TYPE_CHECKING:  # whoever only asks what there is needs no torch
+if TYPE_CHECKING:  # what only asks which models there are needs no torch
     from torch import nn
 
     from bough.layers.build import Build
-    from bough.weights.mapping import Mapping
+    from bough.weights.mapping import Mapping as WeightMapping
 
 ENTRY_POINTS: Final = "bough.models"
 ARCHITECTURES: Final[dict[str, str]] = {
     "LlamaForCausalLM": "bough.models.llama",
-    "SmolLM3ForCausalLM": "bough.models.llama",
+    "SmolLM3ForCausalLM": "bough.models.smollm3",
     "MistralForCausalLM": "bough.models.mistral",
     "Qwen2ForCausalLM": "bough.models.qwen2",
     "Qwen3ForCausalLM": "bough.models.qwen3",
+    "GemmaForCausalLM": "bough.models.gemma",
     "Gemma2ForCausalLM": "bough.models.gemma2",
     "Gemma3ForCausalLM": "bough.models.gemma3",
     "Phi3ForCausalLM": "bough.models.phi3",
     "MixtralForCausalLM": "bough.models.mixtral",
     "Qwen2MoeForCausalLM": "bough.models.qwen2_moe",
     "Qwen3MoeForCausalLM": "bough.models.qwen3_moe",
+    "GraniteForCausalLM": "bough.models.granite",
+    "OlmoForCausalLM": "bough.models.olmo",
+    "Olmo2ForCausalLM": "bough.models.olmo2",
+    "Olmo3ForCausalLM": "bough.models.olmo3",
+    "CohereForCausalLM": "bough.models.cohere",
+    "Cohere2ForCausalLM": "bough.models.cohere2",
+    "StableLmForCausalLM": "bough.models.stablelm",
+    "Starcoder2ForCausalLM": "bough.models.starcoder2",
+    "PhiForCausalLM": "bough.models.phi",
+    "NemotronForCausalLM": "bough.models.nemotron",
+    "GlmForCausalLM": "bough.models.glm",
+    "Glm4ForCausalLM": "bough.models.glm4",
+    "Ernie4_5ForCausalLM": "bough.models.ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "bough.models.hunyuan",
+    "SeedOssForCausalLM": "bough.models.seed_oss",
+    "Exaone4ForCausalLM": "bough.models.exaone4",
+    "ArceeForCausalLM": "bough.models.arcee",
+    "ApertusForCausalLM": "bough.models.apertus",
+    "Ministral3ForCausalLM": "bough.models.ministral",
+    "MinistralForCausalLM": "bough.models.ministral",
+    "HeliumForCausalLM": "bough.models.helium",
+    "Glm4MoeForCausalLM": "bough.models.glm4_moe",
+    "Dots1ForCausalLM": "bough.models.dots1",
+    "Ernie4_5_MoeForCausalLM": "bough.models.ernie4_5_moe",
+    "HunYuanMoEV1ForCausalLM": "bough.models.hunyuan_moe",
+    "OlmoeForCausalLM": "bough.models.olmoe",
+    "FlexOlmoForCausalLM": "bough.models.flex_olmo",
+    "GraniteMoeForCausalLM": "bough.models.granite_moe",
+    "GraniteMoeSharedForCausalLM": "bough.models.granite_moe",
+    "MiniMaxM2ForCausalLM": "bough.models.minimax_m2",
+    "PhimoeForCausalLM": "bough.models.phimoe",
+    "PhiMoEForCausalLM": "bough.models.phimoe",
+    "Llama4ForCausalLM": "bough.models.llama4",
+    "DeepseekV2ForCausalLM": "bough.models.deepseek_v2",
+    "DeepseekV3ForCausalLM": "bough.models.deepseek",
+    "Glm4MoeLiteForCausalLM": "bough.models.deepseek",
+    "MiniCPM3ForCausalLM": "bough.models.minicpm3",
+    "GptOssForCausalLM": "bough.models.gpt_oss",
+    "Gemma3ForConditionalGeneration": "bough.models.gemma3_text",
+    "Llama4ForConditionalGeneration": "bough.models.llama4_text",
+    "Mistral3ForConditionalGeneration": "bough.models.mistral3",
+    "GPT2LMHeadModel": "bough.models.gpt2",
+    "GPTBigCodeForCausalLM": "bough.models.gpt_bigcode",
+    "GPTJForCausalLM": "bough.models.gptj",
+    "GPTNeoXForCausalLM": "bough.models.gpt_neox",
+    "BloomForCausalLM": "bough.models.bloom",
+    "FalconForCausalLM": "bough.models.falcon",
+    "OPTForCausalLM": "bough.models.opt",
+    "MptForCausalLM": "bough.models.mpt",
+    "MPTForCausalLM": "bough.models.mpt",
 }
+ENCODERS: Final[dict[str, str]] = {
+    "Bert": "bough.models.bert",
+    "Roberta": "bough.models.xlm_roberta",
+    "XLMRoberta": "bough.models.xlm_roberta",
+    "Camembert": "bough.models.xlm_roberta",
+}
+"""Encoders, which only pool, by the architecture's name without its ending."""
 
 
 class Architecture(NamedTuple):
     """How to make a model and fill it."""
 
     make: Callable[[ModelFacts, Build], nn.Module]
-    weights: Mapping
+    weights: WeightMapping
+
+
+def facts_of(config: Mapping[str, Any], impl: ModelImpl = "auto") -> ModelFacts:
+    """What a config in Hugging Face's form says, read by the model it is for. A pooling model is read by what it is made of.
+    `impl`: see `ModelConfig.model_impl`.
+
+    Raises `UnsupportedModel` for an architecture without implementation, `ConfigError` for a config that makes no sense.
+    """
+    fields = Fields(config)
+    name = fields.architecture()
+    family, form = split_architecture(name)
+    if impl == "transformers":
+        return through_transformers.read(fields)
+    if family in ENCODERS:
+        module = import_module(ENCODERS[family])
+    else:
+        bodied = f"{family}ForCausalLM"
+        pooled = name not in architectures() and form not in ("", "ForCausalLM") and bodied in architectures()
+        if impl == "auto" and not pooled and name not in architectures() and through_transformers.has(name):
+            return through_transformers.read(fields)
+        module = _import(bodied if pooled else name)
+    facts: ModelFacts = module.read(fields)
+    return facts
+
+
+def architectures() -> dict[str, str]:
+    """Architecture -> module; another package's replaces a built-in one of the same name. Imports nothing."""
+    return {**ARCHITECTURES, **_added()}
 
 
 def module_of(name: str) -> str:
-    """The module that implements the architecture `name`; another package's replaces a built-in one of the same name.
-    Raises `UnsupportedModel` if there is none. Imports nothing."""
-    added = _added()
-    path = {**ARCHITECTURES, **added}.get(name)
+    """The module that implements the architecture `name`. Raises `UnsupportedModel` if there is none. Imports nothing."""
+    known = architectures()
+    path = known.get(name)
     if path is None:
+        close = difflib.get_close_matches(name, known, 3)
         raise UnsupportedModel(
             what=f"no implementation of {name}",
-            why=f"there are: {', '.join(sorted({*ARCHITECTURES, *added}))}",
-            fix=f"choose another model, or install a package with an entry point {name!r} in the group {ENTRY_POINTS!r}",
+            why=f"there are {len(known)} architectures, of similar names {', '.join(close) or 'none'}; see docs/models.md",
+            fix="choose another model, leave --model-impl at auto if transformers has it, or install a package with an "
+            f"entry point {name!r} in the group {ENTRY_POINTS!r}",
         )
     return path
 
 
 def find_architecture(name: str) -> Architecture:
     """The architecture called `name`. Raises `UnsupportedModel`."""
+    module = _import(name)
+    return Architecture(module.make, module.WEIGHTS)
+
+
+def _import(name: str) -> ModuleType:
     path = module_of(name)
     try:
         module = import_module(path)
-        return Architecture(module.make, module.WEIGHTS)
+        missing = [each for each in ("read", "make", "WEIGHTS") if not hasattr(module, each)]
+        if missing:
+            raise AttributeError(f"it has no {', '.join(missing)}")
     except (ImportError, AttributeError) as error:
         if name not in _added():
             raise
         raise UnsupportedModel(
             what=f"the package that implements {name} can't be used",
             why=f"{path}: {error}",
-            fix="it must be a module with make(facts, build) and WEIGHTS; reinstall or remove it",
+            fix="it must be a module with read(config), make(facts, build) and WEIGHTS; reinstall or remove it",
         ) from error
+    return module
 
 
 def _added() -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
-
-
-def needs_experts(facts: ModelFacts) -> MoeFacts:
-    """The mixture of experts of a model that must have one."""
-    if facts.moe is None:
-        raise ConfigError(what=f"the config of {facts.architecture} names no experts", fix="check num_experts in it")
-    return facts.moe

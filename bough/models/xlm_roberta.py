@@ -1,20 +1,24 @@
-"""RoBERTa and XLM-RoBERTa: BERT's encoder with positions counted from the padding id on, and heads of their own names.
-
-R texts, D width.
-"""
+"""RoBERTa and XLM-RoBERTa: BERT's encoder with positions counted from the padding id on, and heads of their own names."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor, nn
-
+from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
-from bough.layers.build import Build
-from bough.layers.linear import ReplicatedLinear
-from bough.models.bert import body_rules
+from bough.models.bert import body_rules, read_encoder
 from bough.weights.mapping import Ignore, Rename
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bough.layers.build import Build
+
+
+def read(config: Fields) -> ModelFacts:
+    padding = config.any("pad_token_id")
+    return read_encoder(config, first_position=(1 if padding is None else int(padding)) + 1)
+
 
 BODY: Final = (*body_rules(""), *body_rules("roberta."))
 NO_POOLER: Final = (Ignore("pooler.dense"), Ignore("roberta.pooler.dense"))
@@ -43,13 +47,8 @@ MASKED_LM: Final = (
 )
 
 
-class Classifier(nn.Module):
-    """The first token's state through a tanh layer, then a score for each label."""
+def make_classifier(facts: ModelFacts, num_labels: int, build: Build) -> nn.Module:
+    """From pooled states to a score for each label."""
+    from bough.models.encoder import RobertaClassifier
 
-    def __init__(self, facts: ModelFacts, num_labels: int, build: Build) -> None:
-        super().__init__()
-        self.dense = ReplicatedLinear(facts.hidden, facts.hidden, build, bias=True)
-        self.out = ReplicatedLinear(facts.hidden, num_labels, build, bias=True)
-
-    def forward(self, pooled_RD: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.dense(pooled_RD)))  # type: ignore[no-any-return]
+    return RobertaClassifier(facts, num_labels, build)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bough.config.concerns import DummyWeights
 
@@ -13,20 +15,50 @@ _STD = 0.02
 _REACH = 1e-3
 
 
+@dataclass(frozen=True, slots=True)
+class DummyDraw:
+    """Draws tensors by name: all ranks of a mesh draw alike for a name, so what they hold in common is equal."""
+
+    seed: int
+    drawn: DummyWeights = "normal"
+
+    def generator(self, name: str, device: torch.device) -> torch.Generator:
+        """Seeded by `seed` and the name."""
+        return torch.Generator(device=device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Fills a tensor of floats with small numbers, so that logits stay finite."""
+        generator = self.generator(name, target.device)
+        if self.drawn == "even":
+            target.uniform_(-_REACH, _REACH, generator=generator)
+        else:
+            target.normal_(0.0, _STD, generator=generator)
+
+
+@runtime_checkable
+class DrawsDummies(Protocol):
+    """A module whose parameters are not plain floats (packed or scaled weights) and which draws them itself."""
+
+    def draw_dummies(self, name: str, draw: DummyDraw) -> None:
+        """Fills all parameters of the module, which is called `name`, so that its weights are worth about what
+        `draw.fill` would have drawn."""
+        ...
+
+
 @torch.no_grad()
 def fill_dummy(model: nn.Module, seed: int, drawn: DummyWeights = "normal") -> None:
-    """Fills every parameter from its own generator, seeded by `seed` and its name.
-
-    All ranks of a mesh draw alike for a name, so what they hold in common is equal. Norm weights become 1 and biases 0;
-    everything else is small, so that logits stay finite.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+    """Fills every parameter: norm weights become 1 and biases 0, everything else is drawn."""
+    draw = DummyDraw(seed, drawn)
+    filled: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, DrawsDummies):
+            module.draw_dummies(path, draw)
             continue
-        generator = torch.Generator(device=parameter.device)
-        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if drawn == "even":
-            parameter.uniform_(-_REACH, _REACH, generator=generator)
-        else:
-            parameter.normal_(0.0, _STD, generator=generator)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if id(parameter) in filled:  # tied to another one
+                continue
+            filled.add(id(parameter))
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+            else:
+                draw.fill(name, parameter)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bough.config.fields import Fields
 from bough.config.gguf_header import BLOCK_SIZES
 from bough.config.hf import Checkpoint
 from bough.core.errors import UnsupportedModel
@@ -67,7 +68,9 @@ def dequantise(kind: str, blocks: npt.NDArray[np.uint8], num_cols: int) -> Tenso
 
 def open_gguf(checkpoint: Checkpoint) -> dict[str, Stored]:
     """All tensors by their Hugging Face names, with what llama.cpp's converter did to them undone."""
-    facts = checkpoint.facts
+    config, architecture = Fields(checkpoint.config), checkpoint.architecture
+    num_heads = config.count("num_attention_heads")
+    num_kv_heads = config.count("num_key_value_heads", default=num_heads)
     arch = str(checkpoint.gguf[0].metadata["general.architecture"])
     tensors: dict[str, Stored] = {}
     for path, header in zip(checkpoint.files, checkpoint.gguf, strict=True):
@@ -80,13 +83,13 @@ def open_gguf(checkpoint: Checkpoint) -> dict[str, Stored]:
             if info.kind not in _DTYPES and not is_packed(raw):
                 raise UnsupportedModel(what=f"GGUF tensor {name} has the type {info.kind}, which no weight has")
             if is_interleaved(arch, name):
-                heads = facts.num_heads if ".attn_q." in name else facts.num_kv_heads
+                heads = num_heads if ".attn_q." in name else num_kv_heads
                 raw = Reordered(raw, _halves_from_pairs(info.shape[0], heads))
             if norms_include_one(arch, name):
                 raw = Shifted(raw, -1.0)
             if name.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1:
                 raw = AsRow(raw)
-            target = hf_name(name, facts.architecture)
+            target = hf_name(name, architecture)
             if "#" in target:
                 tensors |= {target.replace("#", str(index)): Item(raw, index) for index in range(info.shape[0])}
             else:

@@ -25,7 +25,7 @@ class SafeTensor:
     file: Any
 
     def read(self, start: int, stop: int) -> Tensor:
-        part: Tensor = self.file.get_slice(self.name)[start:stop]
+        part: Tensor = self.file.get_slice(self.name)[start:stop] if self.shape else self.file.get_tensor(self.name)
         return part
 
     def blocks(self, start: int, stop: int) -> Tensor:

@@ -1,14 +1,15 @@
-"""Fills a model from a checkpoint: fit names and shapes first, then read in parallel."""
+"""Fills a model from a checkpoint: fit names and shapes first, then read in parallel, module after module."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Lock
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,36 +19,120 @@ from bough.core.errors import WeightsError
 from bough.weights.from_gguf import open_gguf
 from bough.weights.from_safetensors import open_safetensors
 from bough.weights.mapping import Fit, Mapping
-from bough.weights.slots import FinishesLoading, Slot, model_slots
+from bough.weights.slots import FinishesLoading, Owner, Slot, owners_of
 from bough.weights.stored import Stored, stored_bytes
 
 _MAX_READERS = 8
+
+_Item = TypeVar("_Item")
 
 Progress = Callable[[int, int], None]
 """Hears of bytes done, and of bytes in all. Called from any thread, one call at a time."""
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, mapping: Mapping, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-    """Fills every slot of `model`. Raises one WeightsError that lists all missing, extra and misshaped tensors."""
-    slots = model_slots(model)
+def load_weights(
+    model: nn.Module,
+    mapping: Mapping,
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    names: Callable[[str], str | None] | None = None,
+) -> None:
+    """Fills every slot of `model`. Raises one WeightsError that lists all missing, extra, misshaped and mistyped tensors.
+
+    Modules are filled in their order, and each one finishes as soon as it has all of its tensors. `names` turns the
+    checkpoint's names of tensors into those that `mapping` knows; None: no layer's.
+    """
+    owners = owners_of(model)
+    slots = {name: slot for owner in owners for name, slot in owner.slots.items()}
     source = (
         open_safetensors(checkpoint.files) if checkpoint.kind == "safetensors" else nullcontext(open_gguf(checkpoint))
     )
     with source as tensors:
-        fit = mapping.fit(tensors, slots)
-        if fit.missing or fit.extra or fit.misshaped:
+        fit = mapping.fit(tensors if names is None else _renamed(tensors, names), slots)
+        if fit.problems:
             raise _misfit(fit, checkpoint)
         with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:
-            put = _put if progress is None else _Counted(fit.pairs, progress).put
-            list(readers.map(put, fit.pairs))  # raises what a reader raised
-            list(readers.map(_finish, [module for module in model.modules() if isinstance(module, FinishesLoading)]))
+            _all(readers, _check, [pair for pair in fit.pairs if pair[0].check is not None])
+            fills = _fills(owners, fit.pairs)
+            _all(readers, _Counted(fit.pairs, progress).fill if progress else _Fill.run, fills)
 
 
-def _put(pair: tuple[Slot, Stored]) -> None:
+def _all(readers: ThreadPoolExecutor, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+    """Does all of the work. Raises the first error, and leaves out what has not begun by then."""
+    pending = [readers.submit(work, item) for item in items]
+    try:
+        for future in pending:
+            future.result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
+def _renamed(tensors: dict[str, Stored], names: Callable[[str], str | None]) -> dict[str, Stored]:
+    pairs = [(name, stored) for old, stored in tensors.items() if (name := names(old)) is not None]
+    renamed = dict(pairs)
+    if len(renamed) == len(pairs):
+        return renamed
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    raise WeightsError(what=f"the checkpoint has several tensors for {twice[0]}", fix="download it again")
+
+
+def _check(pair: tuple[Slot, Stored]) -> None:
     slot, stored = pair
-    with torch.no_grad():  # a thread does not inherit it
-        slot.put(stored)
+    assert slot.check is not None
+    slot.check(stored)
+
+
+class _Left:
+    """How many slots of a module are still to be filled."""
+
+    def __init__(self, count: int, finishers: tuple[FinishesLoading, ...]) -> None:
+        self._count = count
+        self._finishers = finishers
+        self._lock = Lock()
+
+    def one_less(self) -> None:
+        """Finishes the module with the last one."""
+        with self._lock:
+            self._count -= 1
+            if self._count:
+                return
+        self.finish()
+
+    def finish(self) -> None:
+        for module in self._finishers:
+            module.finish_loading()
+
+
+class _Fill:
+    """One slot to fill, or a module without tensors to finish."""
+
+    def __init__(self, slot: Slot | None, stored: Stored | None, left: _Left) -> None:
+        self.slot, self.stored, self.left = slot, stored, left
+
+    def run(self) -> None:
+        with torch.no_grad():  # a thread does not inherit it
+            if self.slot is None or self.stored is None:
+                self.left.finish()
+                return
+            self.slot.put(self.stored)
+            self.left.one_less()
+
+
+def _fills(owners: list[Owner], pairs: Iterable[tuple[Slot, Stored]]) -> list[_Fill]:
+    """What is to be done, module after module."""
+    by_slot: dict[int, list[Stored]] = defaultdict(list)
+    for slot, stored in pairs:
+        by_slot[id(slot)].append(stored)
+    fills: list[_Fill] = []
+    for owner in owners:
+        mine = [(slot, stored) for slot in owner.slots.values() for stored in by_slot.get(id(slot), ())]
+        left = _Left(len(mine), owner.finishers)
+        fills += [_Fill(slot, stored, left) for slot, stored in mine]
+        if not mine and owner.finishers:
+            fills.append(_Fill(None, None, left))
+    return fills
 
 
 class _Counted:
@@ -59,24 +144,19 @@ class _Counted:
         self._done = 0
         self._total = sum(stored_bytes(stored) for _, stored in pairs)
 
-    def put(self, pair: tuple[Slot, Stored]) -> None:
-        _put(pair)
-        with self._lock:
-            self._done += stored_bytes(pair[1])
-            self._progress(self._done, self._total)
-
-
-def _finish(module: FinishesLoading) -> None:
-    with torch.no_grad():
-        module.finish_loading()
+    def fill(self, each: _Fill) -> None:
+        each.run()
+        if each.stored is not None:
+            with self._lock:
+                self._done += stored_bytes(each.stored)
+                self._progress(self._done, self._total)
 
 
 def _misfit(fit: Fit, checkpoint: Checkpoint) -> WeightsError:
-    counts = {"missing": fit.missing, "extra": fit.extra, "misshaped": fit.misshaped}
     return WeightsError(
-        what=f"the weights of {checkpoint.name} don't fit {checkpoint.facts.architecture}: "
-        + ", ".join(f"{len(names)} {what}" for what, names in counts.items() if names),
-        why="; ".join(f"{what}: {', '.join(by_layer(names))}" for what, names in counts.items() if names),
+        what=f"the weights of {checkpoint.name} don't fit {checkpoint.architecture}: "
+        + ", ".join(f"{len(names)} {what}" for what, names in fit.problems.items()),
+        why="; ".join(f"{what}: {', '.join(by_layer(names))}" for what, names in fit.problems.items()),
         fix="check that config.json belongs to these weights and that all files are there",
     )
 

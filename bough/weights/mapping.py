@@ -7,22 +7,24 @@ carried over in order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
-from bough.weights.slots import Slot
-from bough.weights.stored import RowRange, Stored
+if TYPE_CHECKING:  # model files are read without torch
+    from bough.weights.slots import Slot
+    from bough.weights.stored import Stored
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """The tensors of `source` fill `target`."""
+    """The tensors of `source` fill `target`. `inputs_first`: its matrices are stored inputs first."""
 
     source: str
     target: str
+    inputs_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -39,11 +41,40 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A tensor that is fused on disk is cut, top to bottom, into parts of a layer."""
+    """A tensor that is fused on disk is cut, top to bottom, into parts of a layer.
+
+    `by_head`: it holds, for each key-value head, its queries, its key and its value together. `inputs_first`: matrices are
+    stored inputs first.
+    """
 
     source: str
     target: str
     parts: tuple[str, ...]
+    by_head: bool = False
+    inputs_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A tensor of all experts fills parts of each: `target.3.gate` and so on. `source` is its whole name, but for a last
+    `weight`. `interleaved`: the rows of its parts take turns. `last`: the slots' last word."""
+
+    source: str
+    target: str
+    parts: tuple[str, ...]
+    inputs_first: bool = False
+    interleaved: bool = False
+    last: str = "weight"
+    mxfp4: bool = False
+    """It is stored as `source_blocks` and `source_scales`, outputs first; what is read is dequantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """One tensor fills one slot; both names are whole, last word included."""
+
+    source: str
+    target: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +84,21 @@ class Ignore:
     source: str
 
 
-Rule = Rename | Fuse | Split | Ignore
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """Blocks below `source` behind the model's last one, which draft: no layer needs them."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Tensors whose names begin so belong to parts that are not computed: towers that see or hear."""
+
+    source: str
+
+
+Rule = Rename | Exact | Fuse | Split | Stacked | Ignore | Beyond | Outside
 
 
 @dataclass(slots=True)
@@ -64,6 +109,13 @@ class Fit:
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> dict[str, list[str]]:
+        """What doesn't fit, by what is wrong with it."""
+        found = {"missing": self.missing, "extra": self.extra, "misshaped": self.misshaped, "mistyped": self.mistyped}
+        return {what: names for what, names in found.items() if names}
 
 
 class Mapping:
@@ -75,15 +127,43 @@ class Mapping:
         """Source pattern -> target patterns: none to ignore it, several to cut it."""
         self._sources: dict[str, str] = {}
         """Target pattern -> source pattern, to say what is missing in the checkpoint's own words."""
+        self._exact: dict[str, str] = {}
+        """Whole source pattern -> whole target pattern."""
+        self._stacked: dict[str, Stacked] = {}
+        """By whole source pattern."""
+        self._outside: tuple[str, ...] = ()
+        self._beyond: list[re.Pattern[str]] = []
+        self._scales: set[str] = set()
+        """Whole source patterns of tensors that are read together with others."""
+        self._turned: set[str] = set()
+        self._by_head: set[str] = set()
         for rule in rules:
             match rule:
-                case Rename(source, target):
+                case Rename(source, target, inputs_first):
                     self._add(source, (target,))
+                    if inputs_first:
+                        self._turned.add(source)
+                case Exact(source, target):
+                    self._exact[source] = target
                 case Fuse():
                     for part, source in rule.parts.items():
                         self._add(source, (f"{rule.target}.{part}",))
-                case Split(source, target, parts):
+                case Split(source, target, parts, by_head, inputs_first):
                     self._add(source, tuple(f"{target}.{part}" for part in parts))
+                    if by_head:
+                        self._by_head.add(source)
+                    if inputs_first:
+                        self._turned.add(source)
+                case Stacked():
+                    if rule.mxfp4:
+                        self._stacked[f"{rule.source}_blocks"] = rule
+                        self._scales.add(f"{rule.source}_scales")
+                    else:
+                        self._stacked |= {rule.source: rule, f"{rule.source}.weight": rule}
+                case Outside(source):
+                    self._outside += (source,)
+                case Beyond(source):
+                    self._beyond.append(re.compile(re.escape(source) + r"\.(\d+)\."))
                 case Ignore(source):
                     self._add(source, ())
 
@@ -97,23 +177,65 @@ class Mapping:
         """Pairs every tensor with its slot. Reads nothing."""
         fit = Fit()
         filled: set[str] = set()
-        for name, stored in tensors.items():
-            targets = self.targets_of(name)
+        count = 1 + max((int(slot.split(".")[1]) for slot in slots if slot.startswith("layers.")), default=0)
+        held = {name: stored for name, stored in tensors.items() if not self._is_elsewhere(name, count)}
+        for name, stored, targets in self._with_targets(held):
             if targets is None or any(target not in slots for target in targets):
                 fit.extra.append(name)
                 continue
-            shapes = [slots[target].shape for target in targets]
+            parts = [slots[target] for target in targets]
             filled |= set(targets)
-            if targets and not _covers(stored.shape, shapes):
-                want = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
-                fit.misshaped.append(f"{name} is {list(stored.shape)}, expected {list(want)}")
+            if parts and stored.shape not in (_whole_shape(parts), *(parts[0].also if _is_whole(parts) else ())):
+                fit.misshaped.append(f"{name} is {list(stored.shape)}, expected {list(_whole_shape(parts))}")
                 continue
-            fit.pairs += [(slots[target], part) for target, part in zip(targets, _cut(stored, shapes), strict=True)]
+            wrong = [part for part in parts if part.kinds is not None and stored.kind not in part.kinds]
+            if wrong:
+                fit.mistyped.append(f"{name} is {stored.kind}, expected {' or '.join(sorted(wrong[0].kinds or ()))}")
+                continue
+            if parts:
+                fit.pairs += zip(parts, self._cut(name, stored, parts), strict=True)
         fit.missing = [self.source_of(name) for name, slot in slots.items() if name not in filled and not slot.optional]
         return fit
 
+    def _is_elsewhere(self, name: str, count: int) -> bool:
+        """Whether a tensor is of a block behind the last of `count`, or of a part that is not computed."""
+        if name.startswith(self._outside):
+            return True
+        return any((found := pattern.match(name)) and int(found[1]) >= count for pattern in self._beyond)
+
+    def _with_targets(self, tensors: dict[str, Stored]) -> Iterator[tuple[str, Stored, tuple[str, ...] | None]]:
+        """Each tensor with its name and slots; of a stack, each expert's."""
+        for name, stored in tensors.items():
+            pattern = _NUMBER.sub("*", name)
+            rule = self._stacked.get(pattern)
+            scales = tensors.get(f"{name.removesuffix('_blocks')}_scales") if rule is not None and rule.mxfp4 else None
+            if pattern in self._scales:
+                continue
+            if rule is None or (rule.mxfp4 and scales is None):
+                turned = _NUMBER.sub("*", name.rpartition(".")[0]) in self._turned and len(stored.shape) == 2
+                yield name, _turn(stored) if turned else stored, self.targets_of(name)
+                continue
+            if scales is not None:
+                stored = _dequantised(stored, scales)
+            target = _fill(rule.target, _NUMBER.findall(name))
+            for expert in range(stored.shape[0]):
+                item = _item(stored, expert, turned=rule.inputs_first and len(stored.shape) == 3)
+                yield name, item, tuple(f"{target}.{expert}.{part}.{rule.last}" for part in rule.parts)
+
+    def _cut(self, name: str, stored: Stored, parts: list[Slot]) -> Iterable[Stored]:
+        rule = self._stacked.get(_NUMBER.sub("*", name))
+        if rule is not None and rule.interleaved:
+            return _regroup(stored, [1] * len(parts))
+        if _NUMBER.sub("*", name.rpartition(".")[0]) in self._by_head:
+            groups = parts[-1].shape[0] // (parts[-1].head_rows or 1)
+            return _regroup(stored, [part.shape[0] // groups for part in parts])
+        return _cut(stored, parts)
+
     def targets_of(self, name: str) -> tuple[str, ...] | None:
         """The slots that a tensor fills; None if no rule knows it."""
+        whole = self._exact.get(_NUMBER.sub("*", name))
+        if whole is not None:
+            return (_fill(whole, _NUMBER.findall(name)),)
         stem, _, last = name.rpartition(".")
         numbers = _NUMBER.findall(stem)
         targets = self._targets.get(_NUMBER.sub("*", stem))
@@ -123,9 +245,23 @@ class Mapping:
 
     def source_of(self, slot: str) -> str:
         """The name of the tensor that fills a slot; the slot's own if no rule leads there."""
+        for rule in self._stacked.values():
+            made = {f"{rule.target}.*.{part}.{rule.last}" for part in rule.parts}
+            if _NUMBER.sub("*", slot) in made:
+                return _fill(rule.source, _NUMBER.findall(slot))
+        for whole, target in self._exact.items():
+            if target == _NUMBER.sub("*", slot):
+                return _fill(whole, _NUMBER.findall(slot))
         stem, _, last = slot.rpartition(".")
         source = self._sources.get(_NUMBER.sub("*", stem))
         return slot if source is None else f"{_fill(source, _NUMBER.findall(stem))}.{last}"
+
+
+def renamed(rule: Rule, name: Callable[[str], str]) -> Rule:
+    """The rule for tensors that are called otherwise."""
+    if isinstance(rule, Fuse):
+        return Fuse(rule.target, **{part: name(source) for part, source in rule.parts.items()})
+    return replace(rule, source=name(rule.source))
 
 
 def _fill(pattern: str, numbers: list[str]) -> str:
@@ -134,17 +270,56 @@ def _fill(pattern: str, numbers: list[str]) -> str:
     return pattern
 
 
-def _covers(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> bool:
-    if len(shapes) == 1:
-        return shape == shapes[0]
-    return shape[0] == sum(part[0] for part in shapes) and all(shape[1:] == part[1:] for part in shapes)
+def _is_whole(parts: list[Slot]) -> bool:
+    """Whether every slot gets the whole tensor."""
+    return len(parts) == 1 or parts[0].outputs is None
 
 
-def _cut(stored: Stored, shapes: list[tuple[int, ...]]) -> Iterable[Stored]:
-    if len(shapes) == 1:
-        return [stored]
-    parts, start = [], 0
-    for shape in shapes:
-        parts.append(RowRange(stored, start, start + shape[0]))
-        start += shape[0]
-    return parts
+def _whole_shape(parts: list[Slot]) -> tuple[int, ...]:
+    """Of the tensor that fills the slots, one after the other along their outputs."""
+    first = parts[0]
+    along = first.outputs
+    if _is_whole(parts) or along is None:
+        return first.shape
+    return (*first.shape[:along], sum(part.shape[along] for part in parts), *first.shape[along + 1 :])
+
+
+def _item(stored: Stored, index: int, *, turned: bool) -> Stored:
+    from bough.weights.stored import Item
+
+    item = Item(stored, index)
+    return _turn(item) if turned else item
+
+
+def _dequantised(blocks: Stored, scales: Stored) -> Stored:
+    from bough.weights.stored import Mxfp4
+
+    return Mxfp4(blocks, scales)
+
+
+def _turn(stored: Stored) -> Stored:
+    from bough.weights.stored import Turned
+
+    return Turned(stored)
+
+
+def _regroup(stored: Stored, counts: list[int]) -> list[Stored]:
+    """The parts of rows that come in groups, `counts` of each part in turn."""
+    from bough.weights.stored import GroupedRows
+
+    firsts = [sum(counts[:at]) for at in range(len(counts))]
+    return [GroupedRows(stored, sum(counts), first, count) for first, count in zip(firsts, counts, strict=True)]
+
+
+def _cut(stored: Stored, parts: list[Slot]) -> Iterable[Stored]:
+    from bough.weights.stored import ColumnRange, RowRange
+
+    if _is_whole(parts):
+        return [stored] * len(parts)
+    view: type[RowRange] | type[ColumnRange] = RowRange if parts[0].outputs == 0 else ColumnRange
+    cuts, start = [], 0
+    for part in parts:
+        stop = start + part.shape[part.outputs or 0]
+        cuts.append(view(stored, start, stop))
+        start = stop
+    return cuts

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bough.config.gguf_header import BLOCK_SIZES
 
-DENSE_KINDS: Final = frozenset({"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64", "U8", "BOOL"})
 _ITEM_BYTES: Final = {
     "F64": 8,
     "I64": 8,
@@ -24,10 +23,18 @@ _ITEM_BYTES: Final = {
     "F16": 2,
     "BF16": 2,
     "I16": 2,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
     "I8": 1,
     "U8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
     "BOOL": 1,
 }
+DENSE_KINDS: Final = frozenset(_ITEM_BYTES)
+"""Types of single numbers; all others are GGUF's blocks."""
 _CHUNK_WEIGHTS: Final = 4 * 1024 * 1024
 
 
@@ -68,6 +75,11 @@ def stored_bytes(stored: Stored) -> int:
         return weights * _ITEM_BYTES[stored.kind]
     per_block, block_bytes = BLOCK_SIZES.get(stored.kind, (1, 1))
     return weights // per_block * block_bytes
+
+
+def read_all(stored: Stored) -> Tensor:
+    """The whole tensor; also one without dimensions."""
+    return stored.read(0, stored.shape[0] if stored.shape else 1)
 
 
 def copy_into(target: Tensor, stored: Stored, rows: slice | None = None, cols: slice | None = None) -> None:
@@ -111,6 +123,33 @@ class RowRange:
 
     def blocks(self, start: int, stop: int) -> Tensor:
         return self.base.blocks(self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRange:
+    """Some columns of a tensor: one part of a fused one that is stored inputs first."""
+
+    base: Stored
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.base.shape[0], self.stop - self.start, *self.base.shape[2:])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(start, stop)[:, self.start : self.stop]
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: blocks are not cut along columns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +253,94 @@ class AsRow:
 
     def blocks(self, start: int, stop: int) -> Tensor:
         raise ValueError(f"{self.name}: a vector has no blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A matrix that is stored inputs first, outputs first."""
+
+    base: Stored
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.base.shape[1], self.base.shape[0])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(0, self.base.shape[0])[:, start:stop].T
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: blocks are not turned")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """Some rows of every group of rows: `count` from `first` on, of each `group`."""
+
+    base: Stored
+    group: int
+    first: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.base.shape[0] // self.group * self.count, *self.base.shape[1:])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        rows = torch.arange(start, stop)
+        at = rows // self.count * self.group + self.first + rows % self.count
+        if not len(at):
+            return self.base.read(0, 0)
+        low, high = int(at[0]), int(at[-1]) + 1
+        return self.base.read(low, high)[at - low]
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: blocks are not regrouped")
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Numbers of four bits (a sign, two bits of exponent, one of mantissa), two a byte with the lower one first, and a power
+    of two for every 32 of them: [..., groups, 16] bytes and [..., groups] exponents plus 127."""
+
+    base: Stored
+    scales: Stored
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *before, groups, size = self.base.shape
+        return (*before, groups * size * 2)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        blocks, scales = self.base.read(start, stop), self.scales.read(start, stop)
+        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        table = torch.cat((values, -values)).to(torch.bfloat16)
+        pairs = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
+        powers = torch.exp2(scales.float() - 127).unsqueeze(-1)
+        return (pairs * powers.to(torch.bfloat16)).flatten(-2)
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: these blocks are not GGUF's")

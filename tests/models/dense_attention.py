@@ -54,9 +54,18 @@ def _attend(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor) ->
     if spec.softcap is not None:
         scores_NTS = torch.tanh(scores_NTS / spec.softcap) * spec.softcap
     num_query, num_keys = q_TNH.shape[0], k_SKH.shape[0]
-    distance_TS = (torch.arange(num_keys - num_query, num_keys)[:, None] - torch.arange(num_keys)).to(q_TNH.device)
+    at_T1, keys_S = torch.arange(num_keys - num_query, num_keys)[:, None], torch.arange(num_keys)
+    distance_TS = (at_T1 - keys_S).to(q_TNH.device)
     hidden_TS = distance_TS < 0
     if spec.window is not None:
         hidden_TS = hidden_TS | (distance_TS >= spec.window)
-    weights_NTS = scores_NTS.masked_fill(hidden_TS, float("-inf")).softmax(-1)
+    if spec.chunk is not None:
+        hidden_TS = hidden_TS | (keys_S < at_T1 // spec.chunk * spec.chunk).to(q_TNH.device)
+    if spec.slopes is not None:
+        scores_NTS = scores_NTS - spec.slopes[:, None, None] * distance_TS
+    scores_NTS = scores_NTS.masked_fill(hidden_TS, float("-inf"))
+    if spec.sinks is not None:
+        beside_NT1 = spec.sinks[:, None, None].expand(-1, num_query, 1)
+        scores_NTS = torch.cat((scores_NTS, beside_NT1), -1)
+    weights_NTS = scores_NTS.softmax(-1)[..., :num_keys]
     return torch.einsum("nts,snh->tnh", weights_NTS, v_SNH.float()).to(q_TNH.dtype).reshape(num_query, -1)

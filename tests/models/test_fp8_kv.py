@@ -26,15 +26,36 @@ def test_eight_bits_lose_little() -> None:
     tokenizer = load_tokenizer(checkpoint)
     prompts = [tokenizer.encode(text)[:128] for text in TEXTS]
     model: Any = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), quantization="none")
-    exact = distributions(model, prompts, checkpoint.facts.vocab, torch.float32)
-    rounded = distributions(model, prompts, checkpoint.facts.vocab, torch.float8_e4m3fn)
+    exact = distributions(model, prompts, checkpoint.vocab, torch.float32)
+    rounded = distributions(model, prompts, checkpoint.vocab, torch.float8_e4m3fn)
     divergence = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, rounded, strict=True)])
     assert 1e-5 < divergence.mean() <= 0.01, "little, but something: 8 bits were really used"
 
 
-def distributions(model: Any, prompts: list[list[int]], vocab: int, kv_dtype: torch.dtype) -> list[torch.Tensor]:
+def test_scales_keep_what_is_too_large_or_too_small() -> None:
+    """A model whose keys are far from 1: 8 bits without scales lose them, with scales they are as good as of any size."""
+    checkpoint = open_checkpoint("")
+    prompts = [load_tokenizer(checkpoint).encode(text)[:32] for text in TEXTS[1:2]]
+    model: Any = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), quantization="none")
+    layers = len(model.layers)
+    exact = distributions(model, prompts, checkpoint.vocab, torch.float32)
+
+    def loss(**scales: float) -> float:
+        given = {name: [scale] * layers for name, scale in scales.items()}
+        rounded = distributions(model, prompts, checkpoint.vocab, torch.float8_e4m3fn, **given)
+        return float(torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, rounded, strict=True)]).mean())
+
+    assert loss(k_scales=0.125, v_scales=0.03125) <= 0.02
+    assert loss(k_scales=2.0**11, v_scales=2.0**11) > 0.1, "such scales make zeros of most: they were really used"
+
+
+def distributions(
+    model: Any, prompts: list[list[int]], vocab: int, kv_dtype: torch.dtype, **scales: list[float]
+) -> list[torch.Tensor]:
     """Log-probabilities after every position of each prompt, in chunks, so that most of the keys come from the cache."""
-    engine = InProcess(model, vocab, Setup(page_size=16, chunk_tokens=16, kv_dtype=kv_dtype, radix_cache=False))
+    engine = InProcess(
+        model, vocab, Setup(page_size=16, chunk_tokens=16, kv_dtype=kv_dtype, radix_cache=False, **scales)
+    )
     kept: list[torch.Tensor] = []
     plain = model.logits
 

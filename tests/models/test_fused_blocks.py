@@ -9,6 +9,7 @@ from in_process import InProcess, Setup
 from bough.config.hf import open_checkpoint
 from bough.core.sampling import SamplingParams
 from bough.kernels.cpu_build import library
+from bough.layers.cpu_stack import StackedBlocks
 from bough.models.load import build_model
 
 PROMPTS = [
@@ -27,8 +28,8 @@ def test_fused_blocks_answer_as_the_dequantised_model_does() -> None:
         model = build_model(
             checkpoint, dtype=torch.float32, device=torch.device("cpu"), quantization=quantization, context_length=256
         )
-        engine = InProcess(model, checkpoint.facts.vocab, Setup(attention=attention, chunk_tokens=7))
-        return engine.generate(PROMPTS, GREEDY), model.fused.is_used  # type: ignore[attr-defined]
+        engine = InProcess(model, checkpoint.vocab, Setup(attention=attention, chunk_tokens=7))
+        return engine.generate(PROMPTS, GREEDY), isinstance(model.run_blocks, StackedBlocks)  # type: ignore[attr-defined]
 
     fused, was_fused = answers("gguf-exact", "cpu")
     plain, was_plain = answers("none", "torch")

@@ -21,8 +21,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.core.messages import Join, LogprobSpec, joined_namespace, unpack_ids
 from bough.core.sampling import SamplingParams
-from bough.memory.mha import KVPool, KVShape
+from bough.memory.mha import KVPool, KVShape, Turn
 from bough.models.load import build_model
+from bough.models.registry import facts_of
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 
@@ -42,7 +43,7 @@ def engine_on(checkpoint: Checkpoint, setup: Setup) -> InProcess:
     engine = InProcess(model, VOCAB, setup)
     runner = engine.loop.runner
     assert isinstance(runner, ModelRunner)
-    runner.mover = Mover(runner.forward.pool, checkpoint.facts.ropes, CONTEXT, device)
+    runner.mover = Mover(runner.forward.pool, facts_of(checkpoint.config).ropes, CONTEXT, device)
     return engine
 
 
@@ -185,7 +186,7 @@ def test_moved_tokens(dtype: torch.dtype) -> None:
     before = [cache.float().clone().flatten(0, 1) for cache in (*pool.keys, *pool.values)]
     source, target = torch.tensor([3, 4, 9, 17]), torch.tensor([4, 3, 17, 12])
     angles = torch.tensor(np.random.default_rng(0).normal(size=(4, 4)), dtype=torch.float32)
-    pool.move_tokens(source, target, [angles, None])
+    pool.move_tokens(source, target, [Turn(angles), None])
     after = [cache.float().flatten(0, 1) for cache in (*pool.keys, *pool.values)]
     pairs = torch.complex(before[0][source][..., :4], before[0][source][..., 4:8])
     turned = pairs * torch.polar(torch.ones(4, 4), angles)[:, None]

@@ -77,16 +77,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_tiny(case: str, folder: Path, **changes: Any) -> PreTrainedModel:
-    """Saves the case's checkpoint into `folder` and returns the model it was saved from, in fp32."""
-    prefix, extra = CASES[case]
-    config_class = getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
-    model_class = getattr(transformers, f"{prefix}ForCausalLM")
-    config = config_class(**{**SIZES, **extra, **changes}, attn_implementation="eager")
+    """Saves a checkpoint into `folder` and returns the model it was saved from, in fp32. `case`: one of `CASES`, or the
+    beginning of the names of a family's classes."""
+    prefix, extra = CASES.get(case, (case, {}))
+    text = "Text" if prefix in ("Gemma3", "Llama4") else ""  # the other classes are those of models that also see
+    config_class = getattr(transformers, f"{prefix}{text}Config")
+    model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
+    config = config_class(**{"attn_implementation": "eager", **SIZES, **extra, **changes})
     torch.manual_seed(sum(case.encode()))
     model = model_class(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros: make them count
-            scale = 0.3 if parameter.dim() == 1 else 0.12 if "embed" not in name else 0.5
-            parameter.add_(torch.randn_like(parameter) * scale)
+    shake(model)
     model.save_pretrained(folder)
     return model
+
+
+def shake(model: PreTrainedModel) -> None:
+    """Moves all weights: norms and biases start as ones and zeros, which would hide mistakes."""
+    with torch.no_grad():
+        buffers = [(name, each) for name, each in model.named_buffers() if name.endswith("correction_bias")]
+        for name, parameter in (*model.named_parameters(), *buffers):
+            scale = 0.3 if parameter.dim() == 1 else 0.12 if "embed" not in name else 0.5
+            parameter.add_(torch.randn_like(parameter) * scale)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bough.config.model_facts import model_facts
 from bough.layers.batch import AttentionSpec, Batch
 from bough.layers.build import Build
 from bough.layers.decoder import Decoder
 from bough.layers.linear import GateUpLinear
+from bough.layers.place import place_weights
 from bough.models import llama
+from bough.models.registry import facts_of
 from bough.quantization.unquantized import Unquantized
 
 BUILD = Build(scheme=Unquantized(), dtype=torch.float32, device=torch.device("cpu"), context_length=32)
@@ -39,7 +40,8 @@ class Values:
 
 @pytest.fixture
 def model() -> Decoder:
-    made = llama.make(model_facts(CONFIG), BUILD)
+    made = llama.make(facts_of(CONFIG), BUILD)
+    place_weights(made)
     generator = torch.Generator().manual_seed(7)
     for parameter in made.parameters():
         nn.init.normal_(parameter, generator=generator)
@@ -63,17 +65,18 @@ def test_modules_are_ordinary_attributes_too(model: Decoder) -> None:
 
 def test_a_copy_computes_with_its_own_modules(model: Decoder) -> None:
     before, other = run(model), copy.deepcopy(model)
-    nn.init.zeros_(block(model).gate_up.matrix.weight)
+    nn.init.zeros_(block(model).mlp.gate_up.matrix.weight)
     assert torch.equal(run(other), before)
 
 
 def test_another_module_is_used_once_it_is_assigned(model: Decoder) -> None:
     before = run(model)
     other = GateUpLinear(16, 32, BUILD, activation="silu")
+    place_weights(other)
     nn.init.zeros_(other.matrix.weight)
-    block(model).gate_up = other
-    assert block(model).gate_up is other
-    assert dict(block(model).named_children())["gate_up"] is other
+    block(model).mlp.gate_up = other
+    assert block(model).mlp.gate_up is other
+    assert dict(block(model).mlp.named_children())["gate_up"] is other
     changed = run(model)
     assert not torch.equal(changed, before)
     nn.init.ones_(other.matrix.weight)
@@ -83,7 +86,7 @@ def test_another_module_is_used_once_it_is_assigned(model: Decoder) -> None:
 @pytest.mark.parametrize("how", ["in place", "its memory", "the parameter"])
 def test_a_weight_that_changes_is_the_one_used(model: Decoder, how: str) -> None:
     before = run(model)
-    matrix = block(model).gate_up.matrix
+    matrix = block(model).mlp.gate_up.matrix
     zeros = torch.zeros_like(matrix.weight)
     if how == "in place":
         matrix.weight.copy_(zeros)
@@ -92,9 +95,10 @@ def test_a_weight_that_changes_is_the_one_used(model: Decoder, how: str) -> None
     else:
         matrix.weight = nn.Parameter(zeros, requires_grad=False)
     nothing = GateUpLinear(16, 32, BUILD, activation="silu")
+    place_weights(nothing)
     nn.init.zeros_(nothing.matrix.weight)
     changed = run(model)
-    block(model).gate_up = nothing
+    block(model).mlp.gate_up = nothing
     assert torch.equal(changed, run(model))
     assert not torch.equal(changed, before)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from bough.config.model_facts import ModelFacts
 from bough.config.rope_facts import RopeFacts
 from bough.core.errors import ConfigError
 from bough.distributed.mesh import Mesh
@@ -16,7 +21,11 @@ from bough.layers.build import Build
 from bough.layers.embedding import Head, VocabEmbedding
 from bough.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, ReplicatedLinear, RowLinear
 from bough.layers.norm import RMSNorm
-from bough.layers.rotary import every_rope, rope_table, ropes_of
+from bough.layers.parts import Parts
+from bough.layers.place import place_weights
+from bough.layers.rotary import rope_frequencies, rope_table
+from bough.quantization.read import LayerKind
+from bough.quantization.scheme import Matrix, Part
 from bough.quantization.unquantized import Unquantized
 from bough.weights.slots import TakesWeights
 
@@ -36,13 +45,15 @@ class InMemory:
 
 def on_rank(rank: int, size: int) -> Build:
     """A mesh without a group: what a rank computes before it talks to others."""
-    return Build(scheme=Unquantized(), dtype=torch.float32, device=CPU, context_length=32, mesh=Mesh(rank, size, None))
+    return Build(scheme=Unquantized(), dtype=torch.float32, device=CPU, context_length=32, mesh=Mesh.tensor(rank, size))
 
 
 ALONE = on_rank(0, 1)
 
 
 def fill(layer: TakesWeights, **tensors: torch.Tensor) -> None:
+    assert isinstance(layer, nn.Module)
+    place_weights(layer)
     slots = layer.slots()
     assert slots.keys() == {name.replace("__", ".") for name in tensors}
     with torch.no_grad():
@@ -70,69 +81,8 @@ def test_row_shares_summed(size: int) -> None:
     for rank in range(size):
         layer = RowLinear(8, 6, on_rank(rank, size), bias=True, reduce=False)
         fill(layer, weight=weight, bias=bias)
-        total += layer(x.chunk(size, -1)[rank])
+        total += layer(x.chunk(size, -1)[rank]).value()
     torch.testing.assert_close(total, x @ weight.T + bias)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("made", ["addend", "parts", "sum"])
-def test_a_product_onto_the_stream_gives_the_norm_the_sum(
-    made: str, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer, norm = RowLinear(8, 6, ALONE, bias=bias), RMSNorm(6, 1e-5, ALONE)
-    weight, x, stream, scale = torch.randn(6, 8), torch.randn(3, 8), torch.randn(3, 6), torch.randn(6)
-    fill(layer, weight=weight, **({"bias": torch.ones(6)} if bias else {}))
-    fill(norm, weight=scale)
-    expected = stream + x @ weight.T + bias
-    if made == "sum":
-        monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: (stream.addmm_(x, weight.T), None))
-    if made == "parts":
-        cut = (slice(4), slice(4, 8))
-        parts = torch.stack([x[:, part] @ weight[:, part].T for part in cut])
-        monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: (parts, stream))
-    pair = layer.onto(x, stream)
-    assert (pair[1] is None) == (made == "sum" and not bias), "a bias is added with the product, before the stream"
-    normed, total = norm.add(*pair)
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(expected, (6,), scale, 1e-5))
-
-
-def test_who_watches_a_product_sees_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, seen = RowLinear(8, 6, ALONE), []
-    weight, x, stream = torch.randn(6, 8), torch.randn(3, 8), torch.zeros(3, 6)
-    fill(layer, weight=weight)
-    monkeypatch.setattr(layer.matrix, "onto", lambda x, stream: (stream.addmm_(x, weight.T), None))
-    handle = layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    assert layer.onto(x, stream)[1] is stream
-    handle.remove()
-    assert layer.onto(x, stream)[1] is None
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0], x @ weight.T)
-
-
-@pytest.mark.parametrize("given", ["addend", "parts", "sum", "watched"])
-def test_queries_keys_and_values_after_a_norm(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, norm = QKVLinear(6, 4, 2, 4, ALONE, bias=True), RMSNorm(6, 1e-5, ALONE, offset=1.0)
-    for parameter in (*layer.parameters(), *norm.parameters()):
-        parameter.copy_(torch.randn(parameter.shape))
-    x, residual = torch.randn(2 if given == "parts" else 1, 3, 6), torch.randn(3, 6)
-    total = x.sum(0) + residual
-    at_once, seen, real = [], [], layer.matrix.after_norm
-
-    def watch(*rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        at_once.append(rest)
-        return real(*rest)
-
-    monkeypatch.setattr(layer.matrix, "after_norm", watch)
-    if given == "watched":
-        layer.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
-    pairs = {"parts": (x, residual), "sum": (total, None)}
-    heads, stream = layer.after(norm, *pairs.get(given, (x[0], residual)))
-    torch.testing.assert_close(stream, total)
-    normed = torch.nn.functional.rms_norm(total, (6,), 1 + norm.weight, 1e-5)
-    assert len(at_once) == (given in ("addend", "parts"))
-    assert len(seen) == (given == "watched")
-    torch.testing.assert_close(heads, layer(normed))
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1), (4, 4)])
@@ -158,8 +108,8 @@ def test_each_rank_has_its_heads_and_the_keys_they_read(size: int, kv_heads: int
 
 
 def test_heads_that_cannot_be_shared() -> None:
-    with pytest.raises(ConfigError, match="key-value heads"):
-        QKVLinear(6, 8, 3, 4, on_rank(0, 4))
+    with pytest.raises(ConfigError, match="6 attention heads can't be split over 8 ranks"):
+        QKVLinear(6, 6, 3, 4, on_rank(0, 8))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -191,6 +141,7 @@ def test_head_shares_its_embedding_and_caps() -> None:
     embedding = VocabEmbedding(11, 6, ALONE, scale=2.0)
     fill(embedding, weight=table)
     head = Head(11, 6, ALONE, tied_to=embedding, softcap=3.0)
+    place_weights(head)
     x = torch.randn(2, 6)
     torch.testing.assert_close(head(x), torch.tanh(x @ table.T / 3.0) * 3.0)
     ids = torch.tensor([3, 0, 10])
@@ -198,7 +149,7 @@ def test_head_shares_its_embedding_and_caps() -> None:
     torch.testing.assert_close(embedding(batch), table[ids] * 2.0)
 
 
-def test_norm_adds_and_selects() -> None:
+def test_norm_adds() -> None:
     norm = RMSNorm(6, 1e-6, ALONE, offset=1.0)
     weight = torch.randn(6)
     fill(norm, weight=weight)
@@ -210,15 +161,6 @@ def test_norm_adds_and_selects() -> None:
     normed, stream = norm.add(x, residual)
     torch.testing.assert_close(stream, x + residual)
     torch.testing.assert_close(normed, expected(x + residual))
-    assert norm.add(x, None)[1] is x
-    at = torch.tensor([3, 1])
-    all_four = torch.arange(4)
-    batch = Batch(ids_T=all_four, positions_T=all_four, attention=None, logits_at=at)  # type: ignore[arg-type]
-    torch.testing.assert_close(norm.last(x, residual, batch), expected((x + residual)[at]))
-    narrow = batch.beside(x[at], residual)
-    torch.testing.assert_close(narrow, residual[at])
-    assert batch.beside(x, residual) is residual
-    torch.testing.assert_close(norm.last(x[at], narrow, batch), expected((x + residual)[at]))
 
 
 def rope(**changes: object) -> RopeFacts:
@@ -235,12 +177,11 @@ def rope(**changes: object) -> RopeFacts:
 
 def test_layers_that_rotate_alike_share_a_table() -> None:
     one, other = rope(), rope(theta=1e6)
-    ropes = ropes_of([one, other, None, rope()], ALONE)
+    parts = Parts(cast(ModelFacts, None), ALONE)
+    ropes = [parts.rope(each) for each in (one, other, None, rope())]
     assert ropes[0] is ropes[3]
     assert ropes[0] is not ropes[1]
     assert ropes[2] is None
-    with pytest.raises(ConfigError):
-        every_rope([one, None], ALONE)
 
 
 def test_rope_table_is_cosines_then_sines() -> None:
@@ -250,14 +191,57 @@ def test_rope_table_is_cosines_then_sines() -> None:
     torch.testing.assert_close(table[3, [1, 5]], torch.tensor([math.cos(angle), math.sin(angle)]))
 
 
-@pytest.mark.parametrize("length", [64, 128])
+@pytest.mark.parametrize("length", [16, 63, 64, 128])
 def test_dynamic_scaling_starts_beyond_the_trained_length(length: int) -> None:
+    """A server with a shorter context than the model was trained for rotates as one with all of it."""
     scaled = rope_table(rope(kind="dynamic"), length, CPU)
     plain = rope_table(rope(), length, CPU)
-    assert torch.equal(scaled, plain) == (length == 64)
+    assert torch.equal(scaled, plain) == (length <= 64)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("dim", [8, 64])
+def test_yarn_ramps_as_transformers_does(truncate: bool, dim: int) -> None:
+    """The ramp begins and ends between two frequencies, unless its ends are rounded."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": truncate,
+               "beta_fast": 2.0, "beta_slow": 0.5, "rope_theta": 1e4}  # fmt: skip
+    config = LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim, max_position_embeddings=64,
+                         rope_parameters=scaling)  # fmt: skip
+    expected, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
+    facts = rope(kind="yarn", rotary_dim=dim, truncate=truncate, beta_fast=2.0, beta_slow=0.5)
+    torch.testing.assert_close(rope_frequencies(facts, 64), expected)
+    angles = torch.arange(64.0)[:, None] * expected
+    torch.testing.assert_close(rope_table(facts, 64, CPU)[:, : dim // 2], angles.cos() * magnitude)
+    if dim == 64:
+        other = rope_frequencies(
+            rope(kind="yarn", rotary_dim=dim, truncate=not truncate, beta_fast=2.0, beta_slow=0.5), 64
+        )
+        assert not torch.allclose(other, expected), "it makes a difference here"
 
 
 def test_longrope_picks_its_factors_by_the_longest_sequence() -> None:
     facts = rope(kind="longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, attention_factor=1.0)
     assert torch.equal(rope_table(facts, 16, CPU), rope_table(rope(), 16, CPU))
     assert torch.equal(rope_table(facts, 17, CPU), rope_table(rope(kind="linear", factor=2.0), 17, CPU))
+
+
+def test_a_scheme_is_asked_with_each_layers_path_in_the_model() -> None:
+    class Asked(Unquantized):
+        def matrix(
+            self,
+            name: str,
+            parts: Sequence[Part],
+            *,
+            kind: LayerKind = "linear",
+            dtype: torch.dtype,
+            device: torch.device,
+        ) -> Matrix:
+            names[name] = [part.name for part in parts]
+            return super().matrix(name, parts, dtype=dtype, device=device)
+
+    names: dict[str, list[str]] = {}
+    build = Build(scheme=Asked(), dtype=torch.float32, device=CPU, context_length=32)
+    embedding = VocabEmbedding(11, 6, build)
+    block = nn.ModuleDict({"qkv": QKVLinear(6, 4, 2, 4, build), "down": RowLinear(8, 6, build)})
+    place_weights(nn.ModuleDict({"embed": embedding, "layers": nn.ModuleList([block]), "head": Head(11, 6, build)}))
+    assert names == {"embed": [""], "layers.0.qkv": ["q", "k", "v"], "layers.0.down": [""], "head": [""]}

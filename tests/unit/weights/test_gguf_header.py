@@ -13,8 +13,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 from hypothesis import given, settings, strategies as st
 
+from bough.config.default_model import default_model_path
 from bough.config.gguf_header import BLOCK_SIZES, read_gguf_header
-from bough.config.hf import default_model_path
 from bough.core.errors import ConfigError
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,12 @@ from bough.layers.batch import Model
 from bough.models import registry
 from bough.models.load import build_model
 from bough.models.registry import ARCHITECTURES, find_architecture
+from bough.quantization.unquantized import DenseMatrix, Unquantized
+from bough.weights.dummy import DummyDraw, fill_dummy
+from bough.weights.from_safetensors import open_safetensors
 from bough.weights.load import by_layer
 from bough.weights.mapping import Fuse, Ignore, Mapping, Rename, Split
+from bough.weights.slots import Slot
 from bough.weights.stored import AsRow, Item, Reordered, RowRange, Shifted, copy_into
 
 CPU = torch.device("cpu")
@@ -94,9 +100,9 @@ def test_every_weight_lands_where_it_belongs(folder: Path) -> None:
     assert isinstance(model, torch.nn.Module)
     found = dict(model.named_parameters())
     attention = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(found["layers.1.qkv.matrix.weight"], torch.cat(attention))
+    assert torch.equal(found["layers.1.attn.qkv.matrix.weight"], torch.cat(attention))
     gated = [tensors[f"model.layers.2.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(found["layers.2.gate_up.matrix.weight"], torch.cat(gated))
+    assert torch.equal(found["layers.2.mlp.gate_up.matrix.weight"], torch.cat(gated))
     assert sum(p.numel() for p in found.values()) == sum(t.numel() for t in tensors.values())
 
 
@@ -136,13 +142,16 @@ def test_a_repeated_head_of_a_tied_model_is_no_error(folder: Path) -> None:
 
 
 def test_old_rotary_buffers_are_ignored(folder: Path) -> None:
+    before = dict(build(folder).named_parameters())  # type: ignore[attr-defined]
     change(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(2))
-    build(folder)
+    after = dict(build(folder).named_parameters())  # type: ignore[attr-defined]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_quantised_safetensors_are_refused(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UnsupportedModel, match="gptq"):
+def test_unknown_quantised_safetensors_are_refused(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "quip"}}))
+    with pytest.raises(UnsupportedModel, match="quip"):
         build(folder)
 
 
@@ -168,6 +177,35 @@ def test_mapping_rules() -> None:
     assert mapping.source_of("l.5.qkv.k.weight") == "m.5.k.weight"
     with pytest.raises(ValueError, match="two rules"):
         Mapping(Rename("a", "b"), Ignore("a"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [((6, 5), True), ((6, 4), False), ((6, 6), False), ((5, 5), False), ((6,), False), ((6, 5, 1), False)],
+)
+def test_a_tensor_of_several_layers_is_checked_in_every_dimension(shape: tuple[int, ...], fits: bool) -> None:
+    """What is cut along its rows must have the right columns, too: the copy would take them from the next row."""
+    mapping = Mapping(Split("m.*.gu", "l.*.gate_up", parts=("gate", "up")))
+    slots = {
+        f"l.0.gate_up.{part}.weight": Slot(size, lambda _: None) for part, size in (("gate", (2, 5)), ("up", (4, 5)))
+    }
+    fit = mapping.fit({"m.0.gu.weight": InMemory(torch.zeros(shape))}, slots)
+    assert len(fit.pairs) == (2 if fits else 0)
+    assert fit.misshaped == ([] if fits else [f"m.0.gu.weight is {list(shape)}, expected [6, 5]"])
+    assert not fit.missing
+
+
+def test_one_tensor_in_two_files_is_an_error(tmp_path: Path) -> None:
+    """Which of the two is meant, nobody knows."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        save_file({"same": torch.full((2,), value), name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with (
+        pytest.raises(WeightsError, match="tensor same is in two files"),
+        open_safetensors((tmp_path / "a.safetensors", tmp_path / "b.safetensors")),
+    ):
+        pass
+    with open_safetensors((tmp_path / "a.safetensors",)) as tensors:
+        assert set(tensors) == {"same", "a"}
 
 
 def test_views_of_stored_tensors() -> None:
@@ -225,6 +263,24 @@ def test_dummy_weights_can_be_drawn_evenly(folder: Path) -> None:
         assert weight.std() == pytest.approx(1e-3 / 3**0.5, rel=0.1)
 
 
+def test_modules_may_draw_their_dummies_themselves() -> None:
+    class Packed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+
+        def draw_dummies(self, name: str, draw: DummyDraw) -> None:
+            self.weight.random_(0, 256, generator=draw.generator(name, self.weight.device))
+
+    model = torch.nn.ModuleDict({"a": Packed(), "b": Packed(), "c": torch.nn.Linear(4, 4)})
+    fill_dummy(model, seed=1)
+    assert not torch.equal(model["a"].weight, model["b"].weight)
+    assert model["c"].weight.abs().max() < 0.2
+    again = torch.nn.ModuleDict({"a": Packed()})
+    fill_dummy(again, seed=1)
+    assert torch.equal(again["a"].weight, model["a"].weight)
+
+
 def test_every_registered_architecture_can_be_imported() -> None:
     for name in ARCHITECTURES:
         architecture = find_architecture(name)
@@ -232,15 +288,15 @@ def test_every_registered_architecture_can_be_imported() -> None:
         assert isinstance(architecture.weights, Mapping)
 
 
-def test_unknown_architecture_lists_what_there_is() -> None:
-    with pytest.raises(UnsupportedModel, match="Nope") as caught:
-        find_architecture("Nope")
+def test_unknown_architecture_names_similar_ones() -> None:
+    with pytest.raises(UnsupportedModel, match="LamaForCausalLM") as caught:
+        find_architecture("LamaForCausalLM")
     assert "LlamaForCausalLM" in caught.value.why
     assert "bough.models" in caught.value.fix
 
 
 def test_models_of_other_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "my_models.py").write_text("from bough.models.llama import WEIGHTS, make\n")
+    (tmp_path / "my_models.py").write_text("from bough.models.llama import WEIGHTS, make, read\n")
     (tmp_path / "half_a_model.py").write_text("WEIGHTS = None\n")
     monkeypatch.syspath_prepend(tmp_path)
     entries = [
@@ -276,3 +332,38 @@ def test_progress_counts_gguf_blocks() -> None:
     done, total = told[-1]
     assert done == total
     assert total == sum(tensor.nbytes for name, tensor in checkpoint.tensors.items() if name != "rope_freqs.weight")
+
+
+def test_a_module_is_finished_before_the_next_ones_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a scheme holds back until a matrix is whole is that of one matrix, not of the model."""
+    seen: list[str] = []
+
+    class Late(DenseMatrix):
+        def __init__(self, name: str, *rest: Any) -> None:
+            super().__init__(*rest)
+            self.name = name
+
+        def weight_slots(self) -> dict[str, Slot]:
+            def watched(name: str, slot: Slot) -> Slot:
+                return dataclasses.replace(
+                    slot, put=lambda stored: (seen.append(f"{self.name} {name}"), slot.put(stored))
+                )
+
+            return {name: watched(name, slot) for name, slot in super().weight_slots().items()}
+
+        def finish_loading(self) -> None:
+            seen.append(f"{self.name} finished")
+
+    monkeypatch.setattr(
+        Unquantized, "matrix", lambda self, name, parts, *, kind, dtype, device: Late(name, parts, dtype, device)
+    )
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    build(folder)
+    first = seen.index("layers.0.attn.qkv q.weight")
+    qkv = "layers.0.attn.qkv"
+    assert seen[first : first + 4] == [f"{qkv} {each}" for each in ("q.weight", "k.weight", "v.weight", "finished")]
+    assert sum(each.endswith("finished") for each in seen) == 3 * 4 + 2
+    owners = [each.rsplit(" ", 1)[0] for each in seen]
+    assert [name for name, _ in itertools.groupby(owners)] == list(dict.fromkeys(owners))

@@ -1,0 +1,106 @@
+"""The blocks that several families share. Each reads like the figure in a paper; what a family does otherwise is a block in
+its own file."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bough.layers.batch import Batch
+from bough.layers.parts import Parts
+from bough.layers.stream import Stream
+
+
+class PreNormBlock(nn.Module):
+    """Llama's: attention and feed-forward, each of the normed stream."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = parts.norm()
+        self.attn = parts.attention(layer)
+        self.mlp_norm = parts.norm()
+        self.mlp = parts.feed_forward(layer)
+        self.scale = parts.facts.residual_scale
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        stream.add(self.attn(stream.norm(self.attn_norm), batch), self.scale)
+        stream.add(self.mlp(stream.norm(self.mlp_norm)), self.scale)
+
+
+class SandwichBlock(nn.Module):
+    """Gemma's: what each half adds is normed, too."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = parts.norm()
+        self.attn = parts.attention(layer)
+        self.after_attn_norm = parts.norm()
+        self.mlp_norm = parts.norm()
+        self.mlp = parts.feed_forward(layer)
+        self.after_mlp_norm = parts.norm()
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        stream.add(self.after_attn_norm(self.attn(stream.norm(self.attn_norm), batch)))
+        stream.add(self.after_mlp_norm(self.mlp(stream.norm(self.mlp_norm))))
+
+
+class PostNormBlock(nn.Module):
+    """OLMo 2's: both halves read the stream as it is; what they add is normed."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn = parts.attention(layer)
+        self.after_attn_norm = parts.norm()
+        self.mlp = parts.feed_forward(layer)
+        self.after_mlp_norm = parts.norm()
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        stream.add(self.after_attn_norm(self.attn(stream.plain(), batch)))
+        stream.add(self.after_mlp_norm(self.mlp(stream.plain())))
+
+
+class ParallelBlock(nn.Module):
+    """GPT-J's: both halves read one norm of the stream, and their results are added together."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = parts.norm()
+        self.attn = parts.attention(layer)
+        self.mlp = parts.feed_forward(layer)
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        x = stream.norm(self.attn_norm).now()
+        stream.add(self.attn(x, batch))
+        stream.add(self.mlp(x))
+
+
+class TwoNormParallelBlock(nn.Module):
+    """GPT-NeoX's: both halves read the same stream, each through a norm of its own."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = parts.norm()
+        self.attn = parts.attention(layer)
+        self.mlp_norm = parts.norm()
+        self.mlp = parts.feed_forward(layer)
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        x = stream.norm(self.mlp_norm).now()
+        stream.add(self.attn(stream.norm(self.attn_norm), batch))
+        stream.add(self.mlp(x))
+
+
+class AfterNormBlock(nn.Module):
+    """BERT's: after each half, the stream itself is normed."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn = parts.attention(layer)
+        self.attn_norm = parts.norm()
+        self.mlp = parts.feed_forward(layer)
+        self.mlp_norm = parts.norm()
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        stream.add(self.attn(stream.plain(), batch))
+        stream.replace(stream.norm(self.attn_norm))
+        stream.add(self.mlp(stream.plain()))
+        stream.replace(stream.norm(self.mlp_norm))

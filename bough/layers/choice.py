@@ -1,0 +1,72 @@
+"""How a router's logits become experts and weights, where it is more than a softmax. T tokens, E experts, k per token."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from bough.config.model_facts import Moe, Scored
+from bough.layers.build import Build
+from bough.layers.norm import fill
+from bough.weights.slots import Slot
+
+_SOME = 1e-20
+"""Keeps a sum of scores from being 0."""
+
+
+class Choice(nn.Module):
+    """Chooses each token's experts."""
+
+    def __init__(self, facts: Moe, build: Build) -> None:
+        super().__init__()
+        self.facts = facts
+        self.scored = facts.scored or Scored(by="softmax")
+        self.bias: nn.Parameter | None = None
+        if self.scored.bias:
+            shape = (1, facts.num_experts) if self.scored.bias == "row" else (facts.num_experts,)
+            # float32: rounding it changes which experts are chosen
+            self.bias = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=build.device), requires_grad=False)
+
+    def slots(self) -> dict[str, Slot]:
+        return {} if self.bias is None else {"bias": Slot(tuple(self.bias.shape), partial(fill, self.bias))}
+
+    def forward(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights float32 [T, k], ids int32 [T, k])."""
+        if self.scored.by == "sparsemixer":
+            return sparse_mixer(logits_TE, self.scored.margin)
+        scores_TE = logits_TE.sigmoid() if self.scored.by == "sigmoid" else logits_TE.softmax(-1)
+        ranked_TE = scores_TE if self.bias is None else scores_TE + self.bias
+        if self.scored.groups > 1:
+            ranked_TE = self._of_kept_groups(ranked_TE)
+        ids_Tk = ranked_TE.topk(self.facts.experts_per_token, dim=-1).indices
+        weights_Tk = scores_TE.gather(1, ids_Tk)
+        if self.facts.renormalise:
+            total_T1 = weights_Tk.sum(-1, keepdim=True)
+            weights_Tk = weights_Tk / total_T1.clamp(min=max(self.scored.least_sum, _SOME))
+        return weights_Tk * self.facts.scale, ids_Tk.to(torch.int32)
+
+    def _of_kept_groups(self, ranked_TE: Tensor) -> Tensor:
+        """Experts of other groups are at -infinity."""
+        groups = self.scored.groups
+        by_group = ranked_TE.view(len(ranked_TE), groups, -1)
+        best = by_group.topk(2 if self.scored.group_by == "best two" else 1, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(self.scored.kept_groups, dim=-1).indices, True
+        )
+        return by_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def sparse_mixer(logits_TE: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """The best expert, then the best of the others; each one's weight is its share of a softmax over those experts that
+    come within `margin` of it, relative to their size."""
+    weights, ids, rest_TE = [], [], logits_TE
+    for _ in range(2):
+        best_T1, id_T1 = rest_TE.max(-1, keepdim=True)
+        far_TE = (best_T1 - logits_TE) / logits_TE.abs().clamp(min=best_T1) > margin
+        near_TE = rest_TE.masked_fill(far_TE, float("-inf")).softmax(-1)
+        weights.append(near_TE.gather(1, id_T1))
+        ids.append(id_T1)
+        rest_TE = rest_TE.scatter(1, id_T1, float("-inf"))
+    return torch.cat(weights, 1), torch.cat(ids, 1).to(torch.int32)

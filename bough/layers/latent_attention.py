@@ -1,0 +1,116 @@
+"""Attention over latents (MLA). What is kept of a token is one vector, from which each head would make its key and value.
+
+A head's product that would make keys is applied to its query instead, and the one that would make values to what it has
+read ("absorbed"): heads then read the latents as they are, as one shared key whose first numbers are the value too.
+
+T tokens, D width, N heads, R width of a latent, E width of the rotated part, C width of the rest of a head's query, V width
+of a head's value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bough.config.model_facts import Mla
+from bough.layers.batch import AttentionSpec, Batch, rotates
+from bough.layers.build import Build
+from bough.layers.linear import HeadsLinear, ReplicatedLinear, RowLinear
+from bough.layers.norm import make_norm
+from bough.layers.rotary import Rope
+from bough.layers.stream import Input, Normed, Product, value_of
+from bough.quantization.scheme import Matrix, Part
+from bough.weights.slots import FinishesLoading, Slot
+
+
+class LatentAttention(nn.Module):
+    """Every rank keeps all latents, and reads them with its own heads."""
+
+    def __init__(self, facts: Mla, layer: int, hidden: int, rope: Rope | None, build: Build) -> None:
+        """`layer`: its place in the KV cache. `rope`: the tables of `facts.rope`."""
+        super().__init__()
+        self.facts = facts
+        self.rope = rope
+        axis = build.mesh.heads
+        mine = axis.slice(facts.num_heads, "attention heads")
+        self.num_heads: int = mine.stop - mine.start
+        self.spec = AttentionSpec(
+            layer=layer,
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=facts.kv_values,
+            v_head_dim=facts.kv_rank,
+            scale=facts.scale,
+            latent=True,
+        )
+        self.q_down: ReplicatedLinear | None = None
+        if facts.q_rank is not None:
+            self.q_down = ReplicatedLinear(hidden, facts.q_rank, build, bias=facts.bias)
+            self.q_norm = make_norm(facts.norm, facts.q_rank, build)
+        self.q_up = HeadsLinear(facts.q_rank or hidden, facts.num_heads, facts.head_dim, mine, build)
+        self.kv_down = ReplicatedLinear(hidden, facts.kv_values, build, bias=facts.bias)
+        self.kv_norm = make_norm(facts.norm, facts.kv_rank, build)
+        self.kv_up = Expansion(facts, mine, build)
+        inputs = slice(mine.start * facts.v_dim, mine.stop * facts.v_dim)
+        self.out = RowLinear(
+            facts.num_heads * facts.v_dim, hidden, build, bias=facts.bias, axis=axis, inputs=inputs
+        )  # fmt: skip
+
+    def forward(self, x: Input, batch: Batch) -> Product:
+        """What is added to the stream. In the model's last layer it may be that of the tokens alone that are read."""
+        backend = batch.attention
+        queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
+        x_TD = value_of(x)
+        query_TP = x_TD if self.q_down is None else self.q_norm(self.q_down(x_TD))
+        q_TNH = self.q_up(query_TP).view(len(x_TD), self.num_heads, self.facts.head_dim)
+        q_TNC, q_TNE = q_TNH.split_with_sizes((self.facts.nope_dim, self.facts.rope_dim), 2)
+        latent_TR, k_TE = self.kv_down(x_TD).split_with_sizes((self.facts.kv_rank, self.facts.rope_dim), 1)
+        k_T1E = k_TE.unsqueeze(1)
+        if self.rope is not None:
+            q_TNE, k_T1E = self.rope(q_TNE.contiguous(), k_T1E.contiguous(), batch.positions_T)
+        q = torch.cat((self.kv_up.absorb(q_TNC), q_TNE), 2)
+        k = torch.cat((self.kv_norm(latent_TR.contiguous()).unsqueeze(1), k_T1E), 2)
+        read_TF = backend.forward(self.spec, q, k, k[..., : self.facts.kv_rank])
+        if queries_at_L is not None and isinstance(x, Normed):
+            x.stream.narrow(queries_at_L)
+        out: Product = self.out(self.kv_up.values(read_TF.view(len(read_TF), self.num_heads, -1)))
+        return out
+
+
+class Expansion(nn.Module):
+    """The matrices that would make each head's key and value from a latent. Both are applied from the other side, so they
+    are kept as floats: what a scheme stores is multiplied out once it is loaded."""
+
+    def __init__(self, facts: Mla, heads: slice, build: Build) -> None:
+        super().__init__()
+        self.nope_dim = facts.nope_dim
+        self.build = build
+        each = facts.nope_dim + facts.v_dim
+        rows = slice(heads.start * each, heads.stop * each)
+        self.part = Part("", (facts.num_heads * each, facts.kv_rank), rows, slice(None))
+        held = torch.empty(heads.stop - heads.start, each, facts.kv_rank, dtype=build.dtype, device=build.device)
+        self.weight = nn.Parameter(held, requires_grad=False)
+        self._stored: list[Matrix] = []
+        """As the scheme stores it, until it is loaded. In a list: it is no part of the model."""
+
+    def place(self, name: str) -> None:
+        self._stored = [self.build.matrix(name, (self.part,))]
+
+    def slots(self) -> dict[str, Slot]:
+        return self._stored[0].weight_slots()
+
+    def finish_loading(self) -> None:
+        stored = self._stored.pop()
+        if isinstance(stored, FinishesLoading):
+            stored.finish_loading()
+        ones_RR = torch.eye(self.part.shape[1], dtype=self.weight.dtype, device=self.weight.device)
+        self.weight.copy_(stored.forward(ones_RR).T.view(self.weight.shape))
+
+    def absorb(self, q_TNC: Tensor) -> Tensor:
+        """[T, N, R]: queries that read latents as they would read the keys made of them."""
+        return torch.bmm(q_TNC.transpose(0, 1), self.weight[:, : self.nope_dim]).transpose(0, 1)
+
+    def values(self, read_TNR: Tensor) -> Tensor:
+        """[T, N * V]: what heads read, from sums of latents."""
+        up_NRV = self.weight[:, self.nope_dim :].transpose(1, 2)
+        return torch.bmm(read_TNR.transpose(0, 1), up_NRV).transpose(0, 1).flatten(1)

@@ -1,0 +1,86 @@
+"""Feed-forward blocks that every token passes. T tokens, D width, F inner width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bough.config.model_facts import Activation, Dense
+from bough.layers.build import Build
+from bough.layers.linear import ColumnLinear, GateUpLinear, RowLinear
+from bough.layers.norm import fill
+from bough.layers.stream import Input, Product
+from bough.weights.slots import Slot
+from bough.weights.stored import Stored
+
+ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
+
+
+class XIELU(nn.Module):
+    """alpha_p x^2 + beta x where x is positive, (exp(x) - 1 - x) alpha_n + beta x elsewhere; both alphas are learned."""
+
+    BETA = 0.5
+    EPS = -1e-6
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.alpha_p = _scalar(build)
+        self.alpha_n = _scalar(build)
+
+    def slots(self) -> dict[str, Slot]:
+        # Checkpoints also hold the two constants.
+        constants = {name: Slot((), _discard, optional=True) for name in ("beta", "eps")}
+        parameters = {"alpha_p": self.alpha_p, "alpha_n": self.alpha_n}
+        return {**constants, **{name: Slot((1,), partial(fill, each)) for name, each in parameters.items()}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = F.softplus(self.alpha_p) * x * x + self.BETA * x
+        small = x.clamp(max=self.EPS)
+        down = (torch.expm1(small) - x) * (self.BETA + F.softplus(self.alpha_n)) + self.BETA * x
+        return torch.where(x > 0, up, down)
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x))"""
+
+    def __init__(self, facts: Dense, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.gate_up = GateUpLinear(hidden, facts.intermediate, build, activation=facts.activation, bias=facts.bias)
+        self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias)
+
+    def forward(self, x: Input) -> Product:
+        out: Product = self.down(self.gate_up(x))
+        return out
+
+
+class Mlp(nn.Module):
+    """down(activation(up(x)))"""
+
+    def __init__(self, facts: Dense, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.up = ColumnLinear(hidden, facts.intermediate, build, bias=facts.bias)
+        self.activation = XIELU(build) if facts.activation == "xielu" else ACTIVATIONS[facts.activation]
+        self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias)
+
+    def forward(self, x: Input) -> Product:
+        out: Product = self.down(self.activation(self.up(x)))
+        return out
+
+
+def _scalar(build: Build) -> nn.Parameter:
+    return nn.Parameter(torch.empty(1, dtype=build.dtype, device=build.device), requires_grad=False)
+
+
+def _discard(stored: Stored) -> None:
+    pass

@@ -1,0 +1,64 @@
+"""The parts of a model, made as its facts describe them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bough.config.model_facts import LayerFacts, Mla, ModelFacts, Moe
+from bough.config.rope_facts import RopeFacts
+from bough.config.shares import stage_layers
+from bough.core.errors import ConfigError
+from bough.layers.attention import Attention
+from bough.layers.build import Build
+from bough.layers.latent_attention import LatentAttention
+from bough.layers.mlp import GatedMlp, Mlp
+from bough.layers.moe import MixtureOfExperts
+from bough.layers.norm import LayerNorm, RMSNorm, make_norm
+from bough.layers.rotary import Rope
+
+
+class Parts:
+    """Makes the parts of one model. Layers that rotate alike share a table."""
+
+    def __init__(self, facts: ModelFacts, build: Build) -> None:
+        self.facts = facts
+        self.build = build
+        self._ropes: dict[RopeFacts, Rope] = {}
+
+    @property
+    def stage(self) -> range:
+        """The layers that this rank has; their KV is numbered from the first of them on."""
+        pp = self.build.mesh.pp
+        return stage_layers(self.facts.num_layers, pp.size, pp.rank)
+
+    def layer(self, index: int) -> LayerFacts:
+        return self.facts.layers[index]
+
+    def norm(self) -> RMSNorm | LayerNorm:
+        """A norm of the stream."""
+        return make_norm(self.facts.norm, self.facts.hidden, self.build)
+
+    def attention(self, index: int) -> Attention | LatentAttention:
+        """The attention of a layer that has nothing else."""
+        (mixer,) = self.layer(index).mixers
+        place = index - self.stage.start
+        if isinstance(mixer, Mla):
+            return LatentAttention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build)
+        return Attention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build)
+
+    def feed_forward(self, index: int) -> nn.Module:
+        """Dense or a mixture of experts, as the layer has it."""
+        ffn = self.layer(index).ffn
+        if ffn is None:
+            raise ConfigError(what=f"layer {index} of {self.facts.architecture} has no feed-forward block")
+        if isinstance(ffn, Moe):
+            return MixtureOfExperts(ffn, self.facts.hidden, self.build)
+        kind = GatedMlp if ffn.gated else Mlp
+        return kind(ffn, self.facts.hidden, self.build)
+
+    def rope(self, facts: RopeFacts | None) -> Rope | None:
+        if facts is None:
+            return None
+        if facts not in self._ropes:
+            self._ropes[facts] = Rope(facts, self.build)
+        return self._ropes[facts]

@@ -1,0 +1,177 @@
+"""The families that bough implements, with checkpoints that are examples of them: what docs/models.md is generated from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Final, NamedTuple
+
+from bough.models.registry import ARCHITECTURES, ENCODERS
+
+
+class Group(NamedTuple):
+    """Architectures that one test shows."""
+
+    title: str
+    test: str
+    examples: dict[str, str]
+    """Architecture -> checkpoints, or a word about it."""
+
+
+GROUPS: Final = (
+    Group(
+        "Most used",
+        "tests/models/test_against_transformers.py, tests/grid/test_every_architecture.py",
+        {
+            "LlamaForCausalLM": "meta-llama/Llama-3.1-8B-Instruct, HuggingFaceTB/SmolLM2-1.7B-Instruct",
+            "MistralForCausalLM": "mistralai/Mistral-7B-Instruct-v0.3, mistralai/Mistral-Nemo-Instruct-2407",
+            "MixtralForCausalLM": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+            "Qwen2ForCausalLM": "Qwen/Qwen2.5-7B-Instruct, deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+            "Qwen2MoeForCausalLM": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
+            "Qwen3ForCausalLM": "Qwen/Qwen3-8B",
+            "Qwen3MoeForCausalLM": "Qwen/Qwen3-30B-A3B",
+            "Gemma2ForCausalLM": "google/gemma-2-9b-it",
+            "Gemma3ForCausalLM": "google/gemma-3-1b-it",
+            "Phi3ForCausalLM": "microsoft/Phi-3.5-mini-instruct, microsoft/phi-4",
+            "SmolLM3ForCausalLM": "HuggingFaceTB/SmolLM3-3B",
+        },
+    ),
+    Group(
+        "Dense",
+        "tests/models/test_dense_families.py",
+        {
+            "ApertusForCausalLM": "swiss-ai/Apertus-8B-Instruct-2509",
+            "ArceeForCausalLM": "arcee-ai/AFM-4.5B",
+            "Cohere2ForCausalLM": "CohereLabs/c4ai-command-r7b-12-2024, CohereLabs/c4ai-command-a-03-2025",
+            "CohereForCausalLM": "CohereLabs/c4ai-command-r-v01, CohereLabs/c4ai-command-r-plus",
+            "Ernie4_5ForCausalLM": "baidu/ERNIE-4.5-0.3B-PT",
+            "Exaone4ForCausalLM": "LGAI-EXAONE/EXAONE-4.0-32B",
+            "GemmaForCausalLM": "google/gemma-7b-it",
+            "Glm4ForCausalLM": "zai-org/GLM-4-9B-0414, zai-org/GLM-Z1-32B-0414",
+            "GlmForCausalLM": "zai-org/glm-4-9b-chat-hf",
+            "GraniteForCausalLM": "ibm-granite/granite-3.3-8b-instruct",
+            "HeliumForCausalLM": "kyutai/helium-1-2b",
+            "HunYuanDenseV1ForCausalLM": "tencent/Hunyuan-7B-Instruct",
+            "Ministral3ForCausalLM": "the text part of mistralai/Ministral-3-8B-Instruct-2512",
+            "MinistralForCausalLM": "mistralai/Ministral-8B-Instruct-2410",
+            "NemotronForCausalLM": "nvidia/Minitron-8B-Base",
+            "Olmo2ForCausalLM": "allenai/OLMo-2-1124-13B-Instruct",
+            "Olmo3ForCausalLM": "allenai/Olmo-3-7B-Think",
+            "OlmoForCausalLM": "allenai/OLMo-7B-0724-Instruct-hf",
+            "PhiForCausalLM": "microsoft/phi-2, microsoft/phi-1_5",
+            "SeedOssForCausalLM": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+            "StableLmForCausalLM": "stabilityai/stablelm-2-12b-chat, stabilityai/stablelm-zephyr-3b",
+            "Starcoder2ForCausalLM": "bigcode/starcoder2-15b",
+        },
+    ),
+    Group(
+        "Experts",
+        "tests/models/test_expert_families.py",
+        {
+            "Dots1ForCausalLM": "rednote-hilab/dots.llm1.inst",
+            "Ernie4_5_MoeForCausalLM": "baidu/ERNIE-4.5-21B-A3B-PT",
+            "FlexOlmoForCausalLM": "allenai/FlexOlmo-7x7B-1T",
+            "Glm4MoeForCausalLM": "zai-org/GLM-4.5-Air, zai-org/GLM-4.6",
+            "GptOssForCausalLM": "openai/gpt-oss-20b, openai/gpt-oss-120b",
+            "GraniteMoeForCausalLM": "ibm-granite/granite-3.1-3b-a800m-instruct",
+            "GraniteMoeSharedForCausalLM": "ibm-research/moe-7b-1b-active-shared-experts",
+            "HunYuanMoEV1ForCausalLM": "tencent/Hunyuan-A13B-Instruct",
+            "Llama4ForCausalLM": "the text part of meta-llama/Llama-4-Scout-17B-16E-Instruct",
+            "MiniMaxM2ForCausalLM": "MiniMaxAI/MiniMax-M2",
+            "OlmoeForCausalLM": "allenai/OLMoE-1B-7B-0125-Instruct",
+            "PhiMoEForCausalLM": "microsoft/Phi-3.5-MoE-instruct",
+            "PhimoeForCausalLM": "the same, as transformers writes it",
+        },
+    ),
+    Group(
+        "Latents (MLA)",
+        "tests/models/test_latent_families.py",
+        {
+            "DeepseekV2ForCausalLM": "deepseek-ai/DeepSeek-V2-Lite-Chat, deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
+            "DeepseekV3ForCausalLM": "deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1, moonshotai/Kimi-K2-Instruct",
+            "Glm4MoeLiteForCausalLM": "zai-org/GLM-4.7-Flash",
+            "MiniCPM3ForCausalLM": "openbmb/MiniCPM3-4B",
+        },
+    ),
+    Group(
+        "Language models of models that also see",
+        "tests/models/test_text_of.py",
+        {
+            "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
+            "Llama4ForConditionalGeneration": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+            "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+        },
+    ),
+    Group(
+        "Earlier",
+        "tests/models/test_earlier_families.py",
+        {
+            "BloomForCausalLM": "bigscience/bloomz-7b1",
+            "FalconForCausalLM": "tiiuae/falcon-7b-instruct, tiiuae/falcon-40b, tiiuae/falcon-11B",
+            "GPT2LMHeadModel": "openai-community/gpt2-xl",
+            "GPTBigCodeForCausalLM": "bigcode/starcoder, bigcode/gpt_bigcode-santacoder",
+            "GPTJForCausalLM": "EleutherAI/gpt-j-6b",
+            "GPTNeoXForCausalLM": "EleutherAI/pythia-12b, databricks/dolly-v2-12b",
+            "MPTForCausalLM": "mosaicml/mpt-7b-instruct",
+            "MptForCausalLM": "the same, as transformers writes it",
+            "OPTForCausalLM": "facebook/opt-6.7b, facebook/opt-350m",
+        },
+    ),
+)
+
+_TOP = """# Models
+
+Generated by `bough models families --markdown > docs/models.md` from the registry.
+
+{count} architectures are implemented by files of bough's own, each compared with transformers on tiny random checkpoints of
+every variant: logits to 1e-4 in float32, and 64 greedy tokens through the engine, in chunks, in batches and again from the
+prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here, before its weights are downloaded.
+
+- **Architectures that are not listed** run through transformers' own module, with bough's attention over pages, prefix
+  cache, batching and sampling, if the installed transformers has a class for them that consists of attention layers
+  (`--model-impl auto`, the default; the log says so). They run on one device, without CUDA graphs. `--model-impl bough`
+  refuses them, `--model-impl transformers` runs a listed one that way, to compare.
+- **Code that comes with a checkpoint** is never run for a model. `--trust-remote-code` concerns tokenizers alone.
+- **Heads**: `...ForSequenceClassification`, `...ForRewardModel` and bare `...Model` classes of these architectures pool,
+  embed and score: see [embeddings](embeddings.md).
+- **Models that also see** (Gemma 3, Llama 4, Mistral Small 3) answer texts by their language models; pictures are not taken.
+- **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3) are read over.
+- **Windows** (Gemma, Mistral, gpt-oss ...) bound what attention reads. Pages behind a window are not freed yet.
+- **Latents** (MLA) keep `kv_lora_rank + qk_rope_head_dim` numbers per token and layer, on every rank.
+- Recurrent and hybrid models (Mamba, Qwen3-Next, Jamba ...) are not served yet, nor are DeepSeek V3.2's sparse attention and
+  architectures that transformers has no class for (ChatGLM, Baichuan, InternLM 2 and 3).
+"""
+
+
+def markdown() -> str:
+    """docs/models.md."""
+    lines = [_TOP.format(count=len(ARCHITECTURES))]
+    for group in GROUPS:
+        lines += [f"## {group.title}", "", f"Shown by {_code(group.test)}.", ""]
+        lines += ["| architecture | what it is | checkpoints |", "|---|---|---|", *_rows(group), ""]
+    lines += [
+        "## Encoders", "", "Shown by `tests/pooling`.", "", "| architecture | what it is |", "|---|---|",
+        *(f"| `{name}` and its heads | {_about(path)} |" for name, path in sorted(ENCODERS.items())),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def text() -> str:
+    """One line an architecture."""
+    rows = [(name, examples) for group in GROUPS for name, examples in group.examples.items()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {examples}" for name, examples in sorted(rows))
+
+
+def _rows(group: Group) -> Iterator[str]:
+    for name, examples in sorted(group.examples.items()):
+        yield f"| `{name}` | {_about(ARCHITECTURES[name])} | {examples} |"
+
+
+def _about(path: str) -> str:
+    """The first paragraph of a model file."""
+    return " ".join((import_module(path).__doc__ or "").split("\n\n")[0].split())
+
+
+def _code(paths: str) -> str:
+    return ", ".join(f"`{path}`" for path in paths.split(", "))

@@ -1,0 +1,44 @@
+"""DeepSeek V3, R1, V3.1 and Kimi K2; GLM-4.7-Flash: attention over latents, and experts chosen by groups, scores and a bias.
+
+The layer behind the last, which drafts, is left out.
+"""
+
+from __future__ import annotations
+
+from bough.config import reading
+from bough.config.fields import Fields
+from bough.config.model_facts import ModelFacts
+from bough.models.hf_names import CHOICE_BIAS, ENDS, EXPERTS, FEED_FORWARD, NORMS, SHARED_EXPERTS, in_layers
+from bough.models.makers import pre_norm
+from bough.weights.mapping import Beyond, Mapping
+
+LATENTS = (
+    *in_layers(
+        {
+            "self_attn.q_proj": "attn.q_up",
+            "self_attn.q_a_proj": "attn.q_down",
+            "self_attn.q_a_layernorm": "attn.q_norm",
+            "self_attn.q_b_proj": "attn.q_up",
+            "self_attn.kv_a_proj_with_mqa": "attn.kv_down",
+            "self_attn.kv_a_layernorm": "attn.kv_norm",
+            "self_attn.kv_b_proj": "attn.kv_up",
+            "self_attn.o_proj": "attn.out",
+        }
+    ),
+)
+
+
+def read(config: Fields) -> ModelFacts:
+    experts = reading.grouped_sigmoid(config, **_defaults(config))
+    ffns = reading.dense_first(config, experts, default=3)
+    return reading.decoder(config, reading.mla(config), ffns, norm=reading.rms_norm(config))
+
+
+def _defaults(config: Fields) -> dict[str, float]:
+    return {"scale": config.number("routed_scaling_factor", default=2.5)}
+
+
+WEIGHTS = Mapping(
+    *ENDS, *NORMS, *LATENTS, *FEED_FORWARD, *EXPERTS, *CHOICE_BIAS, *SHARED_EXPERTS, Beyond("model.layers")
+)
+make = pre_norm

@@ -1,0 +1,29 @@
+"""MiniCPM3: attention over latents in dense layers, with multipliers of embeddings, of what blocks add, and of logits."""
+
+from __future__ import annotations
+
+from bough.config import reading
+from bough.config.fields import Fields
+from bough.config.model_facts import ModelFacts
+from bough.models.deepseek import LATENTS
+from bough.models.hf_names import ENDS, FEED_FORWARD, NORMS
+from bough.models.makers import pre_norm
+from bough.weights.mapping import Mapping
+
+
+def read(config: Fields) -> ModelFacts:
+    attention = reading.mla(config, interleaved=False)
+    count, hidden = len(attention), config.count("hidden_size")
+    return reading.decoder(
+        config,
+        attention,
+        [reading.dense(config)] * count,
+        norm=reading.rms_norm(config, default=1e-5),
+        embed_scale=config.number("scale_emb", default=1.0),
+        residual_scale=config.number("scale_depth", default=1.0) / count**0.5,
+        logit_scale=config.number("dim_model_base", default=hidden) / hidden,
+    )
+
+
+WEIGHTS = Mapping(*ENDS, *NORMS, *LATENTS, *FEED_FORWARD)
+make = pre_norm

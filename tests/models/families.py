@@ -1,0 +1,261 @@
+"""Families beyond `tiny.CASES`: tiny configs with what each has that others have not, and one check for all of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from dense_attention import DenseAttention
+from in_process import InProcess, Setup
+from tiny import SIZES, make_tiny
+
+from bough.config.hf import open_checkpoint
+from bough.layers.batch import Model
+from bough.models.load import build_model
+from bough.models.registry import facts_of
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+COMMON = [(7 * i + 3) % 120 + 3 for i in range(29)]
+PROMPTS = [[*COMMON, 5, 17, 99], [*COMMON, 88, 61, 62]]
+"""Of one length, so that transformers computes them in one batch without padding."""
+IN_SEVENS = Setup(chunk_tokens=7, page_size=4, context_length=128)
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
+WIDE = {"hidden_size": 64}
+"""Heads of 16."""
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+# case -> (class prefix, config beyond `tiny.SIZES`)
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            **BIASES,
+        },
+    ),
+    "olmo": ("Olmo", {"clip_qkv": 0.8}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **WINDOWS,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 500000.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "cohere": ("Cohere", {}),
+    "cohere-qk-norm": ("Cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {**WINDOWS, "logit_scale": 0.5}),
+    "stablelm": ("StableLm", {**WIDE, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {**WIDE, "qk_layernorm": True, "use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 9}),
+    "phi": ("Phi", {}),
+    "phi-qk-norm": ("Phi", {"qk_layernorm": True}),
+    "nemotron": ("Nemotron", {"head_dim": 16, "rope_parameters": HALF}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 16}),
+    "exaone4": ("Exaone4", WINDOWS),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "arcee": ("Arcee", {}),
+    "apertus": ("Apertus", {}),
+    "ministral": ("Ministral", {"head_dim": 16, **WINDOWS}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "helium": ("Helium", {"head_dim": 12}),
+}
+
+V3_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+}
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": ("Glm4Moe", {**V3_EXPERTS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe-groups": ("Glm4Moe", {**V3_EXPERTS, "head_dim": 16, "n_group": 4, "topk_group": 2}),
+    "dots1": ("Dots1", {**V3_EXPERTS, "head_dim": 16, "norm_topk_prob": False, **WINDOWS}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40},
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1", {"head_dim": 16, "num_experts": 6, "moe_topk": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.8}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "granite_moe": (
+        "GraniteMoe",
+        {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
+    ),
+    "granite_moe-shared": ("GraniteMoeShared", {**LOCAL_EXPERTS, "shared_intermediate_size": 56}),
+    "minimax_m2": ("MiniMaxM2", {**LOCAL_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
+    "phimoe": ("Phimoe", {**LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **LOCAL_EXPERTS,
+            **WINDOWS,
+            "head_dim": 16,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "head_dim": 16,
+            "intermediate_size_mlp": 72,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8,
+            "floor_scale": 8,
+        },
+    ),
+}
+
+ALONE = {"num_key_value_heads": 4}
+"""Every head has its own key."""
+GPT2_SIZES = {**ALONE, "n_embd": 48, "n_head": 4, "n_layer": 4, "n_positions": 256}
+SLOPES = {"alibi": True, "attn_implementation": "sdpa"}
+"""Not "eager", which adds the slopes twice."""
+EARLIER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2_SIZES),
+    "gpt_bigcode": ("GPTBigCode", {**GPT2_SIZES, "num_key_value_heads": 1}),
+    "gptj": ("GPTJ", {**GPT2_SIZES, "rotary_dim": 8}),
+    "gpt_neox": ("GPTNeoX", {**ALONE, "rope_parameters": HALF}),
+    "gpt_neox-serial": (
+        "GPTNeoX",
+        {**ALONE, "rope_parameters": HALF, "use_parallel_residual": False, "attention_bias": False},
+    ),
+    "bloom": ("Bloom", ALONE),
+    "bloom-six-heads": ("Bloom", {"num_key_value_heads": 6, "num_attention_heads": 6}),
+    "falcon": ("Falcon", {}),
+    "falcon-groups": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-one-norm": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-slopes": ("Falcon", {**SLOPES, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "opt": ("OPT", {**ALONE, "ffn_dim": 80}),
+    "opt-after": ("OPT", {**ALONE, "ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "mpt": ("Mpt", {**ALONE, "d_model": 48, "n_heads": 4, "n_layers": 4, "max_seq_len": 256}),
+}
+
+LATENT_SIZES = {
+    **ALONE,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.1,
+    "original_max_position_embeddings": 64,
+}
+V2_EXPERTS = {**V3_EXPERTS, "norm_topk_prob": False}
+LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **V2_EXPERTS,
+            **LATENT_SIZES,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v2-lite": ("DeepseekV2", {**V2_EXPERTS, **LATENT_SIZES, "q_lora_rank": None}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**V3_EXPERTS, **LATENT_SIZES, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**V3_EXPERTS, **LATENT_SIZES, "attention_bias": True}),
+    "minicpm3": ("MiniCPM3", {**LATENT_SIZES, "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 24}),
+}
+
+
+def check_family(prefix: str, extra: dict[str, Any], folder: Path) -> None:
+    """Logits are transformers' to 1e-4. So are 64 greedy tokens through the engine, with prompts cut into chunks, rows
+    that join while others decode, and once more from the prefix cache. Raises AssertionError."""
+    reference = make_tiny(prefix, folder, **extra)
+    checkpoint = open_checkpoint(str(folder))
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), context_length=128)
+    assert isinstance(model, torch.nn.Module)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    counted = facts_of(checkpoint.config).num_parameters()
+    assert abs(held - counted) <= 0.002 * held, "memory is planned by this"
+    check_answers(reference, model)
+
+
+def check_answers(reference: Any, model: Model) -> None:
+    """Logits and greedy tokens of a model are its reference's; see `check_family`. Raises AssertionError."""
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPTS[0]])).logits[0]
+        actual = model.logits(model.forward(DenseAttention(1).step([(0, PROMPTS[0])], all_logits=True)))
+    assert (actual - expected).abs().max() <= 1e-4
+    assert expected.std() > 0.1, "logits too flat to tell models apart"
+
+    answers = reference.generate(
+        torch.tensor(PROMPTS), attention_mask=torch.ones(2, len(PROMPTS[0])), max_new_tokens=64, min_new_tokens=64,
+        do_sample=False, eos_token_id=None, pad_token_id=0,
+    )[:, len(PROMPTS[0]) :].tolist()  # fmt: skip
+    engine = InProcess(model, SIZES["vocab_size"], IN_SEVENS)
+    assert engine.generate(PROMPTS) == answers
+    again = engine.finish([engine.submit(prompt) for prompt in PROMPTS[::-1]])
+    assert [answer.tokens for answer in again] == answers[::-1]
+    assert all(answer.end is not None and answer.end.cached_tokens >= len(COMMON) for answer in again)

@@ -1,0 +1,51 @@
+"""Architectures without a file of ours: transformers' module with our attention answers as transformers does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import V3_EXPERTS, WINDOWS, check_answers
+from tiny import make_tiny
+
+from bough.config.hf import open_checkpoint
+from bough.core.errors import UnsupportedModel
+from bough.models.hosted import HostedModel
+from bough.models.load import build_model
+from bough.models.registry import ARCHITECTURES, facts_of
+
+HOSTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("NanoChat", {}),
+    "experts": ("SolarOpen", {**V3_EXPERTS, "head_dim": 16}),
+    "windows": ("Cwm", {**WINDOWS, "head_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("case", HOSTED)
+def test_answers_as_transformers_does(case: str, tmp_path: Path) -> None:
+    prefix, extra = HOSTED[case]
+    assert f"{prefix}ForCausalLM" not in ARCHITECTURES
+    reference = make_tiny(prefix, tmp_path, **extra)
+    model = build_model(open_checkpoint(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"))
+    assert isinstance(model, HostedModel)
+    check_answers(reference, model)
+
+
+def test_one_of_ours_can_be_asked_to(tmp_path: Path) -> None:
+    reference = make_tiny("gemma2", tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), model_impl="transformers")
+    assert isinstance(model, HostedModel)
+    check_answers(reference, model)
+
+
+def test_what_is_not_attention_is_refused() -> None:
+    config = {"architectures": ["JambaForCausalLM"], "model_type": "jamba", "num_hidden_layers": 4}
+    with pytest.raises(UnsupportedModel, match="Jamba"):
+        facts_of(config)
+    with pytest.raises(UnsupportedModel, match="similar names LlamaForCausalLM"):
+        facts_of({"architectures": ["LamaForCausalLM"]})
+    with pytest.raises(UnsupportedModel, match="SolarOpen"):
+        facts_of({"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}, "bough")
