@@ -8,25 +8,27 @@ from bough.config.hf import Checkpoint
 from bough.core.errors import ConfigError
 from bough.kernels.cpu_build import library
 from bough.kernels.packed_linear import supported
+from bough.quantization.coded import Coded
 from bough.quantization.gguf_packed import GgufPacked
-from bough.quantization.readable import KNOWN, refuse_unreadable
+from bough.quantization.names import tensor_name
+from bough.quantization.readable import rules_for
 from bough.quantization.scheme import Scheme
 from bough.quantization.unquantized import Unquantized
+from bough.weights.mapping import Mapping
 
 
-def choose_scheme(checkpoint: Checkpoint, quantization: str, device: torch.device) -> Scheme:
-    """`auto` follows the checkpoint where that is quick; `none` dequantises on load.
+def choose_scheme(
+    checkpoint: Checkpoint, quantization: str, device: torch.device, names: Mapping, *, dummy: bool = False
+) -> Scheme:
+    """`auto` follows the checkpoint where that is quick; `none` dequantises on load. `names` are the model's.
 
-    `gguf` keeps GGUF blocks packed; `gguf-exact` too, and rounds no activations (slower).
+    `gguf` keeps GGUF blocks packed; `gguf-exact` too, and rounds no activations (slower). `dummy`: weights will be drawn.
     """
-    if quantization not in KNOWN:
-        raise ConfigError(
-            what=f"there is no weight scheme {quantization!r}",
-            why=f"known: {', '.join(KNOWN)}",
-            fix="check --quantization",
-        )
-    refuse_unreadable(checkpoint)
-    if quantization == "none":
+    rules = rules_for(checkpoint, quantization)
+    if rules is not None:
+        headers = {} if dummy else {tensor_name(name): shape for name, shape in checkpoint.tensors.items()}
+        return Coded(rules, names, headers, keep_packed=quantization != "none")
+    if quantization == "none" or dummy:
         return Unquantized()
     if quantization == "auto":
         quick = checkpoint.kind == "gguf" and device.type == "cpu" and library() is not None and _packs(checkpoint)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from bough.config.gguf_header import BLOCK_SIZES
-from bough.kernels.linear import linear
-from bough.kernels.packed_linear import PackedWeight, pack, packed_linear, packed_rows, supported
-from bough.quantization.scheme import Activation, Matrix, Part
-from bough.quantization.unquantized import GATES
+from bough.kernels.packed_linear import pack, supported
+from bough.quantization.packed_matrix import PackedMatrix
+from bough.quantization.read.rules import LayerKind
+from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
+from bough.quantization.unquantized import DenseExperts
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -28,20 +29,26 @@ class GgufPacked:
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact
 
-    def matrix(self, parts: Sequence[Part], *, dtype: torch.dtype, device: torch.device) -> Matrix:
-        return PackedMatrix(parts, dtype, device, exact=self.exact)
+    def matrix(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        *,
+        kind: LayerKind = "linear",
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Matrix:
+        return GgufMatrix(parts, dtype, device, exact=self.exact)
+
+    def experts(self, name: str, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+        return DenseExperts(shape, dtype, device)
 
 
-class PackedMatrix(Matrix):
-    """Packed pieces, top to bottom."""
+class GgufMatrix(PackedMatrix):
+    """Parts of one block format are packed together."""
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device, *, exact: bool) -> None:
-        super().__init__()
-        self.parts = tuple(parts)
-        self.dtype = dtype
-        self.device = device
-        self.exact = exact
-        self.pieces: list[PackedWeight | Tensor] = []
+        super().__init__(parts, dtype, device, exact=exact)
         self._loaded: dict[str, tuple[str, Tensor]] = {}
 
     def weight_slots(self) -> dict[str, Slot]:
@@ -62,34 +69,6 @@ class PackedMatrix(Matrix):
             tensors = [tensor for _, tensor in group]
             rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             self.pieces.append(rows if kind == "dense" else pack(kind, rows, self.parts[0].num_cols))
-
-    def forward(self, x_TD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        if len(self.pieces) == 1:
-            return self._multiply(x_TD, self.pieces[0], bias_O, None)
-        out_TO = x_TD.new_empty(x_TD.shape[0], sum(piece.shape[0] for piece in self.pieces))
-        start = 0
-        for piece in self.pieces:
-            rows = slice(start, start + piece.shape[0])
-            self._multiply(x_TD, piece, None if bias_O is None else bias_O[rows], out_TO[:, rows])
-            start = rows.stop
-        return out_TO
-
-    def _multiply(
-        self, x_TD: Tensor, piece: PackedWeight | Tensor, bias_O: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        if isinstance(piece, PackedWeight):
-            return packed_linear(x_TD, piece, bias_O, exact=self.exact, out=out)
-        result = linear(x_TD, piece, bias_O)
-        return result if out is None else out.copy_(result)
-
-    def gated(self, x_TD: Tensor, activation: Activation, bias_O: Tensor | None = None) -> Tensor:
-        return GATES[activation](self(x_TD, bias_O))
-
-    def lookup(self, ids_T: Tensor) -> Tensor:
-        (piece,) = self.pieces
-        if isinstance(piece, PackedWeight):
-            return packed_rows(ids_T, piece, self.dtype)
-        return torch.nn.functional.embedding(ids_T, piece)
 
 
 def _blocks_of(part: Part, stored: Stored) -> Tensor | None:

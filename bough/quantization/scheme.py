@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from bough.config.model_facts import Activation, ClampedGate
+from bough.kernels.linear import linear
+from bough.kernels.moe import Routing, topk_softmax
 from bough.kernels.norm import add_rms_norm
+from bough.quantization.read.rules import LayerKind
 from bough.weights.slots import Slot
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,64 @@ class Matrix(nn.Module, ABC):
         """Rows `ids_T` -> [T, D] in the model's dtype."""
 
 
-class Scheme(Protocol):
-    """Makes matrices."""
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The experts of one layer. E experts, F inner units each, D width."""
 
-    def matrix(self, parts: Sequence[Part], *, dtype: torch.dtype, device: torch.device) -> Matrix:
-        """An empty matrix with these parts; `dtype` is that of activations."""
+    num_experts: int
+    hidden: int
+    """D"""
+    intermediate: int
+    """F of the whole model."""
+    units: slice
+    """The inner units of every expert that this rank holds."""
+    activation: Activation
+    clamped: ClampedGate | None = None
+    """In place of `activation`; products then have biases."""
+    adds_bias: bool = True
+    """Whether this rank adds the last product's bias: one of those that split an expert does."""
+
+    @property
+    def num_units(self) -> int:
+        return len(range(*self.units.indices(self.intermediate)))
+
+
+class ExpertWeights(nn.Module, ABC):
+    """The weights of a layer's experts on one rank."""
+
+    @abstractmethod
+    def weight_slots(self) -> dict[str, Slot]:
+        """`3.gate.weight`, `3.up.weight`, `3.down.weight` of each expert, and whatever else the scheme keeps."""
+
+    @abstractmethod
+    def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
+        """As `kernels.moe.fused_experts` -> [T, D]: this rank's share of the sum over each token's experts."""
+
+    def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """As `kernels.moe.routed_experts`: `forward` of the norm of x + residual, whose experts are chosen by it; and
+        x + residual."""
+        normed_TD, total_TD = add_rms_norm(x_TD, residual_TD, routing.norm_D, routing.eps, offset=routing.offset)
+        logits_TE = linear(normed_TD, routing.router_ED)
+        weights_Tk, ids_Tk = topk_softmax(logits_TE, routing.per_token, routing.renormalise, routing.loc_T)
+        return self.forward(normed_TD, weights_Tk, ids_Tk), total_TD
+
+
+class Scheme(Protocol):
+    """Decides how each layer keeps its weights. `name` is a layer's path in the model, `layers.0.qkv`; `dtype` is that of
+    activations."""
+
+    def matrix(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        *,
+        kind: LayerKind = "linear",
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Matrix:
+        """An empty matrix with these parts."""
+        ...
+
+    def experts(self, name: str, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+        """Empty weights of a layer's experts."""
         ...

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from bough.kernels.activation import gelu_tanh_mul, silu_mul
+from bough.config.gguf_header import BLOCK_SIZES
+from bough.config.model_facts import Activation
+from bough.kernels.activation import gelu_mul, gelu_tanh_mul, relu2_mul, relu_mul, silu_mul
 from bough.kernels.linear import linear, linear_after_norm, linear_onto, linear_silu_mul
-from bough.quantization.scheme import Activation, Matrix, Part
+from bough.kernels.moe import Biases, Routing, biased_experts, fused_experts, routed_experts
+from bough.quantization.read.rules import LayerKind
+from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
-GATES: Final = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+PLAIN_KINDS: Final = frozenset({"F64", "F32", "F16", "BF16", *BLOCK_SIZES})
+"""What plain weights may be stored as: floats, and GGUF's blocks, which are dequantised."""
+GATES: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_tanh_mul,
+    "gelu": gelu_mul,
+    "relu": relu_mul,
+    "relu2": relu2_mul,
+}
 
 
 class Unquantized:
     """The scheme."""
 
-    def matrix(self, parts: Sequence[Part], *, dtype: torch.dtype, device: torch.device) -> Matrix:
+    def matrix(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        *,
+        kind: LayerKind = "linear",
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Matrix:
         return DenseMatrix(parts, dtype, device)
+
+    def experts(self, name: str, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+        return (DenseExperts if shape.clamped is None else BiasedExperts)(shape, dtype, device)
 
 
 class DenseMatrix(Matrix):
@@ -40,7 +63,7 @@ class DenseMatrix(Matrix):
         slots, start = {}, 0
         for part in self.parts:
             target = self.weight[start : start + part.num_rows]
-            slots[part.slot_name("weight")] = Slot(part.shape, partial(_fill, target, part))
+            slots[part.slot_name("weight")] = Slot(part.shape, partial(_fill, target, part), kinds=PLAIN_KINDS)
             start += part.num_rows
         return slots
 
@@ -65,6 +88,87 @@ class DenseMatrix(Matrix):
 
     def lookup(self, ids_T: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids_T, self.weight)
+
+
+def expert_parts(shape: ExpertShape) -> tuple[Part, Part, Part]:
+    """gate, up and down of one expert."""
+    inner, outer, units = shape.intermediate, shape.hidden, shape.units
+    return (
+        Part("gate", (inner, outer), units, slice(None)),
+        Part("up", (inner, outer), units, slice(None)),
+        Part("down", (outer, inner), slice(None), units),
+    )
+
+
+class DenseExperts(ExpertWeights):
+    """All experts' weights in two tensors."""
+
+    def __init__(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape = shape
+        count, units, hidden = shape.num_experts, shape.num_units, shape.hidden
+        gate_up_E2FD = torch.empty(count, 2 * units, hidden, dtype=dtype, device=device)
+        self.gate_up_E2FD = nn.Parameter(gate_up_E2FD, requires_grad=False)
+        self.down_EDF = nn.Parameter(torch.empty(count, hidden, units, dtype=dtype, device=device), requires_grad=False)
+
+    def weight_slots(self) -> dict[str, Slot]:
+        num_units = self.shape.num_units
+        gate, up, back = expert_parts(self.shape)
+        slots: dict[str, Slot] = {}
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_E2FD, self.down_EDF, strict=True)):
+            targets = ((gate, gate_up[:num_units]), (up, gate_up[num_units:]), (back, down))
+            slots |= {
+                f"{expert}.{part.slot_name('weight')}": Slot(
+                    part.shape, partial(_fill, target, part), kinds=PLAIN_KINDS
+                )
+                for part, target in targets
+            }
+        return slots
+
+    def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
+        return fused_experts(x_TD, self.gate_up_E2FD, self.down_EDF, weights_Tk, ids_Tk, self.shape.activation)
+
+    def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        return routed_experts(x_TD, residual_TD, routing, self.gate_up_E2FD, self.down_EDF, self.shape.activation)
+
+
+class BiasedExperts(DenseExperts):
+    """With biases, and gates that are clamped."""
+
+    def __init__(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        count, units, hidden = shape.num_experts, shape.num_units, shape.hidden
+        self.gate_up_bias_E2F = _zeros((count, 2 * units), dtype, device)
+        self.down_bias_ED = _zeros((count, hidden), dtype, device)
+
+    def weight_slots(self) -> dict[str, Slot]:
+        slots = super().weight_slots()
+        inner, outer, count = self.shape.intermediate, self.shape.hidden, self.shape.num_units
+        units, here = self.shape.units, slice(0, outer if self.shape.adds_bias else 0)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_bias_E2F, self.down_bias_ED, strict=True)):
+            slots[f"{expert}.gate.bias"] = Slot((inner,), partial(_fill_some, gate_up[:count], units))
+            slots[f"{expert}.up.bias"] = Slot((inner,), partial(_fill_some, gate_up[count:], units))
+            slots[f"{expert}.down.bias"] = Slot((outer,), partial(_fill_some, down[here], here))
+        return slots
+
+    def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
+        gate = self.shape.clamped
+        assert gate is not None, "other experts are DenseExperts"
+        biases = Biases(self.gate_up_bias_E2F, self.down_bias_ED)
+        return biased_experts(
+            x_TD, self.gate_up_E2FD, self.down_EDF, biases, weights_Tk, ids_Tk, gate.alpha, gate.limit
+        )  # fmt: skip
+
+    def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        return ExpertWeights.routed(self, x_TD, residual_TD, routing)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def _fill_some(target: Tensor, rows: slice, stored: Stored) -> None:
+    copy_into(target, stored, rows)
 
 
 def _fill(target: Tensor, part: Part, stored: Stored) -> None:
