@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,12 @@ from types import TracebackType
 from typing import Any
 
 import bough
+from bough.config.check import is_loopback
 from bough.config.concerns import Config
-from bough.config.hf import checkpoint_of
+from bough.config.hf import Checkpoint, checkpoint_of
+from bough.config.hosts import local_ranks
+from bough.config.layout import Layout
+from bough.config.served_names import with_own_name
 from bough.core.errors import BoughError, Unavailable
 from bough.core.messages import Shutdown
 from bough.ipc import (
@@ -39,23 +44,39 @@ from bough.ipc import (
     read_error,
     read_status,
     save_launch,
+    write_checkpoint,
     write_quarantine,
     write_status,
 )
 from bough.ipc.endpoints import PrivateDirectory
+from bough.ipc.group import Group, JoinFacts, Leader, Member
+from bough.ipc.link import Listener, split_address
+from bough.ipc.store import StoreServer
 from bough.observability.crash import make_directory, write_bundle
 from bough.observability.flight import RecordedStep, read_flight, suspects
 from bough.observability.health import Pulse, State
+from bough.observability.json_lines import JsonPipe
+from bough.platform.processes import is_stopped
 
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.1
 _SETTLE_S = 0.3
 """After one process has died, time for the others to say why they die with it: the first to fail is the cause."""
+_GROUP_SETTLE_S = 0.8
+"""The same, where the cause may be on another machine, which settles first and then says so."""
+_STOPPED_S = 2.0
+"""A rank that is stopped for this long is ended."""
+_MOST_RESTARTS = 5
+"""Of one replica: as many crashes are no accident."""
 _ANSWER_S = 1.0
 """Time for API workers to tell waiting clients that the engine is gone."""
 _GRACE_S = 5.0
 _KILL_AFTER_S = 2.0
+_LAST_LINES_S = 0.5
+"""Time for the last lines of a child's log, once it has ended."""
+_RESTARTS_WITHIN_S = 300.0
+"""An API worker that dies is started again; if as many die within this time, something else is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +95,20 @@ def start(
     listen_fds: Sequence[int] = (),
     programs: Programs | None = None,
     quarantine: frozenset[int] = frozenset(),
+    checkpoint: Checkpoint | None = None,
 ) -> Running:
     """Finds the model (downloads it if need be) and starts the processes; returns at once, before they are ready.
 
+    `checkpoint`: that of the config, which `located` has returned with it; None: it is looked for now.
     `listen_fds` are listening sockets that API workers 1 and up inherit. `quarantine`: fingerprints of requests that the
     engine must refuse. Raises `ConfigError` if there is no such model, or crash bundles could not be written.
     """
     if config.log.crash_dir:
         make_directory(Path(config.log.crash_dir).expanduser())
+    config, checkpoint = (config, checkpoint) if checkpoint is not None else located(config)
     return Running(
-        located(config),
+        config,
+        checkpoint,
         num_api_workers=config.server.api_workers if num_api_workers is None else num_api_workers,
         listen_fds=tuple(listen_fds),
         programs=programs or Programs(),
@@ -91,27 +116,42 @@ def start(
     )
 
 
-def located(config: Config, progress: Callable[[int, int], None] | None = None) -> Config:
-    """The config with a hub id replaced by where it lies, so that no child asks the hub. Downloads it if need be.
+def located(config: Config, progress: Callable[[int, int], None] | None = None) -> tuple[Config, Checkpoint]:
+    """The config with a hub id replaced by where it lies, so that no child asks the hub, and the checkpoint there, with its
+    headers. Downloads it if need be.
 
     `progress` hears of bytes downloaded, and of bytes in all.
     """
     model = config.model
     checkpoint = checkpoint_of(model, progress)
     if not model.model or Path(model.model).expanduser().exists():
-        return config
-    named = dataclasses.replace(
-        model, model=str(checkpoint.path), served_model_name=model.served_model_name or model.model
-    )
-    return dataclasses.replace(config, model=named)
+        return config, checkpoint
+    names = with_own_name(model.served_model_name, model.model)
+    named = dataclasses.replace(model, model=str(checkpoint.path), served_model_name=names)
+    return dataclasses.replace(config, model=named), checkpoint
 
 
 class Child:
-    """A process of ours."""
+    """A process of ours. `replica`: the engine that it is part of, if it is; `endpoints`: where it leaves word."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        endpoints: Endpoints,
+        replica: int | None = None,
+        pipe: JsonPipe | None = None,
+    ) -> None:
+        """`pipe`: where it writes its log, if that is not this process's stderr."""
         self.name = name
         self.process = process
+        self.endpoints = endpoints
+        self.replica = replica
+        self.pipe = pipe
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.name.startswith("engine")
 
     @property
     def alive(self) -> bool:
@@ -130,6 +170,7 @@ class Running:
     def __init__(
         self,
         config: Config,
+        checkpoint: Checkpoint,
         *,
         num_api_workers: int,
         listen_fds: tuple[int, ...],
@@ -137,6 +178,7 @@ class Running:
         quarantine: frozenset[int] = frozenset(),
     ) -> None:
         self.config = config
+        self.checkpoint = checkpoint
         self.facts: dict[str, Any] = {}
         self.suspects: frozenset[int] = frozenset()
         """Once it has failed: fingerprints of the requests that the engine was computing."""
@@ -154,10 +196,23 @@ class Running:
         self._deadline_s = float("inf")
         self._owner_pid = os.getpid()
         self._lifeline, self._keep_alive = os.pipe()
-        if quarantine:
-            write_quarantine(self.endpoints, quarantine)
-        self._pulse = Pulse(self.endpoints.heartbeat)
-        self._found_stuck = False
+        self._engines = self.endpoints.replicas(config.parallel.dp_size)
+        for each in self._engines:
+            Path(each.directory).mkdir(mode=0o700, exist_ok=True)
+            if quarantine:
+                write_quarantine(each, quarantine)
+        self._pulses: dict[str, Pulse] = {}
+        self._ready = threading.Event()
+        self._lost: set[int] = set()
+        self._restarts: Counter[int] = Counter()
+        self._worker_restarts: list[float] = []
+        """When API workers were started again."""
+        self._found_stuck = ""
+        """The process that had not moved for too long, once there is one."""
+        self._meetings: dict[int, StoreServer] = {}
+        self._group: Group | None = None
+        self._stopped_since: dict[str, float] = {}
+        self._found_stopped = ""
         try:
             self._start_children()
         except BaseException:
@@ -184,7 +239,7 @@ class Running:
                 raise error
             if self._stopping.is_set():
                 raise Unavailable(what="the server was stopped before it was ready")
-            status = read_status(self.endpoints)
+            status = self._status()
             news = (status.phase, status.detail, status.progress)
             if progress is not None and news != told and status.phase != "failed":
                 progress(status)
@@ -197,8 +252,27 @@ class Running:
                 )
             time.sleep(0.02)
         self.facts = status.facts
+        self._ready.set()
+        if isinstance(self._group, Leader):
+            self._group.opened(self.facts)
         self._start_api_workers()
         return self.facts
+
+    def _status(self) -> Status:
+        """How far the engines have come: the last of them. On another machine than that of rank 0, as that one says."""
+        if not isinstance(self._group, Member):
+            statuses = [read_status(each) for each in self._engines]
+            behind = min(statuses, key=lambda status: (status.phase == "ready", status.progress))
+            if behind.phase == "ready" and len(statuses) > 1:
+                ranks = [
+                    {"replica": number, **rank} for number, each in enumerate(statuses) for rank in each.facts["ranks"]
+                ]
+                behind.facts = statuses[0].facts | {"ranks": ranks}
+                write_status(self.endpoints, behind)
+            return behind
+        if self._group.ready is None:
+            return Status(phase="loading", detail="loading with the other machines")
+        return Status(phase="ready", facts=self._group.ready)
 
     def failed(self) -> BoughError | None:
         """Why the server has ended by itself, if it has."""
@@ -235,6 +309,10 @@ class Running:
         try:
             self._end_all(drain_s)
         finally:
+            if self._group is not None:
+                self._group.close()
+            for meeting in self._meetings.values():
+                meeting.close()
             self._private.remove()
             os.close(self._lifeline)
             os.close(self._keep_alive)
@@ -251,74 +329,208 @@ class Running:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def _save_launch(self) -> Launch:
-        """For the children that the calling thread is about to start."""
+    def _save_launch(self, replica: int | None = None) -> Launch:
+        """For the children that the calling thread is about to start: those of one engine, or the others."""
         launch = Launch(
             config=self.config,
-            directory=self.endpoints.directory,
+            directory=(self.endpoints if replica is None else self._engines[replica]).directory,
+            home=self.endpoints.directory,
+            replica=replica or 0,
             parent_pid=os.getpid(),
             lifeline_fd=self._lifeline,
             die_with_parent_thread=threading.current_thread() is threading.main_thread(),
             listen_fds=self._listen_fds,
             num_api_workers=self._num_api_workers,
+            generation=0 if self._group is None else self._group.generation,
         )
         save_launch(launch)
         return launch
 
     def _start_children(self) -> None:
+        write_checkpoint(self.endpoints, self.checkpoint)
+        for replica in range(len(self._engines)):
+            self._start_engine(replica)
         launch = self._save_launch()
-        directory = self.endpoints.directory
-        self._spawn("engine", (*self._programs.engine, directory))
-        for rank in range(1, self.config.parallel.tp_size):
-            self._spawn(f"rank{rank}", (*self._programs.engine, directory, str(rank)))
-        if launch.detokenizes:
-            self._spawn("detokenizer", (*self._programs.detokenizer, directory))
+        if launch.detokenizes and self.config.parallel.node_rank == 0:
+            self._spawn("detokenizer", (*self._programs.detokenizer, self.endpoints.directory))
+
+    def _start_engine(self, replica: int) -> None:
+        """Starts the ranks of one engine that run on this machine."""
+        self._meet(replica)
+        directory = self._save_launch(replica).directory
+        several = len(self._engines) > 1
+        for rank in local_ranks(self.config.parallel):
+            name = ("engine" if rank == 0 else f"rank{rank}") + (f".{replica}" if several else "")
+            which = () if name == "engine" else (str(rank), name)
+            self._spawn(name, (*self._programs.engine, directory, *which), replica)
+
+    def _meet(self, replica: int) -> None:
+        """Opens the meeting place of an engine's ranks, or joins that of machine 0."""
+        parallel = self.config.parallel
+        if Layout.of(parallel).size == 1:
+            return
+        facts = JoinFacts.of(self.config, self.checkpoint) if parallel.nnodes > 1 else None
+        if facts is not None and parallel.node_rank > 0:
+            place, secret = parallel.dist_init_addr, parallel.dist_secret
+            self._group = Member(place, secret, facts, parallel.node_rank, parallel.dist_timeout_s)
+            return
+        listeners = [Listener(self._engines[replica].meeting)]
+        if facts is not None:
+            listeners.append(Listener(parallel.dist_init_addr, parallel.dist_secret))
+        meeting = StoreServer(listeners, generation=time.time_ns() & 0x7FFF_FFFF_FFFF if facts else 0)
+        self._meetings[replica] = meeting
+        if facts is not None:
+            self._group = Leader(meeting, facts, parallel.nnodes, parallel.dist_timeout_s)
 
     def _start_api_workers(self) -> None:
         with self._lock:
             if self._num_api_workers > 1 and not self._stopping.is_set() and "api1" not in self.pids:
                 self._save_launch()
                 for worker in range(1, self._num_api_workers):
-                    self._spawn(f"api{worker}", (*self._programs.api, self.endpoints.directory, str(worker)))
+                    self._spawn_worker(f"api{worker}")
 
-    def _spawn(self, name: str, arguments: tuple[str, ...]) -> None:
+    def _spawn_worker(self, name: str) -> None:
+        self._spawn(name, (*self._programs.api, self.endpoints.directory, name.removeprefix("api")))
+
+    def _spawn(self, name: str, arguments: tuple[str, ...], replica: int | None = None) -> None:
         inherited = (self._lifeline, *self._listen_fds) if name.startswith("api") else (self._lifeline,)
-        process = subprocess.Popen(
-            [sys.executable, "-P", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=inherited,
-            process_group=0,
-            env=_environment(),
-        )
-        self._children.append(Child(name, process))
+        pipe = JsonPipe(name) if self.config.log.log_format == "json" else None
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2 if pipe is None else pipe.fileno(),
+                stderr=None if pipe is None else pipe.fileno(),
+                pass_fds=inherited,
+                process_group=0,
+                env=_environment(self.config),
+            )
+        finally:
+            if pipe is not None:
+                pipe.handed_over()
+        endpoints = self.endpoints if replica is None else self._engines[replica]
+        self._children.append(Child(name, process, endpoints, replica, pipe))
 
     # -- watching --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        """Until something has died that the server can't do without. A look that fails is logged, and others follow."""
         while not self._stopping.wait(_LOOK_EVERY_S):
-            dead = [child for child in self._children if not child.alive]
-            if dead:
-                self._fail(dead[0])
-                return
-            if self.config.server.supervise:
-                self._end_if_stuck()
+            try:
+                if self._look():
+                    return
+            except Exception:
+                _log.exception("the processes could not be looked after, and are looked after again")
+                self._stopping.wait(_SETTLE_S)
+
+    def _look(self) -> bool:
+        """Starts dead API workers again, and does without dead engines where others go on. Returns whether the server has
+        failed."""
+        if self.config.server.supervise:
+            self._end_if_stuck()
+        self._end_if_stopped()
+        dead = [child for child in self._children if not child.alive]
+        broken = None if self._group is None else self._group.look()
+        if broken is not None:
+            self._fail(dead[0] if dead else None)
+            return True
+        dead = [child for child in dead if not (child.name.startswith("api") and self._start_again(child))]
+        if dead and self._can_lose(dead):
+            self._lose(dead[0])
+        elif dead:
+            self._fail(dead[0])
+            return True
+        return False
+
+    def _start_again(self, dead: Child) -> bool:
+        """Another API worker in the place of a dead one, whose clients have lost their answers. False: too many died."""
+        with self._lock:
+            now = time.monotonic()
+            self._worker_restarts = [at for at in self._worker_restarts if now - at < _RESTARTS_WITHIN_S]
+            if self._stopping.is_set() or len(self._worker_restarts) >= _MOST_RESTARTS:
+                return False
+            error = read_error(self.endpoints, dead.name) or _how_it_ended(dead)
+            self.endpoints.error(dead.name).unlink(missing_ok=True)
+            _log.error("%s; it is started again", error.sentence())
+            self._worker_restarts.append(now)
+            self._children.remove(dead)
+            self._save_launch()
+            self._spawn_worker(dead.name)
+        return True
 
     def _end_if_stuck(self) -> None:
-        """An engine that no longer moves is as good as dead: whoever supervises starts another."""
-        beat = self._pulse.read()
-        if beat.state is not State.STARTING and beat.age_s > self.config.server.watchdog_timeout_s:
-            self._found_stuck = True
-            for child in self._children:
-                if child.name == "engine":
-                    child.signal(signal.SIGKILL)
-                    child.process.wait()
+        """A process that no longer moves is as good as dead: it is ended, and treated as such."""
+        for child in [each for each in self._children if each.alive]:
+            beat = self._pulse_of(child).read()
+            stale = beat.state is not State.STARTING and beat.age_s > self.config.server.watchdog_timeout_s
+            if stale and beat.pid == child.process.pid:
+                if not child.name.startswith("api"):
+                    self._found_stuck = child.name
+                _log.error("the %s process has not moved for %.0f s and is ended", child.name, beat.age_s)
+                child.signal(signal.SIGKILL)
+                child.process.wait()
 
-    def _fail(self, dead: Child) -> None:
-        """One process has died: find the cause, tell everybody, end the others."""
+    def _pulse_of(self, child: Child) -> Pulse:
+        """Ranks other than the first have none: it never beats."""
+        if child.name not in self._pulses:
+            path = child.endpoints.heartbeat if child.is_first_rank else self.endpoints.beat(child.name)
+            self._pulses[child.name] = Pulse(path)
+        return self._pulses[child.name]
+
+    def _can_lose(self, dead: list[Child]) -> bool:
+        """Whether other engines go on without these processes."""
+        gone = {child.replica for child in dead}
+        ready = [number for number, each in enumerate(self._engines) if read_status(each).phase == "ready"]
+        return None not in gone and self._ready.is_set() and bool(set(ready) - gone - self._lost)
+
+    def _lose(self, dead: Child) -> None:
+        """One of several engines has died: the others go on, and with `--supervise` another takes its place."""
+        replica = dead.replica
+        assert replica is not None, "only engines can be lost"
         self._stopping.wait(_SETTLE_S)
-        error = self._cause(dead)
-        steps = read_flight(self.endpoints.flight)
+        its = [child for child in self._children if child.replica == replica]
+        error = self._cause(dead, its)
+        self._found_stuck, self._found_stopped = "", ""
+        self._children = [child for child in self._children if child.replica != replica]
+        self._lost.add(replica)
+        write_status(self._engines[replica], Status(phase="failed", error=error.sentence()))
+        _log.error("replica %d is lost: %s", replica, error.sentence())
+        for child in its:
+            child.signal(signal.SIGKILL)
+            child.process.wait()
+        if replica in self._meetings:
+            self._meetings.pop(replica).close()
+        self._restarts[replica] += 1
+        if self.config.server.supervise and self._restarts[replica] < _MOST_RESTARTS:
+            with self._lock:
+                if not self._stopping.is_set():
+                    _log.info("starting replica %d again", replica)
+                    for child in its:
+                        self._engines[replica].error(child.name).unlink(missing_ok=True)
+                    self._lost.discard(replica)
+                    self._start_engine(replica)
+
+    def _end_if_stopped(self) -> None:
+        """A rank that was stopped (SIGSTOP) keeps all others waiting: it is ended, and the group with it."""
+        ranks = [child for child in self._children if child.replica is not None]
+        if Layout.of(self.config.parallel).size == 1:
+            return
+        now = time.monotonic()
+        for child in ranks:
+            if not is_stopped(child.process.pid):
+                self._stopped_since.pop(child.name, None)
+            elif now - self._stopped_since.setdefault(child.name, now) > _STOPPED_S:
+                self._found_stopped = child.name
+                child.signal(signal.SIGKILL)
+                child.process.wait()
+
+    def _fail(self, dead: Child | None) -> None:
+        """A process of ours has died, or the group of machines is broken: find the cause, tell everybody, end the others."""
+        self._stopping.wait(self._settle_s(dead))
+        error = self._cause(dead, self._children)
+        if self._group is not None:
+            self._group.fail(error)
+        steps = read_flight(self._engines[(dead.replica if dead else 0) or 0].flight)
         self.suspects = suspects(steps)
         with self._lock:
             if self._stopping.is_set():
@@ -342,50 +554,75 @@ class Running:
             for child in outer:
                 child.signal(signal.SIGTERM)
 
-    def _write_bundle(self, dead: Child, error: BoughError, steps: list[RecordedStep]) -> None:
+    def _settle_s(self, dead: Child | None) -> float:
+        """How long the cause may take to show. A machine whose rank has failed speaks before machine 0 asks."""
+        failed_here = dead is not None and dead.process.returncode != 0
+        if self._group is None or (isinstance(self._group, Member) and failed_here):
+            return _SETTLE_S
+        return _GROUP_SETTLE_S
+
+    def _write_bundle(self, dead: Child | None, error: BoughError, steps: list[RecordedStep]) -> None:
         stacks = {}
         for child in self._children:
             with contextlib.suppress(OSError):
-                stacks[child.name] = self.endpoints.fault(child.name).read_text(errors="replace")
+                stacks[child.name] = child.endpoints.fault(child.name).read_text(errors="replace")
         try:
             path = write_bundle(
-                Path(self.config.log.crash_dir).expanduser(), process=dead.name, error=error, steps=steps,
+                Path(self.config.log.crash_dir).expanduser(), process=dead.name if dead else "", error=error, steps=steps,
                 config=self.config, facts=self.facts, stacks=stacks, version=bough.__version__,
             )  # fmt: skip
             _log.error("what is known of the crash is in %s", path)
         except OSError as problem:
             _log.error("the crash bundle could not be written: %s", problem)
 
-    def _cause(self, dead: Child) -> BoughError:
-        """The error of the process that failed first; if none left one, how this one ended."""
+    def _cause(self, dead: Child | None, children: Sequence[Child]) -> BoughError:
+        """What failed first: a process that was killed, then what another machine reports, then the error of the process
+        that left one first; if there is none, how this one ended."""
+        if self._found_stopped:
+            return BoughError(
+                what=f"the {self._found_stopped} process was stopped (SIGSTOP) for {_STOPPED_S:g} s and was ended",
+                why="all other ranks wait for it",
+                fix="start again, with --supervise to have that done",
+            )
         if self._found_stuck:
             return BoughError(
-                what=f"the engine had not moved for {self.config.server.watchdog_timeout_s:g} s and was ended",
+                what=f"the {self._found_stuck} had not moved for {self.config.server.watchdog_timeout_s:g} s and was ended",
                 why="a step hangs, or the machine was stopped",
                 fix="a larger --watchdog-timeout allows for slower steps; --safe-mode turns off custom kernels",
             )
+        killed = [child for child in children if not child.alive and child.process.returncode < 0]
+        if killed and not killed[0].endpoints.error(killed[0].name).exists():
+            return _how_it_ended(killed[0])
+        broken = None if self._group is None else self._group.look()
+        if broken is not None:
+            return broken
         reports = []
-        for child in self._children:
+        for number, child in enumerate(children):
             with contextlib.suppress(OSError):
-                reports.append((self.endpoints.error(child.name).stat().st_mtime_ns, child.name))
-        for _, name in sorted(reports):
-            error = read_error(self.endpoints, name)
+                reports.append((child.endpoints.error(child.name).stat().st_mtime_ns, number))
+        for _, number in sorted(reports):
+            error = read_error(children[number].endpoints, children[number].name)
             if error is not None:
                 return error
-        return _how_it_ended(dead, self.endpoints)
+        assert dead is not None, "the group or a process has failed"
+        return _how_it_ended(dead)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def _end_all(self, drain_s: float) -> None:
         by_name = {child.name: child for child in self._children}
-        engine = by_name.get("engine")
-        ranks = [child for child in self._children if child.name.startswith("rank")]
+        ranks = [child for child in self._children if child.replica is not None]
+        engines = [child for child in ranks if child.is_first_rank]
         workers = [child for child in self._children if child.name.startswith("api")]
         for worker in workers:
             worker.signal(signal.SIGTERM)
-        if engine is not None and engine.alive:
-            self._ask_to_end(engine, drain_s)
-        _end([*([engine] if engine else []), *ranks], lambda: self._deadline_s)
+        for engine in engines:
+            if engine.alive:
+                self._ask_to_end(engine, drain_s)
+        if not engines:
+            for rank in ranks:
+                rank.signal(signal.SIGTERM)
+        _end(ranks, lambda: self._deadline_s)
         detokenizer = by_name.get("detokenizer")
         if detokenizer is not None:
             detokenizer.signal(signal.SIGTERM)
@@ -395,16 +632,15 @@ class Running:
     def _ask_to_end(self, engine: Child, drain_s: float) -> None:
         """A message if its loop runs; a signal while it is still loading."""
         try:
-            ready = read_status(self.endpoints).phase == "ready"
+            ready = read_status(engine.endpoints).phase == "ready"
         except (OSError, ValueError):
             ready = False
         if not ready or self._error is not None:
-            engine.signal(signal.SIGTERM)
             for child in self._children:
-                if child.name.startswith("rank"):
+                if child.replica == engine.replica:
                     child.signal(signal.SIGTERM)
             return
-        outbox = Outbox(self.endpoints.engine)
+        outbox = Outbox(engine.endpoints.engine)
         outbox.send(Shutdown(drain_s))
         outbox.close()
 
@@ -421,6 +657,8 @@ def _end(children: Sequence[Child], deadline_s: Callable[[], float]) -> None:
         for child in children:
             child.signal(signal.SIGKILL)
             child.process.wait()
+            if child.pipe is not None:
+                child.pipe.join(_LAST_LINES_S)
 
 
 def _wait(children: Sequence[Child], patience_s: float) -> None:
@@ -429,14 +667,18 @@ def _wait(children: Sequence[Child], patience_s: float) -> None:
         time.sleep(0.01)
 
 
-def _environment() -> dict[str, str]:
+def _environment(config: Config) -> dict[str, str]:
     """This process's, with the package findable whatever the working directory."""
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    parallel = config.parallel
+    if parallel.nnodes > 1 and is_loopback(split_address(parallel.dist_init_addr)[0]):
+        found.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen where the host's name leads
+    return found
 
 
-def _how_it_ended(dead: Child, endpoints: Endpoints) -> BoughError:
+def _how_it_ended(dead: Child) -> BoughError:
     code = dead.process.returncode
     name = f"the {dead.name} process"
     if code is None or code >= 0:
@@ -457,7 +699,7 @@ def _how_it_ended(dead: Child, endpoints: Endpoints) -> BoughError:
         )
     stack = ""
     with contextlib.suppress(OSError):
-        stack = endpoints.fault(dead.name).read_text(errors="replace")[:4000]
+        stack = dead.endpoints.fault(dead.name).read_text(errors="replace")[:4000]
     error = BoughError(
         what=f"{name} crashed ({signal_name})",
         why="native code failed" + (f": {stack.splitlines()[0]}" if stack else ""),

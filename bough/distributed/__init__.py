@@ -1,5 +1,5 @@
-"""Which ranks share a model, and how they talk: torch.distributed (NCCL on CUDA, gloo on the CPU) behind one small object.
+"""Which ranks share a model, and how they talk.
 
-in: rank, size, an address. out: a `Mesh` and the collectives that take it. never: a global mesh; one rank
-alone pays nothing.
+in: a `Layout` of ranks, an address where they meet. out: a `Mesh` of named axes, each with its `Collectives`, which are
+torch.distributed's or those of threads. never: a global mesh; a rank that is alone on an axis pays nothing for it.
 """

@@ -1,64 +1,80 @@
-"""The mesh: who this rank is among those that split each layer. It is an argument, never ambient."""
+"""The mesh: one rank's place among those that share a model. It is an argument, never ambient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Final
 
-import torch
-import torch.distributed as dist
-
-from bough.core.errors import ConfigError
+from bough.config.layout import AXES, AxisName, Layout
+from bough.config.shares import HeadShare, cut, head_share
+from bough.distributed.collectives import ALONE, Collectives
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """`size` ranks that each hold a share of every layer."""
+class Axis:
+    """Ranks that split the same tensors, or exchange what they have computed."""
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    talk: Collectives = ALONE
 
-    def share(self, total: int, what: str) -> int:
-        """How many of `total` each rank holds. Raises ConfigError if they can't be split evenly."""
-        if total % self.size:
-            raise ConfigError(
-                what=f"{total} {what} can't be split over {self.size} ranks",
-                why=f"{total} is no multiple of {self.size}",
-                fix="choose another --tp-size",
-            )
-        return total // self.size
+    def slice(self, total: int, what: str, flag: str = "--tp-size") -> slice:
+        """This rank's part of `range(total)`; see `config.shares.cut`."""
+        return cut(total, self.size, self.rank, what, flag)
 
-    def slice(self, total: int, what: str) -> slice:
-        """This rank's part of `range(total)`."""
-        share = self.share(total, what)
-        return slice(self.rank * share, (self.rank + 1) * share)
+    def head_share(self, num_heads: int, num_kv_heads: int) -> HeadShare:
+        """This rank's heads of an attention layer; see `config.shares.head_share`."""
+        return head_share(num_heads, num_kv_heads, self.size, self.rank)
+
+
+LONE: Final = Axis()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """One rank's place among those that share a model. See `Layout` for the axes."""
+
+    world: Axis = LONE
+    pp: Axis = LONE
+    tp: Axis = LONE
+    dp: Axis = LONE
+    cp: Axis = LONE
+    heads: Axis = LONE
+    ep: Axis = LONE
+    units: Axis = LONE
+
+    @staticmethod
+    def tensor(rank: int, size: int, talk: Collectives = ALONE) -> Mesh:
+        """The mesh of a rank where tensor parallelism is all there is."""
+        axis = Axis(rank, size, talk)
+        return Mesh(world=axis, tp=axis, heads=axis, units=axis)
+
+    def close(self) -> None:
+        """Ends all communication; the last call a rank makes."""
+        channels: list[Collectives] = []
+        for name in AXES:
+            talk: Collectives = getattr(self, name).talk
+            if all(talk is not other for other in channels):
+                channels.append(talk)
+        for talk in reversed(channels):  # that of all ranks is the first, and others may live on it
+            talk.close()
 
 
 SINGLE: Final = Mesh()
 """The mesh of one rank."""
 
 
-def join_mesh(rank: int, size: int, *, init_method: str, device: torch.device, timeout_s: float = 600.0) -> Mesh:
-    """Meets the other ranks at `init_method` (`tcp://host:port`, `file://...` or `env://`) and waits for all of them."""
-    if not 0 <= rank < size:
-        raise ConfigError(what=f"rank {rank} is not among {size} ranks", fix="check --tp-size")
-    if size == 1:
-        return SINGLE
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return Mesh(rank, size, dist.group.WORLD)
-
-
-def leave_mesh(mesh: Mesh) -> None:
-    """Ends the communication; the last call a rank makes."""
-    if mesh.group is not None:
-        dist.destroy_process_group(mesh.group)
+def make_mesh(layout: Layout, rank: int, connect: Callable[[AxisName, list[int], int], Collectives]) -> Mesh:
+    """The mesh of a rank. `connect(axis, ranks, place)` opens the channel between `ranks`, of which this is number `place`;
+    axes that consist of the same ranks share one. All ranks connect the axes in the same order."""
+    place = layout.place(rank)
+    opened: dict[tuple[int, ...], Collectives] = {}
+    axes: dict[str, Axis] = {}
+    for name in AXES:
+        ranks = next(group for group in layout.groups(name) if rank in group)
+        if len(ranks) > 1:
+            if tuple(ranks) not in opened:
+                opened[tuple(ranks)] = connect(name, ranks, place[name])
+            axes[name] = Axis(place[name], len(ranks), opened[tuple(ranks)])
+    return Mesh(**axes)

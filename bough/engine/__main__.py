@@ -1,9 +1,10 @@
-"""`python -m bough.engine DIRECTORY [RANK]`: one rank of the engine, started by `bough.launch`."""
+"""`python -m bough.engine DIRECTORY [RANK NAME]`: one rank of an engine, started by `bough.launch`."""
 
 import gc
 import sys
 import time
 
+from bough.engine.places import device_index
 from bough.ipc import Launch, run_child
 from bough.platform.environment import prepare_environment
 
@@ -12,8 +13,8 @@ def run(launch: Launch, name: str, rank: int) -> None:
     from bough.engine.early import Early
     from bough.observability.switches import LogListener
 
-    LogListener(launch.endpoints.path(""), name).follow()
-    early = Early(launch.config, rank)
+    LogListener(launch.server.path(""), name).follow()
+    early = Early(launch.config, device_index(launch, rank))
     began = time.perf_counter()
     from bough.engine.build import run_rank
 
@@ -23,6 +24,5 @@ def run(launch: Launch, name: str, rank: int) -> None:
 if __name__ == "__main__":
     gc.disable()  # until the engine is ready: modules are no garbage
     prepare_environment()  # before torch is imported
-    number = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    title = "engine" if number == 0 else f"rank{number}"
+    number, title = (int(sys.argv[2]), sys.argv[3]) if len(sys.argv) > 2 else (0, "engine")
     sys.exit(run_child(title, sys.argv[1], lambda launch: run(launch, title, number)))

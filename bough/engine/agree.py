@@ -6,40 +6,64 @@ by what they saw themselves would differ in pages or in types.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
 from bough.config.resolve import MachineFacts
-from bough.core.errors import Unavailable
-from bough.ipc import Endpoints
-from bough.platform.whole_file import write_whole
+from bough.core.errors import ConfigError, Unavailable
+from bough.ipc.store import AnyStore
 
-_LOOK_EVERY_S = 0.005
 _PATIENCE_S = 600.0
 
 
-def agree(mine: MachineFacts, endpoints: Endpoints, rank: int, num_ranks: int) -> MachineFacts:
-    """The machine by which all ranks decide. Waits for the others. Raises `Unavailable` if one does not come."""
-    if num_ranks == 1:
-        return mine
-    write_whole(endpoints.machine(rank), msgspec.json.encode(mine))
-    give_up_s = time.monotonic() + _PATIENCE_S
-    seen = [_heard(endpoints, each, give_up_s) for each in range(num_ranks)]
+def agree(mine: MachineFacts, store: AnyStore, rank: int, num_ranks: int, sharing: int = 1) -> MachineFacts:
+    """The machine by which all ranks decide. Waits for the others. Raises `Unavailable` if one does not come.
+
+    `sharing`: ranks on this machine, which have its memory in common if they run on its CPU.
+    """
+    store.set(_key(rank), msgspec.json.encode(part_of(mine, sharing)))
+    return least([_heard(store, each) for each in range(num_ranks)])
+
+
+def part_of(machine: MachineFacts, sharing: int) -> MachineFacts:
+    """The machine as one of `sharing` ranks has it: on a CPU they have its memory in common."""
+    if machine.device != "cpu":
+        return machine
+    free_bytes, host_free_bytes = machine.free_bytes // sharing, machine.host_free_bytes // sharing
+    return replace(machine, free_bytes=free_bytes, host_free_bytes=host_free_bytes)
+
+
+def least(seen: Sequence[MachineFacts]) -> MachineFacts:
+    """What all of them have. Raises `ConfigError` if they are of different kinds."""
+    first = seen[0]
+    for rank, other in enumerate(seen):
+        if other.device != first.device:
+            raise ConfigError(
+                what=f"rank 0 runs on {first.device}, rank {rank} on {other.device}",
+                why="ranks of one model must compute the same way",
+                fix="set --device on every machine",
+            )
+    common = tuple(name for name in first.attention_backends if all(name in each.attention_backends for each in seen))
     return replace(
-        seen[0],
+        first,
         total_bytes=min(each.total_bytes for each in seen),
         free_bytes=min(each.free_bytes for each in seen),
         host_free_bytes=min(each.host_free_bytes for each in seen),
+        has_bfloat16=all(each.has_bfloat16 for each in seen),
+        attention_backends=common,
     )
 
 
-def _heard(endpoints: Endpoints, rank: int, give_up_s: float) -> MachineFacts:
-    while True:
-        try:
-            return msgspec.json.decode(endpoints.machine(rank).read_bytes(), type=MachineFacts)
-        except FileNotFoundError:
-            if time.monotonic() > give_up_s:
-                raise Unavailable(what=f"rank {rank} did not start", why="the others waited for it") from None
-            time.sleep(_LOOK_EVERY_S)
+def _key(rank: int) -> str:
+    return f"machine/{rank}"
+
+
+def _heard(store: AnyStore, rank: int) -> MachineFacts:
+    try:
+        return msgspec.json.decode(store.get(_key(rank), _PATIENCE_S), type=MachineFacts)
+    except TimeoutError:
+        raise Unavailable(
+            what=f"rank {rank} did not start within {_PATIENCE_S:g} s", why="the others waited for it"
+        ) from None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from bough.core.errors import ConfigError
-from bough.kernels.attention import AttentionInputs
+from bough.core.step import SpanCosts
+from bough.kernels.attention import AttentionInputs, Spec
 from bough.layers.batch import AttentionBackend
 from bough.runner.forward import AttentionFactory
 
@@ -23,10 +25,10 @@ _PER_DEVICE = ("hopper", "triton")
 def attention_factory(name: str, device: torch.device) -> AttentionFactory:
     """What gives a step its attention: a fresh object, or the device's own one told about the step."""
     if name in _PER_STEP:
-        factory: AttentionFactory = _class(*_PER_STEP[name])
+        factory: AttentionFactory = _named(*_PER_STEP[name])
         return factory
     if name in _PER_DEVICE:
-        backend = _class("bough.kernels.attention.triton_backend", "TritonAttention")(device, hopper=name == "hopper")
+        backend = _named("bough.kernels.attention.triton_backend", "TritonAttention")(device, hopper=name == "hopper")
 
         def prepared(inputs: AttentionInputs) -> AttentionBackend:
             backend.prepare(inputs)
@@ -41,5 +43,18 @@ def attention_factory(name: str, device: torch.device) -> AttentionFactory:
     )
 
 
-def _class(module: str, name: str) -> Any:
+def span_costs(name: str, specs: Sequence[Spec], kv_bytes: int) -> SpanCosts | None:
+    """What shared spans cost the layers of a model, by those that see all of their KV. `kv_bytes`: of one number."""
+    spec = next((spec for spec in specs if spec.window is None and spec.causal), None)
+    if spec is None:
+        return None
+    costs: SpanCosts | None = None
+    if name in _PER_DEVICE:
+        costs = _named("bough.kernels.attention.triton_backend", "span_costs")(spec, kv_bytes)
+    elif name == "cpu":
+        costs = _named("bough.kernels.attention.cpu", "SPANS")
+    return costs
+
+
+def _named(module: str, name: str) -> Any:
     return vars(import_module(module))[name]

@@ -8,42 +8,60 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint
+from bough.config.hosts import nodes_of_ranks
+from bough.config.layout import Layout
 from bough.config.memory_plan import MemoryPlan
+from bough.config.model_facts import ModelFacts
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import Resolved, largest_step
+from bough.config.resolve import largest_step
+from bough.config.shares import stage_layers, uneven_heads
+from bough.config.speculation import drafts_of_step
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
 from bough.core.step import Runner, RunnerLimits
-from bough.distributed.mesh import Mesh, join_mesh
-from bough.engine.agree import agree
-from bough.engine.attention import attention_factory
-from bough.engine.decide import decide
+from bough.distributed.join import join_mesh
+from bough.distributed.mesh import SINGLE, Mesh
+from bough.distributed.shared_memory import Patience
+from bough.engine.agree import agree, part_of
+from bough.engine.attention import attention_factory, span_costs
+from bough.engine.decide import Decided, decide
 from bough.engine.early import Early
 from bough.engine.grammars import grammars_of
+from bough.engine.held import Held, exchange, of_rank
 from bough.engine.loop import Loop
 from bough.engine.outbox import open_outbox
-from bough.engine.pooling import pooling_limits, pooling_of, told
+from bough.engine.pipeline import PipelineRunner, open_outcomes, open_sink, run_stage, sampling_rank
+from bough.engine.places import device_index, sharing
+from bough.engine.pooling import pooling_limits, told
+from bough.engine.speculation import corpora_of, drafter_of
+from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
-from bough.ipc import Inbox, Launch, Outbox, Status, write_status
+from bough.ipc import Inbox, Launch, Status, read_checkpoint, write_status
+from bough.ipc.store import Store
 from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
+from bough.layers.decoder import Decoder
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
 from bough.platform import Device
 from bough.platform.processor import can_wait_busily
+from bough.quantization.kv_scales import KvScales, find_kv_scales
+from bough.runner.graphs import Extents
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
@@ -113,37 +131,75 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
     """The whole life of one engine rank, once this module is imported."""
     start = StartUp(launch, rank, {"importing the engine": round(importing_s, 3)})
     with start.phase("reading the checkpoint's headers", 0.05):
-        ranks = launch.config.parallel.tp_size
-        checkpoint, resolved = decide(
-            launch.config, early.facts(), lambda seen: agree(seen, launch.endpoints, rank, ranks)
-        )
+        layout = Layout.of(launch.config.parallel)
+        parallel = launch.config.parallel
+        store = meeting_place(launch) if layout.size > 1 else None
+        agreed = None
+        if store is not None:
+            agreed = partial(agree, store=store, rank=rank, num_ranks=layout.size, sharing=sharing(launch))
+        elif parallel.dp_size > 1:
+            agreed = partial(part_of, sharing=sharing(launch))
+        decided = decide(launch.config, early.facts(), agreed, read_checkpoint(launch.server))
+    checkpoint, facts, pooling, resolved = decided
     config = resolved.config
     if not config.device.custom_kernels:
         forbid_custom_kernels()
     if rank == 0:
         for line in resolved.lines():
-            _log.info("decided: %s", line)
-        _log.info("memory plan:\n%s", resolved.plan.table())
+            _log.debug("decided: %s", line)
+        _log.debug("memory plan:\n%s", resolved.plan.table())
+        uneven = uneven_heads(facts, layout)
+        if uneven:
+            _log.warning("%s", uneven)
     with start.phase("preparing the device", 0.1):
-        device = open_device(config, rank)
-        mesh = join_mesh(
-            rank, config.parallel.tp_size, init_method=launch.endpoints.rendezvous, device=device.torch_device
-        )
-    pooling = pooling_of(config, checkpoint)
+        device = open_device(config, device_index(launch, rank))
+        mesh, patience = SINGLE, Patience(parallel.dist_timeout_s)
+        if store is not None:
+            mesh = join_mesh(
+                layout, rank, store,
+                device=device.torch_device, hosts=nodes_of_ranks(parallel), patience=patience,
+                timeout_s=parallel.dist_timeout_s, say=_log.info if rank == 0 else None,
+            )  # fmt: skip
     with start.phase("loading weights", 0.2, until=0.8) as tell:
         model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell)
     with start.phase("laying out memory", 0.8):
-        runner = make_runner(model, config, resolved.plan, device, checkpoint, pooling)
+        runner = make_runner(model, config, resolved.plan, device, facts, pooling, kv_scales(checkpoint, config, facts))
+    assert isinstance(model, torch.nn.Module)
+    held = exchange(of_rank(rank, model, runner.pool), store, layout.size)
     with start.phase("warming up", 0.9):
         warm_up(runner, config)
     # What start-up leaves behind stays: no collection needs to look at it.
     gc.freeze()
     gc.enable()
     with torch.inference_mode():  # once: steps that find it on are launched sooner
-        if rank > 0:
-            run_worker(Inbox(launch.endpoints.rank(rank), ToWorker), runner)
+        if store is None or rank == 0:
+            others, outcomes = None, None
+            if store is not None:
+                others = open_channel(store, launch.endpoints, parallel, launch.generation)
+                if layout.pp > 1:
+                    outcomes = open_outcomes(store, launch.endpoints, parallel, others)
+            serve_steps(launch, start, decided, runner, others, held, patience, outcomes)
         else:
-            serve_steps(launch, start, checkpoint, resolved, runner)
+            source = open_source(
+                store, launch.endpoints, parallel, rank, ToWorker, launch.generation, spin_s=_spin_s(device)
+            )
+            if layout.pp == 1:
+                run_worker(source, runner, patience)
+            else:
+                assert isinstance(runner, ModelRunner), "pooling models have no stages"
+                sink = open_sink(store, launch.endpoints, source) if rank == sampling_rank(parallel) else None
+                run_stage(source, runner, patience, sink)
+
+
+def meeting_place(launch: Launch) -> Store:
+    """Where this rank meets the others."""
+    parallel = launch.config.parallel
+    return Store(
+        launch.meeting,
+        secret=parallel.dist_secret,
+        generation=launch.generation,
+        timeout_s=parallel.dist_timeout_s,
+    )
 
 
 def open_device(config: Config, rank: int) -> Device:
@@ -151,6 +207,13 @@ def open_device(config: Config, rank: int) -> Device:
     assert kind != "auto", "the device is decided by now"
     threads = config.device.cpu_threads
     return Device(kind, rank if kind == "cuda" else 0, threads=threads if isinstance(threads, int) else None)
+
+
+def graph_tokens(config: Config) -> int:
+    """Tokens of the largest graph; 0: none are captured."""
+    most = config.device.cuda_graph_max_tokens
+    assert isinstance(most, int), "decided by now"
+    return most if config.device.cuda_graph else 0
 
 
 def load_model(
@@ -172,10 +235,19 @@ def load_model(
         context_length=plan.context_length,
         seed=config.model.seed,
         dummy_weights=config.model.dummy_weights,
+        dummy_routing=config.model.dummy_routing,
         pooling=pooling,
         first_layer_table=config.model.first_layer_table == "on",
         progress=progress,
+        model_impl=config.model.model_impl,
     )
+
+
+def kv_scales(checkpoint: Checkpoint, config: Config, facts: ModelFacts) -> KvScales:
+    """Of keys and values that are cached in 8 bits; none for others."""
+    if not config.model.kv_cache_dtype.startswith("fp8"):
+        return KvScales()
+    return find_kv_scales(checkpoint, len(facts.mixers), config.model.quantization_param_path)
 
 
 def make_runner(
@@ -183,17 +255,32 @@ def make_runner(
     config: Config,
     plan: MemoryPlan,
     device: Device,
-    checkpoint: Checkpoint,
+    facts: ModelFacts,
     pooling: PoolingFacts | None = None,
+    scales: KvScales | None = None,
 ) -> ModelRunner | PoolingRunner:
     assert isinstance(model, torch.nn.Module)
+    stages, stage = (model.pp.size, model.pp.rank) if isinstance(model, Decoder) else (1, 0)
+    if stages != config.parallel.pp_size:
+        raise ConfigError(
+            what=f"{facts.architecture} can't be cut into {config.parallel.pp_size} stages",
+            why="it is not made of blocks that bough runs one by one",
+            fix="use --tp-size instead of --pp-size",
+            param="pp_size",
+        )
+    mine = stage_layers(facts.num_layers, stages, stage)
     whole = pooling is not None and pooling.whole
     page_size = plan.page_size
     num_pages = plan.num_pages + 1  # page 0 is nobody's
     _check_room(plan, device)
     specs = [] if whole else attention_specs(model)
-    shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in specs]
-    pool = KVPool(shapes, num_pages, page_size, _DTYPES[config.model.kv_cache_dtype], device.torch_device)
+    shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
+    scales = scales or KvScales()
+    values = [
+        k if spec.latent else v for spec, k, v in zip(specs, scales.keys, scales.values, strict=bool(scales.keys))
+    ]
+    kv_dtype = _DTYPES[config.model.kv_cache_dtype]
+    pool = KVPool(shapes, num_pages, page_size, kv_dtype, device.torch_device, scales.keys, values)
     device.reserve(plan.activation_bytes)
     running = config.scheduler.max_running_requests
     chunk, unwatched = config.scheduler.chunked_prefill_size, config.scheduler.unwatched_prefill_size
@@ -210,7 +297,9 @@ def make_runner(
         pages_per_slot=-(-plan.context_length // page_size),
         context_length=plan.context_length,
         max_step_tokens=step_tokens,
-        vocab_size=checkpoint.facts.vocab,
+        vocab_size=facts.vocab,
+        kv_moves=facts.kv_moves,
+        spans=span_costs(config.device.attention_backend, specs, pool.keys[0].itemsize) if specs else None,
     )
     if pooling is not None:
         assert isinstance(model, PooledModel)
@@ -222,9 +311,10 @@ def make_runner(
         limits,
         attention_factory(config.device.attention_backend, device.torch_device),
         device,
-        graph_max_tokens=config.device.cuda_graph_max_tokens if config.device.cuda_graph else 0,
+        graph_max_tokens=graph_tokens(config) if stages == 1 else 0,
         processors=load_processors(config.model.logit_processors),
-        mover=Mover(pool, checkpoint.facts.ropes, plan.context_length, device.torch_device),
+        mover=Mover(pool, facts.ropes[mine.start : mine.stop], plan.context_length, device.torch_device),
+        samples=stage == stages - 1,
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
         runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which
@@ -247,9 +337,15 @@ def _check_room(plan: MemoryPlan, device: Device) -> None:
 def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
     """Captures what the first request needs, and notes what the next ones will."""
     if runner.graphs is not None:
-        most = min(config.device.cuda_graph_max_tokens, runner.limits.num_slots)
+        most = min(graph_tokens(config), runner.limits.num_slots)
         with torch.inference_mode():
-            runner.graphs.warm_up([(tokens, rows) for tokens, rows in WARM_STEPS if rows <= most])
+            runner.graphs.warm_up(
+                [
+                    Extents(tokens, rows, rows, max_query=1 if rows == tokens else tokens)
+                    for tokens, rows in WARM_STEPS
+                    if rows <= most
+                ]
+            )
         if isinstance(runner, ModelRunner):
             runner.copies.capture()
         runner.graphs.want([size for size in LATER_GRAPHS if size <= most])
@@ -261,20 +357,31 @@ def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
 def serve_steps(
     launch: Launch,
     start: StartUp,
-    checkpoint: Checkpoint,
-    resolved: Resolved,
+    decided: Decided,
     local: ModelRunner | PoolingRunner,
+    others: StepChannel | None,
+    held: Sequence[Held],
+    patience: Patience,
+    outcomes: StepSource | None = None,
 ) -> None:
-    """Rank 0: takes requests until told to stop."""
+    """Rank 0: takes requests until it is asked to stop. `others`: the way to the other ranks, if there are any; `held`: what
+    each rank has loaded; `patience`: how long this one waits for the others; `outcomes`: what the last stage samples, if
+    there are stages."""
+    checkpoint, resolved = decided.checkpoint, decided.resolved
     config, endpoints = resolved.config, launch.endpoints
     runner: Runner = local
-    ranks = config.parallel.tp_size
-    broadcast = None
-    if ranks > 1:
-        broadcast = BroadcastRunner(local, [Outbox(endpoints.rank(rank)) for rank in range(1, ranks)])
-        runner = broadcast
+    broadcast: BroadcastRunner | PipelineRunner | None = None
+    if others is not None and outcomes is not None:
+        assert isinstance(local, ModelRunner), "pooling models have no stages"
+        runner = broadcast = PipelineRunner(local, others, outcomes, patience)
+    elif others is not None:
+        runner = broadcast = BroadcastRunner(local, others, patience)
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, spin_s=_spin_s(local.machine))
-    limits = Limits.of(local.limits, config.scheduler, seed=config.model.seed)
+    drafts = drafts_of_step(config.speculative, local.machine.kind, local.limits.num_slots)
+    limits = Limits.of(local.limits, config.scheduler, max_step_drafts=drafts, seed=config.model.seed)
+    parallel = config.parallel
+    if parallel.pp_size > 1:
+        limits = replace(limits, num_stages=parallel.pp_size, micro_batch=parallel.pp_max_micro_batch_size)
     if isinstance(local, PoolingRunner):
         limits = pooling_limits(limits, local.limits, local.pooling)
     cache = PrefixCache(
@@ -284,11 +391,15 @@ def serve_steps(
         enabled=config.cache.radix_cache,
     )
     queues = Queues(limits, grammars_of(config, checkpoint, limits.vocab_size))
+    drafter = drafter_of(config, limits)
+    queues.drafter = drafter
     if config.log.tensor_dump_dir:
         runner = _dumping(runner, local, queues, config)
     runner, watch = observe(
-        runner, config, endpoints, queues, cache, local.machine, local.idle if broadcast is None else None
+        runner, config, launch, queues, cache, local.machine, local.idle if broadcast is None else None
     )
+    hooks = watch.hooks()
+    hooks.corpus = corpora_of(drafter)
     loop = Loop(
         runner=runner,
         queues=queues,
@@ -296,18 +407,28 @@ def serve_steps(
         limits=limits,
         inbox=inbox,
         outbox=open_outbox(launch),
-        depth=1 if config.scheduler.overlap_schedule else 0,
-        hooks=watch.hooks(),
+        depth=steps_in_flight(config),
+        hooks=hooks,
         report_every_s=config.log.decode_log_interval_s,
+        report_every_steps=config.log.decode_log_interval,
     )
     watch.follow(loop)
     processors = local.shaper.names if isinstance(local, ModelRunner) else []
-    start.ready({**ready_facts(checkpoint, resolved, local.limits), "logit_processors": processors})
+    ranks = [to_builtins(each) for each in held]
+    start.ready({**ready_facts(decided, local.limits), "logit_processors": processors, "ranks": ranks})
     try:
         loop.run()
     finally:
         if broadcast is not None:
             broadcast.stop()
+
+
+def steps_in_flight(config: Config) -> int:
+    """Steps that may be computed while the next one is planned."""
+    parallel = config.parallel
+    if parallel.pp_size > 1:
+        return parallel.pp_size - 1 + parallel.pp_async_batch_depth
+    return 1 if config.scheduler.overlap_schedule else 0
 
 
 def _spin_s(device: Device) -> float:
@@ -329,12 +450,14 @@ def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues,
     return DumpingRunner(runner, local, queues, directory, several_ranks=config.parallel.tp_size > 1)
 
 
-def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits) -> dict[str, Any]:
+def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
     """What the other processes and `/server_info` may know."""
+    checkpoint, facts, pooling, resolved = decided
     plan = resolved.plan
     return {
         "model": checkpoint.name,
-        "architecture": checkpoint.facts.architecture,
+        "architecture": facts.architecture,
+        "num_parameters": facts.num_parameters(),
         "context_length": limits.context_length,
         "vocab_size": limits.vocab_size,
         "kv_tokens": plan.kv_tokens,
@@ -343,9 +466,9 @@ def ready_facts(checkpoint: Checkpoint, resolved: Resolved, limits: RunnerLimits
         "eos_ids": list(checkpoint.eos_ids),
         "device": resolved.config.device.device,
         "dtype": resolved.config.model.dtype,
-        "kv_join": resolved.config.cache.radix_cache and not resolved.config.model.is_embedding,
+        "kv_join": resolved.config.cache.radix_cache and pooling is None and facts.kv_moves,
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],
         "memory_table": plan.table(),
-        **told(pooling_of(resolved.config, checkpoint), checkpoint),
+        **told(pooling, checkpoint),
     }

@@ -9,9 +9,10 @@ from typing import Any
 from msgspec import Struct, structs
 
 from bough.cache.prefix import PrefixCache
-from bough.core.errors import BoughError
+from bough.core.errors import Aborted, BoughError
 from bough.core.messages import (
     AbortByName,
+    Corpus,
     FlushCache,
     GetInfo,
     Join,
@@ -31,7 +32,9 @@ from bough.scheduler.queues import Prefilling, Queues, Running
 from bough.scheduler.snapshot import snapshot
 
 Info = dict[str, Any]
-ControlMessage = AbortByName | FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Shutdown
+ControlMessage = (
+    AbortByName | FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Corpus | Shutdown
+)
 
 
 def _ignore_beat(step: int) -> None:
@@ -53,6 +56,8 @@ class Hooks(Struct, kw_only=True):
     """Called with a sentence about something that went wrong and was handled."""
     profile: Callable[[Profile], Info] | None = None
     """Starts or stops a profile; returns what to tell about it, or raises `BoughError`."""
+    corpus: Callable[[Corpus], Info] | None = None
+    """Adds, removes or lists texts to draft from; returns what to tell about it, or raises `BoughError`."""
     extra_info: Callable[[], Info] | None = None
     """More for `GetInfo`: what the process knows and the loop does not."""
 
@@ -60,7 +65,10 @@ class Hooks(Struct, kw_only=True):
 class Control:
     """Answers control messages and holds the states they lead to."""
 
-    def __init__(self, queues: Queues, cache: PrefixCache, hooks: Hooks, *, report_every_s: float) -> None:
+    def __init__(
+        self, queues: Queues, cache: PrefixCache, hooks: Hooks, *, report_every_s: float, report_every_steps: int = 0
+    ) -> None:
+        """`report_every_steps`: report by steps instead of seconds; 0: by seconds."""
         self.paused = False
         self.stop_by_s: float | None = None
         """Set while shutting down: when to give up on what still runs."""
@@ -68,14 +76,19 @@ class Control:
         self._cache = cache
         self._hooks = hooks
         self._every_s = report_every_s
+        self._every_steps = report_every_steps
         self._reported_s = 0.0
-        self._reported = (0, 0, 0)
+        self._reported = (0, 0, 0, 0, 0)
 
     def handle(self, message: ControlMessage, *, now: float) -> None:
         """Does what the message says; the reply goes out with the queues' mail."""
         match message:
             case AbortByName(call, rid, reason):
-                self._reply(call, "", {"aborted": abort_all(self._queues, self._cache, reason, now=now, rid=rid)})
+                ended = abort_all(
+                    self._queues, self._cache, Aborted(what=reason),
+                    now=now, rid=rid, tenant=message.tenant, worker=message.worker,
+                )  # fmt: skip
+                self._reply(call, "", {"aborted": ended})
             case FlushCache():
                 self._reply(message.call, *self._flush())
             case GetInfo():
@@ -91,6 +104,8 @@ class Control:
                 self._reply(message.call, "", {})
             case Profile():
                 self._reply(message.call, *self._profile(message))
+            case Corpus():
+                self._reply(message.call, *self._corpus(message))
             case Shutdown():
                 self._queues.draining = True
                 self.stop_by_s = now + message.drain_s
@@ -120,11 +135,19 @@ class Control:
         except BoughError as error:
             return error.sentence(), {}
 
+    def _corpus(self, message: Corpus) -> tuple[str, Info]:
+        if self._hooks.corpus is None:
+            return "this engine makes no drafts that are looked up in texts", {}
+        try:
+            return "", self._hooks.corpus(message)
+        except BoughError as error:
+            return error.sentence(), {}
+
     def _pause(self, message: Pause, now: float) -> Info:
         queues, cache = self._queues, self._cache
         self.paused = True
         if message.mode == "abort":
-            return {"aborted": abort_all(queues, cache, "the server was paused", now=now)}
+            return {"aborted": abort_all(queues, cache, Aborted(what="the server was paused"), now=now)}
         if message.mode == "retract":
             rows: list[Prefilling | Running] = [*queues.prefilling.values(), *queues.running.values()]
             for row in rows:
@@ -133,7 +156,14 @@ class Control:
         return {"frozen": queues.num_live}
 
     def _look(self, message: Look, now: float) -> Info:
-        picture = snapshot(self._queues, self._cache, max_spans=message.max_spans, max_rows=message.max_rows, now=now)
+        picture = snapshot(
+            self._queues,
+            self._cache,
+            max_spans=message.max_spans,
+            max_rows=message.max_rows,
+            span_tokens=message.span_tokens,
+            now=now,
+        )
         return {**self.info(), **structs.asdict(picture)}
 
     # -- telling ----------------------------------------------------------------------------------
@@ -172,14 +202,25 @@ class Control:
         }
 
     def tell(self, *, now: float) -> None:
-        """Reports throughput every few seconds, if anything has happened."""
+        """Reports throughput every few seconds or steps, if anything has happened."""
         passed = now - self._reported_s
-        if passed < self._every_s:
-            return
         counters = self._queues.counters
-        numbers = (counters.output_tokens, counters.prompt_tokens, counters.steps)
+        if self._every_steps:
+            if counters.steps - self._reported[2] < self._every_steps:
+                return
+        elif passed < self._every_s:
+            return
+        numbers = (
+            counters.output_tokens,
+            counters.prompt_tokens,
+            counters.steps,
+            counters.decoded_rows,
+            counters.accepted_tokens,
+        )
         done = [new - old for new, old in zip(numbers, self._reported, strict=True)]
         self._reported_s, self._reported = now, numbers
         if done[2]:
             rates = {"output_tokens_per_s": done[0] / passed, "prompt_tokens_per_s": done[1] / passed}
+            if self._queues.drafter is not None:
+                rates["accept_length"] = 1.0 + done[4] / max(done[3], 1)
             self._hooks.report({**self.info(), **rates, "steps": done[2], "seconds": passed})

@@ -4,50 +4,99 @@ would do. Needs no torch in this process."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint, checkpoint_of
+from bough.config.layout import Layout
+from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
 from bough.core.errors import ConfigError
 from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.pooling import pooling_of, pooling_settings, without_kv
-from bough.models.registry import module_of
+from bough.models.registry import facts_of, module_of
 from bough.platform import DeviceFacts
-from bough.quantization.readable import refuse_unreadable
+from bough.quantization.readable import rules_for
+
+
+class Decided(NamedTuple):
+    """What an engine will be."""
+
+    checkpoint: Checkpoint
+    facts: ModelFacts
+    pooling: PoolingFacts | None
+    resolved: Resolved
 
 
 def decide(
-    config: Config, facts: DeviceFacts, agreed: Callable[[MachineFacts], MachineFacts] | None = None
-) -> tuple[Checkpoint, Resolved]:
-    """Opens the checkpoint and settles every open setting; reads headers only. `agreed`: where others decide the same,
-    the machine as all of them see it. Raises `ConfigError` where the model can't be served."""
-    checkpoint = checkpoint_of(config.model)
+    config: Config,
+    device: DeviceFacts,
+    agreed: Callable[[MachineFacts], MachineFacts] | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> Decided:
+    """Settles every open setting; reads headers only. `checkpoint`: that of the config, if it has been opened already.
+    `agreed`: where others decide the same, the machine as all of them see it. Raises `ConfigError` where the model can't be
+    served."""
+    checkpoint = checkpoint or checkpoint_of(config.model)
+    facts = facts_of(checkpoint.config, config.model.model_impl)
     custom = config.device.custom_kernels and not config.device.safe_mode
-    keep_packed = facts.kind == "cpu" and config.model.quantization != "none" and config.model.load_format != "dummy"
-    machine = machine_facts(facts, custom_kernels=custom)
+    machine = machine_facts(device, custom_kernels=custom)
     if agreed is not None:
         machine = agreed(machine)
-    planned = plan_facts(checkpoint, config.model.model, keep_packed=keep_packed)
-    pooling = pooling_of(config, checkpoint)
-    check_servable(config, checkpoint, pooling)
+    planned = plan_facts(
+        checkpoint,
+        facts,
+        config.model,
+        keep_blocks=device.kind == "cpu",
+        layout=Layout.of(config.parallel),
+    )
+    pooling = pooling_of(config, checkpoint, facts)
+    check_servable(config, checkpoint, facts, pooling)
+    if facts.through_transformers:  # modules with experts look at values on the host, which no graph can hold
+        config = replace(config, device=replace(config.device, cuda_graph=False))
     if pooling is not None:
-        config = pooling_settings(config, pooling, checkpoint, facts.kind)
+        config = pooling_settings(config, pooling, checkpoint, facts, device.kind)
         planned = without_kv(planned) if pooling.whole else planned
-    return checkpoint, resolve(config, machine, planned)
+    return Decided(checkpoint, facts, pooling, resolve(config, machine, planned))
 
 
-def check_servable(config: Config, checkpoint: Checkpoint, pooling: PoolingFacts | None) -> None:
-    """Raises `ConfigError` for what building the model would stumble over, so that whoever only asks hears of it, too."""
-    if pooling is None:  # what pools is made of parts, which are looked up when it is built
-        module_of(checkpoint.facts.architecture)
-    if config.model.load_format != "dummy":
-        refuse_unreadable(checkpoint)
-    heads, ranks = checkpoint.facts.num_heads, config.parallel.tp_size
-    if heads % ranks:
+def _check_through_transformers(config: Config, pooling: PoolingFacts | None) -> None:
+    if pooling is not None:
         raise ConfigError(
-            what=f"{heads} attention heads can't be split over {ranks} ranks",
-            why=f"{heads} is no multiple of {ranks}",
-            fix="choose another --tp-size",
+            what="a pooling model can't run through transformers",
+            why="only models that generate do",
+            fix="choose an architecture that bough implements (docs/models.md)",
+            param="model_impl",
+        )
+    if config.parallel.tp_size > 1:
+        raise ConfigError(
+            what="a model that runs through transformers can't be split over ranks",
+            why="its layers know nothing of them",
+            fix="leave --tp-size out, or choose an architecture that bough implements (docs/models.md)",
             param="tp_size",
+        )
+
+
+def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
+    """Raises `ConfigError` for what building the model would stumble over, so that whoever only asks hears of it, too."""
+    if facts.through_transformers:
+        _check_through_transformers(config, pooling)
+    elif pooling is None:  # what pools is made of parts, which are looked up when it is built
+        module_of(facts.architecture)
+    rules_for(checkpoint, config.model.quantization)
+    if config.parallel.ep_size > 1 and not any(isinstance(layer.ffn, Moe) for layer in facts.layers):
+        raise ConfigError(
+            what=f"ep_size is {config.parallel.ep_size}, the model has no experts",
+            why=f"{facts.architecture} is dense",
+            fix="leave --ep-size out",
+            param="ep_size",
+        )
+    if config.model.dummy_routing == "uniform" and not any(isinstance(layer.ffn, Moe) for layer in facts.layers):
+        raise ConfigError(
+            what="dummy_routing is uniform, the model has no experts",
+            why=f"{facts.architecture} is dense",
+            fix="leave --dummy-routing out",
+            param="dummy_routing",
         )

@@ -13,6 +13,7 @@ class Early:
     """Begins at once, in a thread of its own."""
 
     def __init__(self, config: Config, rank: int) -> None:
+        """`rank`: among those of this machine, which is the number of its GPU."""
         self._device = config.device.device
         self._rank = rank
         self._facts: DeviceFacts | None = None

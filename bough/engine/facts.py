@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from bough.config.concerns import DType
+from bough.config.concerns import DType, ModelConfig, Quantization
 from bough.config.hf import Checkpoint
+from bough.config.layout import Layout
+from bough.config.model_facts import ModelFacts
 from bough.config.resolve import MachineFacts, ModelPlanFacts
+from bough.config.shares import fullest_rank
 from bough.platform import DeviceFacts
 from bough.platform.cpu_dtype import fastest_dtype
+from bough.quantization.readable import rules_for
+from bough.quantization.sizes import WeightSizes, weight_sizes
 
 _PLAIN_KINDS = {"F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64", "U8", "BOOL"}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -24,7 +29,7 @@ def machine_facts(device: DeviceFacts, *, custom_kernels: bool) -> MachineFacts:
             backends = ("hopper", *backends)
         fastest: DType = "bfloat16"
     else:
-        backends = ("cpu", "torch") if custom_kernels and device.compiler else ("torch",)
+        backends = ("cpu", "torch") if custom_kernels and device.has_cpu_kernels else ("torch",)
         fastest = fastest_dtype()
     return MachineFacts(
         device=device.kind,
@@ -41,37 +46,52 @@ def machine_facts(device: DeviceFacts, *, custom_kernels: bool) -> MachineFacts:
     )
 
 
-def plan_facts(checkpoint: Checkpoint, model: str, *, keep_packed: bool) -> ModelPlanFacts:
-    """The checkpoint in the words of `config.resolve`. `keep_packed`: quantised blocks stay as they are in memory."""
-    facts = checkpoint.facts
-    packed_bytes = packed_params = dense_params = 0
-    dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16")
-    if checkpoint.kind == "config-only":
-        dense_params = facts.num_parameters()
+def plan_facts(
+    checkpoint: Checkpoint, facts: ModelFacts, model: ModelConfig, *, keep_blocks: bool, layout: Layout
+) -> ModelPlanFacts:
+    """The checkpoint in the words of `config.resolve`. `keep_blocks`: GGUF's blocks stay as they are in memory. Raises
+    `UnsupportedModel` or `ConfigError` if weights can't be stored as asked for, or split over the ranks of `layout`."""
+    rules = rules_for(checkpoint, model.quantization)
+    if rules is not None:
+        sizes, quantization = weight_sizes(checkpoint, facts, rules), rules.method
     else:
-        for tensor in checkpoint.tensors.values():
-            count = math.prod(tensor.shape)
-            if keep_packed and tensor.kind not in _PLAIN_KINDS:
-                packed_bytes += tensor.nbytes
-                packed_params += count
-            else:
-                dense_params += count
+        sizes = _sizes(checkpoint, facts, keep_blocks=keep_blocks and model.quantization != "none")
+        quantization = "gguf" if sizes.packed_bytes else ""
+    dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPES.values():
         dtype = "bfloat16"
-    experts = facts.moe
-    ffn = facts.intermediate if experts is None else experts.experts_per_token * experts.intermediate
+    weight_share, kv_values = fullest_rank(facts, layout)
     return ModelPlanFacts(
-        name=model,
-        context_length=checkpoint.max_context,
+        name=model.model,
+        context_length=facts.max_context,
         checkpoint_dtype=cast(DType, dtype),
-        dense_params=dense_params,
-        packed_bytes=packed_bytes,
-        packed_params=packed_params,
-        quantization="gguf" if packed_bytes else "",
-        kv_values_per_token=facts.num_layers * facts.num_kv_heads * facts.head_dim * 2,
-        num_kv_heads=facts.num_kv_heads,
+        dense_params=sizes.dense_params,
+        packed_bytes=sizes.packed_bytes,
+        packed_params=sizes.packed_params,
+        quantization=cast(Quantization, quantization),
+        weight_format=rules.summary if rules is not None else "",
+        kv_format=rules.kv.kind if rules is not None and rules.kv is not None else "",
+        kv_values_per_token=sum(mixer.kv_values for mixer in facts.mixers),
+        num_kv_heads=max(mixer.num_kv_heads for mixer in facts.mixers),
         hidden_size=facts.hidden,
-        ffn_size=ffn,
-        attention_width=(facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim,
+        ffn_size=max((layer.ffn.inner_values for layer in facts.layers if layer.ffn is not None), default=0),
+        attention_width=max(mixer.projected for mixer in facts.mixers),
         vocab_size=facts.vocab,
+        weight_share=weight_share,
+        rank_kv_values=kv_values,
     )
+
+
+def _sizes(checkpoint: Checkpoint, facts: ModelFacts, *, keep_blocks: bool) -> WeightSizes:
+    """Of weights that are floats or GGUF's blocks."""
+    if checkpoint.kind == "config-only":
+        return WeightSizes(facts.num_parameters())
+    packed_bytes = packed_params = dense_params = 0
+    for tensor in checkpoint.tensors.values():
+        count = math.prod(tensor.shape)
+        if keep_blocks and tensor.kind not in _PLAIN_KINDS:
+            packed_bytes += tensor.nbytes
+            packed_params += count
+        else:
+            dense_params += count
+    return WeightSizes(dense_params, packed_bytes, packed_params)

@@ -80,6 +80,7 @@ class Loop:
         clock: Clock | None = None,
         idle_s: float = 0.5,
         report_every_s: float = 5.0,
+        report_every_steps: int = 0,
         strict: bool = False,
     ) -> None:
         self.runner = runner
@@ -94,7 +95,9 @@ class Loop:
         self.idle_s = idle_s
         self.strict = strict
         """Check the whole page account after every turn (tests)."""
-        self.control = Control(queues, cache, self.hooks, report_every_s=report_every_s)
+        self.control = Control(
+            queues, cache, self.hooks, report_every_s=report_every_s, report_every_steps=report_every_steps
+        )
         self.laps = Laps()
         self.done = False
         self._groups = Groups()
@@ -115,10 +118,16 @@ class Loop:
         """One turn: what has come, one step planned and launched, the steps before it settled, what is due sent."""
         self._receive()
         entry = self._launch_next()
+        pipelined = self.limits.num_stages > 1
         if entry is not None and entry.launched is not None and entry.launched.needs_masks:
-            self._settle(keep=1, tell=_later)
+            if not pipelined:  # no step in a pipeline has a row of this one
+                self._settle(keep=1, tell=_later)
             self._sample(entry, entry.launched)
-        self._settle(keep=self.depth if entry is not None and entry.error is None else 0)
+        if entry is not None and entry.error is None:
+            self._settle(keep=self.depth)
+        else:
+            # What a pipeline has settled may be planned again before the next step comes out of it.
+            self._settle(keep=max(0, len(self._in_flight) - 1) if pipelined and entry is None else 0)
         self._send()
         if self.strict:
             check_account(self.queues, self.cache)
@@ -225,7 +234,9 @@ class Loop:
         """What the step cost: it ran from its launch, or from the end of the step before it."""
         spent_ms = 1e3 * (now - max(entry.launched_s, self._settled_s))
         step = entry.flight.step
-        self.queues.cost.observe(spent_ms, step.num_tokens - step.num_decodes)
+        self.queues.cost.observe(spent_ms, step.num_tokens - step.num_decode_tokens)
+        if self.queues.drafter is not None and step.num_tokens == step.num_decode_tokens:
+            self.queues.drafter.timed(step.num_rows, step.num_tokens, spent_ms)
         self._settled_s = now
         if entry.flight.chunks:
             self.queues.grow_prefills()
@@ -243,7 +254,7 @@ class Loop:
         self._failures += 1
         if broken or self._failures >= _FAILURES_IN_A_ROW:
             self._in_flight.clear()
-            abort_all(self.queues, self.cache, "the engine broke down", now=now)
+            abort_all(self.queues, self.cache, Unavailable(what="the engine broke down"), now=now)
             self._send()
             if broken:
                 raise error
@@ -277,7 +288,12 @@ class Loop:
         stop_by = self.control.stop_by_s
         assert stop_by is not None, "only called while shutting down"
         if now >= stop_by or self.queues.idle:
-            abort_all(self.queues, self.cache, Unavailable(what="the server is shutting down").sentence(), now=now)
+            cut = Unavailable(
+                what="the answer was cut off",
+                why="the server is shutting down, and its drain timeout (--drain-timeout-s) has passed",
+                fix="send the request again",
+            )
+            abort_all(self.queues, self.cache, cut, now=now)
             self._settle(keep=0)
             self._send()
             self.done = True

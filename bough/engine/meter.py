@@ -9,7 +9,7 @@ from msgspec import structs
 
 from bough.cache.prefix import PrefixCache
 from bough.engine.loop import Laps
-from bough.observability.metrics import PHASES, Sheet
+from bough.observability.metrics import DRAFT_PLACES, PHASES, Sheet
 from bough.scheduler.queues import Queues
 
 _EVERY_S = 0.1
@@ -40,7 +40,7 @@ class EngineMeter:
         self._clock = clock
         self._wrote_s = -1.0
         self._rated_s = clock()
-        self._rated = (0, 0)
+        self._rated = (0, 0, 0, 0, 0)
         self._was_idle = False
         names = (
             "num_running_reqs", "num_prefilling_reqs", "num_queue_reqs", "num_queue_tokens", "num_grammar_queue_reqs",
@@ -48,10 +48,12 @@ class EngineMeter:
             "device_utilization", "device_memory_used_bytes", "device_memory_total_bytes", "steps_total",
             "failed_steps_total", "oom_total",
             "computed_prompt_tokens_total", "retracted_requests_total", "forced_tokens_total", "cut_grammars_total",
-            "page_repairs_total",
+            "page_repairs_total", "spec_accept_length", "spec_accept_rate", "spec_verify_total",
+            "spec_draft_tokens_total", "spec_accepted_tokens_total",
         )  # fmt: skip
         self._cells = {name: sheet.cell(name) for name in names}
         self._phases = {phase: sheet.cell("engine_seconds_total", phase) for phase in PHASES}
+        self._places = [sheet.cell("spec_accepted_by_position_total", place) for place in DRAFT_PLACES]
         sheet.cell("max_total_num_tokens").set(cache.total * cache.page_size)
         sheet.cell("max_running_reqs").set(queues.limits.max_running)
 
@@ -85,13 +87,29 @@ class EngineMeter:
         cells["forced_tokens_total"].set(counters.forced_tokens)
         cells["cut_grammars_total"].set(counters.cut_grammars)
         cells["page_repairs_total"].set(cache.num_repairs)
+        if queues.drafter is not None:
+            cells["spec_verify_total"].set(counters.decoded_rows)
+            cells["spec_draft_tokens_total"].set(counters.draft_tokens)
+            cells["spec_accepted_tokens_total"].set(counters.accepted_tokens)
+            for cell, count in zip(self._places, counters.accepted_at, strict=True):
+                cell.set(count)
         for phase, seconds in structs.asdict(laps).items():
             self._phases[phase].set(seconds)
 
     def _rate(self, now: float) -> None:
         passed = now - self._rated_s
         counters = self._queues.counters
-        numbers = (counters.output_tokens, counters.prompt_tokens)
+        numbers = (
+            counters.output_tokens,
+            counters.prompt_tokens,
+            counters.decoded_rows,
+            counters.draft_tokens,
+            counters.accepted_tokens,
+        )
+        verified, drafts, accepted = (new - old for new, old in zip(numbers[2:], self._rated[2:], strict=True))
+        if verified:
+            self._cells["spec_accept_length"].set(1.0 + accepted / verified)
+            self._cells["spec_accept_rate"].set(accepted / drafts if drafts else 0.0)
         self._cells["gen_throughput"].set((numbers[0] - self._rated[0]) / passed)
         self._cells["prompt_throughput"].set((numbers[1] - self._rated[1]) / passed)
         self._rated_s, self._rated = now, numbers

@@ -19,5 +19,5 @@ class Straight:
 
 
 def open_outbox(launch: Launch) -> Ends:
-    endpoints = launch.endpoints
+    endpoints = launch.server
     return Outbox(endpoints.detokenizer) if launch.detokenizes else Straight(Outbox(endpoints.api(0)))

@@ -9,6 +9,7 @@ import msgspec
 
 from bough.config.concerns import AUTO, Auto, Config
 from bough.config.hf import Checkpoint
+from bough.config.model_facts import ModelFacts
 from bough.config.pooling_facts import PoolingFacts, pooling_facts, rerank_tokens
 from bough.config.resolve import ModelPlanFacts
 from bough.core.step import RunnerLimits
@@ -18,23 +19,25 @@ STEP_TOKENS = {"cpu": 2048, "cuda": 16_384}
 """Tokens of whole texts computed together, where the operator asks for nothing else."""
 
 
-def pooling_of(config: Config, checkpoint: Checkpoint) -> PoolingFacts | None:
+def pooling_of(config: Config, checkpoint: Checkpoint, facts: ModelFacts) -> PoolingFacts | None:
     """How this engine pools; None: it generates."""
     model = config.model
-    return pooling_facts(checkpoint.facts, checkpoint.path, forced=model.is_embedding, mode=model.pooling)
+    return pooling_facts(facts, checkpoint.path, forced=model.is_embedding, mode=model.pooling)
 
 
-def pooling_settings(config: Config, pooling: PoolingFacts, checkpoint: Checkpoint, device: str) -> Config:
+def pooling_settings(
+    config: Config, pooling: PoolingFacts, checkpoint: Checkpoint, facts: ModelFacts, device: str
+) -> Config:
     """The configuration of an engine that pools: nothing is cached, and texts that must be whole are not cut."""
     model = replace(config.model, is_embedding=True)
-    if model.dtype == "auto" and checkpoint.facts.encoder is not None and _in_float32(checkpoint):
+    if model.dtype == "auto" and facts.encoder is not None and _in_float32(checkpoint):
         # Vectors made here are compared with vectors made elsewhere, so digits count: bfloat16 keeps too few.
         model = replace(model, dtype="float32" if device == "cpu" else "float16")
-    if model.context_length is AUTO and 0 < pooling.max_length < checkpoint.max_context:
+    if model.context_length is AUTO and 0 < pooling.max_length < facts.max_context:
         model = replace(model, context_length=pooling.max_length)
     scheduler = config.scheduler
     if pooling.whole:
-        longest = checkpoint.max_context if isinstance(model.context_length, Auto) else model.context_length
+        longest = facts.max_context if isinstance(model.context_length, Auto) else model.context_length
         tokens = whole_step_tokens(scheduler.chunked_prefill_size, longest, device)
         scheduler = replace(scheduler, chunked_prefill_size=tokens, unwatched_prefill_size=AUTO)
     return replace(
@@ -54,7 +57,7 @@ def _in_float32(checkpoint: Checkpoint) -> bool:
 
 def without_kv(facts: ModelPlanFacts) -> ModelPlanFacts:
     """The plan's facts of a model that keeps nothing of a text once it is computed."""
-    return replace(facts, kv_values_per_token=0)
+    return replace(facts, kv_values_per_token=0, rank_kv_values=0)
 
 
 def whole_step_tokens(given: object, context_length: int, device: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from bough.core.errors import Conflict, InvalidRequest
 from bough.core.messages import Profile
+from bough.kernels.cpu_build import library, mark_kernels
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_STEPS = 1000
@@ -26,6 +28,7 @@ class Profiler:
         self._directory = directory
         self._cuda = cuda
         self._active: torch.profiler.profile | None = None
+        self._unmark: Callable[[], None] | None = None
         self._steps = 0
         self._begun_at = 0
         self._wanted = 0
@@ -54,6 +57,9 @@ class Profiler:
         if self._cuda:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._active = torch.profiler.profile(activities=kinds, record_shapes=True)
+        loaded = None if self._cuda else library()
+        if loaded is not None:
+            self._unmark = mark_kernels(loaded)
         self._active.start()
         return {"directory": str(self._target), "num_steps": self._wanted}
 
@@ -79,6 +85,9 @@ class Profiler:
         active, self._active = self._active, None
         assert active is not None, "only called while recording"
         active.stop()
+        if self._unmark is not None:
+            self._unmark()
+            self._unmark = None
         path = self._target / f"trace-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
         active.export_chrome_trace(str(path))
         path.chmod(0o600)

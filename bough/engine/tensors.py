@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from bough.core.errors import ConfigError
 from bough.core.step import Launched, Runner, Step
 from bough.layers.batch import Batch
-from bough.layers.decoder import Decoder
-from bough.layers.norm import RMSNorm
+from bough.layers.decoder import Decoder, one_by_one
+from bough.layers.norm import LayerNorm, RMSNorm
+from bough.layers.stream import Product, Stream, value_of
 from bough.platform.whole_file import write_whole
+from bough.quantization.scheme import ExpertWeights, Matrix
 from bough.runner.model_runner import ModelRunner
 from bough.scheduler.queues import Queues
 
@@ -122,14 +124,14 @@ class DumpingRunner:
         watcher = _Watcher(step, chosen)
         graphs, self._local.graphs = self._local.graphs, None
         narrows, self._local.forward.narrows = self._local.forward.narrows, False
-        self._model.fused.apart = True
+        self._local.forward.model = _Apart(self._model)
         handles = [module.register_forward_hook(watcher.hook(name)) for name, module in _watched(self._model)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._model.fused.apart = False
+            self._local.forward.model = self._model
             self._local.graphs, self._local.forward.narrows = graphs, narrows
 
     def _write_ended(self) -> None:
@@ -144,6 +146,21 @@ class DumpingRunner:
                 _log.warning("can't write %s: %s", path, error.strerror)
             else:
                 _log.info("the tensors of %s are in %s", recording.rid, path)
+
+
+class _Apart:
+    """The model with every norm and every product computed by itself, and block by block, so that each can be seen."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        stream = Stream(self._model.embed(batch), batch, fuses=False)
+        one_by_one(self._model, stream, batch)
+        return self._model.end(stream)
+
+    def logits(self, hidden_LD: Tensor) -> Tensor:
+        return self._model.logits(hidden_LD)
 
 
 class _Watcher:
@@ -172,6 +189,8 @@ class _Watcher:
             return lambda module, inputs, output: self._logits(output)
         if name == "embed":
             return lambda module, inputs, output: self._embedded(inputs[0], output)
+        if name.count(".") == 1:
+            return lambda module, inputs, output: self._keep(name, inputs[0].tap())
         return lambda module, inputs, output: self._made(name, output)
 
     def _embedded(self, batch: Batch, output: Tensor) -> None:
@@ -179,12 +198,9 @@ class _Watcher:
         self._keep("embed", output)
 
     def _made(self, name: str, output: Any) -> None:
-        if isinstance(output, Tensor):
-            self._keep(name, output)
-        elif name.count(".") == 1 and len(output) == 2:
-            added, stream = output
-            self._keep(name, added if stream is None else added.float() + stream.float())
-        else:
+        if isinstance(output, Tensor | Product):
+            self._keep(name, value_of(output))
+        elif isinstance(output, tuple):
             for number, each in enumerate(output):
                 if isinstance(each, Tensor):
                     self._keep(f"{name}.{number}", each)
@@ -204,8 +220,8 @@ def _watched(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
     yield "embed", model.embed
     for number, block in enumerate(model.layers):
         yield f"layers.{number}", block
-        for name, part in block.named_children():
-            if not isinstance(part, RMSNorm):
+        for name, part in block.named_modules():
+            if name and not isinstance(part, RMSNorm | LayerNorm | Matrix | ExpertWeights):
                 yield f"layers.{number}.{name}", part
     yield "logits", model.head
 

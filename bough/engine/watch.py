@@ -18,7 +18,7 @@ from bough.engine.loop import Loop
 from bough.engine.meter import EngineMeter
 from bough.engine.profile import Profiler
 from bough.engine.recorder import FaultyRunner, Quarantine, RecordingRunner
-from bough.ipc import Endpoints, read_quarantine
+from bough.ipc import Launch, read_quarantine
 from bough.observability.flight import FlightRecorder
 from bough.observability.health import Heartbeat, State
 from bough.observability.metrics import Sheet
@@ -63,7 +63,8 @@ class Watch:
         queues, loop = self._queues, self._loop
         assert loop is not None, "follow comes first"
         state = State.DRAINING if queues.draining else State.PAUSED if loop.control.paused else State.READY
-        self._heartbeat.beat(steps, state, queues.num_live, len(queues.waiting) + len(queues.compiling))
+        waiting = len(queues.waiting) + len(queues.compiling)
+        self._heartbeat.beat(steps, state, queues.num_live, waiting, queues.counters.accepted - waiting)
         self._meter.look(loop.laps)
         self._profiler.look(steps)
         if steps != self._steps or not queues.idle:
@@ -74,7 +75,7 @@ class Watch:
     def report(self, report: dict[str, Any]) -> None:
         """Every few seconds while there is work."""
         _log.info(
-            "running %d, queued %d, KV %.0f %%, cache hits %.0f %%, %.0f tokens/s out, %.0f in, %d retracted so far",
+            "running %d, queued %d, KV %.0f %%, cache hits %.0f %%, %.0f tokens/s out, %.0f in, %d retracted so far%s",
             report["running"] + report["prefilling"],
             report["queued"] + report["compiling"],
             100 * report["token_usage"],
@@ -82,25 +83,28 @@ class Watch:
             report["output_tokens_per_s"],
             report["prompt_tokens_per_s"],
             report["counters"]["retractions"],
+            f", accept length {report['accept_length']:.2f}" if "accept_length" in report else "",
         )
 
 
 def observe(
     runner: Runner,
     config: Config,
-    endpoints: Endpoints,
+    launch: Launch,
     queues: Queues,
     cache: PrefixCache,
     device: Device,
     when_quiet: Callable[[], None] | None,
 ) -> tuple[Runner, Watch]:
     """The runner with its flight recorded, and a watch over the loop that will drive it."""
+    endpoints = launch.endpoints
     runner = FaultyRunner.wanted(runner, os.environ)
     runner = RecordingRunner(runner, queues, FlightRecorder(endpoints.flight, queues.limits.num_slots))
     known_bad = read_quarantine(endpoints)
     if known_bad:
         queues.screen = Quarantine(known_bad).check
-    sheet = Sheet(endpoints.board("engine"), "engine")
+    board = "engine" if config.parallel.dp_size == 1 else f"engine{launch.replica}"
+    sheet = Sheet(launch.server.board(board), "engine")
     free_bytes = device.free_bytes if device.is_async else None
     meter = EngineMeter(sheet, queues, cache, free_bytes=free_bytes, utilization=device.utilization())
     directory = config.log.profile_dir or str(Path(tempfile.gettempdir()) / f"bough-profiles-{os.getuid()}")

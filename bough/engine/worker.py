@@ -6,15 +6,17 @@ never have to travel between them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from msgspec import Struct
 
-from bough.core.step import Launched, Mask, Outcome, Runner, Step
+from bough.core.step import I32, Launched, Mask, Outcome, Runner, Step
+from bough.distributed.shared_memory import Patience
 from bough.engine.loop import EngineBroken
-from bough.ipc import Inbox, Outbox
+from bough.engine.step_channels import StepChannel, StepSource
 
 
 class RunStep(Struct, tag="step"):
@@ -28,11 +30,18 @@ class Masks(Struct, tag="masks"):
     masks: Mask
 
 
+class Sampled(Struct, tag="sampled"):
+    """What the last stage of a pipeline has sampled in a step, by row. A step before it that was not heard of has failed."""
+
+    index: int
+    tokens: I32
+
+
 class Stop(Struct, tag="stop"):
     """The engine ends."""
 
 
-ToWorker = RunStep | Masks | Stop
+ToWorker = RunStep | Masks | Sampled | Stop
 
 
 class BroadcastRunner:
@@ -42,13 +51,15 @@ class BroadcastRunner:
     something else.
     """
 
-    def __init__(self, runner: Runner, workers: Sequence[Outbox]) -> None:
+    def __init__(self, runner: Runner, others: StepChannel, patience: Patience | None = None) -> None:
+        """`patience`: that of the collectives, which follows the steps from now on."""
         self._runner = runner
-        self._workers = workers
+        self._others = others
+        self._patience = patience or Patience()
 
     def launch(self, step: Step) -> Launched:
-        self._send(RunStep(step))
-        with _in_step():
+        self._others.send(RunStep(step))
+        with in_step(), timed(self._patience):
             return _BroadcastLaunched(self._runner.launch(step), self)
 
     def clear(self) -> None:
@@ -58,24 +69,29 @@ class BroadcastRunner:
         """Nothing: ranks must capture the same graphs at the same step."""
 
     def stop(self) -> None:
-        self._send(Stop())
-
-    def _send(self, message: ToWorker) -> None:
-        for worker in self._workers:
-            worker.send(message)
+        self._others.send(Stop())
 
     def send_masks(self, index: int, masks: Mask) -> None:
-        self._send(Masks(index, masks))
+        self._others.send(Masks(index, masks))
 
 
 @contextmanager
-def _in_step() -> Iterator[None]:
+def in_step() -> Iterator[None]:
+    """A failure within breaks the engine: the other ranks are elsewhere by now."""
     try:
         yield
     except Exception as error:
         raise EngineBroken(
             what="a step failed on one of several ranks", why=f"{type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def timed(patience: Patience) -> Iterator[None]:
+    """Tells how long what is within has taken."""
+    began = time.monotonic()
+    yield
+    patience.saw_step(time.monotonic() - began)
 
 
 class _BroadcastLaunched:
@@ -93,26 +109,31 @@ class _BroadcastLaunched:
 
     def sample(self, masks: Mask) -> None:
         self._runner.send_masks(self.step.index, masks)
-        with _in_step():
+        with in_step():
             self._launched.sample(masks)
 
     def wait(self) -> Outcome:
         return self._launched.wait()
 
 
-def run_worker(inbox: Inbox[ToWorker], runner: Runner) -> None:
-    """Launches what rank 0 sends until it says stop (or this process is ended with its parent)."""
+def run_worker(source: StepSource, runner: Runner, patience: Patience | None = None) -> None:
+    """Launches what rank 0 sends until it says stop (or this process is ended with its parent). `patience`: as that of a
+    `BroadcastRunner`."""
+    patience = patience or Patience()
     unmasked: deque[Launched] = deque()
-    while not inbox.closed:
-        for message in inbox.drain(block_s=1.0):
+    while not source.closed:
+        for message in source.drain(block_s=1.0):
             match message:
                 case RunStep(step=step):
-                    launched = runner.launch(step)
+                    with timed(patience):
+                        launched = runner.launch(step)
                     if launched.needs_masks:
                         unmasked.append(launched)
                 case Masks(index=index, masks=masks):
                     while unmasked[0].step.index != index:
                         unmasked.popleft()
                     unmasked.popleft().sample(masks)
+                case Sampled():
+                    raise AssertionError("there are no stages")
                 case Stop():
                     return

@@ -1,6 +1,6 @@
 """Typed channels between processes, and what a process is handed when it starts: sockets, config, status, errors.
 
-in: msgspec structs. out: the same structs in another process. never: pickle, TCP, or the meaning of a message.
+in: msgspec structs. out: the same structs in another process. never: pickle, or the meaning of a message.
 """
 
 from bough.ipc.child import run_child
@@ -10,10 +10,12 @@ from bough.ipc.handoff import (
     Launch,
     Status,
     load_launch,
+    read_checkpoint,
     read_error,
     read_quarantine,
     read_status,
     save_launch,
+    write_checkpoint,
     write_error,
     write_quarantine,
     write_status,
@@ -32,11 +34,13 @@ __all__ = [
     "Outbox",
     "Status",
     "load_launch",
+    "read_checkpoint",
     "read_error",
     "read_quarantine",
     "read_status",
     "run_child",
     "save_launch",
+    "write_checkpoint",
     "write_error",
     "write_quarantine",
     "write_status",

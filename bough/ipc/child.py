@@ -28,14 +28,15 @@ _log = logging.getLogger(__name__)
 def run_child(name: str, directory: str, body: Callable[[Launch], None], *, janitor: bool = False) -> int:
     """Runs `body` as the process `name` of the server in `directory` and returns its exit status.
 
-    The process ends within seconds of its parent, however that ends. SIGINT is the parent's business. SIGTERM raises
-    `SystemExit` in the main thread unless `body` installs a handler. A failure is written to `error.<name>.json`; the
-    launcher prints it. The `janitor` removes the private directory if the parent was killed; where there is none, the next
-    server to start sweeps it up.
+    The process ends within seconds of its parent, however that ends. SIGINT and SIGHUP are the parent's business. SIGTERM
+    raises `SystemExit` in the main thread unless `body` installs a handler. A failure is written to `error.<name>.json`;
+    the launcher prints it. The `janitor` removes the private directory if the parent was killed; where there is none, the
+    next server to start sweeps it up.
     """
     launch = load_launch(directory)
     _die_with_parent(launch, janitor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_quietly)
     set_up_logging(name, launch.config.log)
     status = 1

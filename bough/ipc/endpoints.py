@@ -15,7 +15,7 @@ from bough.core.errors import ConfigError
 _PREFIX = "bough-"
 _LONGEST_SOCKET_PATH = 107
 """Bytes that a Unix socket's path may have (sun_path without its final zero)."""
-_LONGEST_NAME = len("/api.9999")
+_LONGEST_NAME = len("/r255/meeting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,10 @@ class Endpoints:
     """Names of everything in the private directory. Each socket is bound by its reader and connected to by its writers."""
 
     directory: str
+
+    def replicas(self, count: int) -> list[Endpoints]:
+        """Those of each engine: directories of their own, where there are several."""
+        return [self] if count == 1 else [Endpoints(str(self.path(f"r{number}"))) for number in range(count)]
 
     @property
     def engine(self) -> str:
@@ -38,18 +42,26 @@ class Endpoints:
         """Read by an API worker: `ToApi` from the detokenizer, or from rank 0 where there is none."""
         return str(self.path(f"api.{worker}"))
 
+    def peer(self, worker: int) -> str:
+        """Where an API worker takes requests that the others pass on to it (HTTP)."""
+        return str(self.path(f"peer.{worker}"))
+
     def rank(self, rank: int) -> str:
-        """Read by a worker rank: encoded steps from rank 0."""
+        """Read by a worker rank: encoded steps from rank 0, where they can't go through a ring in shared memory."""
         return str(self.path(f"rank.{rank}"))
 
     @property
-    def rendezvous(self) -> str:
-        """Where ranks on this machine meet, as an init method of torch.distributed."""
-        return f"file://{self.path('rendezvous')}"
+    def meeting(self) -> str:
+        """Where ranks on this machine meet: the launcher's `StoreServer` listens there."""
+        return str(self.path("meeting"))
 
     @property
     def heartbeat(self) -> Path:
         return self.path("heartbeat")
+
+    def beat(self, name: str) -> Path:
+        """The heartbeat of another process than the engine: the detokenizer, or an API worker."""
+        return self.path(f"heartbeat.{name}")
 
     @property
     def status(self) -> Path:
@@ -65,9 +77,10 @@ class Endpoints:
         """Fingerprints of requests that the engine has died of."""
         return self.path("quarantine.json")
 
-    def machine(self, rank: int) -> Path:
-        """The machine as a rank has found it."""
-        return self.path(f"machine.{rank}.json")
+    @property
+    def rates(self) -> Path:
+        """What the API workers know together of how fast clients send."""
+        return self.path("rates")
 
     def board(self, name: str) -> Path:
         """The numbers that the process `name` counts."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
 from bough.config.concerns import Config
+from bough.config.hf import Checkpoint, pack_checkpoint, unpack_checkpoint
 from bough.core import errors
 from bough.core.errors import BoughError, ConfigError
 from bough.ipc.endpoints import Endpoints
 from bough.platform.whole_file import write_whole
 
-_LAUNCH = "launch.json"
+_LAUNCH: Final = "launch.json"
+_CHECKPOINT: Final = "checkpoint.msgpack"
 
 Phase = Literal["starting", "loading", "ready", "draining", "failed"]
 
@@ -24,6 +26,10 @@ class Launch(Struct, frozen=True, kw_only=True):
 
     config: Config
     directory: str
+    """Of this process's engine, where there are several..."""
+    home: str = ""
+    """...and of the server; empty: the same."""
+    replica: int = 0
     parent_pid: int
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the parent ends; -1: none."""
@@ -32,10 +38,23 @@ class Launch(Struct, frozen=True, kw_only=True):
     listen_fds: tuple[int, ...] = ()
     """Listening sockets that API workers inherit."""
     num_api_workers: int = 1
+    generation: int = 0
+    """Of the group of ranks: how ranks of an earlier start are told apart."""
 
     @property
     def endpoints(self) -> Endpoints:
         return Endpoints(self.directory)
+
+    @property
+    def server(self) -> Endpoints:
+        """Of the whole server: the detokenizer, the API workers, and what all engines share."""
+        return Endpoints(self.home or self.directory)
+
+    @property
+    def meeting(self) -> str:
+        """Where this machine's ranks meet the others."""
+        parallel = self.config.parallel
+        return self.endpoints.meeting if parallel.node_rank == 0 else parallel.dist_init_addr
 
     @property
     def detokenizes(self) -> bool:
@@ -85,6 +104,16 @@ def load_launch(directory: str) -> Launch:
             why=str(error),
             fix="start the server with `bough serve`; its processes are not meant to be started by hand",
         ) from error
+
+
+def write_checkpoint(endpoints: Endpoints, checkpoint: Checkpoint) -> None:
+    """Leaves what was read of the checkpoint for every other process, so that none reads it again."""
+    write_whole(endpoints.path(_CHECKPOINT), pack_checkpoint(checkpoint))
+
+
+def read_checkpoint(endpoints: Endpoints) -> Checkpoint:
+    """The checkpoint that the launcher opened."""
+    return unpack_checkpoint(endpoints.path(_CHECKPOINT).read_bytes())
 
 
 def write_status(endpoints: Endpoints, status: Status) -> None:

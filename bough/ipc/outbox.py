@@ -73,6 +73,10 @@ class Outbox:
         """Sends one struct, however much waits. Raises `MessageTooLarge` instead of breaking the reader's connection."""
         self._put([self._frame(message)])
 
+    def send_encoded(self, frame: bytes) -> None:
+        """Sends a struct that was encoded already, for several readers."""
+        self._put([FRAME_HEAD.pack(len(frame)) + frame])
+
     def send_all(self, messages: Iterable[Any]) -> None:
         """Sends many; the reader may see them at once. Raises `Unavailable` if it takes nothing for long."""
         if self._max_held_bytes is not None and self._held_bytes > self._max_held_bytes:

@@ -13,16 +13,19 @@ import msgspec
 import pytest
 
 from bough.config.concerns import Config
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
+from bough.config.hf import open_checkpoint
 from bough.config.resolve import MachineFacts, ModelPlanFacts, Resolved
 from bough.config.server_args import build_config
+from bough.core.errors import ConfigError
 from bough.engine import build
-from bough.engine.agree import agree
+from bough.engine.agree import agree, least
 from bough.engine.decide import decide
 from bough.engine.early import Early
-from bough.ipc import Endpoints, Launch
+from bough.ipc import Launch, write_checkpoint
+from bough.ipc.link import Listener
+from bough.ipc.store import StoreServer
 from bough.platform.facts import DeviceFacts, detect
-from bough.platform.whole_file import write_whole
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -49,12 +52,12 @@ def test_ranks_have_as_many_pages_and_the_same_types(tmp_path: Path, machines: l
     config = build_config(
         model_path=str(model), tokenizer=str(default_model_path()), load_format="dummy", device="cuda", tp_size=2
     )
-    alone = [decide(config, machine)[1] for machine in machines]
+    alone = [decide(config, machine).resolved for machine in machines]
     assert alone[0].plan.num_pages != alone[1].plan.num_pages, "or there is nothing to agree on"
-    endpoints = Endpoints(str(tmp_path))
+    store = StoreServer([]).local()
 
     def one(rank: int) -> Resolved:
-        return decide(config, machines[rank], lambda seen: agree(seen, endpoints, rank, 2))[1]
+        return decide(config, machines[rank], lambda seen: agree(seen, store, rank, 2)).resolved
 
     with ThreadPoolExecutor(2) as ranks:
         first, second = ranks.map(one, range(2))
@@ -69,9 +72,9 @@ def test_what_was_measured_is_the_first_ranks(tmp_path: Path) -> None:
         MachineFacts(device="cpu", total_bytes=9, free_bytes=7, fastest_dtype="bfloat16"),
     ]
     found: dict[int, MachineFacts] = {}
-    endpoints = Endpoints(str(tmp_path))
+    store = StoreServer([]).local()
     threads = [
-        threading.Thread(target=lambda rank=rank: found.update({rank: agree(seen[rank], endpoints, rank, 2)}))
+        threading.Thread(target=lambda rank=rank: found.update({rank: agree(seen[rank], store, rank, 2)}))
         for rank in (1, 0)
     ]
     for thread in threads:
@@ -81,10 +84,24 @@ def test_what_was_measured_is_the_first_ranks(tmp_path: Path) -> None:
     assert found[0] == found[1] == seen[0]
 
 
-def test_a_lone_rank_asks_nobody(tmp_path: Path) -> None:
-    mine = MachineFacts(device="cpu", total_bytes=9, free_bytes=5)
-    assert agree(mine, Endpoints(str(tmp_path)), 0, 1) is mine
-    assert list(tmp_path.iterdir()) == []
+def test_ranks_of_a_cpu_share_its_memory_and_use_what_all_have() -> None:
+    seen = [
+        MachineFacts(
+            device="cpu", total_bytes=90, free_bytes=60, host_free_bytes=60, attention_backends=("cpu", "torch")
+        ),
+        MachineFacts(device="cpu", total_bytes=90, free_bytes=40, host_free_bytes=40),
+    ]
+    store = StoreServer([]).local()
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(lambda rank: agree(seen[rank], store, rank, 2, sharing=2), range(2))
+    assert first == second
+    assert (first.free_bytes, first.host_free_bytes, first.attention_backends) == (20, 20, ("torch",))
+
+
+def test_ranks_on_different_kinds_of_device_are_refused() -> None:
+    seen = [MachineFacts(device=device, total_bytes=9, free_bytes=9) for device in ("cuda", "cpu")]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rank 0 runs on cuda, rank 1 on cpu"):
+        least(seen)
 
 
 class _Enough(Exception):
@@ -99,8 +116,10 @@ def test_a_rank_decides_by_what_all_have_seen(
     (model / "config.json").write_text(json.dumps(CONFIG))
     config = build_config(model_path=str(model), load_format="dummy", device="cuda", tp_size=2)
     launch = Launch(config=config, directory=str(tmp_path), parent_pid=os.getpid())
-    least = MachineFacts(device="cuda", total_bytes=100 * GIB, free_bytes=77 * GIB)
-    write_whole(launch.endpoints.machine(0), msgspec.json.encode(least))
+    write_checkpoint(launch.endpoints, open_checkpoint(str(model), load_format="dummy"))
+    smallest = MachineFacts(device="cuda", total_bytes=100 * GIB, free_bytes=77 * GIB)
+    server = StoreServer([Listener(launch.endpoints.meeting)])
+    server.local().set("machine/0", msgspec.json.encode(smallest))
     decided: list[MachineFacts] = []
 
     def note(_: Config, machine: MachineFacts, __: ModelPlanFacts) -> Resolved:
@@ -112,4 +131,5 @@ def test_a_rank_decides_by_what_all_have_seen(
     monkeypatch.setattr("bough.engine.decide.resolve", note)
     with pytest.raises(_Enough):
         build.run_rank(launch, 1, early, 0.0)
+    server.close()
     assert [each.free_bytes for each in decided] == [77 * GIB]

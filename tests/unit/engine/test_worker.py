@@ -50,7 +50,7 @@ def mask(number: int) -> Any:
 @pytest.mark.parametrize("fails", ["launch", "sample"])
 def test_ranks_that_are_apart_do_not_go_on(fails: str) -> None:
     local, sent = Launches(), Sent()
-    runner = BroadcastRunner(local, [sent])  # type: ignore[list-item]
+    runner = BroadcastRunner(local, sent)
     runner.launch(step(0)).sample(mask(5))
     local.fails = fails
     with pytest.raises(EngineBroken, match="one of several ranks"):
@@ -61,7 +61,7 @@ def test_ranks_that_are_apart_do_not_go_on(fails: str) -> None:
 def test_masks_find_their_step() -> None:
     """Rank 0 could not work out the masks of a step: those of the next are not taken for them."""
     local, other, sent = Launches(), Launches(), Sent()
-    runner = BroadcastRunner(local, [sent])  # type: ignore[list-item]
+    runner = BroadcastRunner(local, sent)
     runner.launch(step(0)).sample(mask(5))
     runner.launch(step(1))
     runner.launch(step(2)).sample(mask(7))

@@ -152,6 +152,27 @@ def test_a_writer_finds_a_reader_that_was_replaced(endpoints: Endpoints) -> None
     second.release()
 
 
+def test_a_frame_that_was_half_taken_is_not_sent_again(endpoints: Endpoints) -> None:
+    """Whoever took a part of it may have acted on it. What follows arrives whole, at whoever reads next."""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(endpoints.engine)
+    door.listen(1)
+    outbox = Outbox(endpoints.engine)
+    outbox.send_all([Abort(1, "x" * 40_000_000), Abort(2)])  # more than a socket holds
+    first, _ = door.accept()
+    assert len(first.recv(1000)) == 1000
+    door.close()
+    os.unlink(endpoints.engine)
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    first.close()
+    outbox.send(Abort(3))
+    assert [message.id for message in _collect(inbox, 2)] == [2, 3]  # type: ignore[union-attr]
+    assert not inbox.drain(block_s=0.2)
+    assert inbox.num_malformed == 0
+    outbox.close()
+    inbox.release()
+
+
 def test_waiting_costs_no_processor_time_once_nothing_comes(endpoints: Endpoints) -> None:
     """The busy beginning of a wait is bounded, and there is none without a message before it."""
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, spin_s=0.05)

@@ -29,7 +29,7 @@ def test_a_launch_survives_its_file(endpoints: Endpoints) -> None:
         Config(),
         model=ModelConfig(model="m", context_length=4096),
         cache=CacheConfig(page_size=16),
-        server=ServerConfig(cors_origins=("a", "b"), api_key="secret"),
+        server=ServerConfig(cors_origins=("a", "b"), api_key=("secret",)),
     )
     launch = Launch(config=config, directory=endpoints.directory, parent_pid=7, lifeline_fd=5, listen_fds=(9,))
     save_launch(launch)

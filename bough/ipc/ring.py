@@ -1,0 +1,210 @@
+"""A ring of frames in shared memory: one writer, many readers, each of which sees every frame.
+
+A message is encoded and copied once, however many read it. The writer waits only if the slowest reader is a whole ring
+behind. Frames that are too long for the ring go through it in parts.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from typing import Any, Generic, TypeVar
+
+from bough.core.errors import Unavailable
+from bough.ipc.codec import Codec, encoder
+from bough.ipc.segment import Segment
+from bough.platform.futex import futex_wait, futex_wake
+
+T = TypeVar("T")
+
+RING_BYTES = 1 << 24
+_LINE = 64
+_HEAD_AT, _SIGNAL_AT = 0, 8
+"""In the first line: how many bytes were ever written, and a word that changes with each frame (and so wakes readers)."""
+_TAIL_AT, _ASLEEP_AT = 0, 8
+"""In each reader's line: how many bytes it has read, and whether it sleeps."""
+_FRAME = struct.Struct("<Q")
+_ALIGN = 8
+_SKIP = (1 << 64) - 1
+"""Instead of a length: the rest of the ring is empty, go on at its beginning."""
+_MORE = 1 << 63
+"""In a length: the next frame goes on with this message."""
+_NAP_S = 0.5
+"""A reader looks again after so long, even if nobody wakes it."""
+_WAKES = 2
+"""Other readers that a reader wakes when it was woken itself: all are awake after log2 of their number."""
+_FULL_PAUSE_S = 50e-6
+
+
+def ring_bytes(num_readers: int, capacity: int = RING_BYTES) -> int:
+    """Size of a ring's segment."""
+    return _data_at(num_readers) + capacity
+
+
+def _data_at(num_readers: int) -> int:
+    return -(-(1 + num_readers) * _LINE // 4096) * 4096
+
+
+class _Ring:
+    def __init__(self, segment: Segment, num_readers: int) -> None:
+        self.segment = segment
+        whole = memoryview(segment.memory)
+        begin = _data_at(num_readers)
+        self.data = whole[begin:]
+        self.capacity = len(self.data)
+        self.numbers = whole[:begin].cast("Q")
+        self.words = whole[:begin].cast("I")
+
+
+class RingWriter:
+    """The writing end. One thread."""
+
+    def __init__(self, num_readers: int, *, capacity: int = RING_BYTES, timeout_s: float = 600.0) -> None:
+        """`timeout_s`: how long a full ring may stay full."""
+        self._segment = Segment.create(ring_bytes(num_readers, capacity))
+        self._ring = _Ring(self._segment, num_readers)
+        self._num_readers = num_readers
+        self._timeout_s = timeout_s
+        self._encode = encoder().encode
+        self._head = 0
+        self._free_until = self._ring.capacity
+        """Up to where may be written without looking at the readers again."""
+        self._fence = threading.Lock()
+        self._asleep_at = [((1 + reader) * _LINE + _ASLEEP_AT) // 4 for reader in range(num_readers)]
+
+    @property
+    def path(self) -> str:
+        """Where readers find it."""
+        return self._segment.path
+
+    def send(self, message: Any) -> None:
+        """Encodes a struct and hands it to all readers. Raises `Unavailable` if one of them has stopped reading."""
+        self.send_encoded(self._encode(message))
+
+    def send_encoded(self, frame: bytes) -> None:
+        longest = self._ring.capacity // 4
+        for begin in range(0, len(frame), longest):
+            part = frame[begin : begin + longest] if len(frame) > longest else frame
+            self._put(part, more=begin + longest < len(frame))
+        self._publish()
+
+    def close(self) -> None:
+        self._segment.close()
+
+    def _put(self, part: bytes, *, more: bool) -> None:
+        ring = self._ring
+        need = _FRAME.size + len(part)
+        at = self._head % ring.capacity
+        if at + need > ring.capacity:
+            self._make_room(ring.capacity - at + need)
+            _FRAME.pack_into(ring.data, at, _SKIP)
+            self._head += ring.capacity - at
+            at = 0
+        self._make_room(need)
+        _FRAME.pack_into(ring.data, at, len(part) | (_MORE if more else 0))
+        ring.data[at + _FRAME.size : at + need] = part
+        self._head += -(-need // _ALIGN) * _ALIGN
+        if more:
+            self._publish()
+
+    def _make_room(self, need: int) -> None:
+        if self._head + need + _ALIGN <= self._free_until:
+            return
+        give_up_s = time.monotonic() + self._timeout_s
+        while True:
+            tails = [self._ring.numbers[(1 + reader) * _LINE // 8] for reader in range(self._num_readers)]
+            self._free_until = min(tails) + self._ring.capacity
+            if self._head + need + _ALIGN <= self._free_until:
+                return
+            if time.monotonic() > give_up_s:
+                slowest = tails.index(min(tails)) + 1
+                raise Unavailable(what=f"rank {slowest} has not taken steps for {self._timeout_s:g} s")
+            self._publish()  # what is there is theirs to read
+            time.sleep(_FULL_PAUSE_S)
+
+    def _publish(self) -> None:
+        ring = self._ring
+        ring.numbers[_HEAD_AT] = self._head
+        ring.words[_SIGNAL_AT // 4] = (ring.words[_SIGNAL_AT // 4] + 1) & 0xFFFFFFFF
+        with self._fence:  # a full barrier: the stores above are seen before it is known who sleeps
+            pass
+        if any(ring.words[at] for at in self._asleep_at):
+            futex_wake(self._segment.address + _SIGNAL_AT, 1)  # who wakes up wakes others: this thread has more to do
+
+
+class RingReader(Generic[T]):
+    """One reading end: the messages of the writer, in order."""
+
+    def __init__(self, path: str, reader: int, num_readers: int, message_type: Any, *, spin_s: float = 0.0) -> None:
+        """`spin_s`: a wait begins busily for so long."""
+        self.closed = False
+        self._segment = Segment.open(path)
+        self._ring = _Ring(self._segment, num_readers)
+        self._line = (1 + reader) * _LINE
+        self._codec: Codec[T] = Codec(message_type)
+        self._spin_s = spin_s
+        self._tail = 0
+        self._partial = b""
+
+    def drain(self, block_s: float = 0.0) -> list[T]:
+        """What has arrived. Waits at most `block_s` for a first message."""
+        if self._ring.numbers[_HEAD_AT] == self._tail and not self._wait(block_s):
+            return []
+        messages: list[T] = []
+        while self._ring.numbers[_HEAD_AT] != self._tail:
+            frame = self._next()
+            if frame is not None:
+                messages.append(self._codec.decode(frame))
+        return messages
+
+    def close(self) -> None:
+        """The next `drain` returns at once. Safe in signal handlers."""
+        self.closed = True
+
+    def release(self) -> None:
+        self._segment.close()
+
+    def _next(self) -> bytes | None:
+        """Reads one frame. None: it was not the end of a message."""
+        ring = self._ring
+        at = self._tail % ring.capacity
+        (length,) = _FRAME.unpack_from(ring.data, at)
+        if length == _SKIP:
+            self._advance(ring.capacity - at)
+            return None
+        more, length = bool(length & _MORE), length & ~_MORE
+        part = bytes(ring.data[at + _FRAME.size : at + _FRAME.size + length])
+        self._advance(-(-(_FRAME.size + length) // _ALIGN) * _ALIGN)
+        if more or self._partial:
+            self._partial += part
+            if more:
+                return None
+            part, self._partial = self._partial, b""
+        return part
+
+    def _advance(self, count: int) -> None:
+        self._tail += count
+        self._ring.numbers[(self._line + _TAIL_AT) // 8] = self._tail
+
+    def _wait(self, block_s: float) -> bool:
+        ring, head = self._ring, self._tail
+        now = time.monotonic()
+        give_up_s, spin_until_s = now + block_s, now + min(self._spin_s, block_s)
+        while now < spin_until_s:
+            for _ in range(64):
+                if ring.numbers[_HEAD_AT] != head:
+                    return True
+            now = time.monotonic()
+        asleep = (self._line + _ASLEEP_AT) // 4
+        while not self.closed and now < give_up_s:
+            signal = ring.words[_SIGNAL_AT // 4]
+            ring.words[asleep] = 1
+            if ring.numbers[_HEAD_AT] == head:
+                futex_wait(self._segment.address + _SIGNAL_AT, signal, min(_NAP_S, give_up_s - now))
+            ring.words[asleep] = 0
+            if ring.numbers[_HEAD_AT] != head:
+                futex_wake(self._segment.address + _SIGNAL_AT, _WAKES)
+                return True
+            now = time.monotonic()
+        return ring.numbers[_HEAD_AT] != head

@@ -1,0 +1,103 @@
+"""The ring of steps: every reader sees every message, in order, whatever their sizes and whoever is slow."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from msgspec import Struct
+
+from bough.core.errors import Unavailable
+from bough.ipc.ring import RingReader, RingWriter
+
+
+class Note(Struct):
+    number: int
+    data: bytes = b""
+
+
+def readers(writer: RingWriter, count: int, **options: float) -> list[RingReader[Note]]:
+    return [RingReader(writer.path, reader, count, Note, **options) for reader in range(count)]
+
+
+def read(reader: RingReader[Note], count: int, pause_s: float = 0.0) -> list[Note]:
+    notes: list[Note] = []
+    give_up_s = time.monotonic() + 30
+    while len(notes) < count and time.monotonic() < give_up_s:
+        notes += reader.drain(0.5)
+        if pause_s:
+            time.sleep(pause_s)
+    return notes
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 0.01])
+def test_all_readers_see_all_messages_of_all_sizes(spin_s: float) -> None:
+    rng = random.Random(1)
+    sizes = [rng.choice([0, 1, 7, 8, 100, 1000, 3000, 4096, 20_000]) for _ in range(300)]
+    notes = [Note(number, rng.randbytes(size)) for number, size in enumerate(sizes)]
+    writer = RingWriter(3, capacity=1 << 14)
+    seen: dict[int, list[Note]] = {}
+    threads = [
+        threading.Thread(target=lambda at=at, reader=reader: seen.__setitem__(at, read(reader, len(notes), 0.001 * at)))
+        for at, reader in enumerate(readers(writer, 3, spin_s=spin_s))
+    ]
+    for thread in threads:
+        thread.start()
+    for note in notes:
+        writer.send(note)
+        if rng.random() < 0.05:
+            time.sleep(0.002)
+    for thread in threads:
+        thread.join()
+    assert [seen[at] for at in range(3)] == [notes] * 3
+
+
+def test_a_sleeping_reader_is_woken_at_once() -> None:
+    writer = RingWriter(1)
+    (reader,) = readers(writer, 1)
+    woke: list[float] = []
+
+    def wait() -> None:
+        for _ in range(20):
+            assert reader.drain(5.0)
+            woke.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    late = []
+    for number in range(20):
+        time.sleep(0.01)
+        sent = time.monotonic()
+        writer.send(Note(number))
+        while len(woke) <= number:
+            time.sleep(0.0001)
+        late.append(woke[number] - sent)
+    thread.join()
+    assert np.median(late) < 0.1, late  # without a wake-up it would sleep for half a second
+
+
+def test_nothing_comes_from_nothing() -> None:
+    writer = RingWriter(1)
+    (reader,) = readers(writer, 1)
+    began = time.monotonic()
+    assert reader.drain(0.05) == []
+    assert time.monotonic() - began >= 0.05
+    reader.close()
+    assert reader.drain(5.0) == []
+    assert time.monotonic() - began < 4
+
+
+def test_a_reader_that_stopped_is_named() -> None:
+    writer = RingWriter(2, capacity=1 << 12, timeout_s=0.2)
+    first, _ = readers(writer, 2)
+
+    def write() -> None:
+        for number in range(100):
+            writer.send(Note(number, bytes(200)))
+            first.drain()
+
+    with pytest.raises(Unavailable, match="rank 2 has not taken steps"):
+        write()
