@@ -107,6 +107,11 @@ class TextAnswer:
         self._hidden: list[list[float]] = []
         self._embedding = b""
 
+    def begin_turn(self, turn: int) -> None:
+        """A turn bounds the work that patterns may take: what they took before it no longer counts."""
+        if self._stops is not None:
+            self._stops.begin_turn(turn)
+
     def advance(self, ids: Sequence[int], packed: bytes, row: RowOutput | None) -> Delta | None:
         """Takes a row's news; a delta if it is time for one. With an end in the row, the delta is the last one."""
         if row is None and self._stops is None and self._parser is None and self._every <= 1 and self.verdict is None:

@@ -16,12 +16,14 @@ from bough.core.messages import (
     StopAt,
     ToDetokenizer,
     Tokens,
+    home_replica,
     home_worker,
     unpack_ids,
 )
 from bough.detokenizer.answer import PlainAnswer, TextAnswer
 from bough.detokenizer.decode import DecoderFactory
-from bough.ipc import Inbox, Launch, Outbox
+from bough.ipc import Inbox, Launch, Outbox, read_checkpoint
+from bough.observability.health import Heartbeat, State
 from bough.tokenizer import Tokenizer, tokenizer_of
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Answers:
         self._live: dict[int, PlainAnswer | TextAnswer] = {}
         self._home: dict[int, list[Deltas | Reply]] = {}
         self._stops: list[StopAt] = []
+        self._turn = 0
+        """Counts how often news were taken away: nobody else waits longer than one turn takes."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -54,6 +58,7 @@ class Answers:
 
     def take(self) -> tuple[dict[int, list[Deltas | Reply]], list[StopAt]]:
         """Messages by API worker, and stops for the engine."""
+        self._turn += 1
         home, stops = self._home, self._stops
         self._home, self._stops = {}, []
         return home, stops
@@ -105,6 +110,7 @@ class Answers:
     def _advance_text(self, answer: TextAnswer, ids: list[int], packed: bytes, row: RowOutput | None) -> Delta | None:
         """A failure of one answer is that answer's own."""
         undecided = answer.verdict is None
+        answer.begin_turn(self._turn)
         try:
             delta = answer.advance(ids, packed, row)
         except BoughError as error:
@@ -131,25 +137,30 @@ class Answers:
 
 def run(launch: Launch) -> None:
     """Detokenises until SIGTERM, then what has arrived by then."""
+    heart = Heartbeat(launch.endpoints.beat("detokenizer"))
     inbox: Inbox[ToDetokenizer] = Inbox(launch.endpoints.detokenizer, ToDetokenizer)
     signal.signal(signal.SIGTERM, lambda *_: inbox.close())
-    answers = Answers(tokenizer_of(launch.config.model))
-    engine = Outbox(launch.endpoints.engine)
+    answers = Answers(tokenizer_of(launch.config.model, read_checkpoint(launch.endpoints)))
+    engines = [Outbox(each.engine) for each in launch.endpoints.replicas(launch.config.parallel.dp_size)]
     workers: dict[int, Outbox] = {}
     # Tables of a few hundred thousand texts would make every full collection slow.
     gc.collect()
     gc.freeze()
+    turns = 0
     while True:
+        turns += 1
+        heart.beat(turns, State.READY, num_running=len(answers))
         messages = inbox.drain(block_s=_IDLE_S)
         for message in messages:
             answers.handle(message)
         home, stops = answers.take()
-        engine.send_all(stops)
+        for number, engine in enumerate(engines):
+            engine.send_all(stops if len(engines) == 1 else [stop for stop in stops if home_replica(stop.id) == number])
         for worker, news in home.items():
             if worker not in workers:
                 workers[worker] = Outbox(launch.endpoints.api(worker))
             workers[worker].send_all(news)
         if inbox.closed and not messages:
             break
-    for outbox in (engine, *workers.values()):
+    for outbox in (*engines, *workers.values()):
         outbox.close(wait_s=_LAST_WORDS_S)

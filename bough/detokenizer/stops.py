@@ -1,26 +1,19 @@
 """Stop strings and stop patterns in text that arrives in pieces.
 
-Text leaves as soon as it can't be part of a stop any more. Stop strings run through one Aho-Corasick automaton: linear in
-the text, whatever the strings, and the same verdict however the text is cut. Patterns are bounded in time and reach.
+Text leaves as soon as it can't be part of a stop any more. Stop strings run through one Aho-Corasick automaton, patterns
+through one of their own (`bough.parsers.stop_patterns`): linear in the text, and the same verdict however the text is cut.
 """
 
 from __future__ import annotations
 
-import time
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-import regex
-
 from bough.core.errors import InvalidRequest
+from bough.parsers.stop_patterns import Match, TooMuchWork, compile_patterns, is_plain
 
 _PATTERN_REACH: Final = 4096
-"""Characters that a pattern's match may span."""
-_PATTERN_CONTEXT: Final = 256
-"""Characters before the match that look-behinds can see."""
-_SEARCH_TIMEOUT_S: Final = 0.05
-_PATTERN_BUDGET_S: Final = 2.0
-"""Time on a processor that one answer's patterns may take in all; the one above is such, too."""
+"""Characters that are held back for a match at most."""
 
 
 class Found(NamedTuple):
@@ -122,75 +115,58 @@ class StopStrings:
 
 
 class StopPatterns:
-    """Watches one answer for regular expressions. A match reaches over at most `_PATTERN_REACH` characters."""
+    """Watches one answer for regular expressions. A match reaches over at most `_PATTERN_REACH` characters: if it began
+    earlier, what is left of it is cut off."""
 
     def __init__(self, patterns: tuple[str, ...], *, keep_match: bool = False) -> None:
-        self._patterns = [_pattern(pattern) for pattern in patterns]
+        self._patterns = compile_patterns(patterns)
+        self._scan = self._patterns.scan()
         self._keep = keep_match
-        self._seen = ""
-        """Context that is out already, then text held back."""
-        self._sent = 0
-        self._spent_s = 0.0
+        self._held = ""
+        """Text that may be part of a match..."""
+        self._begin = 0
+        """...and where it begins in the answer."""
         self.match_chars = 0
         """Length of the match, once there is one."""
 
+    def begin_turn(self, turn: int) -> None:
+        """What the patterns took before `turn` no longer counts."""
+        self._patterns.begin_turn(turn)
+
     def feed(self, text: str) -> Found:
         """Raises `InvalidRequest` when the patterns take too long."""
-        self._seen += text
-        started_s = time.thread_time()
+        self._held += text
         try:
-            best = self._first_match()
-            hold = self._first_possible() if best is None else 0
-        except TimeoutError:
+            match = self._scan.feed(text)
+        except TooMuchWork:
             raise _too_slow() from None
-        self._spent_s += time.thread_time() - started_s
-        if self._spent_s > _PATTERN_BUDGET_S:
-            raise _too_slow()
-        if best is not None:
-            start, end, source = best
-            self.match_chars = end - start
-            found = self._seen[self._sent : end if self._keep else start]
-            self._seen, self._sent = "", 0
-            return Found(found, source)
-        hold = max(hold, len(self._seen) - _PATTERN_REACH, self._sent)
-        released = self._seen[self._sent : hold]
-        dropped = max(0, hold - _PATTERN_CONTEXT)
-        self._seen, self._sent = self._seen[dropped:], hold - dropped
+        if match is not None:
+            return self._ended(match)
+        hold = self._scan.hold_from(_PATTERN_REACH) - self._begin
+        released, self._held = self._held[:hold], self._held[hold:]
+        self._begin += hold
         return Found(released)
 
-    def _first_match(self) -> tuple[int, int, str] | None:
-        """The match that ends first, if any: start, end, pattern."""
-        best: tuple[int, int, str] | None = None
-        for pattern in self._patterns:
-            match = pattern.search(self._seen, pos=self._sent, timeout=_SEARCH_TIMEOUT_S)
-            if match is not None and match.end() > match.start() and (best is None or match.end() < best[1]):
-                best = (match.start(), match.end(), pattern.pattern)
-        return best
+    def finish(self) -> Found:
+        """What is left, once no more comes; perhaps its end completes a match."""
+        match = self._scan.finish()
+        if match is not None:
+            return self._ended(match)
+        held, self._held = self._held, ""
+        return Found(held)
 
-    def _first_possible(self) -> int:
-        """Where the first match could begin that is not complete yet."""
-        hold = len(self._seen)
-        for pattern in self._patterns:
-            match = pattern.search(self._seen, pos=self._sent, partial=True, timeout=_SEARCH_TIMEOUT_S)
-            if match is not None and match.partial:
-                hold = min(hold, match.start())
-        return hold
-
-    def finish(self) -> str:
-        held, self._seen, self._sent = self._seen[self._sent :], "", 0
-        return held
-
-
-@lru_cache(maxsize=256)
-def _pattern(source: str) -> regex.Pattern[str]:
-    return regex.compile(source)
+    def _ended(self, match: Match) -> Found:
+        self.match_chars = match.end - match.start
+        cut = (match.end if self._keep else match.start) - self._begin
+        found, self._held = self._held[:cut], ""
+        return Found(found, match.pattern)
 
 
 def _too_slow() -> InvalidRequest:
     return InvalidRequest(
         what="stop_regex takes too long on this answer",
-        why="its patterns try too many ways to match",
-        fix="send simpler patterns",
+        why="its patterns follow too many ways at once",
+        fix="send simpler patterns: fewer and shorter repetitions of what may be anything",
         param="stop_regex",
     )
 
@@ -200,7 +176,7 @@ class Stops:
     that end together, what began first."""
 
     def __init__(self, words: tuple[str, ...], patterns: tuple[str, ...], *, keep_match: bool = False) -> None:
-        plain = tuple(pattern for pattern in patterns if regex.escape(pattern, special_only=True) == pattern)
+        plain = tuple(filter(is_plain, patterns))
         words = tuple(dict.fromkeys([*words, *plain]))
         rest = tuple(pattern for pattern in patterns if pattern not in plain)
         both = bool(words and rest)
@@ -212,20 +188,28 @@ class Stops:
         self._by_strings = self._by_patterns = 0
         """How much of it each has let pass."""
 
+    def begin_turn(self, turn: int) -> None:
+        """What the patterns took before `turn` no longer counts."""
+        if self._patterns is not None:
+            self._patterns.begin_turn(turn)
+
     def feed(self, text: str) -> Found:
         if self._patterns is None:
             return self._strings.feed(text) if self._strings is not None else Found(text)
         if self._strings is None:
             return self._patterns.feed(text)
-        word, pattern = self._strings.feed(text), self._patterns.feed(text)
         self._held += text
+        return self._earlier(self._strings.feed(text), self._patterns.feed(text), self._patterns)
+
+    def _earlier(self, word: Found, pattern: Found, patterns: StopPatterns) -> Found:
+        """What both have found, as one: the stop that ends first, or what neither holds back."""
         self._by_strings += len(word.text)
         self._by_patterns += len(pattern.text)
         ends = []
         if word.matched is not None:
             ends.append((self._by_strings, self._by_strings - len(word.matched), word.matched))
         if pattern.matched is not None:
-            ends.append((self._by_patterns, self._by_patterns - self._patterns.match_chars, pattern.matched))
+            ends.append((self._by_patterns, self._by_patterns - patterns.match_chars, pattern.matched))
         if ends:
             end, start, matched = min(ends)
             return Found(self._held[: end if self._keep else start], matched)
@@ -236,8 +220,9 @@ class Stops:
         return Found(passed)
 
     def finish(self) -> Found:
-        """What is left."""
-        if self._strings is not None and self._patterns is not None:
-            return Found(self._held)
-        scan = self._strings or self._patterns
-        return Found(scan.finish() if scan is not None else "")
+        """What is left; its end may complete a pattern."""
+        if self._patterns is None:
+            return Found(self._strings.finish() if self._strings is not None else "")
+        if self._strings is None:
+            return self._patterns.finish()
+        return self._earlier(Found(self._strings.finish()), self._patterns.finish(), self._patterns)

@@ -7,23 +7,42 @@ from importlib import import_module
 from typing import Any
 
 from bough.config.server_args import public_json
-from bough.core.errors import BoughError
+from bough.core.errors import BoughError, InvalidRequest
 from bough.entrypoints.service import Service
 
 Json = dict[str, Any]
 
 
 async def loads(service: Service) -> Json:
-    """The load of each replica (this server is one), and their sum, in SGLang's words. Raises if the engine is silent."""
-    info = await service.intake.info()
+    """The load of each replica, and their sum, in SGLang's words. Raises if an engine is silent."""
+    every = [_load(service, number, info) for number, info in (await service.intake.infos()).items()]
+    running, waiting = (sum(load[name] for load in every) for name in ("num_running_reqs", "num_waiting_reqs"))
+    return {
+        "timestamp": time.time(),
+        "version": import_module("bough").__version__,
+        "model": service.served.name,
+        "dp_rank_count": service.config.parallel.dp_size,
+        "loads": every,
+        "aggregate": {
+            "total_running_reqs": running,
+            "total_waiting_reqs": waiting,
+            "total_reqs": running + waiting,
+            "avg_token_usage": sum(load["token_usage"] for load in every) / max(1, len(every)),
+            "avg_utilization": sum(load["utilization"] for load in every) / max(1, len(every)),
+        },
+    }
+
+
+def _load(service: Service, number: int, info: Json) -> Json:
+    """One replica's. What the front end counts is that of all of them."""
     pages, admission = info["pages"], service.admission
     used = (pages["total"] - pages["free"] - pages["evictable"]) * pages["page_size"]
     running = info["running"] + info["prefilling"]
     waiting = info["queued"] + info["compiling"]
     most = int(service.served.facts["max_running_requests"])
     counters, told = info["counters"], service.telemetry.readings(service.beat(), up=True)
-    load: Json = {
-        "dp_rank": 0,
+    return {
+        "dp_rank": number,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_waiting_tokens": info["queued_tokens"],
@@ -39,6 +58,13 @@ async def loads(service: Service) -> Json:
         "gen_throughput": round(told.get("gen_throughput", 0.0), 2),
         "prompt_throughput": round(told.get("prompt_throughput", 0.0), 2),
         "decode_step_seconds": info["decode_step_ms"] / 1e3,
+        "speculative": {
+            "accept_length": round(told.get("spec_accept_length", 0.0), 3),
+            "accept_rate": round(told.get("spec_accept_rate", 0.0), 3),
+            "draft_tokens": counters["draft_tokens"],
+            "accepted_tokens": counters["accepted_tokens"],
+            "accepted_by_position": counters["accepted_at"],
+        },
         "totals": {
             "requests": counters["accepted"],
             "prompt_tokens": counters["prompt_tokens"] + counters["cached_tokens"],
@@ -57,19 +83,27 @@ async def loads(service: Service) -> Json:
             "refused": int(told.get("refused_requests_total", 0)),
         },
     }
+
+
+def tokenizer_info(service: Service) -> Json:
+    """The served model's tokenizer: special tokens and chat template. Raises `InvalidRequest` where there is none."""
+    tokenizer = service.served.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest(
+            what="this server has no tokenizer",
+            why="it was started with --skip-tokenizer-init",
+            fix="ask a server that has one",
+        )
+    template, eos = tokenizer.chat_template, tokenizer.eos_id
+    named = template.special_tokens if template is not None else {}
     return {
-        "timestamp": time.time(),
-        "version": import_module("bough").__version__,
-        "model": service.served.name,
-        "dp_rank_count": 1,
-        "loads": [load],
-        "aggregate": {
-            "total_running_reqs": running,
-            "total_waiting_reqs": waiting,
-            "total_reqs": running + waiting,
-            "avg_token_usage": load["token_usage"],
-            "avg_utilization": load["utilization"],
-        },
+        "tokenizer_class": type(tokenizer.codebook).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": service.served.context_length,
+        **{name: named.get(name) for name in ("bos_token", "pad_token", "unk_token")},
+        "eos_token": named.get("eos_token") or (tokenizer.token_of(eos) if eos is not None else None),
+        "eos_token_id": eos,
+        "chat_template": template.source if template is not None else None,
     }
 
 
@@ -77,7 +111,7 @@ async def server_info(service: Service) -> Json:
     """Every setting, the decisions behind them, memory, and the engine's numbers."""
     served, health = service.served, service.health()
     try:
-        states = [await service.intake.info()]
+        states = list((await service.intake.infos()).values())
     except BoughError as error:
         states = [{"error": error.what}]
     return {
@@ -122,7 +156,7 @@ def model_info(service: Service) -> Json:
         "max_model_len": served.context_length,
         "vocab_size": served.facts.get("vocab_size"),
         "preferred_sampling_params": dict(served.sampling_defaults),
-        "weight_version": "default",
+        "weight_version": service.config.server.weight_version,
         "reasoning_parser": served.reasoning_parser,
         "tool_call_parser": served.tool_parser,
         "has_chat_template": template is not None,

@@ -1,8 +1,10 @@
-"""How much work is let in: bounded by requests and by prompt tokens, decided before anything is tokenised.
+"""How much work is let in: bounded by requests, by prompt tokens and by how long they would wait, decided before anything is
+tokenised.
 
 A request holds its place from admission to its end; its prompt counts against the token bound until its first token is out
-(from then on the engine holds its pages and it no longer waits for anything). Work over the bound gets 429 and a hint when
-to come back, computed from how fast requests have been ending.
+(from then on the engine holds its pages and it no longer waits for anything). How long a new request would wait follows from
+the engine's heartbeat: how many wait already, and how fast waiting requests have begun of late. Work over a bound gets 429
+and a hint when to come back.
 """
 
 from __future__ import annotations
@@ -12,6 +14,54 @@ import time
 from collections.abc import Callable
 
 from bough.core.errors import Overloaded
+from bough.observability.health import Beat
+
+_LOOK_EVERY_S = 0.1
+_HALF_LIFE_S = 20.0
+"""Of what is remembered of the pace: a change of the load shows within this time."""
+_LEAST_BUSY_S = 3.0
+"""Before that, nothing is known of the pace: a burst right after the start is let in up to the other bounds."""
+_MOST_BETWEEN_S = 5.0
+"""Between two looks that are further apart, nobody knows whether requests were waiting."""
+
+
+class Pace:
+    """How fast waiting requests begin, as several looks at the engine's heartbeat show."""
+
+    def __init__(self, look: Callable[[], Beat], clock: Callable[[], float]) -> None:
+        self._look = look
+        self._clock = clock
+        self._looked_s = -_MOST_BETWEEN_S
+        self._waiting = 0
+        self._begun = 0
+        self._busy_s = 0.0
+        self._starts = 0.0
+        self._sent = 0
+        """Requests let in since the last look: the engine may not have counted them yet."""
+
+    def sent(self, requests: int) -> None:
+        self._sent += requests
+
+    def expected_s(self) -> float:
+        """How long a request that comes now would wait; 0 if that is not known."""
+        now = self._clock()
+        if now - self._looked_s >= _LOOK_EVERY_S:
+            self._observe(now)
+        if self._busy_s < _LEAST_BUSY_S or not self._waiting:
+            return 0.0
+        return (self._waiting + self._sent) * self._busy_s / max(self._starts, 1.0)
+
+    def _observe(self, now: float) -> None:
+        beat = self._look()
+        passed = now - self._looked_s
+        if passed < _MOST_BETWEEN_S:
+            kept = 0.5 ** (passed / _HALF_LIFE_S)
+            self._busy_s *= kept
+            self._starts *= kept
+            if self._waiting and beat.num_waiting:
+                self._busy_s += passed
+                self._starts += max(0, beat.num_begun - self._begun)
+        self._looked_s, self._waiting, self._begun, self._sent = now, beat.num_waiting, beat.num_begun, 0
 
 
 class Place:
@@ -42,9 +92,20 @@ class Place:
 class Admission:
     """The bounds of one API worker (the server's, divided by the number of workers)."""
 
-    def __init__(self, *, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_requests`: running and queued together. `max_tokens`: prompt tokens that wait for their first token."""
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        max_wait_s: float = 0.0,
+        look: Callable[[], Beat] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_requests`: running and queued together. `max_tokens`: prompt tokens that wait for their first token.
+        `max_wait_s`: how long a request may have to wait; 0: for ever. `look` reads the engine's heartbeat."""
         self.max_requests = max_requests
+        self.max_wait_s = max_wait_s
+        self._pace = Pace(look, clock) if look is not None and max_wait_s > 0 else None
         self.max_tokens = max_tokens
         self.requests = 0
         self.waiting_tokens = 0
@@ -62,10 +123,13 @@ class Admission:
         """
         over_requests = self.requests + requests > self.max_requests
         over_tokens = self.waiting_tokens + tokens > self.max_tokens
-        if self.requests and (over_requests or over_tokens):
+        wait_s = self._pace.expected_s() if self._pace is not None else 0.0
+        if self.requests and (over_requests or over_tokens or wait_s > self.max_wait_s):
             self.refused += 1
             self.tell()
-            raise self._overloaded(over_requests)
+            raise self._overloaded(over_requests, over_tokens, wait_s)
+        if self._pace is not None:
+            self._pace.sent(requests)
         self.requests += requests
         self.waiting_tokens += tokens
         self.tell()
@@ -87,15 +151,19 @@ class Admission:
         """When a tenth of what is queued should be done, at the pace of late; between 1 and 60 seconds."""
         return min(60, max(1, math.ceil(self._seconds_per_end * self.requests / 10)))
 
-    def _overloaded(self, by_requests: bool) -> Overloaded:
+    def _overloaded(self, by_requests: bool, by_tokens: bool, wait_s: float) -> Overloaded:
+        retry_s = self.retry_after_s()
         if by_requests:
             why = f"{self.requests} requests are queued or running, {self.max_requests} are allowed"
-        else:
+            flag = "--max-queued-requests"
+        elif by_tokens:
             why = f"{self.waiting_tokens} prompt tokens are queued, {self.max_tokens} are allowed"
+            flag = "--max-queued-tokens"
+        else:
+            why = f"a request would wait about {wait_s:.0f} s at the pace of late, {self.max_wait_s:g} s are allowed"
+            flag, retry_s = "--max-queue-wait-s", max(retry_s, min(60, math.ceil(wait_s - self.max_wait_s)))
         error = Overloaded(
-            what="the server is busy",
-            why=why,
-            fix=f"try again in {self.retry_after_s()} s, or raise --max-queued-requests or --max-queued-tokens",
+            what="the server is busy", why=why, fix=f"try again in {retry_s} s; the operator may raise {flag}"
         )
-        error.retry_after_s = self.retry_after_s()
+        error.retry_after_s = retry_s
         return error

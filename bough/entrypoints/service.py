@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,15 +16,19 @@ from bough.core.messages import Delta, End
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.admission import Admission
 from bough.entrypoints.fim import FimFormat
+from bough.entrypoints.keyring import Keyring
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request, Stream
 from bough.intake.endings import raise_if_failed
-from bough.observability.health import Beat, Pulse, State
+from bough.observability.health import Beat, Pulse, Pulses, State
+from bough.observability.keeper import Keeper
 from bough.observability.log import set_log_level
+from bough.observability.reload import Reloads
 from bough.observability.switches import LogListener, LogSwitch, tell_all
 from bough.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from bough.entrypoints.http.peers import Peers
     from bough.entrypoints.http.responses.store import ResponseStore
 
 _log = logging.getLogger(__name__)
@@ -33,6 +37,9 @@ _LOGGED = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "seed", "n", "ignore_eos", "beam_width",
 )  # fmt: skip
+
+_LATE_AFTER_S = 3.0
+"""Seconds without a beat after which a process is named: every one beats once a second, even when there is nothing to do."""
 
 T = TypeVar("T")
 News = tuple[int, Stream, Delta]
@@ -44,8 +51,13 @@ class Served:
     """The model as clients know it."""
 
     name: str
+    """Its first name."""
+    names: tuple[str, ...] = ()
+    """The names under which it is listed; empty: the first only."""
     aliases: frozenset[str] = frozenset()
     """Other names that are accepted: the path it was started with, "default"."""
+    patterns: tuple[str, ...] = ()
+    """Patterns of further names that are accepted (`claude-*`)."""
     tokenizer: Tokenizer | None
     """None under --skip-tokenizer-init."""
     context_length: int
@@ -56,21 +68,23 @@ class Served:
     fim: FimFormat | None = None
     """How the model is asked for a text's middle."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Native sampling parameters that the model's authors recommend."""
+    """Native sampling parameters for what requests don't set: the operator's, and what the model's authors recommend."""
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the chat template for what requests don't set."""
     created: int = 0
     format: str = "safetensors"
     """Of the files with its weights: safetensors or gguf."""
     stored_as: str = ""
-    """The type that most of a GGUF file's weights have: Q4_K, F16 ..."""
+    """The type that most of the weights have in their files: Q4_K, BF16 ...; empty if there are no files."""
     num_parameters: int = 0
     """Weights of the model; 0: not known."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine said when it was ready."""
+    """What the engine said when it was ready. `media`: the kinds of media that the model takes, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How the engine is, by its heartbeat alone."""
+    """How the server is, by the heartbeats of its processes alone."""
 
     alive: bool
     ready: bool
@@ -78,6 +92,8 @@ class Health:
     """What is wrong, if something is."""
     num_running: int = 0
     num_waiting: int = 0
+    late: Mapping[str, str] = field(default_factory=dict)
+    """Processes that are late with their beat, but not so late that they count as stuck."""
 
 
 class Service:
@@ -88,23 +104,38 @@ class Service:
         config: Config,
         served: Served,
         intake: Intake,
-        pulse: Pulse,
+        pulse: Pulse | Pulses,
         admission: Admission | None = None,
         telemetry: Telemetry | None = None,
+        keyring: Keyring | None = None,
+        others: Mapping[str, Pulse] | None = None,
     ) -> None:
-        self.config = config
+        """`pulse`: the engine's. `others`: those of the other processes that the server needs, by name."""
+        self.config = _with_media(config) if served.facts.get("media") else config
         self.served = served
         self.intake = intake
         self.admission = admission or make_admission(config, served.facts)
         self.telemetry = telemetry or Telemetry()
+        self.keyring = keyring or Keyring(config.server)
+        self.keyring.usage = self.telemetry.keys
+        self.telemetry.keys.know(self.keyring.names)
+        self.reloads = Reloads()
+        """What is read again on SIGHUP."""
+        self.reloads.add("keys", self.keyring.reload)
+        self.keeper = Keeper(self.telemetry.task_failed)
+        """Runs what goes on beside requests."""
         self.draining = False
         self.log_requests = config.log.log_requests
         self.responses: ResponseStore | None = None
         """Made by the route that fills it."""
-        self._drainers: list[Callable[[bool], None]] = []
+        self.peers: Peers | None = None
+        """The other API workers; None: there are none."""
+        self._drainers: list[Callable[[bool], Coroutine[Any, Any, None]]] = []
+        self._draining: list[asyncio.Future[None]] = []
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._log_directory: Path | None = None
         self._pulse = pulse
+        self._others = others or {}
 
     async def run(self, requests: Sequence[Request]) -> AsyncGenerator[News, None]:
         """The news of all requests as they come, until all have ended. Closing it early aborts what is left.
@@ -136,9 +167,10 @@ class Service:
         """
         streams = await self._submit(requests)
         try:
+            whole = [request.caller.whole for request in requests]
             if len(streams) == 1:
-                return [await self._whole(*streams[0])]
-            return await _all(self._whole(*each) for each in streams)
+                return [await self._whole(*streams[0], whole[0])]
+            return await _all(self._whole(at, stream, whole[at]) for at, stream in streams)
         finally:
             for _, stream in streams:
                 stream.abort()
@@ -148,25 +180,30 @@ class Service:
         groups = await self.intake.submit_batch(requests)
         if self.log_requests:
             for request, group in zip(requests, groups, strict=True):
-                log_request(request, group)
+                log_request(request, group, self.config.log.log_requests_level)
         return [(at, stream) for at, group in enumerate(groups) for stream in group]
 
-    async def _whole(self, at: int, stream: Stream) -> News:
+    async def _whole(self, at: int, stream: Stream, whole: bool) -> News:
+        """A stream's answer. `whole`: one that was cut off is an error."""
         delta = await stream.collect()
         assert delta.end is not None, "it has ended"
         if self.log_requests:
             log_end(stream, delta.end)
-        raise_if_failed(delta.end)
+        raise_if_failed(delta.end, whole=whole)
         return at, stream, delta
 
     def drain(self, *, now: bool = False) -> None:
         """No new requests are taken; `now`: those under way are given up."""
         self.draining = True
-        for drainer in self._drainers:
-            drainer(now)
+        self._draining += [asyncio.ensure_future(drainer(now)) for drainer in self._drainers]
 
-    def at_drain(self, drainer: Callable[[bool], None]) -> None:
-        """`drainer` is called, perhaps more than once, when draining begins; with True when it is cut short."""
+    async def drained(self) -> None:
+        """Returns when everything that was registered with `at_drain` has ended what it had under way."""
+        await asyncio.gather(*self._draining, return_exceptions=True)
+
+    def at_drain(self, drainer: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
+        """`drainer` is called when draining begins, and returns when what it stands for has ended its work; with True when
+        draining is cut short, perhaps a second time."""
         self._drainers.append(drainer)
 
     def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
@@ -177,6 +214,7 @@ class Service:
         """Ends what runs beside requests, then the intake."""
         for closer in reversed(self._closers):
             await closer()
+        await self.keeper.close()
         await self.intake.close()
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -191,9 +229,15 @@ class Service:
         bounds.at_most("tokenize_chars", sum(map(len, texts)), "prompt")
         return await tokenizers.encode_batch(texts, add_special_tokens)
 
-    def follow_log_switches(self, directory: Path, process: str) -> None:
-        """From now on, until the service closes, this process logs as `/configure_logging` says, whoever answers it."""
-        listener = LogListener(directory, process, self._switched)
+    async def beside_the_loop(self, work: Callable[[], T], size: int) -> T:
+        """Work on texts of `size` characters (or ids) in all: in a thread, unless it is short."""
+        tokenizers = self.intake.tokenizers
+        return work() if tokenizers is None else await tokenizers.run(work, size)
+
+    def follow_switches(self, directory: Path, process: str) -> None:
+        """From now on, until the service closes, this process logs as `/configure_logging` says, whichever worker answers
+        that, and reads its files again when it is asked to."""
+        listener = LogListener(directory, process, self._switched, self.reloads.run)
         loop = asyncio.get_running_loop()
         loop.add_reader(listener.fileno(), listener.answer)
         self._log_directory = directory
@@ -220,6 +264,7 @@ class Service:
     def start_counting(self) -> None:
         """From now on requests are clients' requests, and counted."""
         self.intake.meter = self.telemetry.meter
+        self.intake.quota = self.keyring if self.keyring.names else None
         self.admission.changed = self.telemetry.admission_changed
 
     def beat(self) -> Beat:
@@ -227,17 +272,20 @@ class Service:
         return self._pulse.read()
 
     def health(self) -> Health:
-        """Reads the heartbeat; asks nobody and takes microseconds."""
+        """Reads the heartbeats; asks nobody and takes microseconds."""
         beat = self._pulse.read()
         if beat.pid and not _is_running(beat.pid):
             return Health(alive=False, ready=False, why="the engine has died")
-        return judge(beat, stuck_after_s=self.config.server.watchdog_timeout_s, draining=self.draining)
+        others = {name: pulse.read() for name, pulse in self._others.items()}
+        return judge(beat, others, stuck_after_s=self.config.server.watchdog_timeout_s, draining=self.draining)
 
 
-def log_request(request: Request, streams: Sequence[Stream]) -> None:
-    """One line about a request: its numbers and switches, never its text."""
+def log_request(request: Request, streams: Sequence[Stream], level: int = 1) -> None:
+    """One line about a request, never its text: its numbers (level 0), and its sampling parameters too (1)."""
     sampling = request.sampling
     changed = {name: getattr(sampling, name) for name in _LOGGED if getattr(sampling, name) != getattr(_DEFAULT, name)}
+    if level == 0:
+        changed = {}
     _log.info(
         "request",
         extra={
@@ -269,9 +317,12 @@ def log_end(stream: Stream, end: End) -> None:
     )
 
 
-def judge(beat: Beat, *, stuck_after_s: float, draining: bool = False) -> Health:
-    """What a heartbeat says about the engine."""
-    numbers = {"num_running": beat.num_running, "num_waiting": beat.num_waiting}
+def judge(
+    beat: Beat, others: Mapping[str, Beat] | None = None, *, stuck_after_s: float, draining: bool = False
+) -> Health:
+    """What the heartbeats of the engine and of the other processes say about the server."""
+    numbers: dict[str, Any] = {"num_running": beat.num_running, "num_waiting": beat.num_waiting}
+    started = {name: each for name, each in (others or {}).items() if each.state is not State.STARTING}
     if beat.state is State.ENDED:
         return Health(alive=False, ready=False, why="the engine has ended")
     if beat.state is State.STARTING:
@@ -280,18 +331,34 @@ def judge(beat: Beat, *, stuck_after_s: float, draining: bool = False) -> Health
         return Health(alive=False, ready=False, why=f"the engine has not moved for {beat.age_s:.0f} s", **numbers)
     if draining or beat.state is State.DRAINING:
         return Health(alive=True, ready=False, why="the server is draining", **numbers)
-    if beat.state is State.PAUSED:
-        return Health(alive=True, ready=True, why="the engine is paused", **numbers)
-    return Health(alive=True, ready=True, why="", **numbers)
+    for name, each in started.items():
+        if each.age_s > stuck_after_s:
+            why = f"the {name} process has not moved for {each.age_s:.0f} s"
+            return Health(alive=False, ready=False, why=why, **numbers)
+    late = {
+        name: f"has not moved for {each.age_s:.0f} s" for name, each in started.items() if each.age_s > _LATE_AFTER_S
+    }
+    why = "the engine is paused" if beat.state is State.PAUSED else ""
+    return Health(alive=True, ready=True, why=why, late=late, **numbers)
 
 
-def make_admission(config: Config, facts: Mapping[str, Any]) -> Admission:
-    """This worker's part of the server's bounds."""
+def _with_media(config: Config) -> Config:
+    """The settings of a server whose requests may have media in them."""
+    server = config.server
+    largest = max(server.max_body_bytes, server.max_media_body_bytes)
+    in_flight = max(largest, server.max_body_bytes_in_flight)
+    return replace(config, server=replace(server, max_body_bytes=largest, max_body_bytes_in_flight=in_flight))
+
+
+def make_admission(config: Config, facts: Mapping[str, Any], pulse: Pulse | Pulses | None = None) -> Admission:
+    """This worker's part of the server's bounds. `pulse`: the engine's."""
     workers = max(1, config.server.api_workers)
     running = int(facts.get("max_running_requests", 0))
     return Admission(
         max_requests=max(1, (config.scheduler.max_queued_requests + running) // workers),
         max_tokens=max(1, config.scheduler.max_queued_tokens // workers),
+        max_wait_s=config.scheduler.max_queue_wait_s,
+        look=pulse.read if pulse is not None else None,
     )
 
 

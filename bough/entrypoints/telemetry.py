@@ -14,6 +14,7 @@ from bough.observability.health import Beat
 from bough.observability.metrics import OTHER, STATUSES, Cell, Sheet, worked_out
 from bough.observability.requests import RequestMeter
 from bough.observability.trace import OtlpExporter
+from bough.observability.usage import KeyUsage
 
 
 class Telemetry:
@@ -27,7 +28,11 @@ class Telemetry:
         self._paths = frozenset(paths)
         self.sheet = Sheet(endpoints.board(name) if endpoints is not None else None, "api", self._paths)
         self.meter = RequestMeter(self.sheet)
-        self._boards = Boards(endpoints.path("") if endpoints is not None else None, self.sheet.board)
+        self.keys = KeyUsage(None if endpoints is None else lambda number: endpoints.board(f"{name}.keys{number}"))
+        self._boards = Boards(
+            endpoints.path("") if endpoints is not None else None, lambda: [self.sheet.board, *self.keys.boards]
+        )
+        self._background_failures = self.sheet.cell("background_failures_total")
         self._waiting_tokens = self.sheet.cell("queued_prompt_tokens")
         self._refused = self.sheet.cell("refused_requests_total")
         self._responses: dict[tuple[str, int], Cell] = {}
@@ -41,6 +46,10 @@ class Telemetry:
             if known != OTHER:
                 self._responses[path, status] = cell
         cell.add()
+
+    def task_failed(self, name: str) -> None:
+        """A background task has failed."""
+        self._background_failures.add()
 
     def admission_changed(self, waiting_tokens: int, refused: int) -> None:
         self._waiting_tokens.set(waiting_tokens)

@@ -131,7 +131,7 @@ def constraints(schema: Schema, at: str) -> Schema:
             if not (keyword == "nullable" and value is False):
                 found[keyword] = value
         elif keyword in REFUSED:
-            if not any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(keyword, ())):
+            if not is_harmless(keyword, value):
                 raise unsupported(keyword, at, REFUSED[keyword])
         elif keyword not in DESCRIBING:
             _check_unknown(keyword, at)
@@ -140,6 +140,11 @@ def constraints(schema: Schema, at: str) -> Schema:
         listed = types if isinstance(types, list) else [types]
         found["type"] = ["integer" if each == "number" else each for each in listed]
     return found
+
+
+def is_harmless(keyword: str, value: Any) -> bool:
+    """Whether a refused keyword's value changes nothing."""
+    return any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(keyword, ()))
 
 
 def _check_unknown(keyword: str, at: str) -> None:

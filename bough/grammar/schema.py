@@ -19,6 +19,7 @@ from bough.grammar.regex import in_json, parse_search
 from bough.grammar.rules import (
     EMPTY,
     NOTHING,
+    Alt,
     Chars,
     Grammar,
     Node,
@@ -437,7 +438,37 @@ def _fit_length(node: Node, low: int, high: int | None) -> Node | None:
         _shorten_repeats(parts, high)
     fitted = seq(*parts)
     least, most = length_range(fitted)
+    if least >= low and high is not None and (most is None or most > high) and least <= high:
+        fitted = _capped_to(fitted, high)
+        most = length_range(fitted)[1]
     return fitted if least >= low and (high is None or (most is not None and most <= high)) else None
+
+
+def _capped_to(node: Node, high: int) -> Node:
+    """A part of the node's language with at most `high` characters: repetitions everywhere in it, optional parts among them,
+    are capped at the largest number above their least that is short enough. It may still be too long, where none is."""
+    low_cap, high_cap = 0, high
+    while low_cap < high_cap:  # the largest cap that fits
+        middle = (low_cap + high_cap + 1) // 2
+        most = length_range(_capped(node, middle))[1]
+        if most is not None and most <= high:
+            low_cap = middle
+        else:
+            high_cap = middle - 1
+    return _capped(node, low_cap)
+
+
+def _capped(node: Node, cap: int) -> Node:
+    match node:
+        case Seq():
+            return seq(*(_capped(part, cap) for part in node.parts))
+        case Alt():
+            return alt(*(_capped(part, cap) for part in node.parts))
+        case Repeat():
+            most = node.low + cap
+            return repeat(_capped(node.node, cap), node.low, most if node.high is None else min(most, node.high))
+        case _:
+            return node
 
 
 def _shorten_repeats(parts: list[Node], high: int) -> None:

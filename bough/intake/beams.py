@@ -172,6 +172,7 @@ class Search:
     ) -> None:
         """`answered` hears of every answer, by its place among the streams; `ended`, once, that there will be no more."""
         self.rid = streams[0].rid
+        self.tenant = streams[0].tenant
         self._search = search
         self._streams = streams
         self._prompt = prompt

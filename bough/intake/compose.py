@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from bough.core.messages import Generate, Ids, TextSpec, pack_ids
+from bough.core.messages import Generate, Ids, TextSpec, owned_name, pack_ids
 from bough.core.sampling import SamplingParams
 from bough.intake.request import Request
 from bough.tokenizer import Tokenizer
@@ -36,16 +36,18 @@ def compose(
         stream=request.stream or bool(text is not None and (sampling.stop or sampling.stop_regex)),
         logprobs=request.logprobs,
         hidden_states=request.hidden_states,
+        tenant=request.caller.tenant,
         namespace=namespace,
         priority=request.priority,
         deadline_s=request.deadline_s,
         eos_ids=eos_ids if _heeds_eos(sampling) else (),
-        follows=request.follows,
+        follows=owned_name(request.caller.tenant, request.follows) if request.follows else "",
         pool=request.pool,
         second_at=request.second_at,
         reasoning_end=request.reasoning_end,
         reasoning_open=request.reasoning_forced,
         thinking_budget=request.thinking_budget,
+        speculate=request.speculate,
         keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool,
     )
 
@@ -85,6 +87,7 @@ def text_spec(request: Request, prompt: Ids, sampling: SamplingParams, tokenizer
         tool_parser=request.tool_parser,
         tools=request.tools,
         calls_only=request.calls_only,
+        drop_unknown_tools=request.drop_unknown_tools,
         every=request.every if request.stream else _NEVER,
         prompt_tail=pack_ids(tail),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bough.core.errors import (
+    Aborted,
     BodyTooLarge,
     BoughError,
     DeadlineExceeded,
@@ -17,7 +18,16 @@ from bough.core.messages import End
 
 _BY_CODE: dict[str, type[BoughError]] = {
     kind.code: kind
-    for kind in (PromptTooLong, BodyTooLarge, Overloaded, Unavailable, DeadlineExceeded, Quarantined, RequestFailed)
+    for kind in (
+        PromptTooLong,
+        BodyTooLarge,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        Quarantined,
+        RequestFailed,
+        Aborted,
+    )
     if kind.code is not None
 }
 _BY_STATUS: dict[int, type[BoughError]] = {
@@ -28,18 +38,20 @@ _BY_STATUS: dict[int, type[BoughError]] = {
     504: DeadlineExceeded,
 }
 
-GIVEN_UP = 499
+GIVEN_UP = Aborted.status
 """Status of a request that a client or an operator gave up."""
 
 
-def raise_if_failed(end: End | None) -> None:
-    """Raises the error that a client is to see, if it has ended without an answer. A request that was aborted by name has
-    one: what was generated so far.
+def raise_if_failed(end: End | None, *, whole: bool = False) -> None:
+    """Raises the error that a client is to see, if the request has ended without an answer. A request that was aborted by
+    name has one, what was generated so far, unless only a `whole` answer will do.
 
     The error gets no name on the way: it and the frames of its traceback would hold each other, and the request with them,
     until a collection.
     """
-    if end is not None and (end.reason == "error" or (end.reason == "abort" and end.status not in (0, GIVEN_UP))):
+    if end is None or end.reason not in ("abort", "error"):
+        return
+    if whole or end.reason == "error" or end.status not in (0, GIVEN_UP):
         raise as_error(end)
 
 

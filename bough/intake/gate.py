@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from bough.core.messages import Ids
 
 
 class Place(Protocol):
@@ -19,6 +22,18 @@ class Gate(Protocol):
     """Decides how much work is let in; raises `Overloaded`."""
 
     def admit(self, *, requests: int, tokens: int) -> Place: ...
+
+
+class Quota(Protocol):
+    """Keeps tenants within their rates of tokens, and counts what they use."""
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """The tenant is about to have about `tokens` computed; raises `Overloaded` if it has used up its rate."""
+        ...
+
+    def used(self, tenant: str, *, requests: int = 0, prompt: int = 0, generated: int = 0, charged: int = 0) -> None:
+        """What it has used by now, of which it was charged `charged` tokens before."""
+        ...
 
 
 @dataclass(slots=True)
@@ -36,6 +51,11 @@ class IntakeStats:
 
 _BYTES_PER_TOKEN = 3
 """On the safe side for English, about right for code and other scripts."""
+
+
+def num_tokens(prompt: str | Sequence[int] | Ids) -> int:
+    """How many tokens a prompt has: of a text, about."""
+    return estimate_tokens(prompt) if isinstance(prompt, str) else len(prompt)
 
 
 def estimate_tokens(text: str) -> int:

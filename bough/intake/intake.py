@@ -7,14 +7,17 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from bough.config.concerns import ParallelConfig
 from bough.core.errors import BoughError, Conflict, DeadlineExceeded, InvalidRequest, Unavailable
 from bough.core.messages import (
+    REPLICA_SHIFT,
     WORKER_SHIFT,
     Abort,
     AbortByName,
@@ -32,22 +35,23 @@ from bough.core.messages import (
     ToApi,
     ToEngine,
     Tokens,
-    joined_namespace,
+    home_replica,
     plain_deltas,
 )
 from bough.core.sampling import SamplingParams
 from bough.intake import beams
 from bough.intake.beams import Search
 from bough.intake.compose import compose, for_answer, text_spec
-from bough.intake.gate import Gate, IntakeStats, Place, estimate_tokens
-from bough.intake.joins import Joins
+from bough.intake.gate import Gate, IntakeStats, Place, Quota, num_tokens
+from bough.intake.joins import Joins, session_namespace
 from bough.intake.limits import Limits
 from bough.intake.names import random_name
 from bough.intake.prepare import Preparer, goes_on_from_join
+from bough.intake.replicas import Replicas, merged
 from bough.intake.request import Request, pieces
 from bough.intake.sessions import SessionParams, Sessions, Turn
 from bough.intake.stream import Stream
-from bough.ipc import AsyncInbox, AsyncOutbox, Endpoints, read_status
+from bough.ipc import AsyncInbox, Endpoints, read_status
 from bough.observability.requests import RequestMeter
 from bough.observability.trace import CURRENT
 from bough.tokenizer import Tokenizer, TokenizerPool
@@ -56,8 +60,6 @@ _log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
 _WATCH_EVERY_S = 0.25
-_MOST_HELD_BYTES = 256 * 1024 * 1024
-"""Of requests that the engine has not taken: beyond, no more are sent."""
 
 
 class Intake:
@@ -75,35 +77,45 @@ class Intake:
         gate: Gate | None = None,
         pools: bool | None = None,
         processors: frozenset[str] | None = None,
+        truncate: bool = False,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways.
         `pools`: whether the model pools; requests of the other kind are refused. `processors`: the logit processors
-        that requests may name. None: any are sent."""
+        that requests may name. None: any are sent. `truncate`: what is too long is cut, not refused. `parallel`: how many
+        engines there are, and how requests are spread over them; None: there is one."""
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.stats = IntakeStats()
         self.meter: RequestMeter | None = None
         """Hears of every request, where somebody counts."""
+        self.quota: Quota | None = None
+        """Asked before a request is taken, where tenants have limits."""
         self._endpoints = endpoints
         self._worker = worker
+        self._parallel = parallel or ParallelConfig()
         self._gate = gate
         self.tokenizers = TokenizerPool(tokenizer) if tokenizer is not None else None
         self._eos_ids = tuple(dict.fromkeys([*(tokenizer.eos_ids if tokenizer else ()), *eos_ids]))
         # Not from 1: the engine may still hold requests of a predecessor in this place.
-        self._numbers = itertools.count(secrets.randbits(WORKER_SHIFT - 2))
+        self._numbers = itertools.count(secrets.randbits(REPLICA_SHIFT - 2))
         self._streams: dict[int, Stream] = {}
         self._places: dict[int, Place] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._gone: BoughError | None = None
         self.pools = pools
         self.sessions = Sessions(self.abort)
-        self.joins = Joins(self.call, tokenizer)
-        limits = Limits(context_length, vocab_size, tokenizer)
+        self.joins = Joins(self.call, tokenizer, self._parallel.dp_size)
+        limits = Limits(context_length, vocab_size, tokenizer, truncate=truncate)
         self._preparer = Preparer(
             limits, self.tokenizers, self.sessions, self.joins, pools=pools, processors=processors
         )
         self._searches: set[Search] = set()
+        self._names: Counter[tuple[str, str]] = Counter()
+        """How many streams each name has, by tenant."""
+        self._unpaid: dict[int, str] = {}
+        """Requests that were given up and whose end has not come yet, with their tenants: it says what they used."""
         self._turns: dict[int, tuple[SessionParams, Turn]] = {}
 
     @classmethod
@@ -115,6 +127,8 @@ class Intake:
         *,
         worker: int = 0,
         gate: Gate | None = None,
+        truncate: bool = False,
+        parallel: ParallelConfig | None = None,
     ) -> Intake:
         """From what the engine said when it was ready."""
         return cls(
@@ -127,12 +141,19 @@ class Intake:
             gate=gate,
             pools=bool(facts["pooling"]) if "pooling" in facts else None,
             processors=frozenset(facts["logit_processors"]) if "logit_processors" in facts else None,
+            truncate=truncate,
+            parallel=parallel,
         )
 
     async def start(self) -> None:
         """Opens the channels. Call once, in the loop that will use the intake."""
         self._inbox: AsyncInbox[ToApi] = AsyncInbox(self._endpoints.api(self._worker), ToApi, self._take)
-        self._outbox = AsyncOutbox(self._endpoints.engine, max_held_bytes=_MOST_HELD_BYTES)
+        self._engines = self._endpoints.replicas(self._parallel.dp_size)
+        self._replicas = Replicas.connect(self._engines, self._parallel.load_balance_method)
+        if self._worker:  # an earlier process in this place may have died and left requests behind
+            for number in range(len(self._replicas)):
+                ended = AbortByName(self._new_id(number), "", "its API worker has ended", worker=self._worker)
+                self._replicas.send(ended, number)
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
@@ -141,7 +162,7 @@ class Intake:
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         self._inbox.close()
-        self._outbox.close()
+        self._replicas.close()
         if self.tokenizers is not None:
             self.tokenizers.close()
 
@@ -162,18 +183,17 @@ class Intake:
         """
         self._check_alive()
         self._preparer.check(requests)
-        places = self._admit(requests)
         streams: list[list[Stream]] = []
-        try:
-            for piece in pieces(requests):
-                await self._submit_piece(piece, places, streams)
-        except BaseException:
-            for stream in itertools.chain.from_iterable(streams):
-                stream.abort("a request of the same batch was refused")
-            raise
-        finally:
-            for place in places:
-                place.end()
+        places = self._admit(requests)
+        with self._charged(requests, places, streams), self._named(requests):
+            try:
+                for piece in pieces(requests):
+                    await self._submit_piece(piece, places, streams)
+            except BaseException:
+                for stream in itertools.chain.from_iterable(streams):
+                    stream.abort("a request of the same batch was refused")
+                streams.clear()
+                raise
         return streams
 
     async def _submit_piece(
@@ -188,7 +208,7 @@ class Intake:
                 streams.append(self._begin(request, prompt, sampling, places, outgoing))
             else:
                 streams.append(self._search(request, prompt, sampling, places))
-        self._outbox.send_all(outgoing)
+        self._replicas.send_all(outgoing)
 
     async def collect(self, request: Request) -> list[Delta]:
         """Submits and awaits whole answers, one delta each."""
@@ -199,22 +219,31 @@ class Intake:
             for stream in streams:
                 stream.abort()
 
-    def abort(self, rid: str = "", *, reason: str = "aborted by request") -> int:
-        """Ends the requests of that name (all, if empty); their streams end with reason `abort`. Returns how many."""
-        searches = [search for search in self._searches if not rid or search.rid == rid]
+    def abort(self, rid: str = "", tenant: str | None = None, *, reason: str = "aborted by request") -> int:
+        """Ends the requests of that name (all, if empty) and tenant (all, if None); their streams end with reason `abort`.
+        Returns how many."""
+
+        def meant(each: Stream | Search) -> bool:
+            return (not rid or each.rid == rid) and (tenant is None or each.tenant == tenant)
+
+        searches = [search for search in self._searches if meant(search)]
         for search in searches:
             search.abort(reason)
-        inner = {search.rid for search in searches}
-        found = [each for each in self._streams.values() if (not rid or each.rid == rid) and each.rid not in inner]
+        inner = {(search.tenant, search.rid) for search in searches}
+        found = [each for each in self._streams.values() if meant(each) and (each.tenant, each.rid) not in inner]
         for stream in found:
-            self._outbox.send(Abort(stream.id, reason))
+            self._replicas.send(Abort(stream.id, reason), home_replica(stream.id))
         return len(found) + len(searches)
 
-    async def abort_everywhere(self, rid: str = "", *, reason: str = "aborted by request") -> int:
+    async def abort_everywhere(
+        self, rid: str = "", tenant: str | None = None, *, reason: str = "aborted by request"
+    ) -> int:
         """Like `abort`, for requests of every API worker. Returns how many."""
-        if rid and any(search.rid == rid for search in self._searches):
-            return self.abort(rid, reason=reason)  # between two steps of a search the engine knows nothing of it
-        told = await self.call(lambda call: AbortByName(call, rid, reason))
+        if rid and any(each.rid == rid and tenant in (None, each.tenant) for each in self._searches):
+            return self.abort(
+                rid, tenant, reason=reason
+            )  # between two steps of a search the engine knows nothing of it
+        told = await self.call(lambda call: AbortByName(call, rid, reason, tenant))
         return int(told["aborted"])
 
     @property
@@ -245,6 +274,12 @@ class Intake:
     async def info(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         return await self.call(GetInfo, timeout_s)
 
+    async def infos(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[int, dict[str, Any]]:
+        """What each engine says of itself, by its number."""
+        alive = self._replicas.alive
+        bodies = await asyncio.gather(*(self.call(GetInfo, timeout_s, replica=each) for each in alive))
+        return dict(zip(alive, bodies, strict=True))
+
     async def pause(self, mode: str = "abort", timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         if mode not in ("abort", "retract", "in_place"):
             raise InvalidRequest(
@@ -266,16 +301,24 @@ class Intake:
         )
         return await self.call(message, timeout_s)
 
-    async def call(self, message: Callable[[int], ToEngine], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """Sends a control message made with its call's id and awaits the answer.
+    async def call(
+        self, message: Callable[[int], ToEngine], timeout_s: float = CALL_TIMEOUT_S, *, replica: int | None = None
+    ) -> dict[str, Any]:
+        """Sends a control message made with its call's id and awaits the answer. Without `replica` all engines get it, and
+        their answers come as one (`replicas.merged`).
 
         Raises `Conflict` with the engine's reason, `DeadlineExceeded` or `Unavailable`.
         """
         self._check_alive()
-        number = self._new_id()
+        if replica is None:
+            alive = self._replicas.alive
+            if len(alive) > 1:
+                return merged(await asyncio.gather(*(self.call(message, timeout_s, replica=each) for each in alive)))
+            replica = alive[0] if alive else 0
+        number = self._new_id(replica)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        self._outbox.send(message(number))
+        self._replicas.send(message(number), replica)
         try:
             async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation that comes with the answer
                 reply = await answer
@@ -297,8 +340,9 @@ class Intake:
         if self._gone is not None:
             raise self._gone.with_traceback(None)  # it would grow with everyone who is told, and keep their requests
 
-    def _new_id(self) -> int:
-        return (self._worker << WORKER_SHIFT) | next(self._numbers)
+    def _new_id(self, replica: int = 0) -> int:
+        counter = next(self._numbers) % (1 << REPLICA_SHIFT)
+        return (self._worker << WORKER_SHIFT) | (replica << REPLICA_SHIFT) | counter
 
     def _admit(self, requests: Sequence[Request]) -> list[Place]:
         if self._gate is None:
@@ -306,8 +350,7 @@ class Intake:
         places: list[Place] = []
         try:
             for request in requests:
-                prompt = request.prompt
-                tokens = estimate_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+                tokens = num_tokens(request.prompt)
                 for _ in range(max(1, min(max(request.sampling.n, request.sampling.beam_width), 64))):
                     places.append(self._gate.admit(requests=1, tokens=tokens))
         except BaseException:
@@ -315,6 +358,46 @@ class Intake:
                 place.end()
             raise
         return places
+
+    @contextlib.contextmanager
+    def _named(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Holds the names that clients gave their requests, until these hold them themselves. Raises `InvalidRequest` if a
+        request of the same tenant has one already."""
+        names = list(dict.fromkeys((each.caller.tenant, each.rid) for each in requests if each.rid))
+        taken = [rid for tenant, rid in names if self._names[tenant, rid]]
+        if taken:
+            raise InvalidRequest(
+                what=f"a request with the rid {taken[0][:80]!r} is under way",
+                why="a name stands for one request at a time",
+                fix="choose another rid, or wait until that request has ended",
+                param="rid",
+            )
+        for name in names:
+            self._names[name] += 1
+        try:
+            yield
+        finally:
+            for name in names:
+                self._drop_name(*name)
+
+    @contextlib.contextmanager
+    def _charged(self, requests: Sequence[Request], places: list[Place], streams: list[list[Stream]]) -> Iterator[None]:
+        """Charges the tenant for prompts as large as they look, and afterwards for those that were sent as large as they
+        are. Gives back the places that nobody took. Raises `Overloaded`."""
+        quota, tenant = self.quota, requests[0].caller.tenant if requests else ""
+        charged = 0
+        try:
+            if quota is not None:
+                estimate = sum(num_tokens(request.prompt) for request in requests)
+                quota.charge(tenant, estimate)
+                charged = estimate
+            yield
+        finally:
+            for place in places:
+                place.end()
+            if quota is not None:
+                prompt = sum(len(group[0].prompt) for group in streams)
+                quota.used(tenant, requests=sum(map(len, streams)), prompt=prompt, charged=charged)
 
     def _search(self, request: Request, prompt: Ids, sampling: SamplingParams, places: list[Place]) -> list[Stream]:
         """Begins a beam search: its steps are requests of their own, its answers come all at once."""
@@ -343,7 +426,7 @@ class Intake:
             outgoing: list[Generate] = []
             asked = [self._begin(inner, each, one, [], outgoing, metered=False)[0] for each in prompts]
             try:
-                self._outbox.send_all(outgoing)
+                self._replicas.send_all(outgoing)
                 return [await stream.collect() for stream in asked]
             finally:
                 for stream in asked:
@@ -358,6 +441,7 @@ class Intake:
 
         def ended() -> None:
             self._searches.discard(running)
+            self._drop_name(tenant, rid)
             for place in held:
                 place.end()
             if self.meter is not None:
@@ -369,12 +453,14 @@ class Intake:
                 self.meter.given_up(request_id, "given_up")
             running.give_up()
 
-        streams = [Stream(self._new_id(), rid, index, prompt, give_up) for index in range(sampling.n)]
+        tenant = request.caller.tenant
+        streams = [Stream(self._new_id(), rid, index, prompt, give_up, tenant=tenant) for index in range(sampling.n)]
         if self.meter is not None:
             for stream in streams:
                 self.meter.submitted(stream.id, len(prompt))
         running = Search(search, streams, prompt, ask, answered, ended)
         self._searches.add(running)
+        self._names[tenant, rid] += 1
         return streams
 
     def _begin(
@@ -389,24 +475,29 @@ class Intake:
     ) -> list[Stream]:
         """The request's streams; what is to be sent for them is put to `outgoing`."""
         rid = request.rid or random_name()
-        turn = None
-        namespace = request.namespace
+        tenant, turn = request.caller.tenant, None
+        namespace = request.caller.namespace(request.namespace)
         if request.session is not None and goes_on_from_join(request):
-            namespace = joined_namespace(namespace, request.session.id)
+            namespace = session_namespace(request.namespace, request.session.id, request.caller)
         elif request.session is not None:
-            turn = self.sessions.begin(request.session, rid, prompt)
+            turn = self.sessions.begin(request.session, rid, prompt, tenant)
         common = compose(
             request, prompt, sampling,
             rid=rid, namespace=namespace, eos_ids=self._eos_ids, tokenizer=self.tokenizer,
         )  # fmt: skip
         trace = CURRENT.get()
+        replica = self._replicas.choose(
+            prompt, namespace, wanted=request.data_parallel_rank, sticky=_together(request, prompt, keep=common.keep)
+        )
         streams: list[Stream] = []
         for index in range(sampling.n):
-            stream = Stream(self._new_id(), rid, index, prompt, self._give_up)
+            stream = Stream(self._new_id(replica), rid, index, prompt, self._give_up, tenant=tenant)
             if trace is not None and trace.submitted(stream.id, rid, len(prompt)):
                 stream.trace = trace
             outgoing.append(for_answer(common, index, stream.id, trace=stream.trace is not None))
             self._streams[stream.id] = stream
+            self._replicas.began(replica, len(prompt))
+            self._names[tenant, rid] += 1
             if turn is not None and request.session is not None:
                 self._turns[stream.id] = (request.session, turn)
             if places:
@@ -420,15 +511,20 @@ class Intake:
         return streams
 
     def _give_up(self, request_id: int, reason: str) -> None:
-        if request_id in self._streams:
+        stream = self._streams.get(request_id)
+        if stream is not None:
             self._forget(request_id, "given_up")
-            self._outbox.send(Abort(request_id, reason))
+            if self.quota is not None:
+                self._unpaid[request_id] = stream.tenant
+            self._replicas.send(Abort(request_id, reason), home_replica(request_id))
 
     def _forget(self, request_id: int, how: str) -> None:
-        del self._streams[request_id]
+        stream = self._streams.pop(request_id)
+        self._drop_name(stream.tenant, stream.rid)
+        self._replicas.ended(home_replica(request_id), len(stream.prompt))
         if request_id in self._turns:
             params, turn = self._turns.pop(request_id)
-            self.sessions.end(params, turn, failed=how == "error")
+            self.sessions.end(params, turn, failed=how == "error", tenant=stream.tenant)
         place = self._places.pop(request_id, None)
         if place is not None:
             place.end()
@@ -436,6 +532,11 @@ class Intake:
             self.meter.given_up(request_id, how)  # unless its end has been heard of
         self.stats.ended[how] += 1
         self.stats.live = len(self._streams)
+
+    def _drop_name(self, tenant: str, rid: str) -> None:
+        self._names[tenant, rid] -= 1
+        if not self._names[tenant, rid]:
+            del self._names[tenant, rid]
 
     def _take(self, messages: Iterable[ToApi]) -> None:
         for message in messages:
@@ -454,6 +555,8 @@ class Intake:
             stream = self._streams.get(delta.id)
             if stream is not None:
                 self._deliver(stream, delta)
+            elif delta.end is not None and delta.id in self._unpaid and self.quota is not None:
+                self.quota.used(self._unpaid.pop(delta.id), generated=delta.end.completion_tokens)
 
     def _deliver(self, stream: Stream, delta: Delta) -> None:
         end = delta.end
@@ -465,6 +568,8 @@ class Intake:
             self.meter.news(stream.id, len(delta.tokens) // 4, end)
         if end is not None:
             self._forget(stream.id, end.reason)
+            if self.quota is not None:
+                self.quota.used(stream.tenant, generated=end.completion_tokens)
             self.stats.completion_tokens += end.completion_tokens
             self.stats.cached_tokens += end.cached_tokens
         elif not stream.first_s and stream.id in self._places:
@@ -479,3 +584,36 @@ class Intake:
                 status = read_status(self._endpoints)
                 if status.phase == "failed" and self._gone is None:
                     self.fail_all(BoughError(what=status.error))
+                if len(self._engines) > 1:
+                    self._watch_replicas()
+
+    def _watch_replicas(self) -> None:
+        """Notices that the launcher has declared an engine dead, or started another in its place."""
+        for number, endpoints in enumerate(self._engines):
+            phase, was_alive = read_status(endpoints).phase, number in self._replicas.alive
+            if phase == "failed" and was_alive:
+                self._replicas.set_alive(number, False)
+                lost = Unavailable(what=f"replica {number} has stopped", fix="send the request again")
+                for stream in [each for each in self._streams.values() if home_replica(each.id) == number]:
+                    self._forget(stream.id, "error")
+                    stream.fail(lost)
+                for call, answer in list(self._calls.items()):
+                    if home_replica(call) == number and not answer.done():
+                        answer.set_exception(lost)
+            elif phase == "ready" and not was_alive:
+                self._replicas.set_alive(number, True)
+
+
+_HEAD_IDS = 8
+"""Of a prompt: what a request and those that go on from it have in common."""
+
+
+def _together(request: Request, prompt: Ids, *, keep: bool) -> str:
+    """A name that requests have in common which must meet in one engine; empty: it may go to any.
+
+    A session's turns go by its name. Requests that are kept for a join, and those that follow one, go by the beginning of
+    their prompts.
+    """
+    if request.session is not None:
+        return request.session.id
+    return prompt[:_HEAD_IDS].tobytes().hex() if keep or request.follows else ""

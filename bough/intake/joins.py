@@ -8,13 +8,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from bough.core import bounds
-from bough.core.errors import Conflict, InvalidRequest, NotFound
-from bough.core.messages import Ids, Join, Recall, ToEngine, joined_namespace, unpack_ids
+from bough.core.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from bough.core.messages import Ids, Join, Recall, ToEngine, joined_namespace, owned_name, unpack_ids
+from bough.intake.caller import ANYBODY, Caller
+from bough.intake.replicas import home_of
 from bough.tokenizer import Tokenizer
 
 PREFIX: Final = "join-"
@@ -23,7 +25,12 @@ _MAX_REMEMBERED: Final = 256
 _MAX_SHIFT: Final = 2**24
 
 Json = dict[str, Any]
-Call = Callable[[Callable[[int], ToEngine]], Awaitable[Json]]
+
+
+class Call(Protocol):
+    """Asks an engine (`Intake.call`)."""
+
+    def __call__(self, message: Callable[[int], ToEngine], *, replica: int | None = None) -> Awaitable[Json]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +67,51 @@ def _wrong(name: str, wanted: str) -> InvalidRequest:
     )
 
 
+def session_namespace(namespace: str, session: str, caller: Caller) -> str:
+    """The cache namespace of a caller's joined context."""
+    return joined_namespace(caller.namespace(namespace), owned_name(caller.tenant, session))
+
+
 class Joins:
     """The joined contexts that one API process knows. `call` asks the engine."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer | None, num_replicas: int = 1) -> None:
         self._call = call
+        self._num_replicas = num_replicas
         self._tokenizer = tokenizer
         self._known: dict[str, Ids] = {}
 
-    async def join(self, ask: JoinAsk, namespace: str = "") -> Json:
+    async def join(self, ask: JoinAsk, namespace: str = "", caller: Caller = ANYBODY) -> Json:
         """Joins and returns `{success, session_id, ...}`, or `{success: False, message}` where it can't be done."""
-        session = PREFIX + secrets.token_hex(16)
-        joined = joined_namespace(namespace, session)
+        own_branches = tuple(owned_name(caller.tenant, name) for name in ask.branches)
+        names = (owned_name(caller.tenant, ask.parent), *own_branches)
         try:
-            parent, *branches = await self._recall(namespace, (ask.parent, *ask.branches))
+            replica, (parent, *branches) = await self._recall(caller.namespace(namespace), names)
+            session = self._name_on(replica)
+            joined = session_namespace(namespace, session, caller)
             starts = tuple(self._end_of(parent, branch) for branch in branches)
             body = await self._call(
                 lambda call: Join(
                     call=call,
-                    namespace=namespace,
-                    branches=ask.branches,
+                    namespace=caller.namespace(namespace),
+                    branches=own_branches,
                     starts=starts,
                     shifts=ask.shifts,
                     joined=joined,
-                )
+                ),
+                replica=replica,
             )
         except Conflict as refused:
             return {"success": False, "message": refused.sentence()}
         self._remember(joined, unpack_ids(body.pop("ids")))
         return {"success": True, "session_id": session, **body}
 
-    async def ids(self, namespace: str, session: str) -> Ids:
+    async def ids(self, namespace: str, session: str, caller: Caller = ANYBODY) -> Ids:
         """The tokens of a joined context. Raises `NotFound`."""
-        joined = joined_namespace(namespace, session)
+        joined = session_namespace(namespace, session, caller)
         if joined not in self._known:
             try:
-                self._remember(joined, (await self._recall(joined, ("",)))[0])
+                self._remember(joined, (await self._recall(joined, ("",)))[1][0])
             except Conflict as gone:
                 raise NotFound(
                     what=f"there is no session {session[:80]!r}",
@@ -105,9 +121,24 @@ class Joins:
                 ) from gone
         return self._known[joined]
 
-    async def _recall(self, namespace: str, names: tuple[str, ...]) -> list[Ids]:
-        body = await self._call(lambda call: Recall(call, namespace, names))
-        return [unpack_ids(packed) for packed in body["ids"]]
+    async def _recall(self, namespace: str, names: tuple[str, ...]) -> tuple[int, list[Ids]]:
+        """The replica that holds all of these requests, and their tokens."""
+        for replica in range(self._num_replicas):
+            try:
+                body = await self._call(lambda call: Recall(call, namespace, names), replica=replica)
+            except (Conflict, Unavailable):
+                if replica == self._num_replicas - 1:
+                    raise
+            else:
+                return replica, [unpack_ids(packed) for packed in body["ids"]]
+        raise AssertionError("the last replica answers or refuses")
+
+    def _name_on(self, replica: int) -> str:
+        """A name for a session whose requests all API processes send to this replica (`Replicas.home`)."""
+        while True:
+            name = PREFIX + secrets.token_hex(16)
+            if home_of(name, self._num_replicas) == replica:
+                return name
 
     def _end_of(self, parent: Ids, branch: Ids) -> int:
         """How many of a branch's tokens make up its parent. Raises `Conflict` if no token ends where the parent does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bough.core import bounds
-from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token
+from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token, overflow
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
 from bough.intake.request import Request
 from bough.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 _LONG_TEXT_CHARS = 65_536
 
@@ -24,14 +27,19 @@ _LONG_TEXT_CHARS = 65_536
 class Limits:
     """The context and the vocabulary, and what follows from them for requests."""
 
-    def __init__(self, context_length: int, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, context_length: int, vocab_size: int, tokenizer: Tokenizer | None, *, truncate: bool = False
+    ) -> None:
+        """`truncate`: prompts and answers that are too long are cut, not refused (--allow-auto-truncate)."""
         self._context_length = context_length
+        self._truncate = truncate
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._longest_token = 0
 
-    def check_text(self, text: str) -> None:
-        """Raises if text can't be taken at all, or is too long whatever its tokens are."""
+    def taken_of(self, text: str) -> str:
+        """As much of a text as can fill the context. Raises if it can't be taken at all, or is too long whatever its tokens
+        are."""
         if self._tokenizer is None:
             raise InvalidRequest(
                 what="the prompt is text",
@@ -43,8 +51,19 @@ class Limits:
             if not self._longest_token:
                 self._longest_token = max(map(len, self._tokenizer.token_bytes() or [b"x" * 256]))
             least = len(text) // self._longest_token
+            if least >= self._context_length and self._truncate:
+                return text[: (self._context_length + 1) * self._longest_token]
             if least >= self._context_length:
                 raise self._too_long(f"at least {least}")
+        return text
+
+    def cut(self, prompt: Ids) -> Ids:
+        """The prompt, without what leaves no room for one token of an answer, where prompts may be cut."""
+        most = self._context_length - 1
+        if not self._truncate or len(prompt) <= most:
+            return prompt
+        _log.warning("a prompt was cut", extra={"tokens": len(prompt), "kept": most})
+        return prompt[:most]
 
     def ids_of(self, prompt: Sequence[int] | Ids) -> Ids:
         """A prompt's ids as an array of its own: who gave one may use it again. Raises if they are no ids of this model."""
@@ -62,9 +81,15 @@ class Limits:
         return ids.astype(np.int32) if ids is prompt else ids.view(np.int32)
 
     def fitted(self, request: Request, prompt: Ids) -> SamplingParams:
-        """The request's sampling parameters, with a length that fits. Raises if the request can't be served."""
-        self._check(request)
+        """The request's sampling parameters, with a length that fits. Raises if the request can't be served.
+
+        Stop ids that the vocabulary does not have are left out: no token could ever match them.
+        """
         sampling = request.sampling
+        stops = tuple(each for each in sampling.stop_token_ids if 0 <= each < self._vocab_size)
+        if len(stops) < len(sampling.stop_token_ids):
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=stops)
+        self._check(request, sampling)
         if len(prompt) == 0:
             raise InvalidRequest(what="the prompt is empty", fix="send at least one token", param="prompt")
         room = self._context_length - len(prompt)
@@ -75,10 +100,10 @@ class Limits:
         wanted = sampling.max_new_tokens
         if room < min(wanted, 1):
             raise self._too_long(str(len(prompt)))
-        if request.room == "exact" and wanted > room:
-            raise PromptTooLong(
-                what=f"the prompt's {len(prompt)} tokens and max_new_tokens of {wanted} make {len(prompt) + wanted}",
-                why=f"the context is {self._context_length} tokens",
+        if request.room == "exact" and wanted > room and not self._truncate:
+            raise overflow(
+                self._context_length,
+                f"the prompt's {len(prompt)} tokens and max_new_tokens of {wanted} make {len(prompt) + wanted}",
                 fix=f"ask for at most {room} new tokens, or start the server with a larger --context-length",
                 param="max_new_tokens",
             )
@@ -88,8 +113,7 @@ class Limits:
         least = min(sampling.min_new_tokens, fits)
         return msgspec.structs.replace(sampling, max_new_tokens=fits, min_new_tokens=least)
 
-    def _check(self, request: Request) -> None:
-        sampling = request.sampling
+    def _check(self, request: Request, sampling: SamplingParams) -> None:
         sampling.check(self._vocab_size)
         if request.logprobs is not None:
             request.logprobs.check(self._vocab_size)
@@ -105,9 +129,9 @@ class Limits:
             )
 
     def _too_long(self, tokens: str) -> PromptTooLong:
-        return PromptTooLong(
-            what=f"the prompt has {tokens} tokens, at most {self._context_length - 1} fit",
-            why=f"the context is {self._context_length} tokens",
+        return overflow(
+            self._context_length,
+            f"the prompt has {tokens} tokens, at most {self._context_length - 1} fit",
             fix="shorten the prompt, or start the server with a larger --context-length",
             param="prompt",
         )

@@ -11,17 +11,21 @@ from msgspec import Struct
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.core.messages import Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
-from bough.intake.request import Request
+from bough.core.messages import MOST_REPLICAS, Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
+from bough.intake.gate import num_tokens
+from bough.intake.request import PRIORITIES, Request
 from bough.intake.sampling import Sampling, parse_sampling
 from bough.intake.sessions import SessionParams
 from bough.intake.stream import Stream
+from bough.intake.unserved import refuse_unserved
 
 Json = dict[str, Any]
 
 _PER_REQUEST: Final = frozenset(
     {"sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"}
     | {"processed_logprobs", "return_hidden_states", "priority", "cache_salt", "extra_key", "session_params"}
+    | {"data_parallel_rank", "routed_dp_rank"}
+    | {"speculate"}
 )
 """May be one value for all prompts, or a list with one for each."""
 _FOR_ALL: Final = frozenset({"return_text_in_logprobs", "stream_interval"})
@@ -57,8 +61,8 @@ def native_batch(
     pooling model is to return; `bounded`: the prompts and their answers are counted, as they are not for `Engine`.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    if not given.keys() <= NATIVE_FIELDS:
-        unknown = min(given.keys() - NATIVE_FIELDS)
+    if not given.keys() <= NATIVE_FIELDS and (others := refuse_unserved(given, given.keys() - NATIVE_FIELDS)):
+        unknown = min(others)
         raise InvalidRequest(
             what=f"there is no field {unknown[:60]!r}",
             why=f"known are {', '.join(sorted(NATIVE_FIELDS))}",
@@ -66,8 +70,8 @@ def native_batch(
             param=unknown[:60],
         )
     prompts, single = _prompts(given)
-    if bounded:
-        bounds.count("prompts", prompts, "text")
+    sizes = list(map(num_tokens, prompts)) if bounded else []
+    bounds.batch(sizes, "text")
     stream = _flag("stream", given.get("stream", False))
     shared = {name: value for name, value in given.items() if name in _FOR_ALL}
     columns = {
@@ -82,7 +86,8 @@ def native_batch(
             sampling[id(params)] = parse_sampling(params, defaults)
         requests.append(_request(prompt, row, sampling[id(params)], stream, want_text, every, pool))
     if bounded:
-        bounds.at_most("completions", sum(each.sampling.n for each in requests), "sampling_params.n")
+        counted = zip(sizes, requests, strict=True)
+        bounds.batch((size for size, each in counted for _ in range(each.sampling.n)), "sampling_params.n")
     return NativeBatch(requests, single, stream)
 
 
@@ -173,7 +178,7 @@ def namespace_of(cache_salt: str, extra_key: str = "") -> str:
     return f"{extra_key}\n{cache_salt}" if cache_salt or extra_key else ""
 
 
-def session_params(given: Any, tenant: str = "") -> SessionParams:
+def session_params(given: Any) -> SessionParams:
     """`session_params`, checked. Raises `InvalidRequest`."""
     names = {"id", "rid", "offset", "replace", "drop_previous_output"}
     if not isinstance(given, Mapping) or set(given) - names or not isinstance(given.get("id"), str):
@@ -185,7 +190,6 @@ def session_params(given: Any, tenant: str = "") -> SessionParams:
         offset=None if offset is None else _integer("session_params.offset", offset, -(2**31), 2**31 - 1),
         replace=_flag("session_params.replace", given.get("replace") or False),
         drop_previous_output=_flag("session_params.drop_previous_output", given.get("drop_previous_output") or False),
-        tenant=tenant,
     )
 
 
@@ -228,6 +232,14 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
+def _priority(name: str, value: Any) -> int:
+    if isinstance(value, str) and value in PRIORITIES:
+        return PRIORITIES[value]
+    if isinstance(value, str):
+        raise _wrong(name, value, f"an integer, or one of {', '.join(PRIORITIES)}")
+    return _integer(name, value, -(2**31), 2**31 - 1)
+
+
 def _name(name: str, value: Any, most: str = "salt_chars") -> str:
     if not isinstance(value, str):
         raise _wrong(name, value, "a text")
@@ -250,11 +262,27 @@ _READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
     "return_hidden_states": ("hidden_states", _hidden_states),
     "cache_salt": ("cache_salt", _name),
     "extra_key": ("extra_key", _name),
-    "priority": ("priority", lambda name, value: _integer(name, value, -(2**31), 2**31 - 1)),
+    "priority": ("priority", lambda name, value: _priority(name, value)),
+    "data_parallel_rank": ("data_parallel_rank", lambda name, value: _integer(name, value, 0, MOST_REPLICAS - 1)),
+    "routed_dp_rank": ("data_parallel_rank", lambda name, value: _integer(name, value, 0, MOST_REPLICAS - 1)),
+    "speculate": ("speculate", _flag),
     "session_params": ("session", lambda _, value: session_params(value)),
     "stream_interval": ("every", lambda name, value: _integer(name, value, 1, 2**31 - 1)),
 }
 """Fields that are read one by one, and what they are called in a `Request`."""
+
+
+def draft_fields(end: End) -> Json:
+    """What became of a request's drafts, under SGLang's names; nothing where the server makes none."""
+    if not end.decode_steps:
+        return {}
+    return {
+        "spec_verify_ct": end.decode_steps,
+        "spec_accept_length": (end.decode_steps + end.accepted_tokens) / end.decode_steps,
+        "spec_accept_token_num": end.accepted_tokens,
+        "spec_draft_token_num": end.draft_tokens,
+        "spec_accept_rate": end.accepted_tokens / end.draft_tokens if end.draft_tokens else 0.0,
+    }
 
 
 # -- answers --------------------------------------------------------------------------------------
@@ -263,8 +291,17 @@ _READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
 class NativeAnswer:
     """Renders the deltas of one stream as native JSON: everything so far, or with `incremental` only what is new."""
 
-    def __init__(self, stream: Stream, request: Request, *, incremental: bool = False, text: bool = True) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        request: Request,
+        *,
+        incremental: bool = False,
+        text: bool = True,
+        weight_version: str = "default",
+    ) -> None:
         self._stream = stream
+        self._weight_version = weight_version
         self._request = request
         self._incremental = incremental
         self._text = text
@@ -307,7 +344,7 @@ class NativeAnswer:
             "prompt_tokens": len(stream.prompt),
             "completion_tokens": self._num_tokens if end is None else end.completion_tokens,
             "cached_tokens": 0 if end is None else end.cached_tokens,
-            "weight_version": "default",
+            "weight_version": self._weight_version,
             "e2e_latency": time.monotonic() - stream.began_s,
         }
         if end is not None:
@@ -317,6 +354,7 @@ class NativeAnswer:
                 "queue_time": end.queued_s,
                 "prefill_time": end.prefill_s,
                 "decode_time": end.decode_s,
+                **draft_fields(end),
             }
         if self._request.logprobs is not None:
             meta |= self._logprob_fields(self._request.logprobs)
@@ -334,6 +372,9 @@ class NativeAnswer:
                 fields[f"{side}_token_ids_logprobs"] = [
                     [[score, token_id, None] for token_id, score in row] for part in parts for row in part.chosen
                 ]
+        if self._input:
+            _hide_first(fields)
+        fields["output_token_logprobs_length"] = len(fields["output_token_logprobs"])
         return fields
 
     def _pooled(self, delta: Delta) -> Json:
@@ -365,6 +406,16 @@ def finish_reason(end: End) -> Json:
                 "status_code": end.status or None,
                 "err_type": end.code or None,
             }
+
+
+def _hide_first(fields: Json) -> None:
+    """Where prompt tokens are scored, the first has null for its score and no alternatives, wherever `logprob_start_len` is:
+    SGLang scores a token from the position before it, which is outside of what was asked for. Clients count on it."""
+    first = fields["input_token_logprobs"][0]
+    fields["input_token_logprobs"][0] = [None, *first[1:]]
+    for name in ("input_top_logprobs", "input_token_ids_logprobs"):
+        if name in fields:
+            fields[name][:1] = [None]
 
 
 def _entries(part: TokenLogprobs) -> list[list[Any]]:

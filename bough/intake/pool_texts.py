@@ -9,8 +9,9 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from bough.core.errors import InvalidRequest, PromptTooLong, no_such_token
+from bough.core.errors import InvalidRequest, no_such_token, overflow
 from bough.core.messages import Ids
+from bough.intake.caller import ANYBODY, Caller
 from bough.tokenizer import TokenizerPool
 
 Text: TypeAlias = str | Sequence[int]
@@ -37,7 +38,7 @@ class PoolOptions:
     """Which of the model's prompts goes before each text; None: its default one, if it has any."""
     rid: str = ""
     priority: int = 0
-    namespace: str = ""
+    caller: Caller = ANYBODY
     deadline_s: float = 0.0
 
 
@@ -75,9 +76,9 @@ class TextEncoder:
         for each in inputs:
             ids, second_at = next(encoded) if as_text(each, "") is not None else (self._checked(each, most), 0)
             if len(ids) > self._context_length:
-                raise PromptTooLong(
-                    what=f"the input has {len(ids)} tokens, at most {self._context_length} fit",
-                    why=f"the context is {self._context_length} tokens",
+                raise overflow(
+                    self._context_length,
+                    f"the input has at least {len(ids)} tokens, at most {self._context_length} fit",
                     fix=f"shorten it, or send {options.cut_by} to have it cut" if options.cut_by else "shorten it",
                     param="input",
                 )
@@ -112,7 +113,7 @@ class TextEncoder:
         closing = tokenizer.eos_id if self._append_eos and special else None
         room = most if closing is None or most is None else most - 1
 
-        found = tokenizer.encode_whole(texts, add_special_tokens=special, most=room)
+        found = tokenizer.encode_whole(texts, add_special_tokens=special, most=room, enough=self._context_length)
         return [
             (ids if closing is None or ids[-1:] == [closing] else [*ids, closing], second_at)
             for ids, second_at in found

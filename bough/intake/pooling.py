@@ -87,7 +87,7 @@ class Pooler:
         requests = [
             Request(
                 prompt=ids, second_at=second_at, pool=pooling.task, want_text=False, priority=options.priority,
-                namespace=options.namespace, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
+                caller=options.caller, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
             )
             for at, (ids, second_at) in enumerate(encoded)
         ]  # fmt: skip
@@ -254,7 +254,7 @@ class Pooler:
         requests = [
             Request(
                 prompt=ids, follows=shared, sampling=_NEXT_TOKEN, logprobs=spec, want_text=False, priority=options.priority,
-                namespace=options.namespace, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
+                caller=options.caller, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
             )
             for at, (ids, _) in enumerate(encoded)
         ]  # fmt: skip
@@ -280,7 +280,7 @@ class Pooler:
         rid = f"shared-{secrets.token_hex(12)}"
         ahead = Request(
             prompt=prompts[0][:size], sampling=_NOTHING, want_text=False, priority=options.priority,
-            namespace=options.namespace, deadline_s=options.deadline_s, rid=rid,
+            caller=options.caller, deadline_s=options.deadline_s, rid=rid,
         )  # fmt: skip
         await self._collect([ahead])
         return rid

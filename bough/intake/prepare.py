@@ -52,24 +52,28 @@ class Preparer:
         before: dict[int, Ids] = {}
         texts: dict[bool, list[int]] = {True: [], False: []}
         prompts = [_NO_IDS] * len(requests)
+        taken: dict[int, str] = {}
         for at, request in enumerate(requests):
             if request.session is not None:
                 before[at] = await self._before(request, request.session)
             if isinstance(request.prompt, str):
-                self._limits.check_text(request.prompt)
+                taken[at] = self._limits.taken_of(request.prompt)
                 texts[request.add_special_tokens and not len(before.get(at, ()))].append(at)
             else:
                 prompts[at] = self._limits.ids_of(request.prompt)
         for special, places in texts.items():
             if places:
                 assert self._tokenizers is not None, "texts are refused without a tokenizer"
-                encoded = await self._tokenizers.encode_batch([str(requests[at].prompt) for at in places], special)
+                encoded = await self._tokenizers.encode_batch([taken[at] for at in places], special)
                 for at, ids in zip(places, encoded, strict=True):
                     prompts[at] = np.asarray(ids, np.int32)
         for at, prefix in before.items():
             if len(prefix):
                 prompts[at] = np.concatenate([prefix, prompts[at]])
-        return prompts
+        return [
+            prompt if request.pool else self._limits.cut(prompt)
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
 
     async def samplings(self, requests: Sequence[Request], prompts: Sequence[Ids]) -> list[SamplingParams]:
         """Each request's parameters, with a length that fits and its bad words as tokens."""
@@ -92,8 +96,8 @@ class Preparer:
     async def _before(self, request: Request, session: SessionParams) -> Ids:
         """What its session has before the request's own tokens."""
         if goes_on_from_join(request):
-            return await self._joins.ids(request.namespace, session.id)
-        return self._sessions.prefix(session)
+            return await self._joins.ids(request.namespace, session.id, request.caller)
+        return self._sessions.prefix(session, request.caller.tenant)
 
     def _check_kind(self, request: Request) -> None:
         if self._pools is None or self._pools == bool(request.pool):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal
 
 from msgspec import Struct
 
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
+from bough.intake.caller import ANYBODY, Caller
 from bough.intake.sessions import SessionParams
 
 Room = Literal["exact", "at_most", "fill"]
 """What to do about `max_new_tokens` and the context: refuse what doesn't fit, lower it, or take all that is left."""
+
+PRIORITIES: Final[Mapping[str, int]] = {"high": 10, "medium": 0, "low": -10}
+"""Words for priorities. One step is what `--priority-preemption-threshold` asks for by default."""
+PriorityWord = Literal["high", "medium", "low"]
 
 _FURTHEST = 2**31
 _PIECE_IDS = 16_384
@@ -40,7 +45,10 @@ class Request(Struct, frozen=True, kw_only=True):
     logprobs: LogprobSpec | None = None
     logprob_text: bool = False
     hidden_states: Literal["", "last", "all"] = ""
+    caller: Caller = ANYBODY
+    """Who sends it: its names (`rid`, sessions, what it follows) are those of the caller's tenant."""
     namespace: str = ""
+    """What the client separates its cached prefixes by, within what it shares with others at all."""
     priority: int = 0
     deadline_s: float = 0.0
     every: int = 1
@@ -53,12 +61,18 @@ class Request(Struct, frozen=True, kw_only=True):
     """JSON list of the tools."""
     calls_only: bool = False
     """The sampling's grammar holds the answer to calls of them."""
+    drop_unknown_tools: bool = False
+    """Calls of other tools are left out."""
     reasoning_end: tuple[int, ...] = ()
     thinking_budget: int = -1
+    speculate: bool = True
+    """Off: no drafts are made for it, and its text is not kept to draft from."""
     session: SessionParams | None = None
     """Where in a session it stands: the session's tokens come before its own."""
     follows: str = ""
     """The `rid` of an ended request without output whose prompt this one begins with: nothing of it is computed again."""
+    data_parallel_rank: int | None = None
+    """The replica that is to compute it; None: the server chooses."""
     pool: str = ""
     """Pooling models: "embed", "classify", ...; empty: generate."""
     second_at: int = 0
@@ -74,6 +88,11 @@ class Request(Struct, frozen=True, kw_only=True):
                     fix="send a number nearer to zero",
                     param=name,
                 )
+
+
+def priority_of(given: int | PriorityWord | None) -> int:
+    """A client's priority as a number; 0 if there is none."""
+    return PRIORITIES[given] if isinstance(given, str) else given or 0
 
 
 def pieces(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:

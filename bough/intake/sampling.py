@@ -11,14 +11,18 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from bough.config.concerns import ServerConfig
 from bough.core import bounds
-from bough.core.errors import InvalidRequest
+from bough.core.errors import ConfigError, InvalidRequest
 from bough.core.sampling import NO_TOP_K, GrammarKind, GrammarSpec, SamplingParams
 from bough.intake.request import Room
+from bough.parsers.stop_patterns import BadPattern, compile_patterns, is_plain
 
 ANY_JSON: Final = "$$ANY$$"
 """As `json_schema`: any JSON object."""
 
+_NO_LIMIT: Final = 2**31 - 1
+"""As `max_new_tokens`, until the context's length is known."""
 _LARGEST: Final = sys.float_info.max
 _REAL: Final = (int, float, Real)
 _INTEGRAL: Final = (int, Integral)
@@ -36,7 +40,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
     params: SamplingParams
     room: Room = "at_most"
-    """`exact` if the client set `max_new_tokens` itself."""
+    """`exact` if the client set `max_new_tokens` itself, `fill` if it set it to null."""
     bad_words: tuple[str, ...] = ()
     """Still as text: the intake tokenises them."""
     every: int | None = None
@@ -44,13 +48,15 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
 
 def parse_sampling(given: Mapping[str, Any] | None, defaults: Mapping[str, Any] | None = None) -> Sampling:
-    """Checks native sampling parameters. Null means the default; `defaults` stand in for what is not given.
+    """Checks native sampling parameters. Null means the default, except that `max_new_tokens: null` means no limit but the
+    context's; `defaults` stand in for what is not given.
 
     Raises `InvalidRequest` naming the first wrong field. Ids are checked against the vocabulary later.
     """
     if given is not None and not isinstance(given, Mapping):
         raise _wrong("sampling_params", given, "an object")
     own = {name: value for name, value in (given or {}).items() if value is not None}
+    fills = given is not None and "max_new_tokens" in given and given["max_new_tokens"] is None
     merged = {**{name: value for name, value in defaults.items() if value is not None}, **own} if defaults else own
     if "seed" in merged:
         merged.setdefault("sampling_seed", merged.pop("seed"))
@@ -61,18 +67,36 @@ def parse_sampling(given: Mapping[str, Any] | None, defaults: Mapping[str, Any] 
             fields[field] = read(name, value)
         elif name not in _ELSEWHERE:
             raise _unknown(name)
+    if fills:
+        fields["max_new_tokens"] = _NO_LIMIT
     fields["grammar"] = _grammar(merged)
     params = SamplingParams(**fields)
     params.check()
     every = merged.get("stream_interval")
     return Sampling(
         params=params,
-        room="exact" if "max_new_tokens" in own else "at_most",
+        room="fill" if fills else "exact" if "max_new_tokens" in own else "at_most",
         bad_words=_texts("bad_words", merged["bad_words"], "bad_words", "bad_word_chars")
         if "bad_words" in merged
         else (),
         every=None if every is None else _positive("stream_interval", every),
     )
+
+
+def sampling_defaults(server: ServerConfig, recommended: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in for parameters that a request does not set: the operator's, then what the model's authors recommend,
+    if they are to be heeded. Raises `ConfigError`."""
+    preferred: dict[str, Any] = json.loads(server.preferred_sampling_params or "{}")
+    try:
+        parse_sampling(preferred)
+    except InvalidRequest as error:
+        raise ConfigError(
+            what=f"preferred_sampling_params can't be used: {error.what}",
+            why=error.why,
+            fix=error.fix,
+            param="preferred_sampling_params",
+        ) from error
+    return {**(recommended if server.sampling_defaults == "model" else {}), **preferred}
 
 
 # -- one value ------------------------------------------------------------------------------------
@@ -137,19 +161,16 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    import regex
-
     patterns = _texts(name, value, "stops", "stop_regex_chars")
-    for pattern in patterns:
-        try:
-            regex.compile(pattern)
-        except (regex.error, OverflowError, RecursionError) as error:
-            raise InvalidRequest(
-                what=f"{name} has a pattern that can't be read: {pattern!r}",
-                why=str(error),
-                fix="send regular expressions in Python's syntax",
-                param=name,
-            ) from error
+    try:
+        compile_patterns(tuple(pattern for pattern in patterns if not is_plain(pattern)))
+    except BadPattern as error:
+        raise InvalidRequest(
+            what=f"{name} has a pattern that can't be used",
+            why=str(error),
+            fix="send regular expressions in Python's syntax, without look-around and back references",
+            param=name,
+        ) from error
     return patterns
 
 

@@ -40,7 +40,6 @@ class SessionParams(Struct, frozen=True, kw_only=True):
     """Forget what went on from there before; without `rid`: everything in the session."""
     drop_previous_output: bool = False
     """Keep that request's prompt only."""
-    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -70,7 +69,6 @@ class Turn:
 
 @dataclass(slots=True)
 class _Session:
-    tenant: str
     capacity: int
     timeout_s: float
     used_s: float
@@ -87,11 +85,11 @@ class _Session:
 
 
 class Sessions:
-    """The open sessions of one API process. `abort` ends a request by its rid."""
+    """The open sessions of one API process, by tenant and id. `abort` ends a request by its rid and its tenant."""
 
     def __init__(
         self,
-        abort: Callable[[str], object],
+        abort: Callable[[str, str], object],
         *,
         max_sessions: int = MAX_SESSIONS,
         max_tokens: int = MAX_TOKENS,
@@ -101,7 +99,7 @@ class Sessions:
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._clock = clock
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[tuple[str, str], _Session] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -120,21 +118,21 @@ class Sessions:
                 why="no more are kept",
                 fix="close some with /close_session",
             )
-        if session_id in self._sessions:
+        if (tenant, session_id) in self._sessions:
             raise Conflict(what=f"a session {session_id[:80]!r} is open", fix="close it, or choose another id")
         name = session_id or secrets.token_hex(16)
-        self._sessions[name] = _Session(tenant, capacity, timeout_s, self._clock())
+        self._sessions[tenant, name] = _Session(capacity, timeout_s, self._clock())
         return name
 
     def close(self, session_id: str, tenant: str = "") -> None:
         """Forgets a session and ends its requests. Raises `NotFound`."""
         session = self._get(session_id, tenant)
-        self._drop(session, list(session.turns))
-        del self._sessions[session_id]
+        self._drop(session, list(session.turns), tenant)
+        del self._sessions[tenant, session_id]
 
-    def prefix(self, params: SessionParams) -> Ids:
+    def prefix(self, params: SessionParams, tenant: str = "") -> Ids:
         """What comes before the request's own tokens. Changes nothing. Raises `NotFound`, `Conflict`, `InvalidRequest`."""
-        session = self._get(params.id, params.tenant)
+        session = self._get(params.id, tenant)
         if params.rid is None:
             return _NOTHING
         turn = session.turns.get(params.rid)
@@ -166,9 +164,9 @@ class Sessions:
             )
         return tokens[: params.offset]
 
-    def begin(self, params: SessionParams, rid: str, prompt: Ids) -> Turn:
+    def begin(self, params: SessionParams, rid: str, prompt: Ids, tenant: str = "") -> Turn:
         """Notes that a request is being sent. `prompt` has the prefix in it. Raises like `prefix`."""
-        session = self._get(params.id, params.tenant)
+        session = self._get(params.id, tenant)
         if rid in session.turns:
             raise Conflict(what=f"the session has a request {rid[:80]!r}", fix="choose another rid", param="rid")
         if len(prompt) > session.capacity:
@@ -179,17 +177,17 @@ class Sessions:
                 param="session_params",
             )
         if params.replace:
-            self._drop(session, list(session.turns) if params.rid is None else session.below(params.rid))
-        self._make_room(session, len(prompt))
+            self._drop(session, list(session.turns) if params.rid is None else session.below(params.rid), tenant)
+        self._make_room(session, len(prompt), tenant)
         turn = Turn(rid, params.rid, prompt)
         session.turns[rid] = turn
         session.used_s = self._clock()
         return turn
 
-    def end(self, params: SessionParams, turn: Turn, *, failed: bool) -> None:
+    def end(self, params: SessionParams, turn: Turn, *, failed: bool, tenant: str = "") -> None:
         """The request has ended. A failed one is forgotten, an aborted one keeps what it said."""
         turn.running = False
-        session = self._sessions.get(params.id)
+        session = self._sessions.get((tenant, params.id))
         if session is None:
             return
         session.used_s = self._clock()
@@ -199,8 +197,8 @@ class Sessions:
     # -- inside -----------------------------------------------------------------------------------
 
     def _get(self, session_id: str, tenant: str) -> _Session:
-        session = self._sessions.get(session_id)
-        if session is None or session.tenant != tenant:
+        session = self._sessions.get((tenant, session_id))
+        if session is None:
             raise NotFound(
                 what=f"there is no session {session_id[:80]!r}",
                 why="it was closed, has expired, or never was",
@@ -209,16 +207,16 @@ class Sessions:
             )
         return session
 
-    def _drop(self, session: _Session, rids: list[str]) -> None:
+    def _drop(self, session: _Session, rids: list[str], tenant: str) -> None:
         for rid in rids:
             turn = session.turns.pop(rid)
             if turn.running:
-                self._abort(rid)
+                self._abort(rid, tenant)
 
-    def _make_room(self, session: _Session, num_tokens: int) -> None:
+    def _make_room(self, session: _Session, num_tokens: int, tenant: str) -> None:
         """The oldest requests of the session are forgotten before it has too many; other sessions' are not."""
         done = [turn.rid for turn in session.turns.values() if not turn.running]
-        self._drop(session, done[: max(0, len(session.turns) - MAX_TURNS + 1)])
+        self._drop(session, done[: max(0, len(session.turns) - MAX_TURNS + 1)], tenant)
         self._expire()
         if sum(turn.num_tokens for turn in self._turns()) + num_tokens > self._max_tokens:
             raise InvalidRequest(

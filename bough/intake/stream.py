@@ -19,9 +19,20 @@ class Stream:
     engine is gone. Use within one event loop.
     """
 
-    def __init__(self, request_id: int, rid: str, index: int, prompt: Ids, give_up: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        rid: str,
+        index: int,
+        prompt: Ids,
+        give_up: Callable[[int, str], None],
+        *,
+        tenant: str = "",
+    ) -> None:
         self.id = request_id
         self.rid = rid
+        self.tenant = tenant
+        """To whom the name `rid` belongs."""
         self.index = index
         """Which of the request's `n` answers this is."""
         self.prompt = prompt

@@ -30,7 +30,7 @@ from bough.lang.backends.base import Backend, Generation
 from bough.lang.backends.endpoint import RuntimeEndpoint
 from bough.lang.backends.engine import EngineBackend
 from bough.lang.backends.litellm import LiteLLM
-from bough.lang.backends.openai import OpenAI
+from bough.lang.backends.openai import OpenAI, TokenUsage
 from bough.lang.backends.runtime import Runtime
 from bough.lang.chat_template import (
     ChatTemplate,
@@ -48,8 +48,18 @@ from bough.lang.choices import (
 )
 from bough.lang.config import global_config
 from bough.lang.errors import BackendError, LangError, ProgramError, UnknownVariable, Unsupported
+from bough.lang.ir import Gen, Image, RoleBegin, RoleEnd, Select, Video
 from bough.lang.program import Function
 from bough.lang.state import ProgramState, ProgramStateGroup
+
+# SGLang's names of the classes.
+SglFunction = Function
+SglGen = Gen
+SglImage = Image
+SglRoleBegin = RoleBegin
+SglRoleEnd = RoleEnd
+SglSelect = Select
+SglVideo = Video
 
 __all__ = [
     "Anthropic",
@@ -69,6 +79,14 @@ __all__ = [
     "ProgramStateGroup",
     "Runtime",
     "RuntimeEndpoint",
+    "SglFunction",
+    "SglGen",
+    "SglImage",
+    "SglRoleBegin",
+    "SglRoleEnd",
+    "SglSelect",
+    "SglVideo",
+    "TokenUsage",
     "UnknownVariable",
     "Unsupported",
     "assistant",

@@ -57,6 +57,15 @@ class Sequential(Expr):
         return tuple(name for item in self.items for name in item.defines)
 
 
+def _refuse_value(expr: Expr) -> NoReturn:
+    """Raises for a program that reads a generated value before there is one: it would take the else branch silently."""
+    raise LangError(
+        what=f"{expr.describe()} has no value to compare yet",
+        why="it is what the model will be asked for; its value exists once it was appended to the state",
+        fix=f"write `s += ...` first and read `s[{expr.defines[0] if expr.defines else 'name'!r}]`, which waits for it",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Gen(Expr):
     """Ask the model for text; `overrides` are the sampling parameters it names, `schema` the type to parse it into."""
@@ -64,6 +73,16 @@ class Gen(Expr):
     name: str | None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     schema: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str | int | float):
+            _refuse_value(self)
+        if not isinstance(other, Gen):
+            return False
+        return (self.name, self.overrides, self.schema) == (other.name, other.overrides, other.schema)
+
+    def __bool__(self) -> bool:
+        _refuse_value(self)
 
     def describe(self) -> str:
         return f"gen({self.name!r})" if self.name is not None else "gen()"
@@ -81,6 +100,21 @@ class Select(Expr):
     choices: tuple[str, ...]
     temperature: float
     method: ChoicesSamplingMethod
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str | int | float):
+            _refuse_value(self)
+        if not isinstance(other, Select):
+            return False
+        return (self.name, self.choices, self.temperature, self.method) == (
+            other.name,
+            other.choices,
+            other.temperature,
+            other.method,
+        )
+
+    def __bool__(self) -> bool:
+        _refuse_value(self)
 
     def describe(self) -> str:
         return f"select({self.name!r})"

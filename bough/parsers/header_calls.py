@@ -209,6 +209,7 @@ class KimiK2Parser(HeaderToolParser):
     starts = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     leads = ("<|tool_call_begin|>",)
     closers = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+    never_content: ClassVar[tuple[str, ...]] = (*starts, *closers, "<|tool_call_argument_begin|>")
     header = KIMI_K2_HEADER
 
     def extra_markers(self) -> tuple[str, ...]:

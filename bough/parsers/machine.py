@@ -111,6 +111,8 @@ class ToolParser(ABC):
     """Markers that may follow calls; each is dropped once, wherever it comes."""
     weak_closers: ClassVar[tuple[str, ...]] = ()
     """Dropped only directly behind a call: they mean something in content."""
+    never_content: ClassVar[tuple[str, ...]] = ()
+    """Special tokens of the format that are dropped wherever they stray into content."""
     separators: ClassVar[str] = ""
     """Characters between two calls that count as white space."""
     new_id_default: ClassVar[IdFactory] = staticmethod(new_call_id)
@@ -124,6 +126,7 @@ class ToolParser(ABC):
         self._cursor = Cursor()
         self._raw: list[str] = []
         self._space: list[str] = []
+        self._space_is_content = False
         self._expected: frozenset[str] = frozenset()
         self._body: Body | None = None
         self._marker = ""
@@ -157,10 +160,13 @@ class ToolParser(ABC):
         if self._body is not None and self.calls.active:
             self.calls.cut()
         else:
-            self._raw.append(rest)
+            if not self._is_cut_marker(rest):
+                self._raw.append(rest)
+            if self.never_content and self._state in (self._lead, self._inside):
+                self._raw.clear()  # a call that was cut before it could be told
             if self.calls.count == 0 or not "".join(self._raw).isspace():
                 self._give_up()
-            if self.calls.count == 0:
+            if self.calls.count == 0 or self._space_is_content:
                 self._flush_space()
         self._body = None
         self._raw.clear()
@@ -176,6 +182,7 @@ class ToolParser(ABC):
         while not cursor.at_end() and cursor.text[cursor.pos] in blank:
             cursor.pos += 1
         self._space.append(cursor.text[begin : cursor.pos])
+        self._space_is_content = False
         if cursor.at_end():
             return False
         markers = self._markers(self._expected | (frozenset(self.weak_closers) if self._expected else frozenset()))
@@ -196,9 +203,12 @@ class ToolParser(ABC):
         markers = self._markers(self._expected)
         found = markers.find(cursor.text, cursor.pos)
         until = found[0] if found else markers.partial(cursor.text, cursor.pos)
-        if until > cursor.pos:
-            self._say(cursor.text[cursor.pos : until])
-            cursor.pos = until
+        text = cursor.text[cursor.pos : until]
+        cursor.pos = until
+        if body := text.rstrip(SPACE):
+            self._say(body)
+        self._space.append(text[len(body) :])  # belongs to a call that may follow
+        self._space_is_content = True
         if found is None:
             return False
         self._at_marker(found[1])
@@ -212,8 +222,8 @@ class ToolParser(ABC):
             self._marker = marker
             return
         self._expected -= {marker}
-        self._space.clear()
         if self._state != self._content:
+            self._space.clear()
             self._state = self._edge
 
     def _lead(self) -> bool:
@@ -271,6 +281,8 @@ class ToolParser(ABC):
         self._body = None
         raw = "".join(self._raw)
         self._raw.clear()
+        for marker in self.never_content:
+            raw = raw.replace(marker, "")
         if raw:
             self._say(raw)
         self._state = self._content
@@ -284,4 +296,11 @@ class ToolParser(ABC):
         self._space.clear()
 
     def _markers(self, closing: frozenset[str]) -> Markers:
-        return markers_of(*self.starts, *sorted(closing))
+        return markers_of(*self.starts, *sorted(closing.union(self.never_content).difference(self.starts)))
+
+    def _is_cut_marker(self, rest: str) -> bool:
+        """Whether the text ended inside a marker that would not have become content."""
+        if self._state == self._edge and rest and markers_of(*sorted(self._expected)).may_start_with(rest):
+            return True
+        is_between = self._state in (self._edge, self._content)
+        return is_between and len(rest) > 1 and markers_of(*self.never_content).may_start_with(rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from typing import ClassVar
 
 from bough.parsers.json_calls import JsonCalls
 from bough.parsers.literals import NotLiteral, dump, parse_expression, value_of
@@ -22,8 +23,14 @@ class PythonicCalls:
     """A body of one list. A call is told when its parenthesis closes, so that a broken one is content as a whole."""
 
     def __init__(
-        self, calls: Calls, types: ArgumentTypes, *, accept: Callable[[str], bool] = lambda name: True
+        self,
+        calls: Calls,
+        types: ArgumentTypes,
+        *,
+        accept: Callable[[str], bool] = lambda name: True,
+        in_list: bool = False,
     ) -> None:
+        """`in_list`: the list's bracket was read already."""
         self.status = Status.RUNNING
         self.spill = ""
         self._calls = calls
@@ -37,7 +44,7 @@ class PythonicCalls:
         self._num_quotes = 0
         self._run = 0
         self._escaped = False
-        self._state: Callable[[Cursor], bool] = self._open
+        self._state: Callable[[Cursor], bool] = self._read_name if in_list else self._open
 
     def step(self, cursor: Cursor) -> bool:
         return self._state(cursor)
@@ -212,20 +219,21 @@ class PythonicOrJsonCalls(PythonicCalls):
 
 
 class PythonicParser(ToolParser):
-    """Llama 4 and others without markers: the list is the whole answer, optionally between `<|python_start|>` and
-    `<|python_end|>`. Without them a list counts only if it calls an offered tool."""
+    """Llama 4 and others without markers: the list is the whole answer or stands behind text, optionally between
+    `<|python_start|>` and `<|python_end|>`. Without them a list counts only if it calls an offered tool; where none is
+    known, only at the start of the answer."""
 
     needs_special_tokens = True
-    starts = ("<|python_start|>",)
+    starts: ClassVar[tuple[str, ...]] = ("<|python_start|>", "[")
     closers = ("<|python_end|>",)
 
     def open_body(self, marker: str, cursor: Cursor) -> Body | None:
+        if marker == "[":
+            if self._space_is_content and not self.names:
+                return None
+            accept = self.names.__contains__ if self.names else (lambda name: True)
+            return PythonicCalls(self.calls, self.types, accept=accept, in_list=True)
         return PythonicCalls(self.calls, self.types) if cursor.text[cursor.pos] == "[" else None
-
-    def open_bare(self, cursor: Cursor) -> Body | None:
-        if cursor.text[cursor.pos] != "[":
-            return None
-        return PythonicCalls(self.calls, self.types, accept=lambda name: not self.names or name in self.names)
 
 
 class Lfm2Parser(PythonicParser):
@@ -239,6 +247,3 @@ class Lfm2Parser(PythonicParser):
         if char == "{":
             return JsonCalls(self.calls)
         return PythonicOrJsonCalls(self.calls, self.types) if char == "[" else None
-
-    def open_bare(self, cursor: Cursor) -> Body | None:
-        return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bough.core.messages import Content, ParsedEvent, TextSpec
+import msgspec
+
+from bough.core.messages import Content, ParsedEvent, Reasoning, TextSpec, ToolCallBegin
 from bough.parsers.events import EventSink, Parsed, ToolSpec, assemble, tool_specs
 from bough.parsers.reasoning import ReasoningParser, reasoning_parser
 from bough.parsers.scan import IdFactory, Parser
@@ -16,12 +18,21 @@ class ResponseParser:
     """The parser of one request. Either part may be absent; with neither, all text is Content."""
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: Parser | None = None, *, calls_only: bool = False
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: Parser | None = None,
+        *,
+        calls_only: bool = False,
+        known_tools: frozenset[str] | None = None,
     ) -> None:
-        """`calls_only`: a grammar holds the answer to calls, so what the text's end leaves unread was going to be one."""
+        """`calls_only`: a grammar holds the answer to calls, so what the text's end leaves unread was going to be one.
+        `known_tools`: calls of others are left out (None: of none)."""
         self._reasoning = reasoning
         self._tools = tools
         self._calls_only = calls_only
+        self._known_tools = known_tools
+        self._numbers: dict[int, int] = {}
+        """Of the calls that are told: their numbers as the parser counts them, and as clients do."""
 
     @classmethod
     def named(
@@ -33,6 +44,7 @@ class ResponseParser:
         force_reasoning: bool | None = None,
         stream_reasoning: bool = True,
         calls_only: bool = False,
+        drop_unknown_tools: bool = False,
         new_id: IdFactory | None = None,
     ) -> ResponseParser:
         """From the parsers' names."""
@@ -42,6 +54,7 @@ class ResponseParser:
             else None,
             tool_parser(tools, tool_list, new_id=new_id) if tools else None,
             calls_only=calls_only,
+            known_tools=frozenset(tool.name for tool in tool_list) if drop_unknown_tools else None,
         )
 
     @classmethod
@@ -54,6 +67,7 @@ class ResponseParser:
             force_reasoning=spec.reasoning_forced,
             stream_reasoning=spec.stream_reasoning,
             calls_only=spec.calls_only,
+            drop_unknown_tools=spec.drop_unknown_tools,
             new_id=new_id,
         )
 
@@ -84,11 +98,21 @@ class ResponseParser:
         sink = EventSink()
         for event in events:
             for told in self._tools.feed(event.text) if isinstance(event, Content) else [event]:
-                sink.add(told)
+                self._tell(told, sink)
         for told in self._tools.finish() if last else []:
             if not (self._calls_only and isinstance(told, Content)):
-                sink.add(told)
+                self._tell(told, sink)
         return sink.take()
+
+    def _tell(self, event: ParsedEvent, sink: EventSink) -> None:
+        """Hands an event on, unless it is of a call to leave out; the others are numbered without gaps."""
+        if self._known_tools is None or isinstance(event, Content | Reasoning):
+            sink.add(event)
+            return
+        if isinstance(event, ToolCallBegin) and event.name in self._known_tools:
+            self._numbers[event.index] = len(self._numbers)
+        if (number := self._numbers.get(event.index)) is not None:
+            sink.add(msgspec.structs.replace(event, index=number))
 
 
 def parse_tool_calls(text: str, tools: str | Sequence[Mapping[str, Any]], parser_name: str) -> Parsed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -37,6 +38,10 @@ class Markup(msgspec.Struct, frozen=True, kw_only=True):
     """Names and keys are quoted attributes: the quote ends them, more attributes may follow."""
     trim_line_break: bool = False
     """A value starts behind the line break that follows its opening tag."""
+    written_breaks: bool = False
+    """Between tags, models write line breaks as a backslash and an n, too."""
+    quoted_values: bool = False
+    """Some write texts as JSON strings: a value that is one stands for what it says."""
 
 
 class MarkupCalls:
@@ -53,6 +58,7 @@ class MarkupCalls:
         self._num_arguments = 0
         self._value_types: frozenset[JsonType] = frozenset()
         self._streams = False
+        self._unquotes = False
         self._value: list[str] = []
         self._name_ends = markers_of(*markup.name_ends)
         self._key_end = markers_of(markup.key_end)
@@ -97,7 +103,8 @@ class MarkupCalls:
 
     def _between(self, cursor: Cursor) -> bool:
         """Between arguments: the next one, or the end of the call."""
-        cursor.skip_space()
+        if self._skip_gap(cursor):
+            return False
         marker = self._next.at(cursor.text, cursor.pos)
         if marker is None:
             return not cursor.waits_for(self._next) and self._broken()
@@ -125,12 +132,22 @@ class MarkupCalls:
             says_string = True if 'string="true"' in rest else False if 'string="false"' in rest else None
         self._value_types = _decide(self._types.of(self._name, self._key), says_string)
         self._streams = self._value_types == {"string"}
+        self._unquotes = False
         self._value.clear()
         self._state = self._open_value if self._markup.value_open else self._first_of_value
         return True
 
-    def _open_value(self, cursor: Cursor) -> bool:
+    def _skip_gap(self, cursor: Cursor) -> bool:
+        """Skips what separates tags. Whether it can't be told yet where that ends."""
         cursor.skip_space()
+        while self._markup.written_breaks and cursor.text.startswith("\\n", cursor.pos):
+            cursor.pos += 2
+            cursor.skip_space()
+        return self._markup.written_breaks and cursor.text[cursor.pos :] == "\\"
+
+    def _open_value(self, cursor: Cursor) -> bool:
+        if self._skip_gap(cursor):
+            return False
         value_open = markers_of(self._markup.value_open)
         if value_open.at(cursor.text, cursor.pos) is None:
             return not cursor.waits_for(value_open) and self._broken()
@@ -146,6 +163,8 @@ class MarkupCalls:
                 return False
             if self._value_end.at(cursor.text, cursor.pos) is None and cursor.text[cursor.pos] == "\n":
                 cursor.pos += 1
+        if self._markup.quoted_values and cursor.text[cursor.pos] == '"':
+            self._streams, self._unquotes = False, True
         comma = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self._calls.arguments(f'{comma}"{encode_text(self._key)}": ' + ('"' if self._streams else ""))
@@ -165,9 +184,21 @@ class MarkupCalls:
             return False
         if found[1] in self._markup.value_ends:
             cursor.pos += len(found[1])
-        self._calls.arguments('"' if self._streams else encode_typed("".join(self._value), self._value_types))
+        value = "".join(self._value)
+        if self._unquotes:
+            value = _unquoted(value)
+        self._calls.arguments('"' if self._streams else encode_typed(value, self._value_types))
         self._state = self._between
         return True
+
+
+def _unquoted(text: str) -> str:
+    """What a JSON string says; any other text as it is."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, str) else text
 
 
 def _attribute(text: str) -> tuple[str, str]:
@@ -308,19 +339,21 @@ class DeepseekV32Parser(MarkupToolParser):
 
 class Glm45Parser(MarkupToolParser):
     """GLM 4.5 to 4.7: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with or without
-    line breaks between."""
+    line breaks between, which some write as a backslash and an n."""
 
     needs_special_tokens = True
     starts = ("<tool_call>",)
     closers = ()
     markup = Markup(
         call_open="",
-        name_ends=("\n", "<arg_key>", "</tool_call>"),
+        name_ends=("\n", "\\n", "<arg_key>", "</tool_call>"),
         param_open="<arg_key>",
         key_end="</arg_key>",
         value_open="<arg_value>",
         value_ends=("</arg_value>",),
         call_close="</tool_call>",
+        written_breaks=True,
+        quoted_values=True,
     )
 
 

@@ -63,6 +63,11 @@ class ChatTemplate:
         prompt = self._render(prepared, tools, add_generation_prompt and not continue_final_message, kwargs or {})
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of the special tokens that templates may name: `bos_token`, `eos_token`, ..."""
+        return self._special_tokens
+
     @cached_property
     def accepted_kwargs(self) -> frozenset[str]:
         """Variables that the template reads and a request may set (`enable_thinking`, say)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import tokenizers
 
@@ -23,19 +23,35 @@ _SPECIAL: Final = ("bos", "eos", "pad", "unk")
 _MAX_TEMPLATE_BYTES: Final = 4 * 1024 * 1024
 
 
+class _Wish(NamedTuple):
+    """How a tokenizer is to be loaded."""
+
+    trust_remote_code: bool
+    slow: bool
+    template: Mapping[str, str] | None
+    """Instead of the model's own, by name."""
+
+
 def load_tokenizer(
-    source: Checkpoint | str | Path, *, trust_remote_code: bool = False, revision: str = "", chat_template: str = ""
+    source: Checkpoint | str | Path,
+    *,
+    trust_remote_code: bool = False,
+    revision: str = "",
+    chat_template: str = "",
+    slow: bool = False,
+    download_dir: str = "",
 ) -> Tokenizer:
     """Loads the tokenizer of a checkpoint, a directory, a .gguf file or a hub id.
 
-    `chat_template` replaces the model's own: a file, or the name of a built-in one. Raises `ConfigError`.
+    `chat_template` replaces the model's own: a file, or the name of a built-in one. `slow`: the one that transformers has in
+    Python. Raises `ConfigError`.
     """
-    replacement = _chosen_template(chat_template) if chat_template else None
+    wish = _Wish(trust_remote_code, slow, _chosen_template(chat_template) if chat_template else None)
     if isinstance(source, Checkpoint):
         if source.kind == "gguf" and source.tokenizer in source.files:
-            return _from_gguf(source.gguf[source.files.index(source.tokenizer)].metadata, source.eos_ids, replacement)
-        return _load(source.tokenizer, source.eos_ids, trust_remote_code, replacement)
-    return _load(_locate(source, revision), (), trust_remote_code, replacement)
+            return _from_gguf(source.gguf[source.files.index(source.tokenizer)].metadata, source.eos_ids, wish)
+        return _load(source.tokenizer, source.eos_ids, wish)
+    return _load(_locate(source, revision, download_dir), (), wish)
 
 
 def tokenizer_of(model: ModelConfig, checkpoint: Checkpoint | None = None) -> Tokenizer | None:
@@ -50,24 +66,24 @@ def tokenizer_of(model: ModelConfig, checkpoint: Checkpoint | None = None) -> To
         trust_remote_code=model.trust_remote_code,
         revision=model.revision if model.tokenizer else "",
         chat_template=model.chat_template,
+        slow=model.tokenizer_mode == "slow",
+        download_dir=model.download_dir,
     )
 
 
-def _load(
-    path: Path, eos_ids: tuple[int, ...], trust_remote_code: bool, replacement: Mapping[str, str] | None
-) -> Tokenizer:
+def _load(path: Path, eos_ids: tuple[int, ...], wish: _Wish) -> Tokenizer:
     if path.is_file():
-        return _from_gguf(read_gguf_header(path).metadata, eos_ids, replacement)
+        return _from_gguf(read_gguf_header(path).metadata, eos_ids, wish)
     if not (path / "tokenizer.json").exists():
         lone = sorted(path.glob("*.gguf"))
         if lone and not (path / "tokenizer_config.json").exists():
-            return _from_gguf(read_gguf_header(lone[0]).metadata, eos_ids, replacement)
-    return _from_directory(path, eos_ids, trust_remote_code, replacement)
+            return _from_gguf(read_gguf_header(lone[0]).metadata, eos_ids, wish)
+    return _from_directory(path, eos_ids, wish)
 
 
-def _from_gguf(
-    metadata: Mapping[str, Any], eos_ids: tuple[int, ...], replacement: Mapping[str, str] | None
-) -> Tokenizer:
+def _from_gguf(metadata: Mapping[str, Any], eos_ids: tuple[int, ...], wish: _Wish) -> Tokenizer:
+    if wish.slow:
+        raise _not_slow("a GGUF file has its tokenizer as tables")
     codebook = FastCodebook(tokenizer_from_gguf(metadata))
     tokens = metadata["tokenizer.ggml.tokens"]
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
@@ -79,14 +95,12 @@ def _from_gguf(
         if key.startswith("tokenizer.chat_template") and isinstance(text, str)
     }
     special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
-    return _assemble(codebook, ids, [*ends, *eos_ids], replacement or templates, special)
+    return _assemble(codebook, ids, [*ends, *eos_ids], wish.template or templates, special)
 
 
-def _from_directory(
-    path: Path, eos_ids: tuple[int, ...], trust_remote_code: bool, replacement: Mapping[str, str] | None
-) -> Tokenizer:
+def _from_directory(path: Path, eos_ids: tuple[int, ...], wish: _Wish) -> Tokenizer:
     settings = _read_json(path / "tokenizer_config.json")
-    codebook = _codebook(path, settings, trust_remote_code)
+    codebook = _codebook(path, settings, wish)
     special = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
     special |= {
         name: _token_text(value)
@@ -99,7 +113,7 @@ def _from_directory(
     for file in ("generation_config.json", "config.json"):
         stated = _read_json(path / file).get("eos_token_id")
         ends += stated if isinstance(stated, list) else [stated]
-    templates = replacement or _templates_in(path, settings)
+    templates = wish.template or _templates_in(path, settings)
     return _assemble(codebook, ids, ends, templates, texts)
 
 
@@ -121,10 +135,10 @@ def _assemble(
     )
 
 
-def _codebook(path: Path, settings: Mapping[str, Any], trust_remote_code: bool) -> Codebook:
+def _codebook(path: Path, settings: Mapping[str, Any], wish: _Wish) -> Codebook:
     file = path / "tokenizer.json"
-    if not file.exists():
-        return _through_transformers(path, trust_remote_code)
+    if wish.slow or not file.exists():
+        return _through_transformers(path, wish)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
@@ -156,12 +170,14 @@ def _add_missing_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, 
         tokenizer.add_tokens([token])
 
 
-def _through_transformers(path: Path, trust_remote_code: bool) -> Codebook:
+def _through_transformers(path: Path, wish: _Wish) -> Codebook:
     """For tokenizers without a tokenizer.json: transformers converts what it can. Slow to import, so only here."""
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        loaded = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=wish.trust_remote_code, use_fast=not wish.slow
+        )
     except Exception as error:
         raise ConfigError(
             what=f"there is no tokenizer in {path} that can be read",
@@ -169,7 +185,20 @@ def _through_transformers(path: Path, trust_remote_code: bool) -> Codebook:
             fix="name a directory or hub id with a tokenizer.json with --tokenizer, or use --skip-tokenizer-init",
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
-    return FastCodebook(backend) if isinstance(backend, tokenizers.Tokenizer) else SlowCodebook(loaded)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        return SlowCodebook(loaded)
+    if wish.slow:
+        raise _not_slow(f"transformers has {type(loaded).__name__} in its fast form only")
+    return FastCodebook(backend)
+
+
+def _not_slow(why: str) -> ConfigError:
+    return ConfigError(
+        what="--tokenizer-mode slow was asked for, this model has no such tokenizer",
+        why=why,
+        fix="leave --tokenizer-mode out",
+        param="tokenizer_mode",
+    )
 
 
 def _templates_in(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -204,14 +233,17 @@ def _chosen_template(name: str) -> dict[str, str]:
     )
 
 
-def _locate(source: str | Path, revision: str) -> Path:
+def _locate(source: str | Path, revision: str, download_dir: str) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(source), revision=revision or None, allow_patterns=_HUB_FILES))
+        found = snapshot_download(
+            str(source), revision=revision or None, cache_dir=download_dir or None, allow_patterns=_HUB_FILES
+        )
+        return Path(found)
     except Exception as error:
         raise ConfigError(
             what=f"there is no tokenizer {str(source)!r}",

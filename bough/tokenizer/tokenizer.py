@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 
+from bough.core.errors import InvalidRequest
+from bough.core.integers import shared
 from bough.tokenizer.chat_template import ChatTemplate
+from bough.tokenizer.pieces import LONG_CHARS, Rule, find_rule, uncuttable
 from bough.tokenizer.vocabulary import TokenForm, bytes_of_tokens, form_of_decoder
+
+_MOST_WHOLE_CHARS = 4 * 1024 * 1024
+"""Characters of a text for a tokenizer that can't be given it in pieces."""
+_LONG_IDS = 16_384
+"""Ids that are decoded at once."""
 
 
 class Encoded(NamedTuple):
@@ -38,9 +47,14 @@ class Codebook(Protocol):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
 
     def encode_whole(
-        self, inputs: Sequence[str | tuple[str, str]], add_special_tokens: bool, most: int | None
+        self,
+        inputs: Sequence[str | tuple[str, str]],
+        add_special_tokens: bool,
+        most: int | None,
+        enough: int | None = None,
     ) -> list[Encoded]:
-        """Texts and pairs; those with more than `most` tokens are cut before special tokens are added."""
+        """Texts and pairs; those with more than `most` tokens are cut before special tokens are added. Of a longer one, only
+        about `enough` tokens need to be found."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
@@ -74,12 +88,50 @@ class FastCodebook:
         return form_of_decoder(json.loads(decoder.__getstate__()) if decoder is not None else None)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        longest = max(map(len, texts), default=0)
+        if longest <= LONG_CHARS or self._rule is None:
+            if longest > _MOST_WHOLE_CHARS:
+                raise uncuttable(longest)
+            return self._encode(texts, add_special_tokens)
+        return [self._encode_long(text, self._rule, add_special_tokens) for text in texts]
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
+    def _encode_long(self, text: str, rule: Rule, add_special_tokens: bool) -> list[int]:
+        before, after = self._special_around if add_special_tokens else ([], [])
+        ids = [*before]
+        for begin, end in rule.spans(text):
+            ids += shared(self._encode([text[begin:end]])[0])
+        return ids + after
+
+    @cached_property
+    def _rule(self) -> Rule | None:
+        """How long texts are cut."""
+        return find_rule(self._encode, [text for text, _ in self.added().values()])
+
+    @cached_property
+    def _special_around(self) -> tuple[list[int], list[int]]:
+        """The special tokens before a text, and behind it."""
+        plain, whole = self._encode(["a"])[0], self._encode(["a"], True)[0]
+        at = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
+
     def encode_whole(
-        self, inputs: Sequence[str | tuple[str, str]], add_special_tokens: bool, most: int | None
+        self,
+        inputs: Sequence[str | tuple[str, str]],
+        add_special_tokens: bool,
+        most: int | None,
+        enough: int | None = None,
     ) -> list[Encoded]:
+        wanted = most if most is not None else enough
+        if wanted is not None:
+            inputs = [
+                self._beginning(each, wanted) if isinstance(each, str)
+                else (self._beginning(each[0], wanted), self._beginning(each[1], wanted))
+                for each in inputs
+            ]  # fmt: skip
         encoded = self._tokenizer.encode_batch_fast(list(inputs), add_special_tokens=add_special_tokens)
         found = []
         for given, each in zip(inputs, encoded, strict=True):
@@ -87,6 +139,17 @@ class FastCodebook:
                 each = self._cut(given, add_special_tokens, most)
             found.append(Encoded(each.ids, 0 if isinstance(given, str) else _second(each.type_ids)))
         return found
+
+    def _beginning(self, text: str, wanted: int) -> str:
+        """Of a long text, the pieces in which its first `wanted` tokens are."""
+        if len(text) <= LONG_CHARS or self._rule is None:
+            return text
+        count = 0
+        for begin, end in self._rule.spans(text):
+            count += len(self._encode([text[begin:end]])[0])
+            if count > wanted:
+                return text[:end]
+        return text
 
     def _cut(self, given: str | tuple[str, str], add_special_tokens: bool, most: int) -> tokenizers.Encoding:
         texts = (given,) if isinstance(given, str) else given
@@ -126,7 +189,11 @@ class SlowCodebook:
         return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def encode_whole(
-        self, inputs: Sequence[str | tuple[str, str]], add_special_tokens: bool, most: int | None
+        self,
+        inputs: Sequence[str | tuple[str, str]],
+        add_special_tokens: bool,
+        most: int | None,
+        enough: int | None = None,
     ) -> list[Encoded]:
         found = []
         for given in inputs:
@@ -188,14 +255,39 @@ class Tokenizer:
         *,
         add_special_tokens: bool = True,
         most: int | None = None,
+        enough: int | None = None,
     ) -> list[Encoded]:
-        """Texts and pairs of texts, cut to at most `most` tokens each (a pair's longer text first)."""
-        return self.codebook.encode_whole(inputs, add_special_tokens, most)
+        """Texts and pairs of texts, cut to at most `most` tokens each (a pair's longer text first). A caller that refuses
+        texts with more than `enough` tokens need not wait for the rest of them."""
+        return self.codebook.encode_whole(inputs, add_special_tokens, most, enough)
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
         return self.codebook.decode(ids, skip_special_tokens, spaces_between_special_tokens)
+
+    def decode_long(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """What `decode` returns, for lists of any length: the library would hold the interpreter for seconds. Raises
+        `InvalidRequest` for a list that this tokenizer can't decode in pieces."""
+        if len(ids) <= _LONG_IDS:
+            return self.decode(ids, skip_special_tokens)
+        table = self.token_bytes()
+        if table is None:
+            raise InvalidRequest(
+                what=f"{len(ids)} token ids are too many",
+                why=f"this tokenizer decodes at most {_LONG_IDS} at once",
+                fix="send several lists",
+                param="tokens",
+            )
+        silent = self.silent_ids(skip_special_tokens, frozenset())
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = []
+        for at in range(0, len(ids), _LONG_IDS):
+            spelled = [table[each] for each in ids[at : at + _LONG_IDS] if each not in silent]
+            pieces.append(decoder.decode(b"".join(spelled), at + _LONG_IDS >= len(ids)))
+        text = "".join(pieces)
+        strips_space = self.codebook.form == "metaspace" and not self.decode(ids[:1], False).startswith(" ")
+        return text.removeprefix(" ") if strips_space else text
 
     def id_of(self, token: str) -> int | None:
         return self.codebook.id_of(token)

@@ -21,7 +21,7 @@ from bough.distributed.mesh import SINGLE
 from bough.engine.build import load_model, make_runner, open_device
 from bough.engine.decide import decide
 from bough.engine.loop import Loop
-from bough.engine.pooling import pooling_limits, pooling_of
+from bough.engine.pooling import pooling_limits
 from bough.platform import detect
 from bough.runner.pooling import PoolingRunner
 from bough.scheduler.limits import Limits
@@ -69,13 +69,13 @@ class PooledEngine:
 
     def __init__(self, folder: Path | str, **settings: Any) -> None:
         options = {"dtype": "float32", "device": "cpu", "custom_kernels": False, "cpu_threads": 1, **settings}
-        self.checkpoint, resolved = decide(build_config(model_path=str(folder), **options), detect(options["device"]))
+        decided = decide(build_config(model_path=str(folder), **options), detect(options["device"]))
+        self.checkpoint, facts, self.pooling, resolved = decided
         self.config = resolved.config
         device = open_device(self.config, 0)
-        self.pooling = pooling_of(self.config, self.checkpoint)
         assert self.pooling is not None
         model = load_model(self.checkpoint, self.config, resolved.plan, device, SINGLE, self.pooling)
-        runner = make_runner(model, self.config, resolved.plan, device, self.checkpoint, self.pooling)
+        runner = make_runner(model, self.config, resolved.plan, device, facts, self.pooling)
         assert isinstance(runner, PoolingRunner)
         self.runner = runner
         limits = Limits.of(runner.limits, self.config.scheduler)

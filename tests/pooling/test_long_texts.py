@@ -35,10 +35,14 @@ class Watched(FastCodebook):
         return super().encode_batch(texts, add_special_tokens)
 
     def encode_whole(
-        self, inputs: Sequence[str | tuple[str, str]], add_special_tokens: bool, most: int | None
+        self,
+        inputs: Sequence[str | tuple[str, str]],
+        add_special_tokens: bool,
+        most: int | None,
+        enough: int | None = None,
     ) -> list[Encoded]:
         self._note(sum(len("".join(given)) for given in inputs))
-        return super().encode_whole(inputs, add_special_tokens, most)
+        return super().encode_whole(inputs, add_special_tokens, most, enough)
 
     def _note(self, num_chars: int) -> None:
         if num_chars > 1000:

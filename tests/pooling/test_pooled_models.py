@@ -215,16 +215,26 @@ def test_a_reward_head_of_two_layers(tmp_path: Path) -> None:
     close(PooledEngine(tmp_path).results(TEXTS), [expected(text) for text in TEXTS])
 
 
-@pytest.mark.parametrize(("name", "extra"), [("BertForMaskedLM", BERT), ("XLMRobertaForMaskedLM", ROBERTA)])
-@pytest.mark.parametrize("strategy", ["max", "sum"])
-def test_sparse_weights(name: str, extra: dict[str, Any], strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra", "strategy", "activation"),
+    [
+        ("BertForMaskedLM", BERT, "max", "relu"),
+        ("BertForMaskedLM", BERT, "sum", "log1p_relu"),
+        ("XLMRobertaForMaskedLM", ROBERTA, "sum", "relu"),
+        ("XLMRobertaForMaskedLM", ROBERTA, "max", "log1p_relu"),
+    ],
+)
+def test_sparse_weights(name: str, extra: dict[str, Any], strategy: str, activation: str, tmp_path: Path) -> None:
     reference = make_tiny(name, tmp_path, **extra)
     say_modules(tmp_path, None, ("1_SpladePooling", "SpladePooling"))
-    write(tmp_path / "1_SpladePooling" / "config.json", {"pooling_strategy": strategy, "activation_function": "relu"})
+    pooling = {"pooling_strategy": strategy, "activation_function": activation}
+    write(tmp_path / "1_SpladePooling" / "config.json", pooling)
     engine = PooledEngine(tmp_path)
     for text, pairs in zip(TEXTS, engine.results(TEXTS), strict=True):
         with torch.no_grad():
             weights = torch.log1p(torch.relu(reference(torch.tensor([text])).logits[0]))
+            if activation == "log1p_relu":  # the pooling's own logarithm comes on top of the activation's
+                weights = torch.log1p(weights)
         expected = (weights.max(0).values if strategy == "max" else weights.sum(0)).numpy()
         ids, values = np.split(pairs, 2)
         assert ids.astype(int).tolist() == np.flatnonzero(expected > 0).tolist()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bough.config.model_facts import model_facts
 from bough.config.pooling_facts import PoolingFacts, pooling_facts, rerank_tokens
 from bough.core.errors import ConfigError, UnsupportedModel
+from bough.models import registry
 
 BASE: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
@@ -21,7 +21,7 @@ BASE: dict[str, Any] = {
 def facts_of(
     folder: Path, architecture: str, model_type: str, *, forced: bool = False, mode: str = "auto", **config: Any
 ):
-    facts = model_facts({**BASE, "architectures": [architecture], "model_type": model_type, **config})
+    facts = registry.facts_of({**BASE, "architectures": [architecture], "model_type": model_type, **config})
     return pooling_facts(facts, folder, forced=forced, mode=mode)
 
 

@@ -35,6 +35,8 @@ class StoredFile(msgspec.Struct, kw_only=True):
     id: str
     bytes: int
     created_at: int
+    created_ns: int = 0
+    """The same in nanoseconds: orders files of one second. 0 in records of earlier versions."""
     filename: str
     purpose: str
     tenant: str = ""
@@ -119,13 +121,15 @@ class FileStore:
         found = [self._read(path.stem) for path in self._directory.glob("file-*.json")]
         mine = [each for each in found if each is not None and each.tenant == tenant]
         chosen = [each for each in mine if not purpose or each.purpose == purpose]
-        return sorted(chosen, key=lambda each: (each.created_at, each.id), reverse=True)
+        return sorted(chosen, key=lambda each: (each.created_at, each.created_ns, each.id), reverse=True)
 
     def _adopt(self, path: Path, file_id: str, filename: str, purpose: str, tenant: str) -> StoredFile:
+        now_ns = time.time_ns()
         stored = StoredFile(
             id=file_id,
             bytes=path.stat().st_size,
-            created_at=int(time.time()),
+            created_at=now_ns // 10**9,
+            created_ns=now_ns,
             filename=filename,
             purpose=purpose,
             tenant=tenant,

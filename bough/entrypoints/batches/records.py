@@ -37,6 +37,8 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     endpoint: str
     input_file_id: str
     created_at: int
+    created_ns: int = 0
+    """The same in nanoseconds: orders batches of one second. 0 in records of earlier versions."""
     expires_at: int
     metadata: dict[str, str] = {}
     tenant: str = ""
@@ -49,6 +51,8 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    usage: dict[str, int] = {}
+    """Tokens of the answered lines so far: `input`, `cached`, `output`, `reasoning`."""
 
     def shown(self, *, cancelling: bool) -> dict[str, Any]:
         """OpenAI's batch object."""
@@ -68,7 +72,22 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
             **{f"{stage}_at": self.times.get(f"{stage}_at") for stage in stages},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "metadata": self.metadata or None,
+            "usage": self._usage(),
         }
+
+    def _usage(self) -> dict[str, Any]:
+        spent = {name: self.usage.get(name, 0) for name in ("input", "cached", "output", "reasoning")}
+        return {
+            "input_tokens": spent["input"],
+            "input_tokens_details": {"cached_tokens": spent["cached"]},
+            "output_tokens": spent["output"],
+            "output_tokens_details": {"reasoning_tokens": spent["reasoning"]},
+            "total_tokens": spent["input"] + spent["output"],
+        }
+
+
+def _age(batch: Batch) -> tuple[int, int, str]:
+    return batch.created_at, batch.created_ns, batch.id
 
 
 class BatchStore:
@@ -87,12 +106,14 @@ class BatchStore:
                 why=f"at most {MAX_OPEN} may wait or run",
                 fix="wait until some have ended, or cancel some",
             )
-        now = int(time.time())
+        now_ns = time.time_ns()
+        now = now_ns // 10**9
         batch = Batch(
             id=f"batch_{random_name()}",
             endpoint=endpoint,
             input_file_id=source.id,
             created_at=now,
+            created_ns=now_ns,
             expires_at=now + WINDOW_S,
             metadata=metadata,
             tenant=source.tenant,
@@ -118,14 +139,14 @@ class BatchStore:
     def all(self) -> list[Batch]:
         """Every batch, the oldest first."""
         found = [self._read(path.stem) for path in self._directory.glob("batch_*.json")]
-        return sorted((each for each in found if each is not None), key=lambda each: (each.created_at, each.id))
+        return sorted((each for each in found if each is not None), key=_age)
 
     def unfinished(self) -> list[Batch]:
         """Batches that wait or run, the oldest first. Those that were seen ended are not read again."""
         names = [path.stem for path in self._directory.glob("batch_*.json") if path.stem not in self._ended]
         found = [batch for batch in map(self._read, names) if batch is not None]
         self._ended.update(batch.id for batch in found if batch.status not in OPEN)
-        return sorted((each for each in found if each.status in OPEN), key=lambda each: (each.created_at, each.id))
+        return sorted((each for each in found if each.status in OPEN), key=_age)
 
     def own(self) -> int | None:
         """The right to work batches off: a descriptor, until it is closed. None: another process has it."""
@@ -153,6 +174,11 @@ class BatchStore:
         """Removes what only a running batch needs."""
         for path in (self.part(batch, "out"), self.part(batch, "err"), self._marker(batch)):
             path.unlink(missing_ok=True)
+
+    def delete(self, batch: Batch) -> None:
+        """Forgets an ended batch; its files are the caller's business."""
+        self.tidy(batch)
+        (self._directory / f"{batch.id}.json").unlink(missing_ok=True)
 
     def _marker(self, batch: Batch) -> Path:
         return self._directory / f"{batch.id}.cancel"

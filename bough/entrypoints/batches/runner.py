@@ -1,7 +1,10 @@
 """Works batches off, one after another, many lines at once. Whatever is written survives a restart; the rest is done again.
 
 An answer is appended to the batch's part file before it counts as done, so that after a crash every line has at most
-been computed twice and is told exactly once.
+been computed twice and is told exactly once. A line whose answer was cut off (the server drains, an operator ends all
+requests) is not answered: it is asked again, by this process or the next.
+
+A machine without descriptors, memory or disk space (`OSError`) fails no batch: the work goes on when there are some again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import msgspec
 from bough.core.errors import NotFound
 from bough.entrypoints.batches.files import FileStore, new_file_id, open_private
 from bough.entrypoints.batches.records import Batch, BatchStore, Status
+from bough.observability.keeper import Keeper
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +32,10 @@ MAX_LINE_BYTES: Final = 8 * 1024 * 1024
 _MOST_ERRORS: Final = 100
 _LOOK_EVERY_S: Final = 1.0
 _SAVE_EVERY_S: Final = 1.0
-_BUSY: Final = (429, 503)
+_AGAIN: Final = (429, 499, 503)
+"""Statuses after which a line is asked again: the server is busy, the answer was aborted, the server drains or restarts."""
+TASK: Final = "batches"
+"""The runner's name among the background tasks."""
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
@@ -41,58 +48,85 @@ class BatchRunner:
     """Works in one process per directory; in others it waits for its turn."""
 
     def __init__(
-        self, files: FileStore, batches: BatchStore, call: Call, endpoints: frozenset[str], *, at_once: int = 32
+        self,
+        files: FileStore,
+        batches: BatchStore,
+        call: Call,
+        endpoints: frozenset[str],
+        *,
+        keeper: Keeper | None = None,
+        at_once: int = 32,
     ) -> None:
+        """`keeper` runs the work in the background and hears of what goes wrong."""
         self._files = files
         self._batches = batches
         self._call = call
         self._endpoints = endpoints
+        self._keeper = keeper or Keeper()
         self._at_once = at_once
         self._task: asyncio.Task[None] | None = None
+        self._draining = asyncio.Event()
 
     def start(self) -> None:
         """Begins with what an earlier process left behind."""
-        self._task = asyncio.ensure_future(self._run())
+        self._task = self._keeper.keep(TASK, self._run)
+
+    async def drain(self, now: bool = False) -> None:
+        """Begins no more lines and returns when those under way have ended; `now`: gives them up."""
+        self._draining.set()
+        if self._task is not None:
+            if now:
+                self._task.cancel()
+            await asyncio.wait([self._task])
 
     async def close(self) -> None:
         """Stops where it is; the next process goes on from there."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self.drain(now=True)
 
     async def _run(self) -> None:
         while (right := self._batches.own()) is None:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            if await self._pause(_LOOK_EVERY_S):
+                return
         try:
             await asyncio.to_thread(self._files.tidy)
-            while True:
+            while not self._draining.is_set():
                 await self._work_all()
         finally:
             os.close(right)
 
+    async def _pause(self, seconds: float) -> bool:
+        """Waits, at most until the server drains. Returns whether it does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._draining.wait()
+        return self._draining.is_set()
+
     async def _work_all(self) -> None:
         waiting = self._batches.unfinished()
-        rests = not waiting
+        pause_s = 0.0 if waiting else _LOOK_EVERY_S
         for batch in waiting:
             try:
                 await self._work(batch)
+            except OSError as error:
+                pause_s = max(pause_s, self._keeper.stumbled(TASK, error))
             except Exception:
                 _log.exception("batch %s failed", batch.id)
                 batch.errors = [_problem("internal_error", "the server failed to work on this batch", None)]
-                try:
-                    self._enter(batch, "failed")
-                except OSError:  # the disk takes nothing: it is tried again
-                    rests = True
-        if rests:
-            await asyncio.sleep(_LOOK_EVERY_S)
+                self._enter(batch, "failed")
+            if self._draining.is_set():
+                return
+        if pause_s:
+            await self._pause(pause_s)
 
     # -- one batch --------------------------------------------------------------------------------
 
     async def _work(self, batch: Batch) -> None:
         try:
             source = self._files.path(self._files.get(batch.input_file_id, batch.tenant))
-        except NotFound as error:
-            batch.errors = [_problem("invalid_file", error.what, None)]
+            source.stat()
+        except (NotFound, FileNotFoundError):
+            what = f"the file {batch.input_file_id} was deleted"
+            batch.errors = [_problem("invalid_file", what, None)]
             self._enter(batch, "failed")
             return
         if batch.endpoint not in self._endpoints:
@@ -103,6 +137,9 @@ class BatchRunner:
             self._enter(batch, "failed" if batch.errors else "in_progress")
         if batch.status == "in_progress":
             await self._answer_all(batch, source)
+            if self._draining.is_set() and batch.completed + batch.failed < batch.total:
+                self._batches.save(batch)
+                return
             if self._batches.is_cancelling(batch):
                 batch.times["cancelling_at"] = int(time.time())
             self._enter(batch, "finalizing")
@@ -138,6 +175,7 @@ class BatchRunner:
         }
         batch.completed = sum(1 for _ in _told(self._batches.part(batch, "out")))
         batch.failed = len(done) - batch.completed
+        batch.usage = _spent(self._batches.part(batch, "out"))
         running: set[asyncio.Task[None]] = set()
         saved_s = time.monotonic()
         with (
@@ -149,7 +187,7 @@ class BatchRunner:
                     line = _decode(raw)
                     if line["custom_id"] in done:
                         continue
-                    if self._over(batch):
+                    if self._over(batch) or self._draining.is_set():
                         break
                     running.add(asyncio.ensure_future(self._answer(batch, line, out, err)))
                     if len(running) >= self._at_once:
@@ -175,12 +213,13 @@ class BatchRunner:
         return time.time() > batch.expires_at or self._batches.is_cancelling(batch)
 
     async def _answer(self, batch: Batch, line: Json, out: BinaryIO, err: BinaryIO) -> None:
-        """One line, again and again while the server is busy."""
+        """One line, again and again while the server can't answer it. When the server drains, it may stay unanswered."""
         while True:
             status, request_id, body = await self._call(batch.endpoint, line["body"], batch.tenant)
-            if status not in _BUSY:
+            if status not in _AGAIN:
                 break
-            await asyncio.sleep(_LOOK_EVERY_S)
+            if await self._pause(_LOOK_EVERY_S):
+                return
         good = status < 400
         answer = {
             "id": f"batch_req_{request_id}",
@@ -193,6 +232,7 @@ class BatchRunner:
         target.flush()
         if good:
             batch.completed += 1
+            _add_usage(batch.usage, body)
         else:
             batch.failed += 1
 
@@ -255,6 +295,32 @@ def _told(path: Path) -> Iterator[str]:
                 yield str(_decode(raw)["custom_id"])
         if whole < size:
             os.truncate(path, whole)
+
+
+def _spent(path: Path) -> dict[str, int]:
+    """Tokens of the answers in a part file."""
+    total: dict[str, int] = {}
+    if path.exists():
+        for _, raw in _lines(path):
+            _add_usage(total, _decode(raw)["response"]["body"])
+    return total
+
+
+def _add_usage(total: dict[str, int], answer: Json) -> None:
+    """Adds an answer's usage, in the words of whichever route gave it."""
+    usage = answer.get("usage") or {}
+    prompt = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    cached = prompt.get("cached_tokens", 0)
+    own = usage.get("cache_read_input_tokens", 0)  # Anthropic's input_tokens leave out what came from the cache
+    counted = {
+        "input": usage.get("prompt_tokens", usage.get("input_tokens", 0)) + own,
+        "cached": cached + own,
+        "output": usage.get("completion_tokens", usage.get("output_tokens", 0)),
+        "reasoning": output.get("reasoning_tokens", 0),
+    }
+    for name, value in counted.items():
+        total[name] = total.get(name, 0) + value
 
 
 def _wrong(raw: bytes, endpoint: str, seen: set[str]) -> tuple[str, str] | None:

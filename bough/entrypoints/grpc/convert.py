@@ -7,11 +7,12 @@ from typing import Any
 from google.protobuf import json_format, struct_pb2
 from msgspec.structs import replace
 
+from bough.core import bounds
 from bough.core.errors import BoughError, InvalidRequest
 from bough.core.messages import Delta, End, TokenLogprobs, unpack_ids
 from bough.entrypoints.grpc import bough_pb2 as pb
-from bough.entrypoints.http.replies import within_tenant
 from bough.intake import Request, Stream, native_batch
+from bough.intake.caller import Caller
 
 Json = dict[str, Any]
 
@@ -30,7 +31,7 @@ def native_fields(message: pb.GenerateRequest) -> Json:
         case "text":
             fields["text"] = message.text
         case "input_ids":
-            fields["input_ids"] = list(message.input_ids.ids)
+            fields["input_ids"] = ids_of(message.input_ids.ids)
         case _:
             raise InvalidRequest(
                 what="there is no prompt", why="a request has one", fix="send text or input_ids", param="prompt"
@@ -60,6 +61,12 @@ def native_fields(message: pb.GenerateRequest) -> Json:
     return fields
 
 
+def ids_of(given: Any) -> list[int]:
+    """The ids of a message, of which there may be as many as in a JSON body. Raises `InvalidRequest`."""
+    bounds.at_most("json_numbers", len(given), "input_ids")
+    return list(given)
+
+
 def sampling_fields(message: pb.SamplingParams) -> Json:
     fields: Json = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     fields |= {name: list(getattr(message, name)) for name in _LISTS if getattr(message, name)}
@@ -83,14 +90,11 @@ def session_fields(message: pb.SessionParams) -> Json:
 
 
 def request_of(
-    message: pb.GenerateRequest, *, defaults: Json, want_text: bool, every: int, tenant: str, deadline_s: float
+    message: pb.GenerateRequest, *, defaults: Json, want_text: bool, every: int, caller: Caller, deadline_s: float
 ) -> Request:
     """A checked request, by the rules of the native API."""
     batch = native_batch(native_fields(message), defaults=defaults, want_text=want_text, every=every, bounded=True)
-    request = batch.requests[0]
-    namespace = within_tenant(tenant, request.namespace)
-    session = None if request.session is None else replace(request.session, tenant=tenant)
-    return replace(request, namespace=namespace, deadline_s=deadline_s, session=session)
+    return replace(batch.requests[0], caller=caller, deadline_s=deadline_s)
 
 
 def response_of(stream: Stream, delta: Delta) -> pb.GenerateResponse:

@@ -13,7 +13,7 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.entrypoints.grpc.convert import error_of, request_of, response_of
 from bough.entrypoints.grpc.errors import shown
-from bough.entrypoints.grpc.guard import tenant_of
+from bough.entrypoints.grpc.guard import caller_of
 from bough.entrypoints.service import Service
 from bough.intake import Request
 from bough.intake.endings import raise_if_failed
@@ -31,7 +31,7 @@ def make_request(service: Service, message: pb.GenerateRequest, context: Any) ->
         defaults=dict(served.sampling_defaults),
         want_text=served.tokenizer is not None,
         every=config.scheduler.stream_interval,
-        tenant=tenant_of(context.invocation_metadata(), config.server),
+        caller=caller_of(context.invocation_metadata(), service.keyring),
         deadline_s=deadline_of(context),
     )
 

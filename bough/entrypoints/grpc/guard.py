@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 
-from bough.config.concerns import ServerConfig
-from bough.core.errors import Unauthorized
+from bough.core.errors import BoughError, Unauthorized
 from bough.entrypoints.grpc.errors import refuse
+from bough.entrypoints.keyring import Keyring
+from bough.intake.caller import Caller
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 """Probes work without a key."""
 ADMIN_METHODS = frozenset(
     f"/bough.v1.Bough/{name}" for name in ("PauseGeneration", "ContinueGeneration", "StartProfile", "StopProfile")
 )
+
+_HOW_TO_SEND = "send the metadata `authorization: Bearer KEY`"
 
 Metadata = Sequence[tuple[str, str | bytes]] | None
 
@@ -31,14 +32,13 @@ def authorization_of(metadata: Metadata) -> str:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the key. Without `--admin-api-key` nobody may call admin methods."""
+    """Refuses calls without a key. Without `--admin-api-key` nobody may call admin methods."""
 
-    def __init__(self, server: ServerConfig) -> None:
-        self._key = server.api_key
-        self._admin_key = server.admin_api_key
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        error = self.check(details.method, authorization_of(details.invocation_metadata))
+        error = self.check(details.method, details.invocation_metadata)
         if error is None:
             return await continuation(details)
 
@@ -47,37 +47,24 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         return grpc.stream_stream_rpc_method_handler(deny)
 
-    def check(self, method: str, authorization: str) -> Unauthorized | None:
-        """The error that this call deserves, if any."""
+    def check(self, method: str, metadata: Metadata) -> BoughError | None:
+        """The error that this call deserves, if any. Counts it as a request of its caller."""
         if method.startswith(OPEN_SERVICE):
             return None
-        if method in ADMIN_METHODS:
-            keys = [self._admin_key] if self._admin_key else []
-        elif self._key:
-            keys = [key for key in (self._key, self._admin_key) if key]
-        else:
-            return None
-        scheme, _, sent = authorization.partition(" ")
-        matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in keys]
-        if scheme.lower() == "bearer" and any(matches):
-            return None
-        what = "admin key" if method in ADMIN_METHODS else "key"
-        return Unauthorized(
-            what=f"the {what} is missing" if not authorization else f"the {what} is wrong",
-            why="this method is protected" if keys else "the server was started without --admin-api-key",
-            fix="send the metadata `authorization: Bearer KEY`",
-        )
+        admin = method in ADMIN_METHODS
+        if admin and not self._keyring.has_admin:
+            return Unauthorized(
+                what="the admin key is wrong" if authorization_of(metadata) else "the admin key is missing",
+                why="the server was started without --admin-api-key",
+                fix=_HOW_TO_SEND,
+            )
+        try:
+            self._keyring.count(caller_of(metadata, self._keyring, admin=admin))
+        except BoughError as error:
+            return error
+        return None
 
 
-def tenant_of(metadata: Metadata, server: ServerConfig) -> str:
-    """Cache namespace of the caller under --isolate-cache: the same as over HTTP."""
-    sent = authorization_of(metadata)
-    return hashlib.sha256(sent.encode()).hexdigest()[:16] if server.isolate_cache and sent else ""
-
-
-def is_admin(metadata: Metadata, server: ServerConfig) -> bool:
-    """Whether the caller may act on other people's requests."""
-    if not server.api_key and not server.admin_api_key:
-        return True
-    sent = authorization_of(metadata).partition(" ")[2].strip()
-    return bool(server.admin_api_key) and hmac.compare_digest(sent.encode(), server.admin_api_key.encode())
+def caller_of(metadata: Metadata, keyring: Keyring, *, admin: bool = False) -> Caller:
+    """Who makes the call: the same as over HTTP. Raises `Unauthorized`."""
+    return keyring.admit(authorization_of(metadata).encode("latin-1", "replace"), admin=admin, fix=_HOW_TO_SEND)

@@ -8,7 +8,7 @@ from typing import Any
 
 from bough.core.errors import NotFound
 from bough.entrypoints.grpc import bough_pb2 as pb
-from bough.entrypoints.grpc.guard import authorization_of, tenant_of
+from bough.entrypoints.grpc.guard import caller_of
 from bough.entrypoints.http.inside import answers, json_routes
 from bough.entrypoints.service import Service
 
@@ -18,7 +18,7 @@ class Passing:
 
     def __init__(self, service: Service) -> None:
         self._routes = json_routes(service)
-        self._server = service.config.server
+        self._keyring = service.keyring
 
     async def call(self, message: pb.CallRequest, context: Any) -> AsyncGenerator[pb.CallResponse, None]:
         """The route's answer, or each of its events. Raises what the route raises."""
@@ -31,12 +31,11 @@ class Passing:
                 param="path",
             )
         metadata, remaining = context.invocation_metadata(), context.time_remaining()
-        headers = [(b"authorization", authorization_of(metadata).encode("latin-1"))]
+        headers = []
         if remaining is not None:
             headers.append((b"x-deadline-ms", f"{max(1.0, min(remaining, 86_400.0) * 1e3):.0f}".encode()))
-        work = answers(
-            handler, message.path, message.json.encode(), headers=headers, tenant=tenant_of(metadata, self._server)
-        )
+        caller = caller_of(metadata, self._keyring)
+        work = answers(handler, message.path, message.json.encode(), headers=headers, caller=caller)
         async with contextlib.aclosing(work) as told:
             async for each in told:
                 yield pb.CallResponse(json=each)

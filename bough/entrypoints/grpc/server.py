@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -20,6 +18,7 @@ _BOUGH = bough_pb2.DESCRIPTOR.services_by_name["Bough"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _MOST_STREAMS = 1024
 """Calls under way over one connection."""
+_LATE_S = 2.0
 
 
 class GrpcServer:
@@ -29,13 +28,13 @@ class GrpcServer:
         """`port` 0: the system chooses one. Raises `ConfigError` if the address can't be had."""
         server = service.config.server
         self._drain_s = server.drain_timeout_s
-        self._stopping: list[asyncio.Future[None]] = []
         self._server = grpc.aio.server(
-            interceptors=(Guard(server),),
+            interceptors=(Guard(service.keyring),),
             options=(
                 ("grpc.max_receive_message_length", server.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", bounds.BOUNDS["header_bytes"].most),
+                ("grpc.absolute_max_metadata_size", bounds.BOUNDS["header_bytes"].most),
                 ("grpc.max_concurrent_streams", _MOST_STREAMS),
                 ("grpc.so_reuseport", 0),
             ),
@@ -57,12 +56,11 @@ class GrpcServer:
     async def start(self) -> None:
         await self._server.start()
 
-    def drain(self, now: bool) -> None:
-        """Takes no new calls; those under way get the drain timeout, or with `now` nothing."""
-        self._stopping.append(asyncio.ensure_future(self._server.stop(0 if now else self._drain_s)))
+    async def drain(self, now: bool) -> None:
+        """Takes no new calls and returns when those under way have ended. With `now` they are cut off; otherwise they get
+        the drain timeout and a little more, so that the engine's own end of them comes first."""
+        await self._server.stop(0 if now else self._drain_s + _LATE_S)
 
     async def close(self) -> None:
-        """Waits for what drains; without a drain, ends at once."""
-        if not self._stopping:
-            self.drain(now=True)
-        await asyncio.gather(*self._stopping)
+        """Ends at once."""
+        await self._server.stop(0)

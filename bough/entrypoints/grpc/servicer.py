@@ -9,14 +9,15 @@ from typing import Any
 from bough.core.errors import Forbidden, InvalidRequest, no_such_token
 from bough.entrypoints.about import loads, model_info, server_info
 from bough.entrypoints.grpc import bough_pb2 as pb, bough_pb2_grpc
-from bough.entrypoints.grpc.convert import struct_of
+from bough.entrypoints.grpc.convert import ids_of, struct_of
 from bough.entrypoints.grpc.errors import refuse
 from bough.entrypoints.grpc.generate import Exchange, answers, deadline_of, make_request
-from bough.entrypoints.grpc.guard import is_admin, tenant_of
+from bough.entrypoints.grpc.guard import caller_of
 from bough.entrypoints.grpc.passing import Passing
 from bough.entrypoints.http.pooling.common import pooler_of
 from bough.entrypoints.service import Service
 from bough.intake import PoolOptions
+from bough.intake.caller import Caller
 from bough.intake.pooled_native import labelled
 from bough.tokenizer import Tokenizer
 
@@ -80,9 +81,12 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
             cut_by="",
             rid=message.rid,
             priority=message.priority,
-            namespace=tenant_of(context.invocation_metadata(), self._service.config.server),
+            caller=self._caller(context),
             deadline_s=deadline_of(context),
         )
+
+    def _caller(self, context: Any) -> Caller:
+        return caller_of(context.invocation_metadata(), self._service.keyring)
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -97,11 +101,13 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         try:
             tokenizer = self._tokenizer()
-            bad = [each for each in request.ids if not 0 <= each < tokenizer.vocab_size]
-            if bad:
-                raise no_such_token(f"ids has {bad[0]}", tokenizer.vocab_size, param="ids")
+            ids = ids_of(request.ids)
+            if ids and not (min(ids) >= 0 and max(ids) < tokenizer.vocab_size):
+                bad = next(each for each in ids if not 0 <= each < tokenizer.vocab_size)
+                raise no_such_token(f"ids has {bad}", tokenizer.vocab_size, param="ids")
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            return pb.DetokenizeResponse(text=tokenizer.decode(list(request.ids), skip_special_tokens=skip))
+            text = await self._service.beside_the_loop(lambda: tokenizer.decode_long(ids, skip), len(ids))
+            return pb.DetokenizeResponse(text=text)
         except Exception as error:
             await refuse(context, error)
 
@@ -158,8 +164,9 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         try:
+            caller = self._caller(context)
             if request.abort_all:
-                if not is_admin(context.invocation_metadata(), self._service.config.server):
+                if not caller.admin:
                     raise Forbidden(
                         what="abort_all needs the admin key",
                         why="it ends other people's requests",
@@ -170,7 +177,8 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
                 raise InvalidRequest(
                     what="rid is missing", why="it says which request to end", fix="send rid", param="rid"
                 )
-            return pb.AbortResponse(aborted=await self._service.intake.abort_everywhere(request.rid))
+            tenant = None if caller.admin else caller.tenant
+            return pb.AbortResponse(aborted=await self._service.intake.abort_everywhere(request.rid, tenant))
         except Exception as error:
             await refuse(context, error)
 
@@ -226,7 +234,7 @@ def _input(message: pb.EmbedRequest | pb.ClassifyRequest) -> str | list[int]:
         case "text":
             return message.text
         case "input_ids":
-            return list(message.input_ids.ids)
+            return ids_of(message.input_ids.ids)
         case _:
             raise InvalidRequest(
                 what="there is no input", why="a request has one", fix="send text or input_ids", param="input"

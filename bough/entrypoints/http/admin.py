@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.core.errors import InvalidRequest
-from bough.entrypoints.http.body import S, parse_json, read_bytes
+from bough.entrypoints.http.body import S, as_kind, read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.service import Service
@@ -29,6 +31,12 @@ class ProfileRequest(msgspec.Struct, kw_only=True):
     num_steps: int | None = None
 
 
+class StateRequest(msgspec.Struct, kw_only=True):
+    """POST /set_internal_state."""
+
+    server_args: dict[str, Any]
+
+
 class LoggingRequest(LogSwitch):
     """POST /configure_logging: what is not given stays as it is."""
 
@@ -41,6 +49,29 @@ def configure_logging(service: Service) -> Handler:
         processes = await service.switch_logging(asked)
         told = {"log_level": log_level(), "log_requests": service.log_requests, "processes": processes}
         return json_reply({"success": True, **told})
+
+    return handle
+
+
+def set_internal_state(service: Service) -> Handler:
+    """Changes settings that can be changed while the server runs: what is logged. Others are refused, one and all."""
+    changeable = LogSwitch.__struct_fields__
+
+    async def handle(request: Request) -> Response:
+        server = service.config.server
+        asked = (await read_json(request, StateRequest, most=server.max_body_bytes, strict=server.strict_api)).value
+        fixed = [name for name in asked.server_args if name not in changeable]
+        if fixed:
+            raise InvalidRequest(
+                what=f"{fixed[0][:60]} can't be changed while the server runs",
+                why=f"only these can be: {', '.join(changeable)}",
+                fix="restart the server with it",
+                param=f"server_args.{fixed[0][:60]}",
+            )
+        switch = as_kind(asked.server_args, LoggingRequest, strict=True).value
+        await service.switch_logging(switch)
+        told = {"log_level": log_level(), "log_requests": service.log_requests}
+        return json_reply({"updated": True, "server_args": told})
 
     return handle
 
@@ -85,5 +116,5 @@ def stop_profile(service: Service) -> Handler:
 async def _optional(request: Request, kind: type[S], service: Service) -> S:
     """The body, or its defaults where there is none."""
     server = service.config.server
-    raw = await read_bytes(request, server.max_body_bytes)
-    return parse_json(raw, kind, strict=server.strict_api).value if raw.strip() else kind()
+    body = await read_json(request, kind, most=server.max_body_bytes, strict=server.strict_api, empty=kind())
+    return body.value

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -19,10 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bough.core.errors import BoughError
-from bough.entrypoints.http import admin, batches, info, metrics, native, parsing, sessions
-from bough.entrypoints.http.anthropic import routes as anthropic
+from bough.entrypoints.http import admin, batches, corpora, info, metrics, native, parsing, sessions
+from bough.entrypoints.http.anthropic import batches as message_batches, routes as anthropic
+from bough.entrypoints.http.anthropic.batches import MessageBatchRequest
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
-from bough.entrypoints.http.body import IGNORED_HEADER
+from bough.entrypoints.http.body import IGNORED_HEADER, Bodies
 from bough.entrypoints.http.direct import Direct
 from bough.entrypoints.http.dump import Dump, DumpFiles
 from bough.entrypoints.http.errors import on_error
@@ -30,13 +32,16 @@ from bough.entrypoints.http.ollama import routes as ollama
 from bough.entrypoints.http.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from bough.entrypoints.http.openai import chat, completions, models
 from bough.entrypoints.http.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from bough.entrypoints.http.peers import PeerDoor
 from bough.entrypoints.http.pooling.routes import ROUTES as POOLING_ROUTES
+from bough.entrypoints.http.prefix import RootPath
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.http.responses import routes as responses
 from bough.entrypoints.http.responses.schema import ResponsesRequest
 from bough.entrypoints.http.security import OPEN_PATHS, App, Guard, is_page
 from bough.entrypoints.http.tracing import Tracing
 from bough.entrypoints.http.ui import routes as ui
+from bough.entrypoints.http.ui.landing import Landing
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
 
@@ -55,6 +60,8 @@ class RouteSpec:
     about: str
     body: type[msgspec.Struct] | None = None
     admin: bool = False
+    get_changes: bool = False
+    """A GET of it changes something: not for browsers, which any page can have send one."""
     metrics: bool = False
     ui: bool = False
 
@@ -82,8 +89,16 @@ ROUTES: tuple[RouteSpec, ...] = (
         about="Continue texts or token ids, in SGLang's JSON.",
     ),
     RouteSpec(
+        paths=("/vertex_generate",), methods=("POST",), make=native.vertex_generate, body=native.VertexRequest,
+        about="Continue texts or token ids, in the words of Vertex AI.",
+    ),
+    RouteSpec(
         paths=("/v1/responses",), methods=("POST",), make=responses.create, body=ResponsesRequest,
         about="Answer a conversation, in the words of OpenAI's Responses API.",
+    ),
+    RouteSpec(
+        paths=("/v1/responses/input_tokens",), methods=("POST",), make=responses.input_tokens, body=ResponsesRequest,
+        about="How many tokens the input of a response has.",
     ),
     RouteSpec(paths=("/v1/responses/{id}",), methods=("GET",), make=responses.retrieve, about="A stored response."),
     RouteSpec(paths=("/v1/responses/{id}",), methods=("DELETE",), make=responses.delete, about="Forget a response."),
@@ -113,6 +128,29 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
         paths=("/v1/messages/count_tokens",), methods=("POST",), make=anthropic.count_tokens, body=CountTokensRequest,
         about="How many tokens a conversation has.",
+    ),
+    RouteSpec(
+        paths=("/v1/messages/batches",), methods=("POST",), make=message_batches.create, body=MessageBatchRequest,
+        about="Answer many conversations, in Anthropic's words.",
+    ),
+    RouteSpec(
+        paths=("/v1/messages/batches",), methods=("GET",), make=message_batches.list_all, about="List Anthropic's batches."
+    ),
+    RouteSpec(
+        paths=("/v1/messages/batches/{id}",), methods=("GET",), make=message_batches.retrieve,
+        about="How far such a batch has come.",
+    ),
+    RouteSpec(
+        paths=("/v1/messages/batches/{id}",), methods=("DELETE",), make=message_batches.delete,
+        about="Forget such a batch.",
+    ),
+    RouteSpec(
+        paths=("/v1/messages/batches/{id}/cancel",), methods=("POST",), make=message_batches.cancel,
+        about="End such a batch.",
+    ),
+    RouteSpec(
+        paths=("/v1/messages/batches/{id}/results",), methods=("GET",), make=message_batches.results,
+        about="The answers of such a batch.",
     ),
     RouteSpec(
         paths=("/api/chat",), methods=("POST",), make=ollama.chat, body=OllamaChatRequest,
@@ -163,7 +201,10 @@ ROUTES: tuple[RouteSpec, ...] = (
         paths=("/concate_and_append_request",), methods=("POST",), make=native.concate_and_append, body=native.JoinRequest,
         about="Line up the KV of branches as one context.",
     ),
-    RouteSpec(paths=("/flush_cache",), methods=("GET", "POST"), make=native.flush_cache, about="Empty the prefix cache."),
+    RouteSpec(
+        paths=("/flush_cache",), methods=("GET", "POST"), make=native.flush_cache, get_changes=True,
+        about="Empty the prefix cache.",
+    ),
     RouteSpec(
         paths=("/server_info", "/get_server_info"), methods=("GET",), make=info.server_info,
         about="Settings, decisions, memory and the engine's numbers.",
@@ -173,6 +214,11 @@ ROUTES: tuple[RouteSpec, ...] = (
         about="The model: names, limits, parsers, marks around messages.",
     ),
     RouteSpec(paths=("/v1/loads",), methods=("GET",), make=info.loads, about="How busy the engine is."),
+    RouteSpec(paths=("/get_load",), methods=("GET",), make=info.get_load, about="How busy the engine is, as a list."),
+    RouteSpec(
+        paths=("/tokenizer_info",), methods=("GET",), make=info.tokenizer_info,
+        about="The tokenizer: its special tokens and its chat template.",
+    ),
     RouteSpec(paths=("/livez",), methods=("GET",), make=info.live, about="200 while the engine lives."),
     RouteSpec(
         paths=("/readyz", "/health", "/health_generate", "/ready", "/ping"), methods=("GET",), make=info.ready,
@@ -185,7 +231,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         paths=(ui.STATE_PATH,), methods=("GET",), make=ui.state, ui=True, about="The tree and the batch, in numbers."
     ),
     RouteSpec(
-        paths=("/ui", "/ui/", "/ui/{file}"), methods=("GET", "HEAD"), make=ui.page, ui=True, about="The playground."
+        paths=("/ui", "/ui/", "/ui/{file:path}"), methods=("GET", "HEAD"), make=ui.page, ui=True, about="The playground."
     ),
     RouteSpec(paths=("/docs",), methods=("GET", "HEAD"), make=ui.reference, ui=True, about="The routes, for people."),
     RouteSpec(
@@ -200,8 +246,24 @@ ROUTES: tuple[RouteSpec, ...] = (
         admin=True, about="Change what is logged.",
     ),
     RouteSpec(
+        paths=("/set_internal_state",), methods=("POST", "PUT"), make=admin.set_internal_state, body=admin.StateRequest,
+        admin=True, about="Change a setting while the server runs.",
+    ),
+    RouteSpec(
         paths=("/start_profile",), methods=("POST",), make=admin.start_profile, body=admin.ProfileRequest, admin=True,
         about="Record the engine's steps with the torch profiler.",
+    ),
+    RouteSpec(
+        paths=("/add_external_corpus",), methods=("POST",), make=corpora.add_corpus, body=corpora.AddCorpusRequest,
+        admin=True, about="Add texts that n-gram drafts are looked up in.",
+    ),
+    RouteSpec(
+        paths=("/remove_external_corpus",), methods=("POST",), make=corpora.remove_corpus,
+        body=corpora.RemoveCorpusRequest, admin=True, about="Remove such texts.",
+    ),
+    RouteSpec(
+        paths=("/list_external_corpora",), methods=("GET",), make=corpora.list_corpora, admin=True,
+        about="Such texts, and how many tokens they have.",
     ),
     RouteSpec(
         paths=("/stop_profile",), methods=("POST",), make=admin.stop_profile, admin=True, about="End the recording."
@@ -216,7 +278,7 @@ def mounted(service: Service) -> list[RouteSpec]:
     return [
         spec
         for spec in ROUTES
-        if (not spec.admin or config.server.admin_api_key)
+        if (not spec.admin or config.server.admin_api_key or config.server.admin_with_api_key)
         and (not spec.metrics or config.log.metrics)
         and (not spec.ui or config.server.ui)
     ]
@@ -242,7 +304,7 @@ def make_app(service: Service) -> App:
         handler = spec.make(service)
         direct.update({(method, path): handler for path in spec.paths for method in spec.methods if "{" not in path})
         app.router.routes.extend(Route(path, handler, methods=list(spec.methods)) for path in spec.paths)
-    document = openapi(specs)
+    document = openapi(specs, service.config.server.root_path)
     app.openapi = lambda: document  # type: ignore[method-assign]
     app.add_exception_handler(Exception, on_error)
     for kind in (BoughError, HTTPException, ClientGone):
@@ -259,11 +321,36 @@ def make_app(service: Service) -> App:
         files = DumpFiles(Path(service.config.log.dump_dir).expanduser(), "api")
         inner = Dump(inner, files)
         service.at_close(lambda: asyncio.to_thread(files.close))
-    return Guard(inner, service.config.server, admin_paths, service.telemetry.responded)
+    server = service.config.server
+    bodies = Bodies(max(server.max_body_bytes, server.max_body_bytes_in_flight))
+    guarded = Guard(
+        inner, server, service.keyring, bodies, admin_paths, service.telemetry.responded,
+        changing_gets=frozenset(path for spec in ROUTES if spec.get_changes for path in spec.paths),
+    )  # fmt: skip
+    outer: App = Landing(guarded) if server.ui else guarded
+    prefix = server.root_path.rstrip("/")
+    return RootPath(outer, prefix) if prefix else outer
 
 
-def openapi(specs: list[RouteSpec]) -> dict[str, Any]:
-    """The OpenAPI document of the routes."""
+def make_peer_app(service: Service) -> App:
+    """The ASGI application for the other API workers: the routes that they pass requests on to, and what they ask for."""
+    passed_on = [
+        Route(path, spec.make(service), methods=list(spec.methods))
+        for spec in mounted(service)
+        for path in spec.paths
+        if path in ("/generate", "/open_session", "/close_session") or path.startswith("/v1/responses/")
+    ]
+    asked_for = [
+        Route("/peer/conversations/{id}", responses.kept_conversation(service)),
+        Route("/peer/items/{id}", responses.kept_item(service)),
+    ]
+    kinds: tuple[type[Exception], ...] = (Exception, BoughError, HTTPException, ClientGone)
+    app = Starlette(routes=[*passed_on, *asked_for], exception_handlers=dict.fromkeys(kinds, on_error))
+    return PeerDoor(app)
+
+
+def openapi(specs: list[RouteSpec], root_path: str = "") -> dict[str, Any]:
+    """The OpenAPI document of the routes, which a proxy serves under `root_path`."""
     bodies = [spec.body for spec in specs if spec.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     by_body = dict(zip(bodies, schemas, strict=True))
@@ -277,6 +364,7 @@ def openapi(specs: list[RouteSpec]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "bough", "version": VERSION},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": components,

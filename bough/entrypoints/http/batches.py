@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,16 +21,21 @@ from bough.entrypoints.http.body import read_json, too_large
 from bough.entrypoints.http.errors import as_bough, error_body, status_of
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.paging import page
-from bough.entrypoints.http.replies import json_reply, tenant_of
+from bough.entrypoints.http.replies import CALLER, json_reply, tenant_of
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
+from bough.intake.caller import Caller
 from bough.intake.names import random_name
+
+_log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/moderations")
 """What a batch's lines may ask for, where it is served."""
+MESSAGES = "/v1/messages"
+"""What Anthropic's batches ask for; they have routes of their own."""
 
 _CHUNK = 1024 * 1024
 _MOST_LISTED = 10_000
@@ -74,19 +80,24 @@ def start_batches(service: Service, handlers: Mapping[str, Handler]) -> None:
             fix="choose another --batch-dir",
             param="batch_dir",
         ) from error
-    served = {path: handlers[path] for path in ENDPOINTS if path in handlers}
+    served = {path: handlers[path] for path in (*ENDPOINTS, MESSAGES) if path in handlers}
 
     async def call(endpoint: str, body: Json, tenant: str) -> tuple[int, str, Json]:
-        return await call_route(served[endpoint], endpoint, body, tenant)
+        caller = Caller(tenant=tenant, isolated=service.config.server.isolate_cache, whole=True)
+        return await call_route(served[endpoint], endpoint, body, caller)
 
     most = max(1, service.admission.max_requests // 2)
-    runner = BatchRunner(files, batches, call, frozenset(served), at_once=min(_AT_ONCE, most))
+    runner = BatchRunner(files, batches, call, frozenset(served), keeper=service.keeper, at_once=min(_AT_ONCE, most))
     runner.start()
+    service.at_drain(runner.drain)
     service.at_close(runner.close)
 
 
-async def call_route(handler: Handler, path: str, body: Json, tenant: str) -> tuple[int, str, Json]:
-    """A route's answer to a body, as if it had come over HTTP: status, request id, body."""
+async def call_route(handler: Handler, path: str, body: Json, caller: Caller) -> tuple[int, str, Json]:
+    """A route's answer to a body, as if it had come over HTTP: status, request id, body.
+
+    Raises `OSError`; any other failure of the route is a status of 500.
+    """
     raw = msgspec.json.encode(body)
     request_id = random_name()
     sent = False
@@ -100,14 +111,16 @@ async def call_route(handler: Handler, path: str, body: Json, tenant: str) -> tu
 
     scope: Json = {
         "type": "http", "method": "POST", "path": path, "query_string": b"",
-        "headers": [(b"content-type", b"application/json")], "bough.request_id": request_id, "bough.tenant": tenant,
+        "headers": [(b"content-type", b"application/json")], "bough.request_id": request_id, CALLER: caller,
     }  # fmt: skip
     try:
         response = await handler(Request(scope, receive))
+    except OSError:
+        raise
     except Exception as error:
-        shown = as_bough(error)
         if not isinstance(error, BoughError):
-            raise
+            _log.exception("a line of a batch failed", extra={"request_id": request_id})
+        shown = as_bough(error)
         return status_of(shown), request_id, dict(error_body(shown, path))
     return response.status_code, request_id, msgspec.json.decode(bytes(response.body))
 
@@ -257,7 +270,8 @@ def list_batches(service: Service) -> Handler:
 
     async def handle(request: Request) -> Response:
         _, batches = stores_of(service)
-        mine = [each for each in await asyncio.to_thread(batches.all) if each.tenant == tenant_of(request)]
+        found = await asyncio.to_thread(batches.all)
+        mine = [each for each in found if each.tenant == tenant_of(request) and each.endpoint in ENDPOINTS]
         shown = lambda each: each.shown(cancelling=batches.is_cancelling(each))
         return json_reply(page(request, mine[::-1], lambda each: each.id, shown, most=_MOST_LISTED))
 

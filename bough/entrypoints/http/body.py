@@ -1,7 +1,9 @@
-"""Request bodies: read under a size limit, parsed once, checked against a struct, unknown fields noted."""
+"""Request bodies: read under size limits, parsed once, checked against a struct, unknown fields noted."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -14,15 +16,24 @@ from starlette.requests import Request
 
 from bough.core import bounds
 from bough.core.errors import BodyTooLarge, InvalidRequest
-from bough.entrypoints.http.errors import BodyCutOff
+from bough.entrypoints.http.errors import BodiesFull, BodyCutOff
+from bough.entrypoints.http.large_json import LARGE_BYTES, graft, parse_large
 from bough.entrypoints.stream import ClientGone
-from bough.entrypoints.unserved import refuse_unserved
+from bough.intake.unserved import refuse_unserved
+from bough.platform.memory_return import trim_memory
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 IGNORED_HEADER = "x-bough-ignored-fields"
 
+PARSED = "bough.parsed"
+"""Where a request's scope says that its body is a JSON object."""
+HOLD = "bough.body"
+"""Where a request's scope has its `Hold`."""
+SMALL_BYTES = 64 * 1024
+"""Bodies up to this size are always taken: their number is bounded by that of the connections."""
+_TRIM_AFTER_S = 1.0
 _MOST_NAMED = 16
 _PATIENCE = 4
 """How many times the limit is read (and dropped) before the connection is closed."""
@@ -33,6 +44,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PACKINGS = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress"})
 """Encodings that change a body. Some clients write the character set there ("utf-8"): theirs are plain."""
 _MOST_REWRITTEN = 64
+_MOST_REWRITTEN_IF_LARGE = 4
 """How many numbers (or lists of them) of one body are rewritten as integers."""
 
 
@@ -45,11 +57,12 @@ class Body(Generic[T]):
         self.value = value
         self.ignored = ignored
 
-    def headers(self) -> dict[str, str]:
-        """The warning header, if there is something to warn of."""
-        if not self.ignored:
+    def headers(self, *others: str) -> dict[str, str]:
+        """The warning header, if there is something to warn of: unknown fields, and `others` that were left aside."""
+        ignored = (*self.ignored, *others)
+        if not ignored:
             return {}
-        names = [name if name.isascii() and name.isprintable() else "?" for name in self.ignored[:_MOST_NAMED]]
+        names = [name if name.isascii() and name.isprintable() else "?" for name in ignored[:_MOST_NAMED]]
         return {IGNORED_HEADER: ",".join(name[:64].replace(",", "?") for name in names)}
 
 
@@ -66,7 +79,75 @@ def header(request: Request, name: bytes) -> str | None:
     return None
 
 
-async def read_bytes(request: Request, most: int) -> bytes:
+class Bodies:
+    """The bodies that a server process holds at one time: how many bytes they have, and which one is being parsed.
+
+    Bodies that are small count for nothing: whoever sends a chat gets it through while others send a film.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.num_bytes = 0
+        self.parsing = asyncio.Lock()
+        """Large ones are parsed one after the other, or all of them together would take too long between two turns."""
+        self._trimming: asyncio.TimerHandle | None = None
+
+    def hold(self) -> Hold:
+        return Hold(self)
+
+    def trim_soon(self) -> None:
+        """A large body has left: in a moment, its memory goes back to the system."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._trimming = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        asyncio.get_running_loop().run_in_executor(None, trim_memory)
+
+
+class Hold:
+    """One body's part of them."""
+
+    __slots__ = ("_bodies", "_counted", "_size")
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._size = 0
+        self._counted = 0
+
+    @property
+    def parsing(self) -> asyncio.Lock:
+        return self._bodies.parsing
+
+    def add(self, num_bytes: int) -> None:
+        """More of it has come. Raises `BodiesFull` if there is too much of all."""
+        self._size += num_bytes
+        if self._size <= SMALL_BYTES:
+            return
+        more = self._size - self._counted
+        if self._bodies.num_bytes + more > self._bodies.most:
+            raise BodiesFull(
+                what="too much is being sent at the same time",
+                why=f"{self._bodies.num_bytes} bytes of requests are being received, at most {self._bodies.most} may be",
+                fix="try again in a moment; --max-body-bytes-in-flight allows for more",
+            )
+        self._counted = self._size
+        self._bodies.num_bytes += more
+
+    def parsed(self) -> None:
+        """Its bytes are gone, what they say is understood."""
+        self._bodies.num_bytes -= self._counted
+        self._counted = 0
+
+    def end(self) -> None:
+        """The request is over."""
+        self.parsed()
+        if self._size > LARGE_BYTES:
+            self._bodies.trim_soon()
+
+
+async def _read_bytes(request: Request, most: int) -> bytes:
     """The whole body, at most `most` bytes.
 
     A body that is a little too large is read to its end and dropped, so that its client can read the refusal; with one
@@ -82,6 +163,7 @@ async def read_bytes(request: Request, most: int) -> bytes:
     announced = header(request, b"content-length")
     if announced and announced.isdecimal() and int(announced) > most * _PATIENCE:
         raise too_large(most, close=True)
+    hold: Hold | None = request.scope.get(HOLD)
     chunks: list[bytes] = []
     size = 0
     more = True
@@ -93,6 +175,8 @@ async def read_bytes(request: Request, most: int) -> bytes:
         more = message.get("more_body", False)
         size += len(chunk)
         if size <= most:
+            if hold is not None:
+                hold.add(len(chunk))
             chunks.append(chunk)
         else:
             chunks.clear()
@@ -101,6 +185,20 @@ async def read_bytes(request: Request, most: int) -> bytes:
     if size > most:
         raise too_large(most, close=False)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def _take_apart(request: Request, raw: bytes) -> tuple[bytes, list[str | list[int]]]:
+    """A large body without its long texts and lists, and those. Others get their turn meanwhile."""
+    hold: Hold | None = request.scope.get(HOLD)
+    async with hold.parsing if hold is not None else contextlib.nullcontext():
+        work = parse_large(raw)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                parts: tuple[bytes, list[str | list[int]]] = done.value
+                return parts
+            await asyncio.sleep(0)
 
 
 def too_large(most: int, *, close: bool) -> BodyTooLarge:
@@ -112,15 +210,49 @@ def too_large(most: int, *, close: bool) -> BodyTooLarge:
     )
 
 
-async def read_json(request: Request, kind: type[S], *, most: int, strict: bool) -> Body[S]:
-    """The body as `kind`. Under `strict` unknown fields are an error."""
-    return parse_json(await read_bytes(request, most), kind, strict=strict)
+async def read_json(request: Request, kind: type[S], *, most: int, strict: bool, empty: S | None = None) -> Body[S]:
+    """The body as `kind`. Under `strict` unknown fields are an error. `empty`: what no body at all stands for."""
+    raw = await _read_bytes(request, most)
+    if empty is not None and not raw.strip():
+        return Body(empty, ())
+    try:
+        if len(raw) <= LARGE_BYTES:
+            return as_kind(_noted(raw, request), kind, strict=strict)
+        raw, cut = await _take_apart(request, raw)
+        body = as_kind(_noted(raw, request), kind, strict=strict, most_rewritten=_MOST_REWRITTEN_IF_LARGE)
+        return Body(graft(body.value, cut), body.ignored)
+    finally:
+        _let_go(request)
 
 
-def parse_json(raw: bytes, kind: type[S], *, strict: bool) -> Body[S]:
-    """Bytes of JSON as `kind`. Raises `InvalidRequest` saying where and why they are not."""
+async def read_object(request: Request, most: int) -> dict[str, Any]:
+    """The body as a JSON object of bounded depth. Raises `InvalidRequest`."""
+    raw = await _read_bytes(request, most)
+    try:
+        if len(raw) <= LARGE_BYTES:
+            return _noted(raw, request)
+        raw, cut = await _take_apart(request, raw)
+        data: dict[str, Any] = graft(_noted(raw, request), cut)
+        return data
+    finally:
+        _let_go(request)
+
+
+def _noted(raw: bytes, request: Request) -> dict[str, Any]:
     data = parse_object(raw)
-    value = _convert(data, kind)
+    request.scope[PARSED] = True
+    return data
+
+
+def _let_go(request: Request) -> None:
+    hold: Hold | None = request.scope.get(HOLD)
+    if hold is not None:
+        hold.parsed()
+
+
+def as_kind(data: dict[str, Any], kind: type[S], *, strict: bool, most_rewritten: int = _MOST_REWRITTEN) -> Body[S]:
+    """An object as `kind`. Raises `InvalidRequest` saying where and why it is not."""
+    value = _convert(data, kind, most_rewritten)
     return Body(value, unknown_fields(data, known_fields(kind), strict=strict))
 
 
@@ -128,7 +260,7 @@ def unknown_fields(data: Mapping[str, Any], known: Collection[str], *, strict: b
     """Fields that will be ignored. Raises `InvalidRequest` for what must not be, and under `strict` for any."""
     ignored = tuple(name for name in data if name not in known)
     if ignored:
-        refuse_unserved(data, ignored)
+        ignored = refuse_unserved(data, ignored)
     if ignored and strict:
         raise InvalidRequest(
             what=f"unknown field {ignored[0][:60]!r}",
@@ -139,15 +271,15 @@ def unknown_fields(data: Mapping[str, Any], known: Collection[str], *, strict: b
     return ignored
 
 
-def _convert(data: dict[str, Any], kind: type[S]) -> S:
+def _convert(data: dict[str, Any], kind: type[S], most_rewritten: int) -> S:
     """`data`, which may be changed, as `kind`. 5.0 is as good an integer as 5: JSON knows only numbers, and some clients
-    write all of theirs with a point."""
+    write all of theirs with a point. At most so many are rewritten, each of which takes another look at everything."""
     tries = 0
     while True:
         try:
             return msgspec.convert(data, kind)
         except msgspec.ValidationError as error:
-            if tries == _MOST_REWRITTEN or not _rewritten(data, str(error)):
+            if tries == most_rewritten or not _rewritten(data, str(error)):
                 raise _invalid(error, kind) from error
             tries += 1
 

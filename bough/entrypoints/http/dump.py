@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from bough.core.errors import ConfigError
+from bough.entrypoints.http.body import PARSED
 from bough.entrypoints.http.security import App, Receive, Scope, Send
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ _MOST_WAITING = 10_000
 """Requests that wait for the disk; beyond that, lines are dropped and counted."""
 _PATIENCE_S = 10.0
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder().decode
+_ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
+"""Line breaks within JSON stand between its parts only."""
 
 
 class Recorded(msgspec.Struct, kw_only=True):
@@ -40,6 +42,7 @@ class Recorded(msgspec.Struct, kw_only=True):
     status: int
     seconds: float
     body: Any
+    """The JSON object that the client sent."""
     request_id: str = ""
 
 
@@ -117,7 +120,7 @@ class DumpFiles:
 
 
 class Dump:
-    """ASGI middleware, within the guard: what it sees was allowed. Bodies that are no JSON are not kept."""
+    """ASGI middleware, within the guard: what it sees was allowed. Bodies that no route has parsed are not kept."""
 
     def __init__(self, app: App, files: DumpFiles) -> None:
         self._app = app
@@ -146,18 +149,14 @@ class Dump:
         try:
             await self._app(scope, receive_and_keep, send_and_note)
         finally:
-            try:
-                parsed = _decode(bytes(body))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                parsed = None
-            if isinstance(parsed, dict):
+            if scope.get(PARSED):
                 self._files.add(
                     Recorded(
                         time=began,
                         path=scope["path"],
                         status=status,
                         seconds=time.monotonic() - began_s,
-                        body=parsed,
+                        body=msgspec.Raw(body.translate(_ONE_LINE)),
                         request_id=scope.get("bough.request_id", ""),
                     )
                 )

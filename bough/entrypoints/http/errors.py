@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from bough.core.errors import BodyTooLarge, BoughError, InvalidRequest, NotFound, Overloaded
+from bough.core.errors import BodyTooLarge, BoughError, InvalidRequest, NotFound, Overloaded, Unavailable
 from bough.entrypoints.stream import DONE, ClientGone, event
 
 _log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    499: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -99,10 +100,19 @@ class BodyCutOff(BodyTooLarge):
     """A body that was not read to its end: the connection can't be used any more."""
 
 
+class BodiesFull(Unavailable):
+    """A body that was not read to its end because others are being received."""
+
+    code = "bodies_in_flight"
+    retry_after_s = 1
+
+
 def error_headers(error: BaseException) -> dict[str, str]:
     if isinstance(error, BodyCutOff):
         return {"connection": "close"}
-    if isinstance(error, Overloaded):
+    if isinstance(error, BodiesFull):
+        return {"connection": "close", "retry-after": str(error.retry_after_s)}
+    if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
         return {"retry-after": str(error.retry_after_s)}
     if isinstance(error, MethodNotAllowed) and error.allowed:
         return {"allow": error.allowed}

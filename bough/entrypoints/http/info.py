@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -9,8 +11,7 @@ from bough.core.errors import Forbidden, InvalidRequest
 from bough.core.messages import Look
 from bough.entrypoints import about
 from bough.entrypoints.http.openai.chat import Handler
-from bough.entrypoints.http.replies import json_reply
-from bough.entrypoints.http.security import is_admin
+from bough.entrypoints.http.replies import caller_of, json_reply
 from bough.entrypoints.service import Service
 
 _SECTIONS = frozenset({"all", "core", "memory", "queues", "requests"})
@@ -28,11 +29,15 @@ def live(service: Service) -> Handler:
 
 
 def ready(service: Service) -> Handler:
-    """GET /readyz, /health, /health_generate: requests are taken. Reads the heartbeat; costs the engine nothing."""
+    """GET /readyz, /health, /health_generate: requests are taken. Reads the heartbeat; costs the engine nothing.
+
+    `degraded` names background tasks that have failed and are tried again, and processes that are late: requests are taken
+    all the same.
+    """
 
     async def handle(request: Request) -> Response:
         health = service.health()
-        return _verdict(health.ready, health.why)
+        return _verdict(health.ready, health.why, {**health.late, **service.keeper.troubles()})
 
     return handle
 
@@ -71,7 +76,10 @@ def loads(service: Service) -> Handler:
                 param="include" if unknown else "format",
             )
         told = await about.loads(service)
-        _check_rank(request.query_params.get("dp_rank"), [load["dp_rank"] for load in told["loads"]])
+        rank = request.query_params.get("dp_rank")
+        _check_rank(rank, [load["dp_rank"] for load in told["loads"]])
+        if rank is not None:
+            told["loads"] = [load for load in told["loads"] if str(load["dp_rank"]) == rank]
         for load in told["loads"]:
             for section in ("memory", "queues"):
                 if not wanted & {section, "all"}:
@@ -91,8 +99,36 @@ def loads(service: Service) -> Handler:
     return handle
 
 
+def get_load(service: Service) -> Handler:
+    """GET /get_load: the same as a list, with the names that older clients of SGLang's read."""
+
+    async def handle(request: Request) -> Response:
+        told = await about.loads(service)
+        return json_reply(
+            [
+                {
+                    **load,
+                    "num_reqs": load["num_total_reqs"],
+                    "num_tokens": load["num_used_tokens"] + load["num_waiting_tokens"],
+                }
+                for load in told["loads"]
+            ]
+        )
+
+    return handle
+
+
+def tokenizer_info(service: Service) -> Handler:
+    """GET /tokenizer_info: what a client needs to build prompts on its own side."""
+
+    async def handle(request: Request) -> Response:
+        return json_reply(about.tokenizer_info(service))
+
+    return handle
+
+
 def _check_rank(wanted: str | None, ranks: list[int]) -> None:
-    """This server is one replica: asking for it is asking for all there are."""
+    """Raises `InvalidRequest` if there is no such replica."""
     if wanted is not None and wanted not in map(str, ranks):
         raise InvalidRequest(
             what=f"dp_rank is {wanted[:40]!r}",
@@ -104,7 +140,7 @@ def _check_rank(wanted: str | None, ranks: list[int]) -> None:
 
 async def _requests(service: Service, request: Request) -> object:
     """Requests in the engine, one by one. Only for whoever may act on them: it tells their names."""
-    if not is_admin(request.scope, service.config.server):
+    if not caller_of(request).admin:
         raise Forbidden(
             what="the list of requests needs the admin key",
             why="it names other people's requests",
@@ -114,5 +150,8 @@ async def _requests(service: Service, request: Request) -> object:
     return seen["rows"]
 
 
-def _verdict(good: bool, why: str) -> Response:
-    return json_reply({"status": "ok" if good else "unavailable", "why": why}, status=200 if good else 503)
+def _verdict(good: bool, why: str, degraded: Mapping[str, str] | None = None) -> Response:
+    told: dict[str, object] = {"status": "ok" if good else "unavailable", "why": why}
+    if degraded:
+        told["degraded"] = degraded
+    return json_reply(told, status=200 if good else 503)

@@ -11,7 +11,9 @@ from starlette.requests import Request
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.app import mounted
 from bough.entrypoints.http.openai.chat import Handler
+from bough.entrypoints.http.replies import CALLER
 from bough.entrypoints.service import Service
+from bough.intake.caller import ANYBODY, Caller
 from bough.intake.names import random_name
 
 Message = MutableMapping[str, Any]
@@ -27,14 +29,14 @@ def json_routes(service: Service) -> dict[str, Handler]:
 
 
 async def answers(
-    handler: Handler, path: str, body: bytes, *, headers: Headers = (), tenant: str = ""
+    handler: Handler, path: str, body: bytes, *, headers: Headers = (), caller: Caller = ANYBODY
 ) -> AsyncGenerator[str, None]:
     """The JSON of the route's answer, or of each of its events. Raises what the route raises; closing it early is a
     client that has gone away."""
     scope: Message = {
         "type": "http", "method": "POST", "path": path, "query_string": b"",
         "headers": [(b"content-type", b"application/json"), *headers],
-        "bough.request_id": random_name(), "bough.tenant": tenant,
+        "bough.request_id": random_name(), CALLER: caller,
     }  # fmt: skip
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
     running = asyncio.ensure_future(_run(handler, scope, body, pieces))

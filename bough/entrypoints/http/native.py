@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import Conflict, Forbidden, InvalidRequest, no_such_token
-from bough.entrypoints.http.body import Body, parse_object, read_bytes, read_json, unknown_fields
+from bough.entrypoints.http.body import Body, read_json, read_object, unknown_fields
 from bough.entrypoints.http.openai.chat import Handler, render
 from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from bough.entrypoints.http.openai.tools import offer
-from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of, within_tenant
-from bough.entrypoints.http.security import is_admin
+from bough.entrypoints.http.replies import EventReply, caller_of, client_of, json_reply, long_list, placed
+from bough.entrypoints.http.sessions import where_sessions_are
 from bough.entrypoints.reasoning import with_reasoning
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event
 from bough.intake import NativeAnswer, NativeBatch, native_batch
 from bough.intake.endings import raise_if_failed
+from bough.intake.gate import num_tokens
 from bough.intake.joins import parse_join
 from bough.intake.native import NATIVE_FIELDS, namespace_of
+from bough.intake.request import PriorityWord
 from bough.tokenizer import Tokenizer
 
 _ASK_AGAIN_S = 0.05
@@ -49,7 +51,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """Log-probabilities after temperature, penalties and masks, instead of the model's own."""
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | str | list[bool | str] | None = None
-    priority: int | list[int] | None = None
+    priority: int | PriorityWord | list[int | PriorityWord] | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     session_params: dict[str, Any] | None = None
@@ -64,38 +66,67 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
+class VertexRequest(msgspec.Struct, kw_only=True):
+    """POST /vertex_generate."""
+
+    instances: list[dict[str, Any]]
+    parameters: dict[str, Any] | None = None
+
+
 def generate(service: Service) -> Handler:
     """POST /generate."""
     server = service.config.server
 
     async def handle(request: Request) -> Response:
-        data = parse_object(await read_bytes(request, server.max_body_bytes))
-        deadline_ms = _deadline_ms(data)
-        body = _known(data, strict=server.strict_api)
-        batch = native_batch(
-            body.value,
-            defaults=service.served.sampling_defaults,
-            want_text=service.served.tokenizer is not None,
-            every=service.config.scheduler.stream_interval,
-            bounded=True,
-        )
-        tenant, deadline_s = tenant_of(request), deadline_of(request, deadline_ms)
-        placed = [
-            replace(
-                each,
-                namespace=within_tenant(tenant, each.namespace),
-                deadline_s=deadline_s,
-                session=None if each.session is None else replace(each.session, tenant=tenant),
-            )
-            for each in batch.requests
-        ]
-        batch = NativeBatch([with_reasoning(each, service.served) for each in placed], batch.single, batch.stream)
-        if batch.stream:
-            return EventReply(_events(service, batch), body.headers())
-        answers = await client_of(request).wait_for(_answers(service, batch))
-        return json_reply(answers[0] if batch.one_answer else answers, headers=body.headers())
+        data = await read_object(request, server.max_body_bytes)
+        if data.get("session_params") is not None:
+            elsewhere = where_sessions_are(service, request, data)
+            if elsewhere is not None:
+                return elsewhere
+        return await _generated(service, request, data)
 
     return handle
+
+
+def vertex_generate(service: Service) -> Handler:
+    """POST /vertex_generate: the prompts are `instances`, all other fields of /generate `parameters`."""
+    server = service.config.server
+
+    async def handle(request: Request) -> Response:
+        body = await read_json(request, VertexRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        kind = next((name for name in ("text", "input_ids") if name in (asked.instances or [{}])[0]), None)
+        if kind is None or any(set(each) != {kind} for each in asked.instances):
+            raise InvalidRequest(
+                what="the instances have no prompts, or of different kinds",
+                why="each is an object with text, or each one with input_ids, and with nothing else",
+                fix='send {"instances": [{"text": "..."}]}',
+                param="instances",
+            )
+        data = {**(asked.parameters or {}), kind: [each[kind] for each in asked.instances]}
+        return await _generated(service, request, data, key="predictions")
+
+    return handle
+
+
+async def _generated(service: Service, request: Request, data: dict[str, Any], key: str = "") -> Response:
+    """The answer to the fields of a /generate body; `key`: under this name of an object."""
+    deadline_ms = _deadline_ms(data)
+    body = _known(data, strict=service.config.server.strict_api)
+    batch = native_batch(
+        body.value,
+        defaults=service.served.sampling_defaults,
+        want_text=service.served.tokenizer is not None,
+        every=service.config.scheduler.stream_interval,
+        bounded=True,
+    )
+    jobs = [placed(each, request, deadline_ms=deadline_ms) for each in batch.requests]
+    batch = NativeBatch([with_reasoning(each, service.served) for each in jobs], batch.single, batch.stream)
+    if batch.stream:
+        return EventReply(_events(service, batch), body.headers())
+    answers = await client_of(request).wait_for(_answers(service, batch))
+    shown = answers[0] if batch.one_answer else answers
+    return json_reply({key: answers} if key else shown, headers=body.headers())
 
 
 def tokenize(service: Service) -> Handler:
@@ -122,17 +153,19 @@ def tokenize(service: Service) -> Handler:
             )  # fmt: skip
             given, special = render(chat, service.served, offer(chat, service.served.tool_parser)), False
         texts = [given] if isinstance(given, str) else given or []
-        bounds.count("prompts", texts, "prompt")
+        bounds.batch(map(num_tokens, texts), "prompt")
         ids = await service.encode(texts, special)
         one = isinstance(given, str)
         answer: dict[str, Any] = {
-            "tokens": ids[0] if one else ids,
+            "tokens": await long_list(ids[0] if one else ids),
             "count": len(ids[0]) if one else [len(each) for each in ids],
             "max_model_len": service.served.context_length,
         }
         if asked.return_token_strs:
-            names = [[tokenizer.token_text(token) for token in each] for each in ids]
-            answer["token_strs"] = names[0] if one else names
+            spell = functools.cache(tokenizer.token_text)
+            work = lambda: [[spell(token) for token in each] for each in ids]
+            names = await service.beside_the_loop(work, sum(map(len, ids)))
+            answer["token_strs"] = await long_list(names[0] if one else names)
         return json_reply(answer, headers=body.headers())
 
     return handle
@@ -149,11 +182,12 @@ def detokenize(service: Service) -> Handler:
         given = asked.tokens if asked.tokens is not None else asked.input_ids
         if given is None:
             raise InvalidRequest(what="tokens is missing", why="it is required", fix="send tokens", param="tokens")
-        many = bool(given) and all(isinstance(each, list) for each in given)
-        lists = [each for each in given if isinstance(each, list)] if many else [[*given]]
-        bounds.count("prompts", lists, "tokens")
+        many = set(map(type, given)) == {list}
+        lists: list[Any] = given if many else [given]
+        bounds.batch(map(len, lists), "tokens")
         skip = asked.skip_special_tokens is not False
-        texts = [tokenizer.decode(_ids(each, tokenizer), skip_special_tokens=skip) for each in lists]
+        work = lambda: [tokenizer.decode_long(_ids(each, tokenizer), skip) for each in lists]
+        texts = await service.beside_the_loop(work, sum(map(len, lists)))
         return json_reply(
             {"prompt": texts if many else texts[0], "text": texts if many else texts[0]}, headers=body.headers()
         )
@@ -162,13 +196,14 @@ def detokenize(service: Service) -> Handler:
 
 
 def abort_request(service: Service) -> Handler:
-    """POST /abort_request: ends the requests with exactly this id, or all of them."""
+    """POST /abort_request: ends the caller's requests with exactly this id; with the admin key anybody's, or all of them."""
     server = service.config.server
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, AbortRequest, most=server.max_body_bytes, strict=server.strict_api)
+        caller = caller_of(request)
         if body.value.abort_all:
-            if not is_admin(request.scope, server):
+            if not caller.admin:
                 raise Forbidden(
                     what="abort_all needs the admin key",
                     why="it ends other people's requests",
@@ -177,7 +212,7 @@ def abort_request(service: Service) -> Handler:
             return json_reply({"success": True, "aborted": await service.intake.abort_everywhere()})
         if not body.value.rid:
             raise InvalidRequest(what="rid is missing", why="it says which request to end", fix="send rid", param="rid")
-        aborted = await service.intake.abort_everywhere(body.value.rid)
+        aborted = await service.intake.abort_everywhere(body.value.rid, tenant=None if caller.admin else caller.tenant)
         return json_reply({"success": True, "aborted": aborted}, headers=body.headers())
 
     return handle
@@ -205,9 +240,9 @@ def concate_and_append(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         body = await read_json(request, JoinRequest, most=server.max_body_bytes, strict=server.strict_api)
         asked = body.value
-        salted = namespace_of(asked.cache_salt or "", asked.extra_key or "")
+        namespace = namespace_of(asked.cache_salt or "", asked.extra_key or "")
         ask = parse_join(msgspec.structs.asdict(asked))
-        joined = await service.intake.joins.join(ask, within_tenant(tenant_of(request), salted))
+        joined = await service.intake.joins.join(ask, namespace, caller_of(request))
         return json_reply(joined, headers=body.headers())
 
     return handle
@@ -295,7 +330,8 @@ def _render(
     renderer = renderers.get(stream.id)
     if renderer is None:
         text = service.served.tokenizer is not None
-        renderer = NativeAnswer(stream, batch.requests[at], incremental=incremental, text=text)
+        version = service.config.server.weight_version
+        renderer = NativeAnswer(stream, batch.requests[at], incremental=incremental, text=text, weight_version=version)
         renderers[stream.id] = renderer
     return renderer.add(delta)
 
@@ -311,7 +347,8 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 
 def _ids(given: list[Any], tokenizer: Tokenizer) -> list[int]:
+    size = tokenizer.vocab_size
     for each in given:
-        if not isinstance(each, int) or not 0 <= each < tokenizer.vocab_size:
-            raise no_such_token(f"tokens has {str(each)[:40]!r}", tokenizer.vocab_size, param="tokens")
+        if not isinstance(each, int) or not 0 <= each < size:
+            raise no_such_token(f"tokens has {str(each)[:40]!r}", size, param="tokens")
     return given

@@ -1,12 +1,18 @@
 """HTTP connections with bounds of their own: how long a client may take to send its request, and how large its head is.
 
-uvicorn waits for ever for the end of a head or a body, and keeps every header. Here a client that sends nothing, or next
-to nothing, is told so (408) and disconnected, and a head that grows too large is refused before it is complete (431).
+uvicorn waits for ever for the end of a head or a body, and keeps every header and every trailer. Here a client that sends
+nothing, or too slowly, is told so (408) and disconnected, and a head or trailers that grow too large are refused before they
+are complete (431). Trailers are dropped: what comes after a body is no part of the head that was checked before it.
+
+A body's time: a client has `timeout_s` of credit. Time that passes takes from it, and every byte that arrives gives back
+what it takes at `LEAST_BYTES_A_SECOND`, up to the full credit. So a client that stops is cut off exactly `timeout_s` after
+its last byte, one that keeps the pace never, and one that dribbles almost as soon as one that stops.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +32,16 @@ if TYPE_CHECKING:
 
     Send = Callable[[ASGISendEvent], Coroutine[Any, Any, None]]
 
-LEAST_BYTES_A_SECOND = 1024
-"""A body that comes slower than this is not being sent in earnest."""
+_log = logging.getLogger(__name__)
+
+LEAST_BYTES_A_SECOND = 16 * 1024
+"""A body that comes slower than this for long is not being sent in earnest: a bad mobile connection has four times that."""
 _MOST_BEHIND = 4
 """Requests that are read while one before them on the connection is answered."""
+_MOST_UNREAD_BYTES = 64 * 1024 * 1024
+"""Of a body whose answer is out already: read, so that the client gets to read the answer, and dropped."""
+_LINE_BYTES = 4
+"""What separates a header's name from its value, and it from the next."""
 
 
 class TooSlow(InvalidRequest):
@@ -59,7 +71,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._part = "head"
         """What is being received: a head, a body, or nothing."""
         self._head_bytes = 0
+        """Received since the head began, its end not found."""
+        self._header_bytes = 0
+        """Of the address and the headers that were found, or of the trailers behind the body."""
         self._body_bytes = 0
+        self._quiet_bytes = 0
+        """Received within a body since its last byte: trailers, or what else is none of it."""
+        self._unread_bytes = 0
+        self._too_large = False
+        self._credit_s = 0.0
+        self._paced_s = 0.0
+        """When `_credit_s` was worked out, by the loop's clock."""
         self._client = Client()
         self._cycles: list[RequestResponseCycle] = []
         """Requests without a whole response: the one being answered, and those behind it."""
@@ -80,12 +102,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._client.leave()
 
     def data_received(self, data: bytes) -> None:
-        if self._part != "body":
+        part, body_bytes = self._part, self._body_bytes
+        if part != "body":
             self._head_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._head_is_too_large():
+        same_body = part == self._part == "body" and body_bytes == self._body_bytes
+        self._quiet_bytes = self._quiet_bytes + len(data) if same_body else 0
+        if self._head_is_too_large() or self._quiet_bytes > BOUNDS["header_bytes"].most:
             self._refuse_head()
         elif not self._part:
             self._disarm()
@@ -93,7 +118,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arm()
 
     def send_400_response(self, msg: str) -> None:
-        if self._head_is_too_large():  # the parser gives up on long addresses first
+        if self._too_large or self._head_is_too_large():  # the parser gives up on long addresses first
             self._refuse_head()
             return
         self._refuse(NotHttp(what="the request can't be read", why="it is not HTTP/1.1", fix="check the client"))
@@ -105,10 +130,28 @@ class BoundedProtocol(HttpToolsProtocol):
         self._part = "head"
         self.scope[CLIENT] = self._client  # type: ignore[literal-required]
 
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_header(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or, behind the body, a trailer."""
+        self._count_header(len(name) + len(value) + _LINE_BYTES)
+        if self._part == "head":
+            super().on_header(name, value)
+
+    def _count_header(self, num_bytes: int) -> None:
+        """Raises if there are too many; the parser stops then, and `send_400_response` is called."""
+        self._header_bytes += num_bytes
+        if self._header_bytes > BOUNDS["header_bytes"].most:
+            self._too_large = True
+            raise ValueError("the head is too large")
+
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._part = "body"
-        self._head_bytes = self._body_bytes = 0
+        self._head_bytes = self._header_bytes = self._body_bytes = self._unread_bytes = 0
+        self._credit_s, self._paced_s = self.timeout_s, self.loop.time()
         if self.cycle is not None:
             self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
             if self.scope["http_version"] == "1.0":
@@ -116,20 +159,32 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        now = self.loop.time()
+        left_s = self._credit_s - (now - self._paced_s) + len(body) / LEAST_BYTES_A_SECOND
+        self._credit_s, self._paced_s = min(self.timeout_s, left_s), now
         super().on_body(body)
+        if self.cycle.response_complete:
+            self._unread_bytes += len(body)
+            if self._unread_bytes > _MOST_UNREAD_BYTES:
+                self.transport.close()
 
     def on_message_complete(self) -> None:
         self._part = ""
+        self._header_bytes = 0
         super().on_message_complete()
         if len(self.pipeline) <= _MOST_BEHIND:
             self.flow.resume_reading()  # a large body or a request before it has paused it: the client's end must be read
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered as it is, over HTTP/1.1."""
+        _log.info("a client asked for another protocol than HTTP/1.1, which is not spoken here")
+
     # -- time ------------------------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
+    def _arm(self, after_s: float | None = None) -> None:
         self._disarm()
         self._timed = self._part
-        self._timer = self.loop.call_later(self.timeout_s, self._look)
+        self._timer = self.loop.call_later(self.timeout_s if after_s is None else after_s, self._look)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -141,15 +196,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        keeps_pace = self._part == "body" and self._body_bytes >= LEAST_BYTES_A_SECOND * self.timeout_s
-        if keeps_pace or self.flow.read_paused:  # nobody is late with what is not read
-            self._body_bytes = 0
-            self._arm()
-            return
+        if self.flow.read_paused:  # nobody is late with what is not read
+            self._credit_s, self._paced_s = self.timeout_s, self.loop.time()
+        if self._part == "body":
+            left_s = self._paced_s + self._credit_s - self.loop.time()
+            if left_s > 0:
+                self._arm(left_s)
+                return
+        pace = f", and then {LEAST_BYTES_A_SECOND} bytes a second" if self._part == "body" else ""
         self._refuse(
             TooSlow(
                 what=f"the request's {self._part or 'head'} did not arrive",
-                why=f"clients get {self.timeout_s:g} s to send it (--client-timeout-s)",
+                why=f"clients get {self.timeout_s:g} s to send it (--client-timeout-s){pace}",
                 fix="send it at once",
             )
         )
@@ -160,7 +218,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse_head(self) -> None:
         self._refuse(
             HeadTooLarge(
-                what="the request's head is too large",
+                what=f"the request's {'trailers are' if self._part == 'body' else 'head is'} too large",
                 why=f"at most {BOUNDS['header_bytes'].most} bytes are read",
                 fix="send a shorter address, and fewer or shorter headers",
             )

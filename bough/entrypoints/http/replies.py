@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,15 +17,39 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.body import header
 from bough.entrypoints.http.errors import error_event
 from bough.entrypoints.stream import KEEP_ALIVE_S, Client, Events, send_events
+from bough.intake import Request as Job
+from bough.intake.caller import ANYBODY, Caller
 
 _encode = msgspec.json.Encoder().encode
 _LONGEST_S = 864_000.0
+_PIECE = 65_536
+"""Members of a list that are encoded at once."""
 CLIENT = "bough.client"
 """Where a request's scope has its `Client`."""
+CALLER = "bough.caller"
+"""Where a request's scope has its `Caller`; the guard puts it there."""
 
 
 def json_reply(payload: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(_encode(payload), status_code=status, headers=dict(headers or {}), media_type="application/json")
+
+
+async def long_list(values: Sequence[Any]) -> object:
+    """A list for `json_reply`, lists in it included: if it is long, as the JSON that it is, made in pieces, since encoding
+    it at once would stop everything else for a while."""
+    if values and isinstance(values[0], list):
+        if sum(map(len, values)) <= _PIECE:
+            return values
+        return msgspec.Raw(b"[%s]" % b",".join([bytes(await _encoded(each)) for each in values]))
+    return values if len(values) <= _PIECE else msgspec.Raw(await _encoded(values))
+
+
+async def _encoded(values: Sequence[Any]) -> bytes:
+    pieces: list[bytes] = []
+    for at in range(0, len(values), _PIECE):
+        pieces.append(_encode(values[at : at + _PIECE])[1:-1])
+        await asyncio.sleep(0)
+    return b"[%s]" % b",".join(pieces)
 
 
 class EventReply(Response):
@@ -97,12 +123,17 @@ def _client(scope: Scope) -> Client:
     return client or Client()
 
 
+def caller_of(request: Request) -> Caller:
+    """Who sends the request."""
+    caller: Caller = request.scope.get(CALLER, ANYBODY)
+    return caller
+
+
 def tenant_of(request: Request) -> str:
-    """Cache namespace of the client under --isolate-cache; empty otherwise."""
-    tenant: Any = request.scope.get("bough.tenant", "")
-    return str(tenant)
+    """To whom everything belongs that the request makes, and whose things it may ask for."""
+    return caller_of(request).tenant
 
 
-def within_tenant(tenant: str, namespace: str) -> str:
-    """A cache namespace within a tenant's own."""
-    return f"{tenant}\n{namespace}" if tenant else namespace
+def placed(job: Job, request: Request, *, deadline_ms: float | None = None) -> Job:
+    """What a body asks for, as this HTTP request asks for it: who sends it, and by when. Raises `InvalidRequest`."""
+    return replace(job, caller=caller_of(request), deadline_s=deadline_of(request, deadline_ms))

@@ -1,23 +1,24 @@
-"""Who may call what: keys, admin keys, hosts and origins, and the size of headers. One middleware, before every route.
+"""Who may call what: keys, admin keys, hosts and origins. One middleware, before every route.
 
-Deny by default: every path needs the key except the probes. Without a key the server is meant for this machine only,
+Deny by default: every path needs a key except the probes. Without keys the server is meant for this machine only,
 so requests that a browser was tricked into (foreign Host or Origin) are refused.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from bough.config.check import is_loopback
+from bough.config.check import has_keys, is_loopback
 from bough.config.concerns import ServerConfig
-from bough.core import bounds
-from bough.core.errors import BoughError, Forbidden, InvalidRequest, NotFound, Unauthorized
-from bough.entrypoints.http.errors import error_response
+from bough.core.errors import BoughError, Forbidden, NotFound
+from bough.entrypoints.http.body import HOLD, Bodies
+from bough.entrypoints.http.errors import ANTHROPIC_PREFIX, error_response
+from bough.entrypoints.http.replies import CALLER
+from bough.entrypoints.keyring import Keyring
 from bough.intake.names import random_name
 
 Scope = MutableMapping[str, Any]
@@ -28,13 +29,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/health_generate", "/ready", "/ping"})
 """Probes: they read the heartbeat, tell nothing else, and must work for whoever has no key."""
 
+METRICS_PATH = "/metrics"
 UI_PREFIX = "/ui"
+_HOW_TO_SEND = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+_READING = frozenset({"GET", "HEAD"})
 UI_STATE = "/ui/state"
 
 
-class HeadersTooLarge(InvalidRequest):
-    status = 431
-    code = "headers_too_large"
+_SLASHES = re.compile("//+")
 
 
 class Guard:
@@ -44,30 +46,40 @@ class Guard:
         self,
         app: App,
         server: ServerConfig,
+        keyring: Keyring,
+        bodies: Bodies,
         admin_paths: frozenset[str] = frozenset(),
         responded: Callable[[str, int], None] | None = None,
+        *,
+        changing_gets: frozenset[str] = frozenset(),
     ) -> None:
-        """`responded` hears the path and the status of every response, probes' left out."""
+        """`responded` hears the path and the status of every response, probes' left out. `changing_gets`: paths of which a
+        GET changes something."""
         self._app = app
+        self._changing_gets = changing_gets
+        self._keyring = keyring
+        self._bodies = bodies
         self._responded = responded
-        self._key = server.api_key.encode()
-        self._admin_key = server.admin_api_key.encode()
         self._admin_paths = admin_paths
         self._origins = frozenset(server.cors_origins)
-        self._isolate_cache = server.isolate_cache
-        self._local_only = is_loopback(server.host) and not server.api_key and not server.insecure
+        self._has_keys = has_keys(server)
+        self._local_only = is_loopback(server.host) and not self._has_keys and not server.insecure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if "//" in scope["path"]:
+            scope["path"] = _SLASHES.sub("/", scope["path"])  # base URLs that end with a slash make such paths
         request_id = random_name()
         scope["bough.request_id"] = request_id
-        id_header = (b"x-request-id", request_id.encode())
+        ids = [(b"x-request-id", request_id.encode())]
+        if scope["path"].startswith(ANTHROPIC_PREFIX):
+            ids.append((b"request-id", request_id.encode()))  # the name that Anthropic's clients read
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], id_header]
+                message["headers"] = [*message["headers"], *ids]
                 if self._responded is not None and scope["path"] not in OPEN_PATHS:
                     self._responded(scope["path"], message["status"])
             await send(message)
@@ -77,16 +89,18 @@ class Guard:
         except BoughError as error:
             await error_response(error, path=scope["path"])(scope, receive, send_with_id)
             return
-        await self._app(scope, receive, send_with_id)
+        hold = scope[HOLD] = self._bodies.hold()
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            hold.end()
 
     def check(self, scope: Scope) -> None:
         """Raises the error that this request deserves before its route is even looked up."""
         authorization = b""
         host = b""
         origin = b""
-        size = 0
         for name, value in scope["headers"]:
-            size += len(name) + len(value)
             if name == b"authorization":
                 authorization = value
             elif name == b"x-api-key" and not authorization:
@@ -95,41 +109,29 @@ class Guard:
                 host = value
             elif name == b"origin":
                 origin = value
-        if size > bounds.BOUNDS["header_bytes"].most:
-            raise HeadersTooLarge(
-                what=f"{size} bytes of headers",
-                why=f"at most {bounds.BOUNDS['header_bytes'].most} are allowed",
-                fix="send fewer or shorter headers",
-            )
         path = scope["path"]
-        if scope["method"] == "OPTIONS" or path in OPEN_PATHS:
+        if scope["method"] == "OPTIONS":
+            self._check_origin(host.decode("latin-1"), origin.decode("latin-1"))
+            return
+        if path in OPEN_PATHS:
             return
         if self._local_only:
             self._check_local(host.decode("latin-1"), origin.decode("latin-1"))
-        is_admins = path in self._admin_paths
-        if is_admins and self._admin_key:
-            self._check_key(authorization, (self._admin_key,), "admin key")
-        elif self._key and not is_page(path):
-            self._check_key(authorization, (self._key, self._admin_key), "key")
-        if is_admins and not self._admin_key:
+        if path in self._changing_gets and scope["method"] in _READING:
+            _refuse_browsers(scope["headers"], origin)
+        if path in self._admin_paths and not self._keyring.has_admin:
             raise NotFound(
                 what=f"there is no {path}",
-                why="the server was started without --admin-api-key, and so without admin routes",
+                why="the server was started without --admin-api-key (or --admin-with-api-key), and so without admin routes",
                 fix="start it with one",
             )
-        if self._isolate_cache and authorization:
-            scope["bough.tenant"] = hashlib.sha256(authorization).hexdigest()[:16]
-
-    def _check_key(self, authorization: bytes, keys: tuple[bytes, ...], what: str) -> None:
-        scheme, _, sent = authorization.partition(b" ")
-        matches = [hmac.compare_digest(sent.strip(), key) for key in keys if key]  # all of them: equal time for each
-        if scheme.lower() == b"bearer" and any(matches):
-            return
-        raise Unauthorized(
-            what=f"the {what} is missing" if not authorization else f"the {what} is wrong",
-            why="this route is protected",
-            fix="send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`",
-        )
+        if not is_page(path):
+            caller = self._keyring.admit(
+                authorization, admin=path in self._admin_paths, metrics=path == METRICS_PATH, fix=_HOW_TO_SEND
+            )
+            if scope["method"] not in _READING:
+                self._keyring.count(caller)
+            scope[CALLER] = caller
 
     def _check_local(self, host: str, origin: str) -> None:
         if host and not _is_ours(host):
@@ -138,12 +140,30 @@ class Guard:
                 why="without a key it serves this machine only, under its loopback names",
                 fix="call http://127.0.0.1, or start the server with --api-key (or --insecure)",
             )
-        if origin and origin not in self._origins and origin.partition("://")[2] != host:
+        self._check_origin(host, origin)
+
+    def _check_origin(self, host: str, origin: str) -> None:
+        """For calls without a key, and for preflights: these say at once what the browser would find out anyway."""
+        if origin and not self._origins & {origin, "*"} and origin.partition("://")[2] != host:
             raise Forbidden(
                 what="pages of another origin may not call this server",
-                why="without a key it trusts its own pages only",
+                why="it trusts its own pages only" if self._has_keys else "without a key it trusts its own pages only",
                 fix="start the server with --cors-origins and the page's origin",
             )
+
+
+def _refuse_browsers(headers: Sequence[tuple[bytes, bytes]], origin: bytes) -> None:
+    """Raises `Forbidden` for a GET that a page had its reader's browser send. Only a page of this server's own may, and
+    shows it by an Origin; links, pictures and addresses that were typed have none."""
+    sent = dict(headers)
+    site = sent.get(b"sec-fetch-site", b"")
+    is_browser = bool(site) or b"sec-fetch-mode" in sent or sent.get(b"user-agent", b"").startswith(b"Mozilla/")
+    if site in (b"cross-site", b"same-site") or (is_browser and not origin):
+        raise Forbidden(
+            what="this GET changes something, and a browser sent it",
+            why="any page can have a browser send a GET",
+            fix="send a POST",
+        )
 
 
 def is_page(path: str) -> bool:
@@ -163,15 +183,3 @@ def _host_name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def is_admin(scope: Scope, server: ServerConfig) -> bool:
-    """Whether the caller may act on other people's requests: it has the admin key, or the server has no keys at all."""
-    if not server.api_key and not server.admin_api_key:
-        return True
-    headers = dict(scope["headers"])
-    sent = (
-        headers[b"authorization"].partition(b" ")[2] if b"authorization" in headers else headers.get(b"x-api-key", b"")
-    )
-    key = server.admin_api_key.encode()
-    return bool(key) and hmac.compare_digest(sent.strip(), key)

@@ -10,6 +10,7 @@ from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
+from bough.entrypoints.http.peers import SESSIONS_WORKER, PassedOn
 from bough.entrypoints.http.replies import json_reply, tenant_of
 from bough.entrypoints.service import Service
 from bough.intake.sessions import TIMEOUT_S
@@ -42,12 +43,6 @@ def open_session(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         body = await read_json(request, OpenSessionRequest, most=server.max_body_bytes, strict=server.strict_api)
         asked = body.value
-        if server.api_workers > 1:
-            raise InvalidRequest(
-                what="this server keeps no sessions",
-                why="with several API workers the next request may meet another one",
-                fix="start it with --api-workers 1, or send whole prompts: the prefix cache makes them cheap",
-            )
         if asked.streaming:
             raise InvalidRequest(
                 what="streaming sessions are not supported",
@@ -58,6 +53,9 @@ def open_session(service: Service) -> Handler:
         bounds.at_most("rid_chars", len(asked.session_id or ""), "session_id")
         _within("capacity_of_str_len", asked.capacity_of_str_len, 1, 2**31 - 1)
         _within("timeout", asked.timeout, 0.001, _MOST_TIMEOUT_S)
+        elsewhere = where_sessions_are(service, request, asked)
+        if elsewhere is not None:
+            return elsewhere
         opened = service.intake.sessions.open(
             asked.session_id or "",
             capacity=asked.capacity_of_str_len or 2**31 - 1,
@@ -74,10 +72,21 @@ def close_session(service: Service) -> Handler:
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, CloseSessionRequest, most=server.max_body_bytes, strict=server.strict_api)
+        elsewhere = where_sessions_are(service, request, body.value)
+        if elsewhere is not None:
+            return elsewhere
         service.intake.sessions.close(body.value.session_id, tenant_of(request))
         return json_reply({"success": True}, headers=body.headers())
 
     return handle
+
+
+def where_sessions_are(service: Service, request: Request, asked: object) -> Response | None:
+    """The answer of the worker that keeps the sessions to a request with this body, if that is another one."""
+    peers = service.peers
+    if peers is None or peers.own == SESSIONS_WORKER:
+        return None
+    return PassedOn(peers, SESSIONS_WORKER, request, msgspec.json.encode(asked))
 
 
 def _within(name: str, value: float | None, low: float, high: float) -> None:

@@ -17,6 +17,8 @@ from bough.observability.trace import CURRENT, OtlpExporter, Trace, valid_parent
 _encode = msgspec.json.Encoder().encode
 _MOST_HEADER_BYTES = 8000
 _ON = (b"1", b"true")
+_UNTRACED = OPEN_PATHS | {"/metrics"}
+"""Probes and scrapes: they come all the time, and tell nothing about requests."""
 
 
 class Tracing:
@@ -28,7 +30,7 @@ class Tracing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wants, parent = _asked(scope)
-        if not wants and (self._exporter is None or scope["path"] in OPEN_PATHS):
+        if not wants and (self._exporter is None or scope["path"] in _UNTRACED):
             await self._app(scope, receive, send)
             return
         trace = Trace(f"{scope['method']} {scope['path']}", scope.get("bough.request_id", ""), parent)
@@ -37,7 +39,7 @@ class Tracing:
             await self._app(scope, receive, _Told(trace, send, wants).send)
         finally:
             CURRENT.reset(token)
-            if self._exporter is not None:
+            if self._exporter is not None and scope["path"] not in _UNTRACED:
                 self._exporter.export(trace)
 
 

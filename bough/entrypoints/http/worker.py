@@ -11,30 +11,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from bough.config.concerns import Config
-from bough.core.errors import BoughError, ConfigError
+from bough.core.errors import BoughError, ConfigError, Unavailable
 from bough.core.sampling import SamplingParams
-from bough.entrypoints.http.app import handlers, known_paths, make_app
+from bough.entrypoints.http.app import handlers, known_paths, make_app, make_peer_app
 from bough.entrypoints.http.batches import start_batches
+from bough.entrypoints.http.metrics import open_metrics_port
+from bough.entrypoints.http.peers import Peers
 from bough.entrypoints.http.server import Front, HttpServer
-from bough.entrypoints.served import load_model_side, make_served
+from bough.entrypoints.http.sockets import bind
+from bough.entrypoints.http.tls import Certificates
+from bough.entrypoints.keyring import Keyring
+from bough.entrypoints.quota import Rates
+from bough.entrypoints.served import load_tokenizer_side, make_served
 from bough.entrypoints.service import Service, make_admission
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request
-from bough.ipc import Endpoints
-from bough.observability.health import Pulse
+from bough.ipc import Endpoints, read_checkpoint
+from bough.observability.health import Heartbeat, Pulse, Pulses, State
 from bough.observability.trace import OtlpExporter
 
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-"""After the engine has gone, time for clients to read why."""
+"""Time for clients to read why their answer ends, once the engine has gone or draining has taken its time."""
+_LATE_S = 2.0
+"""The engine cuts off what runs longer than the drain timeout. If it has not said so after this, it is not waited for."""
+_LOOK_EVERY_S = 0.2
+_BEAT_EVERY_S = 0.5
 
 _YOUNG_OBJECTS = 20_000
 """After so many more, some are looked at for cycles. A wave of requests has thousands, and nearly all die without."""
@@ -51,14 +64,18 @@ class Worker:
         self._index = index
         self._exporter = _exporter(config)
         self._front = Front()
+        self._certificates = Certificates.wanted(config.server)
         self._server = HttpServer(
             self._front,
             [sock],
-            drain_timeout_s=config.server.drain_timeout_s,
             client_timeout_s=config.server.client_timeout_s,
+            tls=None if self._certificates is None else self._certificates.context,
         )
+        port = config.server.metrics_port if index == 0 else 0
+        self._metrics_socket = bind(config.server.host, port, flag="--metrics-port") if port else None
         self._service: Service | None = None
         self._stopping = asyncio.Event()
+        self._winding_up: asyncio.Future[None] | None = None
 
     async def run(
         self,
@@ -83,7 +100,7 @@ class Worker:
                     opened(service)
                 await serving
         finally:
-            await _cancel(opening, stopping)
+            await _cancel(opening, stopping, *([self._winding_up] if self._winding_up is not None else []))
             self._server.stop(now=self._service is None)
             await asyncio.gather(serving, return_exceptions=True)
             if self._service is not None:
@@ -99,15 +116,45 @@ class Worker:
         await self._server.run()
 
     def drain(self, *, now: bool = False) -> None:
-        """Takes no new requests and ends `run` when those under way have ended; `now`: at once."""
-        if self._service is not None:
-            if not now and self._service.intake.num_live:
-                _log.info(
-                    "stopping: requests under way (%d) get %g s to end (--drain-timeout-s), a second signal ends them now",
-                    self._service.intake.num_live,
-                    self._config.server.drain_timeout_s,
+        """Ends `run` when the requests under way have ended, or their time is up; new ones get 503 until then. `now`: those
+        under way get it, too."""
+        self._front.drain()
+        if self._service is None:
+            self._close(now=now)
+            return
+        if not now and self._service.intake.num_live:
+            _log.info(
+                "stopping: requests under way (%d) get %g s to end (--drain-timeout-s), a second signal ends them now",
+                self._service.intake.num_live,
+                self._config.server.drain_timeout_s,
+            )
+        self._service.drain(now=now)
+        if now and self._winding_up is not None:
+            self._winding_up.cancel()
+        patience_s = 0.0 if now else self._config.server.drain_timeout_s + _LATE_S
+        self._winding_up = asyncio.ensure_future(self._wind_up(self._service, patience_s, now=now))
+
+    async def _wind_up(self, service: Service, patience_s: float, *, now: bool) -> None:
+        """Waits for what is under way, then closes the port."""
+        give_up_s = time.monotonic() + patience_s
+        ended = asyncio.ensure_future(asyncio.gather(self._front.rest(), service.drained()))
+        try:
+            await asyncio.wait((ended,), timeout=min(patience_s, _LOOK_EVERY_S))
+            # An engine that has ended answers nothing any more, and gets no more time for it.
+            while not ended.done() and time.monotonic() < give_up_s and service.health().alive:
+                await asyncio.wait((ended,), timeout=_LOOK_EVERY_S)
+            if not ended.done():
+                service.intake.fail_all(
+                    Unavailable(
+                        what="the answer was cut off", why="the server is shutting down", fix="send the request again"
+                    )
                 )
-            self._service.drain(now=now)
+                await asyncio.wait((ended,), timeout=_LAST_WORDS_S)
+        finally:
+            ended.cancel()
+            self._close(now=now)
+
+    def _close(self, *, now: bool) -> None:
         self._stopping.set()
         self._server.stop(now=now)
 
@@ -121,7 +168,8 @@ class Worker:
     async def _open(self, ready: Awaitable[Facts], warm_up: bool) -> Service:
         waiting = asyncio.ensure_future(ready)
         try:
-            checkpoint, tokenizer = await asyncio.to_thread(load_model_side, self._config)
+            checkpoint = await asyncio.to_thread(read_checkpoint, self._endpoints)
+            tokenizer = await asyncio.to_thread(load_tokenizer_side, self._config, checkpoint)
             gc.unfreeze()
             gc.collect()  # while the engine loads: what a worker before this one left is to go before the next freeze
             facts = await waiting
@@ -129,25 +177,68 @@ class Worker:
             await _cancel(waiting)
             raise
         served = make_served(self._config, checkpoint, tokenizer, facts)
-        admission = make_admission(self._config, facts)
-        intake = Intake.from_facts(self._endpoints, facts, tokenizer, worker=self._index, gate=admission)
+        replicas = self._endpoints.replicas(self._config.parallel.dp_size)
+        pulse = Pulses([each.heartbeat for each in replicas])
+        admission = make_admission(self._config, facts, pulse)
+        intake = Intake.from_facts(
+            self._endpoints, facts, tokenizer,
+            worker=self._index, gate=admission, truncate=self._config.server.allow_auto_truncate,
+            parallel=self._config.parallel,
+        )  # fmt: skip
         await intake.start()
         telemetry = Telemetry(self._endpoints, self._index, known_paths())
         telemetry.exporter = self._exporter
-        pulse = Pulse(self._endpoints.heartbeat)
-        self._service = Service(self._config, served, intake, pulse, admission, telemetry)
-        self._service.follow_log_switches(self._endpoints.path(""), f"api{self._index}")
+        keyring = Keyring(self._config.server, Rates(self._endpoints.rates))
+        self._service = Service(self._config, served, intake, pulse, admission, telemetry, keyring, self._others())
+        if self._certificates is not None:
+            self._service.reloads.add("certificates", self._certificates.reload)
+        self._service.keeper.keep("heartbeat", self._beat)
+        self._service.follow_switches(self._endpoints.path(""), f"api{self._index}")
         if warm_up:
             await _warm_up(intake)
         if self._index == 0:
             start_batches(self._service, handlers(self._service))
             if self._config.server.grpc_port:
                 await _open_grpc(self._service)
+            if self._metrics_socket is not None:
+                await open_metrics_port(self._service, self._metrics_socket)
+        if self._config.server.api_workers > 1:
+            await self._meet_peers(self._service)
         self._front.open(make_app(self._service))
         # What start-up leaves behind stays: no collection needs to look at it.
         gc.freeze()
         gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
         return self._service
+
+    async def _meet_peers(self, service: Service) -> None:
+        """Takes requests that the other workers pass on, and passes on to them, until the service closes."""
+        others = [index for index in range(self._config.server.api_workers) if index != self._index]
+        service.peers = Peers(self._index, {index: self._endpoints.peer(index) for index in others})
+        address = self._endpoints.peer(self._index)
+        Path(address).unlink(missing_ok=True)  # an earlier process may have had this place
+        server = HttpServer(make_peer_app(service), [], uds=address)
+        serving = asyncio.ensure_future(server.run())
+
+        async def stop() -> None:
+            server.stop(now=True)
+            await asyncio.gather(serving, return_exceptions=True)
+
+        service.at_close(stop)
+        await server.started()
+
+    def _others(self) -> dict[str, Pulse]:
+        """The processes besides the engine that the server needs."""
+        names = [f"api{index}" for index in range(self._config.server.api_workers) if index != self._index]
+        if not self._config.model.skip_tokenizer_init:
+            names.append("detokenizer")
+        return {name: Pulse(self._endpoints.beat(name)) for name in names}
+
+    async def _beat(self) -> None:
+        """Others see by it whether this event loop still turns."""
+        heart = Heartbeat(self._endpoints.beat(f"api{self._index}"))
+        for turn in itertools.count(1):
+            heart.beat(turn, State.READY)
+            await asyncio.sleep(_BEAT_EVERY_S)
 
 
 async def _open_grpc(service: Service) -> None:

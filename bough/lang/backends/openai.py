@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bough.lang.backends.base import Backend, Generation, conversation, select_by_schema
@@ -23,6 +24,25 @@ from bough.lang.transcript import Prompt
 
 OPENAI_URL = "https://api.openai.com/v1"
 _COMPLETION_MODELS = ("gpt-3.5-turbo-instruct", "davinci-002", "babbage-002")
+
+
+@dataclass
+class TokenUsage:
+    """Tokens that a backend has used since it was made or `reset`."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def reset(self) -> None:
+        """Counts from zero."""
+        self.prompt_tokens = self.completion_tokens = 0
+
+    def add(self, meta: object) -> None:
+        """Adds what a generation's `meta_info` (or a list of them, one an answer to the same prompt) says."""
+        told = meta[0] if isinstance(meta, list) and meta else meta
+        if isinstance(told, dict):
+            self.prompt_tokens += told.get("prompt_tokens", 0)
+            self.completion_tokens += told.get("completion_tokens", 0)
 
 
 class OpenAI(Backend):
@@ -49,6 +69,7 @@ class OpenAI(Backend):
         self.model_name = model_name
         self.is_chat = is_chat_model if is_chat_model is not None else model_name not in _COMPLETION_MODELS
         self.extensions = extensions
+        self.token_usage = TokenUsage()
         self._template = _template_of(chat_template, model_name, self.is_chat)
         url = (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
         key = api_key or os.environ.get("OPENAI_API_KEY")
@@ -72,7 +93,9 @@ class OpenAI(Backend):
 
     async def async_generate(self, prompt: Prompt, params: SamplingParams) -> Generation:
         reply = await self.http.post(self._path, self._body(prompt, params))
-        return read_reply(reply, params, chat=self.is_chat, extensions=self.extensions)
+        made = read_reply(reply, params, chat=self.is_chat, extensions=self.extensions)
+        self.token_usage.add(made.meta_info)
+        return made
 
     async def async_stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[Generation]:
         if params.n > 1 or params.return_logprob or wrapped_dtype(params, extensions=self.extensions) is not None:
@@ -83,6 +106,7 @@ class OpenAI(Backend):
         async for event in self.http.sse(self._path, body):
             so_far = read_event(event, so_far, chat=self.is_chat)
             yield so_far
+        self.token_usage.add(so_far.meta_info)
 
     async def async_select(
         self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesSamplingMethod

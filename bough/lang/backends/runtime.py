@@ -93,9 +93,23 @@ class Runtime:
             fix="pass a larger launch_timeout=",
         )
 
-    def generate(self, prompt: str | list[str], sampling_params: dict[str, Any] | None = None, **fields: Any) -> Any:
-        """One native generate request, as the Engine's `generate` answers it."""
-        return run_sync(self.endpoint.call({"text": prompt, "sampling_params": sampling_params or {}, **fields}))
+    def generate(
+        self,
+        prompt: str | list[str],
+        sampling_params: dict[str, Any] | None = None,
+        return_logprob: bool | list[bool] | None = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        lora_path: list[str | None] | None = None,
+        **fields: Any,
+    ) -> str:
+        """One native generate request; its answer as JSON text, as SGLang's Runtime gives it."""
+        body = {
+            "text": prompt, "sampling_params": sampling_params or {}, "return_logprob": return_logprob,
+            "logprob_start_len": logprob_start_len, "top_logprobs_num": top_logprobs_num, "lora_path": lora_path, **fields,
+        }  # fmt: skip
+        given = {name: value for name, value in body.items() if value is not None}
+        return json.dumps(run_sync(self.endpoint.call(given)))
 
     async def async_generate(
         self, prompt: str, sampling_params: dict[str, Any] | None = None, **fields: Any
@@ -108,9 +122,12 @@ class Runtime:
                 yield reply["text"][sent:]
                 sent = len(reply["text"])
 
-    def encode(self, prompt: str | list[str]) -> Any:
-        """Embeddings of an embedding model."""
-        return run_sync(self.endpoint.http.post("/encode", {"text": prompt}))
+    add_request = async_generate
+    """SGLang's other name of it."""
+
+    def encode(self, prompt: str | list[str]) -> str:
+        """Embeddings of an embedding model, as JSON text."""
+        return json.dumps(run_sync(self.endpoint.http.post("/encode", {"text": prompt})))
 
     def get_tokenizer(self) -> RemoteTokenizer:
         return RemoteTokenizer(self.endpoint)

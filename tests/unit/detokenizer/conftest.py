@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.tokenizer import Tokenizer, load_tokenizer
 
 

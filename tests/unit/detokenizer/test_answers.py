@@ -239,7 +239,7 @@ def test_a_stop_string_ends_parsing_too(smollm: Tokenizer) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [{"reasoning_parser": "no such"}, {"tool_parser": "hermes", "tools": "{"}, {"stop_regex": (r"(a|aa)+(\d|[xy])",)}],
+    [{"reasoning_parser": "no such"}, {"tool_parser": "hermes", "tools": "{"}, {"stop_regex": (r"[ab]{0,300}c",)}],
 )
 def test_a_request_that_can_not_be_decoded_fails_alone(smollm: Tokenizer, spec: dict[str, Any]) -> None:
     answers = begin(smollm, **spec)
@@ -304,3 +304,33 @@ def test_a_step_of_many_rows_is_quick(smollm: Tokenizer) -> None:
         best = min(best, time.perf_counter() - started)
     print(f"{best * 1e3:.2f} ms")
     assert best < 0.01
+
+
+HOSTILE = {
+    "wide": tuple(rf"[a-z ]{{0,{40 + number}}}[XY]{number}" for number in range(30)),
+    "nested": tuple(rf"(([a-z]+ ?)+)+[{number % 10}]#" for number in range(32)),
+    "anything": tuple(rf"[\s\S]*[\s\S]*[\s\S]*{number}!" for number in range(32)),
+    "literals": tuple("a" * 200 + rf"\d{number}" for number in range(20)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_patterns_of_one_request_hold_nobody_up(smollm: Tokenizer, kind: str) -> None:
+    """64 answers watched for 32 patterns, beside somebody else's stream: no turn takes long, whatever becomes of them."""
+    answers = Answers(smollm)
+    for number in range(1, 65):
+        answers.handle(Began(id=number, rid="hostile", text=TextSpec(stop_regex=HOSTILE[kind])))
+    answers.handle(Began(id=100, rid="other", text=TextSpec()))
+    ids = smollm.encode("aaaa a quick brown fox jumps over lazy dogs" * 3)
+    said, slowest_s, ended = "", 0.0, set()
+    for token in ids:
+        live = [number for number in [*range(1, 65), 100] if number not in ended]
+        began = time.thread_time()
+        answers.handle(Tokens(ids=live, counts=[1] * len(live), tokens=pack_ids([token] * len(live))))
+        deltas, stops = news(answers)
+        slowest_s = max(slowest_s, time.thread_time() - began)
+        said += text_of([delta for delta in deltas if delta.id == 100])
+        ended |= {stop.id for stop in stops}
+    assert said == smollm.decode(ids), "the other stream has everything"
+    assert slowest_s < 0.1
+    assert 100 not in ended

@@ -81,7 +81,7 @@ def test_hostile_strings_cost_linear_time() -> None:
 
 @given(st.text(alphabet="abc12 ", max_size=25), st.lists(st.integers(0, 25), max_size=5))
 @settings(max_examples=300)
-@pytest.mark.parametrize("pattern", [r"\d+c", r"a+b", r"(?<=a)c\d", r"[ab]{3}c", r"\bcab\b", r"2{2,}"])
+@pytest.mark.parametrize("pattern", [r"\d+c", r"a+b", r"[ab]{3}c", r"2{2,}", r"^a\d", r"\b1a"])
 def test_patterns_end_the_text_where_searching_does(pattern: str, text: str, places: list[int]) -> None:
     """After each piece, the verdict is that of a plain search over all text so far."""
     scan, said, seen = StopPatterns((pattern,)), "", ""
@@ -96,7 +96,7 @@ def test_patterns_end_the_text_where_searching_does(pattern: str, text: str, pla
             return
         assert found.matched is None
         assert seen.startswith(said)
-    assert said + scan.finish() == text
+    assert said + scan.finish().text == text
 
 
 def test_a_pattern_holds_back_only_what_may_match() -> None:
@@ -117,12 +117,26 @@ def test_a_pattern_that_matches_nothing_does_not_end() -> None:
     assert StopPatterns((r"x*",)).feed("abc") == ("abc", None)
 
 
-def test_runaway_patterns_are_stopped() -> None:
+def test_runaway_patterns_are_no_problem_and_very_wide_ones_are_stopped() -> None:
     scan = StopPatterns((r"(a|aa)+(\d|[xy])",))
-    started = time.monotonic()
+    assert scan.feed("a" * 5000).matched is None
+    assert scan.feed("x").matched is not None
+    scan = StopPatterns((r"[ab]{0,300}c",))
     with pytest.raises(InvalidRequest, match="too long"):
-        scan.feed("a" * 100)
-    assert time.monotonic() - started < 60
+        scan.feed("abab" * 100)
+
+
+def test_anchors_at_the_end_wait_for_what_follows() -> None:
+    scan = StopPatterns((r"\bcab\b",))
+    assert scan.feed("a cab") == ("a ", None)
+    assert scan.feed("s cab") == ("cabs ", None)
+    assert scan.feed(".") == ("", r"\bcab\b")
+    scan = StopPatterns((r"\bcab\b",))
+    assert scan.feed("a cab") == ("a ", None)
+    assert scan.finish() == ("", r"\bcab\b")
+    stops = Stops(("STOP",), (r"end$",))
+    assert stops.feed("the end") == ("the ", None)
+    assert stops.finish() == ("", r"end$")
 
 
 def test_strings_and_patterns_together() -> None:
@@ -139,7 +153,7 @@ def test_strings_and_patterns_together() -> None:
 
 @given(st.text(alphabet="abc12 ", max_size=25), st.integers(1, 3), st.booleans())
 @settings(max_examples=500)
-@pytest.mark.parametrize("pattern", [r"\d+c", r"a+b", r"[ab]{3}c", r"[a1]", r"\bcab\b"])
+@pytest.mark.parametrize("pattern", [r"\d+c", r"a+b", r"[ab]{3}c", r"[a1]", r"\bcab"])
 @pytest.mark.parametrize("words", [("abc",), ("b1", "c 2"), ("aa1", "1")])
 def test_whichever_is_complete_first_ends_the_text(
     words: tuple[str, ...], pattern: str, text: str, size: int, keep: bool

@@ -17,6 +17,7 @@ from bough.config.server_args import load_config
 from bough.core.messages import (
     Abort,
     AbortByName,
+    Corpus,
     Delta,
     End,
     FlushCache,
@@ -37,6 +38,7 @@ from bough.entrypoints.http.server import Front, HttpServer
 from bough.entrypoints.http.sockets import bind
 from bough.entrypoints.service import Served, Service, make_admission
 from bough.intake import Intake
+from bough.intake.replicas import Replicas
 from bough.ipc.endpoints import Endpoints
 from bough.observability.health import Beat, State
 from bough.parsers import ResponseParser
@@ -54,7 +56,8 @@ INFO: dict[str, Any] = {
     "fake": True, "running": 1, "prefilling": 1, "leaving": 0, "queued": 2, "queued_tokens": 30, "compiling": 0,
     "paused": False, "token_usage": 0.5, "cache_hit_rate": 0.25, "decode_step_ms": 2.0, "rows": [],
     "counters": {"accepted": 9, "finished": 5, "aborted": 1, "failed": 0, "retractions": 0, "steps": 70, "failed_steps": 0,
-                 "oom_steps": 0, "prompt_tokens": 80, "cached_tokens": 20, "output_tokens": 60},
+                 "oom_steps": 0, "prompt_tokens": 80, "cached_tokens": 20, "output_tokens": 60,
+                 "draft_tokens": 0, "accepted_tokens": 0, "accepted_at": []},
     "pages": {"total": 100, "free": 40, "cached": 20, "evictable": 10, "held": 50, "page_size": 16, "repairs": 0},
 }  # fmt: skip
 """What the engine says about itself."""
@@ -134,13 +137,17 @@ class FakeEngine:
             case Abort(id=which):
                 self.aborted.append(which)
                 self._abort(which)
-            case AbortByName(call=call, rid=rid):
-                named = [each.id for each in self.seen if each.id in self._tasks and (not rid or each.rid == rid)]
+            case AbortByName(call=call, rid=rid, tenant=tenant):
+                meant = [each for each in self.seen if not rid or each.rid == rid]
+                named = [each.id for each in meant if each.id in self._tasks and tenant in (None, each.tenant)]
                 live = [each for each in named if not self._tasks[each].done()]
                 for each in live:
                     self.aborted.append(each)
                     self._abort(each)
                 self.intake._calls[call].set_result(Reply(call=call, body={"aborted": len(live)}))
+            case Corpus(call=call, corpus_id=name, tokens=tokens):
+                counts = [(name, len(tokens) // 4)] if name else []
+                self.intake._calls[call].set_result(Reply(call=call, body={"corpora": counts}))
             case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile() | Recall():
                 self.calls.append(message)
                 error = self.flush_error if isinstance(message, FlushCache) else ""
@@ -157,9 +164,7 @@ class FakeEngine:
             task.cancel()
 
     def _deliver(self, delta: Delta) -> None:
-        stream = self.intake._streams.get(delta.id)
-        if stream is not None:
-            self.intake._deliver(stream, delta)
+        self.intake._hear([delta])
 
     def _abort(self, which: int) -> None:
         task = self._tasks.pop(which, None)
@@ -183,7 +188,8 @@ class FakeEngine:
         prompt_scores = self._prompt_scores(message)
         while answer.held is not None and not answer.held.is_set():
             await asyncio.sleep(0.005)
-        for piece in answer.pieces:
+        nothing = message.sampling.max_new_tokens == 0
+        for piece in [] if nothing else answer.pieces:
             await asyncio.sleep(answer.delay_s)
             ids = tokenizer.encode(piece, add_special_tokens=False) if tokenizer else [1]
             made += len(ids)
@@ -199,10 +205,18 @@ class FakeEngine:
             )
             prompt_scores = None
         end = answer.end or End(reason=answer.reason, matched=answer.matched)  # type: ignore[arg-type]
+        if nothing:
+            end = End(reason="length")
         end.prompt_tokens, end.completion_tokens = len(message.prompt) // 4, made
         end.cached_tokens = 2
         self._deliver(
-            Delta(id=message.id, events=parser.finish() if parser else [], end=end, prompt_logprobs=prompt_scores)
+            Delta(
+                id=message.id,
+                events=parser.finish() if parser else [],
+                end=end,
+                logprobs=self._scores(message, [72]) if nothing else None,
+                prompt_logprobs=prompt_scores,
+            )
         )
 
     def _scores(self, message: Generate, ids: list[int]) -> TokenLogprobs | None:
@@ -212,7 +226,8 @@ class FakeEngine:
         if message.logprobs is None or message.logprobs.start < 0:
             return None
         ids = unpack_ids(message.prompt).tolist()
-        return self._score(message, ids, [None, *[-1.5] * (len(ids) - 1)])
+        start = message.logprobs.start
+        return self._score(message, ids[start:], [None, *[-1.5] * (len(ids) - 1)][start:])
 
     def _score(self, message: Generate, ids: list[int], logprobs: list[float | None]) -> TokenLogprobs:
         tokenizer, spec = self.intake.tokenizer, message.logprobs
@@ -293,9 +308,10 @@ class FakeServer:
         facts = {"context_length": CONTEXT, "vocab_size": 258, "eos_ids": [EOS], "max_running_requests": 4,
                  "architecture": "FakeForCausalLM", **self._facts}  # fmt: skip
         admission = make_admission(self.config, facts)
-        intake = Intake.from_facts(Endpoints("/nonexistent"), facts, tokenizer, gate=admission)
+        truncate = self.config.server.allow_auto_truncate
+        intake = Intake.from_facts(Endpoints("/nonexistent"), facts, tokenizer, gate=admission, truncate=truncate)
         self.engine = FakeEngine(intake, self._script)
-        intake._outbox = self.engine  # type: ignore[assignment]
+        intake._replicas = Replicas([self.engine], [], "prefix")  # type: ignore[list-item]
         served = Served(
             name="fake", aliases=frozenset({"default", "org/fake"}), tokenizer=tokenizer, context_length=CONTEXT,
             facts=facts, **self._served,
@@ -305,9 +321,7 @@ class FakeServer:
         front.open(make_app(self.service))
         sock = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        self._server = HttpServer(
-            front, [sock], drain_timeout_s=1, client_timeout_s=self.config.server.client_timeout_s
-        )
+        self._server = HttpServer(front, [sock], client_timeout_s=self.config.server.client_timeout_s)
         running = asyncio.ensure_future(self._server.run())
         await self._server.started()
         self._ready.set()

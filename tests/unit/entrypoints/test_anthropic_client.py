@@ -227,7 +227,7 @@ def test_structured_output(client: Any, server: FakeServer) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "x"}]}]}, "content[0] is no call"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "content[0].text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "teleport", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "input_schema"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "not among the tools"),
         ({"tool_choice": {"type": "any"}}, "no tools"),

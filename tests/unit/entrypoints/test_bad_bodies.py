@@ -100,7 +100,11 @@ def test_broken_bodies(http_client: httpx.Client, path: str, raw: bytes) -> None
         ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
         ({"messages": USER, "tools": [{"type": "function", "function": {"name": "a"}}],
           "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
-        ({"messages": USER, "functions": []}, "functions"),
+        ({"messages": USER, "functions": [], "tools": []}, "functions"),
+        ({"messages": USER, "functions": [{"name": "a"}], "function_call": {"name": "b"}}, "tool_choice"),
+        ({"messages": USER, "tools": [{"type": "function", "function": {"name": "a"}}],
+          "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+              "mode": "auto", "tools": [{"type": "function", "function": {"name": "b"}}]}}}, "tool_choice"),
         ({"messages": USER, "audio": {}}, "audio"),
         ({"messages": USER, "modalities": ["audio"]}, "modalities"),
         ({"messages": USER, "chat_template": "x"}, "chat_template"),

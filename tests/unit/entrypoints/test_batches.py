@@ -16,17 +16,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
 from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
-from bough.core.errors import NotFound, Overloaded
-from bough.core.messages import Generate
-from bough.entrypoints.batches import BatchRunner, BatchStore, FileStore, runner as runner_module
+from bough.core.errors import Aborted, NotFound, Overloaded, Unavailable
+from bough.core.messages import End, Generate
+from bough.entrypoints.batches import Batch, BatchRunner, BatchStore, FileStore, runner as runner_module
 from bough.entrypoints.batches.files import new_file_id
 from bough.entrypoints.http.app import handlers
 from bough.entrypoints.http.batches import start_batches
+from bough.observability import keeper as keeper_module
+from bough.observability.keeper import Keeper
 
 CHAT = "/v1/chat/completions"
 
@@ -34,6 +37,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(keeper_module, "_PAUSE_S", (0.01, 0.05))
 
 
 @contextlib.contextmanager
@@ -157,6 +161,10 @@ def test_a_batch(tmp_path: Path) -> None:
             2,
         )
         assert batch.metadata == {"why": "test"}
+        assert batch.usage is not None
+        assert batch.usage.output_tokens == sum(len(f"Hello n{number}") for number in range(150))
+        assert batch.usage.input_tokens_details.cached_tokens == 2 * 150
+        assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
         answers = content(client, batch.output_file_id)
         texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"] for each in answers}
         assert texts == {f"n{number}": f"Hello n{number}" for number in range(150)}
@@ -244,18 +252,72 @@ def test_a_restart_goes_on_and_tells_every_line_once(tmp_path: Path) -> None:
         batch = finished(client, made.id)
         assert batch.status == "completed"
         assert batch.request_counts.completed == 300
+        assert batch.usage is not None
+        assert batch.usage.output_tokens == 300 * len("Hello there.")
         told = [each["custom_id"] for each in content(client, batch.output_file_id)]
         assert sorted(told, key=int) == [str(number) for number in range(300)]
         assert len(running.engine.seen) < 300
 
 
-async def test_busy_servers_are_asked_again(tmp_path: Path) -> None:
+def test_lines_that_an_operator_aborts_are_asked_again(tmp_path: Path) -> None:
+    asked = itertools.count()
+
+    def script(*_: Any) -> Answer:
+        return endless() if next(asked) < 3 else Answer()
+
+    with batching(tmp_path, script) as (running, client):
+        lines = [line("a"), line("b"), line("c")]
+        source = client.files.create(file=as_file(*lines), purpose="batch")
+        made = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+        wait_until(lambda: len(running.engine.seen) == 3)
+        told = httpx.post(f"{running.url}/abort_request", json={"abort_all": True}).json()
+        assert told["aborted"] == 3
+        batch = finished(client, made.id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 3, 0)
+        answers = [each["response"]["body"]["choices"][0] for each in content(client, batch.output_file_id)]
+        assert [each["finish_reason"] for each in answers] == ["stop"] * 3
+        assert {each["message"]["content"] for each in answers} == {"Hello there."}
+
+
+def test_a_draining_server_leaves_lines_for_the_next_one(tmp_path: Path) -> None:
+    """Those under way may end; those that are cut stay unanswered, and no others are begun."""
+    cut = End(reason="abort", message="the answer was cut off", status=503, code="engine_unavailable")
+    held = threading.Event()
+
+    def script(message: Generate, prompt: str) -> Answer:
+        return Answer(held=held, end=cut if "cut" in prompt else None)
+
+    with batching(tmp_path, script, max_queued_requests=4) as (running, client):
+        lines = [line("one"), line("cut"), *(line(str(number)) for number in range(20))]
+        source = client.files.create(file=as_file(*lines), purpose="batch")
+        made = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+        wait_until(lambda: len(running.engine.seen) == 4)
+
+        async def drain() -> None:
+            running.service.drain()
+            held.set()
+            await running.service.drained()
+
+        asyncio.run_coroutine_threadsafe(drain(), running._loop).result(60)
+        assert len(running.engine.seen) == 4, "no others were begun"
+        batch = client.batches.retrieve(made.id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("in_progress", 3, 0)
+    with batching(tmp_path) as (running, client):
+        batch = finished(client, made.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 22)
+        told = [each["custom_id"] for each in content(client, batch.output_file_id)]
+        assert sorted(told) == sorted(each["custom_id"] for each in lines)
+        assert len(running.engine.seen) == 19
+
+
+@pytest.mark.parametrize("busy", [Overloaded.status, Unavailable.status, Aborted.status])
+async def test_busy_servers_are_asked_again(tmp_path: Path, busy: int) -> None:
     asked = 0
 
     async def call(endpoint: str, body: dict[str, Any], tenant: str) -> tuple[int, str, dict[str, Any]]:
         nonlocal asked
         asked += 1
-        return (Overloaded.status if asked == 1 else 200), "id", {"n": asked}
+        return (busy if asked == 1 else 200), "id", {"n": asked}
 
     files, batches = FileStore(tmp_path), BatchStore(tmp_path)
     source = files.add([json.dumps(line("a")).encode()], filename="x", purpose="batch")
@@ -379,9 +441,39 @@ async def test_a_full_disk_stops_no_runner(tmp_path: Path, monkeypatch: pytest.M
         save(self, batch)
 
     monkeypatch.setattr(BatchStore, "save", full)
-    runner = BatchRunner(files, batches, call, frozenset({CHAT}))
+    keeper = Keeper()
+    runner = BatchRunner(files, batches, call, frozenset({CHAT}), keeper=keeper)
     runner.start()
     await until(lambda: batches.get(batch.id).status not in ("validating", "in_progress", "finalizing"))
+    assert "batches" in keeper.troubles(), "it shows in /readyz"
+    await runner.close()
+    assert len(refused) == 3
+    assert batches.get(batch.id).status == "completed", "a machine's shortage is no fault of the batch"
+
+
+@pytest.mark.parametrize("where", ["own", "unfinished", "part"])
+async def test_no_descriptors_end_no_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Wherever it needs one: at its start, between batches, within one."""
+
+    async def call(*_: Any) -> tuple[int, str, dict[str, Any]]:
+        return 200, "id", {}
+
+    files, batches = FileStore(tmp_path), BatchStore(tmp_path)
+    work, refused = getattr(BatchStore, where), []
+
+    def none_left(self: BatchStore, *arguments: Any) -> Any:
+        if len(refused) < 3:
+            refused.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return work(self, *arguments)
+
+    monkeypatch.setattr(BatchStore, where, none_left)
+    batch = Batch(id="batch_" + "0" * 32, endpoint=CHAT, input_file_id="", created_at=0, expires_at=2**40)
+    batch.input_file_id = files.add([json.dumps(line("a")).encode()], filename="x", purpose="batch").id
+    batches.save(batch)
+    runner = BatchRunner(files, batches, call, frozenset({CHAT}))
+    runner.start()
+    await until(lambda: batches.get(batch.id).status == "completed")
     await runner.close()
     assert len(refused) == 3
 
@@ -413,10 +505,71 @@ def test_without_a_directory_there_are_no_files(server: FakeServer) -> None:
 
 
 def test_tenants_are_apart(tmp_path: Path) -> None:
-    with batching(tmp_path, isolate_cache=True) as (running, _):
+    with batching(tmp_path, api_key=["mine=a", "theirs=b"]) as (running, _):
         mine, theirs = ({"authorization": f"Bearer {each}"} for each in "ab")
         form: dict[str, Any] = {"files": {"file": as_file(line("a"))}, "data": {"purpose": "batch"}}
         made = httpx.post(f"{running.url}/v1/files", headers=mine, **form).json()
         assert httpx.get(f"{running.url}/v1/files/{made['id']}", headers=mine).status_code == 200
         assert httpx.get(f"{running.url}/v1/files/{made['id']}", headers=theirs).status_code == 404
         assert httpx.get(f"{running.url}/v1/files", headers=theirs).json()["data"] == []
+
+
+# -- Anthropic's batches --------------------------------------------------------------------------
+
+
+def test_message_batches(tmp_path: Path) -> None:
+    with batching(tmp_path) as (running, others):
+        client = anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0)
+        params: Any = {"model": "fake", "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
+        asked: Any = [{"custom_id": f"n{number}", "params": params} for number in range(5)]
+        asked.append({"custom_id": "bad", "params": {**params, "temperature": -1}})
+        made = client.messages.batches.create(requests=asked)
+        assert (made.type, made.processing_status) == ("message_batch", "in_progress")
+        wait_until(lambda: client.messages.batches.retrieve(made.id).processing_status == "ended")
+        ended = client.messages.batches.retrieve(made.id)
+        assert (ended.request_counts.succeeded, ended.request_counts.errored) == (5, 1)
+        assert ended.ended_at is not None
+        results: Any = {each.custom_id: each.result for each in client.messages.batches.results(made.id)}
+        assert {name: each.type for name, each in results.items()} == {
+            **{f"n{number}": "succeeded" for number in range(5)}, "bad": "errored",
+        }  # fmt: skip
+        assert results["n0"].message.content[0].text == "Hello there."
+        assert results["bad"].error.error.type == "invalid_request_error"
+        again = client.messages.batches.create(requests=asked[:1])
+        assert [each.id for each in client.messages.batches.list(limit=1)] == [again.id, made.id]
+        assert [each.id for each in client.messages.batches.list(before_id=made.id).data] == [again.id]
+        assert others.batches.list().data == []
+        assert client.messages.batches.delete(made.id).type == "message_batch_deleted"
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.batches.retrieve(made.id)
+
+
+def test_cancelled_message_batches(tmp_path: Path) -> None:
+    with batching(tmp_path, endless()) as (running, _):
+        client = anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0)
+        params: Any = {"model": "fake", "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
+        made = client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
+        with pytest.raises(anthropic.BadRequestError, match="has not ended"):
+            client.messages.batches.delete(made.id)
+        wait_until(lambda: running.engine.seen)
+        assert client.messages.batches.cancel(made.id).processing_status == "canceling"
+        wait_until(lambda: client.messages.batches.retrieve(made.id).processing_status == "ended")
+        assert client.messages.batches.retrieve(made.id).request_counts.canceled == 1
+        assert [each.result.type for each in client.messages.batches.results(made.id)] == ["canceled"]
+
+
+@pytest.mark.parametrize(
+    ("requests", "says"),
+    [
+        ([], "1 to 50000"),
+        ([{"params": {}}], "requests[0].custom_id"),
+        ([{"custom_id": "a", "params": {}}] * 2, "requests[1].custom_id"),
+        ([{"custom_id": "a"}], "requests[0].params"),
+        ([{"custom_id": "a", "params": {"stream": True}}], "requests[0].params.stream"),
+    ],
+)
+def test_wrong_message_batches(tmp_path: Path, requests: list[Any], says: str) -> None:
+    with serving(batch_dir=str(tmp_path)) as running:
+        refused = httpx.post(f"{running.url}/v1/messages/batches", json={"requests": requests})
+        assert refused.status_code == 400
+        assert says in refused.json()["error"]["message"]

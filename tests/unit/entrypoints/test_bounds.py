@@ -66,14 +66,9 @@ HTTP: dict[str, list[Case]] = {
     "n": [lambda k: chat(n=k), lambda k: sampled(n=k)],
     "best_of": [lambda k: text(best_of=k)],
     "beam_width": [lambda k: sampled(beam_width=k), lambda k: text(beam_width=k)],
-    "prompts": [lambda k: text(prompt=["a"] * k), lambda k: native(text=["a"] * k),
-                lambda k: ("/generate", {"input_ids": [[1]] * k}),
-                lambda k: ("/tokenize", {"prompt": ["a"] * k}), lambda k: ("/detokenize", {"tokens": [[65]] * k})],
     "documents": [lambda k: ("/v1/rerank", {"query": "a", "documents": ["b"] * k}),
                   lambda k: ("/v1/score", {"query": "a", "items": ["b"] * k, "label_token_ids": [1]}),
                   lambda k: ("/v1/score", {"text_1": "a", "text_2": ["b"] * k})],
-    "completions": [lambda k: text(prompt=["a"] * (k // 64) if k % 64 == 0 else ["a"] * (k // 64 + 1), n=64),
-                    lambda k: native(text=["a"] * -(-k // 64), sampling_params={"n": 64})],
     "messages": [lambda k: chat(messages=USER * k), lambda k: ("/v1/messages", {"max_tokens": 4, "messages": USER * k}),
                  lambda k: ("/v1/responses", {"input": USER * k})],
     "content_parts": [
@@ -137,6 +132,9 @@ ELSEWHERE = {
     "header_bytes": "test_slow_clients.py sends heads of every size",
     "grpc_requests": "below, over one stream",
     "embeddings": "below, on pooling models",
+    "batch_tokens": "below, for completions with short prompts and with long ones",
+    "json_numbers": "test_large_json.py",
+    "json_parts": "test_large_json.py",
 }
 
 
@@ -175,9 +173,9 @@ GRPC: dict[str, Callable[[int], pb.GenerateRequest]] = {
     "name_chars": lambda k: params(logit_processor="x" * k),
 }
 NOT_IN_PROTO = {
-    "best_of", "prompts", "embeddings", "documents", "completions", "messages", "content_parts", "top_logprobs",
+    "best_of", "batch_tokens", "embeddings", "documents", "messages", "content_parts", "top_logprobs",
     "label_token_ids", "tools", "tools_bytes", "template_kwargs", "template_kwargs_chars", "metadata", "join_branches",
-    "json_depth", "header_bytes", "grpc_requests", "tokenize_chars",
+    "json_depth", "json_numbers", "json_parts", "header_bytes", "grpc_requests", "tokenize_chars",
 }  # fmt: skip
 """Of these a message of bough.proto has one, none, or the transport's own bound (`--max-body-bytes`)."""
 
@@ -212,7 +210,10 @@ def test_the_walk_is_complete() -> None:
 
 
 @pytest.mark.parametrize(("bound", "at"), [(bound, at) for bound, cases in HTTP.items() for at in range(len(cases))])
-def test_http(running: FakeServer, bound: str, at: int) -> None:
+def test_http(running: FakeServer, bound: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bound == "tokenize_chars":  # 16 Mi of them take ten seconds
+        smaller = bounds.Bound(100_000, BOUNDS[bound].unit)
+        monkeypatch.setitem(bounds.BOUNDS, bound, smaller)  # type: ignore[call-overload]
     case, most = HTTP[bound][at], BOUNDS[bound].most
     with httpx.Client(base_url=running.url, timeout=150) as client:
         path, body = case(most)
@@ -257,6 +258,39 @@ def test_texts_to_pool(task: str, path: str, body: Callable[[int], Json], monkey
         refused = client.post(path, json=body(4))
         assert (refused.status_code, says("embeddings") in refused.text) == (400, True), refused.text
         assert says("embeddings") not in client.post(path, json=body(3)).text
+
+
+LONG = [65] * 2000
+"""More tokens than any completion counts for."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", lambda k: {"text": ["a"] * k}),
+        ("/generate", lambda k: {"input_ids": [LONG] * (k // 2) + [[65]] * (k % 2)}),
+        ("/generate", lambda k: {"text": "a", "sampling_params": {"n": k}}),
+        ("/v1/completions", lambda k: {"prompt": ["a"] * k, "max_tokens": 4}),
+        ("/v1/completions", lambda k: {"prompt": [LONG] * (k // 2) + [[65]] * (k % 2), "max_tokens": 4}),
+        ("/v1/completions", lambda k: {"prompt": "a", "n": k, "max_tokens": 4}),
+        ("/tokenize", lambda k: {"prompt": ["a"] * k}),
+        ("/detokenize", lambda k: {"tokens": [[65]] * k}),
+    ],
+)
+def test_prompts_are_counted_by_their_tokens(
+    running: FakeServer, path: str, body: Callable[[int], Json], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = bounds.LEAST_BATCH_TOKENS
+    monkeypatch.setitem(bounds.BOUNDS, "batch_tokens", bounds.Bound(6 * least, BOUNDS["batch_tokens"].unit))  # type: ignore[call-overload]
+    with httpx.Client(base_url=running.url, timeout=150) as client:
+        assert client.post(path, json=body(6)).status_code == 200
+        refused = client.post(path, json=body(7))
+        assert (refused.status_code, says("batch_tokens") in refused.text) == (400, True), refused.text
+
+
+def test_thousands_of_prompts_go_in_one_request(running: FakeServer) -> None:
+    answers = httpx.post(f"{running.url}/generate", json={"text": ["a"] * 2000}, timeout=150).json()
+    assert [answer["text"] for answer in answers] == ["Hello there."] * 2000
 
 
 def test_requests_over_one_grpc_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from scripted_server import EOS, Answer, FakeServer, serving
 
+from bough.core.messages import unpack_ids
 from bough.entrypoints.served import reasoning_end_ids
 
 QWEN3 = (
@@ -255,6 +257,51 @@ def test_reasoning_content_can_be_read_where_there_is_none(thinking: openai.Open
     with thinking.chat.completions.stream(model="fake", messages=USER) as stream:
         final = stream.get_final_completion().choices[0].message
     assert final.reasoning_content == "two and two"  # type: ignore[attr-defined]
+
+
+def test_reasoning_has_both_of_its_names(thinking: openai.OpenAI, client: openai.OpenAI) -> None:
+    for asked, expected in ((thinking, "two and two"), (client, None)):
+        message = asked.chat.completions.create(model="fake", messages=USER).choices[0].message
+        assert message.reasoning_content == message.reasoning == expected  # type: ignore[attr-defined]
+        for options in ({}, {"logprobs": True}):
+            thought = ""
+            for chunk in asked.chat.completions.create(model="fake", messages=USER, stream=True, **options):  # type: ignore[call-overload]
+                delta = chunk.choices[0].delta
+                assert delta.reasoning_content == delta.reasoning
+                thought += delta.reasoning or ""
+            assert thought == (expected or "")
+
+
+def test_reasoning_comes_back_under_either_name() -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    with serving(template=template) as running:
+        for name in ("reasoning", "reasoning_content"):
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "why"}]
+            body = {"model": "fake", "messages": messages}
+            assert httpx.post(f"{running.url}/v1/chat/completions", json=body).status_code == 200
+            assert bytes(unpack_ids(running.engine.seen[-1].prompt).tolist()) == b"|a;why|b;"
+
+
+def test_the_operators_settings_of_the_template_stand_in_for_the_clients() -> None:
+    template = "{{ enable_thinking }}|{{ style }};"
+    with serving(
+        template=template, served={"template_defaults": {"enable_thinking": False, "style": "dry"}}
+    ) as running:
+        for given, rendered in (({}, b"False|dry;"), ({"style": "wild"}, b"False|wild;")):
+            body = {"model": "fake", "messages": USER, "chat_template_kwargs": given}
+            assert httpx.post(f"{running.url}/v1/chat/completions", json=body).status_code == 200
+            assert bytes(unpack_ids(running.engine.seen[-1].prompt).tolist()) == rendered
+
+
+def test_streams_may_always_report_usage() -> None:
+    with serving(stream_usage=True) as running:
+        for path, body in (
+            ("chat/completions", {"messages": USER}),
+            ("completions", {"prompt": "Hi"}),
+        ):
+            lines = httpx.post(f"{running.url}/v1/{path}", json={"model": "fake", "stream": True, **body}).text
+            last = json.loads(lines.strip().split("\n\n")[-2].removeprefix("data: "))
+            assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 12)
 
 
 def test_reasoning_stays_in_the_text_if_asked(thinking: openai.OpenAI) -> None:

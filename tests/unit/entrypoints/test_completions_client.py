@@ -99,6 +99,22 @@ def test_streamed_echo_equals_whole(lenient: openai.OpenAI) -> None:
     assert offsets == whole.logprobs.text_offset
 
 
+def test_every_chunk_has_logprobs_where_they_are_asked_for(lenient: openai.OpenAI) -> None:
+    chunks = list(lenient.completions.create(model="fake", prompt="Hi", logprobs=1, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert all(chunk.choices[0].logprobs is not None for chunk in chunks)
+
+
+def test_a_prompt_alone_is_scored_without_the_token_that_would_follow(lenient: openai.OpenAI) -> None:
+    whole = lenient.completions.create(model="fake", prompt="Hi", echo=True, logprobs=1, max_tokens=0)
+    assert whole.choices[0].text == "Hi"
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.tokens == ["H", "i"]
+    (chunk,) = lenient.completions.create(model="fake", prompt="Hi", echo=True, logprobs=1, max_tokens=0, stream=True)
+    assert chunk.choices[0].logprobs is not None
+    assert chunk.choices[0].logprobs.tokens == ["H", "i"]
+
+
 def test_echo_of_token_ids(client: openai.OpenAI) -> None:
     assert client.completions.create(model="fake", prompt=[72, 105], echo=True).choices[0].text == "HiHello there."
 
@@ -143,12 +159,12 @@ def test_best_of_returns_the_likeliest() -> None:
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": ["a"] * 8193}, "prompt"),
         ({"prompt": ["a", [1]]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"n": 0}, "n"),
         ({"n": 65}, "n"),
-        ({"prompt": ["a"] * 64, "n": 17}, "n"),
+        ({"prompt": ["a"] * 129, "n": 64}, "n"),
     ],
 )
 def test_refused(client: openai.OpenAI, bad: dict[str, object], param: str) -> None:

@@ -55,3 +55,33 @@ def test_the_words_are_the_routes(path: str) -> None:
     assert own in message
     if path not in ("/v1/responses", "/v1/messages"):  # which have no place for a field's name
         assert param == wanted_param
+
+
+HAVE_A_WORD_FOR_IT = {"/v1/chat/completions", "/invocations", "/v1/completions", "/v1/responses", "/generate"}
+"""Dialects in which an answer may end with "abort" (or "cancelled"): the others have no such reason."""
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+@pytest.mark.parametrize(("status", "code"), [(503, "engine_unavailable"), (499, "aborted")])
+def test_a_cut_answer_is_never_passed_off_as_whole(path: str, status: int, code: str) -> None:
+    """The engine has cut it off: at the end of draining (503), or because somebody aborted it by name (499)."""
+
+    def cut(*_: object) -> Answer:
+        end = End(reason="abort", message="the answer was cut off", status=status, code=code)
+        return Answer(pieces=["a", ""], end=end, delay_s=0.05)
+
+    with serving(cut) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        whole = client.post(path, json={**ROUTES[path], "stream": False})
+        streamed = client.post(path, json={**ROUTES[path], "stream": True})
+    if status == 499 and path in HAVE_A_WORD_FOR_IT:
+        assert whole.status_code == 200
+        assert '"abort"' in whole.text or '"cancelled"' in whole.text
+        return
+    assert whole.status_code == status
+    assert "cut off" in whole.text
+    last = [line for line in streamed.text.splitlines() if "{" in line][-1]
+    assert streamed.status_code == 200
+    assert "cut off" in last
+    assert "error" in last
+    for reason in ("end_turn", '"stop"', '"done":true', '"abort"', "cancelled"):
+        assert reason not in last

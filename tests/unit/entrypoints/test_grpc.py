@@ -406,7 +406,7 @@ def test_admin_methods_need_an_admin_key(stub: Any) -> None:
 def test_isolated_caches_are_those_of_http() -> None:
     import httpx
 
-    with listening(isolate_cache=True) as (running, channel):
+    with listening(isolate_cache=True, api_key="a") as (running, channel):
         key = [("authorization", "Bearer a")]
         list(BoughStub(channel).Generate(pb.GenerateRequest(text="a"), metadata=key))
         httpx.post(f"{running.url}/generate", json={"text": "a"}, headers=dict(key))
@@ -486,3 +486,14 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
 def _all_fields(proto: Any) -> Iterator[Any]:
     for message in [*proto.message_type, *(inner for outer in proto.message_type for inner in outer.nested_type)]:
         yield from message.field
+
+
+def test_metadata_is_bounded(opened: tuple[FakeServer, Any], stub: Any) -> None:
+    """As the headers of HTTP are."""
+    asked = pb.GenerateRequest(text="Hi")
+    seen = len(opened[0].engine.seen)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(asked, metadata=[(f"x-{at}", "y" * 1000) for at in range(70)]))
+    assert refused.value.code() is Code.RESOURCE_EXHAUSTED
+    assert len(opened[0].engine.seen) == seen
+    assert list(stub.Generate(asked, metadata=[(f"x-{at}", "y" * 1000) for at in range(10)]))

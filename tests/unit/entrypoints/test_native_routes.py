@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import EOS, Answer, FakeServer, endless, serving
+from scripted_server import CONTEXT, EOS, Answer, FakeServer, endless, serving
 
-from bough.entrypoints.unserved import UNSERVED
+from bough.intake.unserved import UNSERVED
 from bough.observability.health import Beat, State
 
 
@@ -67,6 +67,69 @@ def test_generate_logprobs(http: httpx.Client) -> None:
     assert meta["output_token_logprobs"][0][:2] == [-0.5, 72]
     assert meta["input_token_logprobs"][0] == [None, 72, None]
     assert meta["output_top_logprobs"][0] == [[-0.5, 72, None]]
+    assert meta["output_token_logprobs_length"] == len(meta["output_token_logprobs"]) == 12
+
+
+def test_the_first_scored_prompt_token_is_null_wherever_it_stands(http: httpx.Client) -> None:
+    body = {"input_ids": [72, 105, 33], "return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [7]}
+    for start in (0, 1, 2):
+        meta = http.post("/generate", json={**body, "logprob_start_len": start}).json()["meta_info"]
+        assert meta["input_token_logprobs"][0] == [None, body["input_ids"][start], None]
+        assert [entry[0] is None for entry in meta["input_token_logprobs"]] == [True] + [False] * (2 - start)
+        assert meta["input_top_logprobs"][0] is meta["input_token_ids_logprobs"][0] is None
+
+
+def test_no_new_tokens_leave_the_scores_of_the_one_that_would_follow(http: httpx.Client) -> None:
+    body = {"text": "Hi", "return_logprob": True, "token_ids_logprob": [7], "sampling_params": {"max_new_tokens": 0}}
+    answer = http.post("/generate", json=body).json()
+    meta = answer["meta_info"]
+    assert (answer["text"], answer["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert (meta["output_token_logprobs"], meta["output_token_logprobs_length"]) == ([[-0.5, 72, None]], 1)
+    assert [entry[1] for entry in meta["output_token_ids_logprobs"][0]] == [7]
+
+
+def test_null_for_the_most_new_tokens_fills_the_context(server: FakeServer, http: httpx.Client) -> None:
+    for params, expected in (({}, 128), ({"max_new_tokens": None}, CONTEXT - 2), ({"max_new_tokens": 7}, 7)):
+        assert http.post("/generate", json={"text": "Hi", "sampling_params": params}).status_code == 200
+        assert server.engine.seen[-1].sampling.max_new_tokens == expected
+    least = {"max_new_tokens": None, "min_new_tokens": 1000}
+    assert http.post("/generate", json={"text": "Hi", "sampling_params": least}).status_code == 200
+
+
+def test_stop_ids_that_no_token_has_are_left_out(server: FakeServer, http: httpx.Client) -> None:
+    params = {"stop_token_ids": [65, 100_000, -1, 2**40]}
+    assert http.post("/generate", json={"text": "Hi", "sampling_params": params}).status_code == 200
+    assert server.engine.seen[-1].sampling.stop_token_ids == (65,)
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "stop_token_ids": [66, 100_000]}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert server.engine.seen[-1].sampling.stop_token_ids == (66,)
+
+
+@pytest.mark.parametrize("off", [[None], [None, None], [], None])
+def test_a_field_without_a_value_for_any_prompt_asks_for_nothing(http: httpx.Client, off: object) -> None:
+    prompts = ["a"] * (len(off) or 1) if isinstance(off, list) else "a"
+    response = http.post("/generate", json={"text": prompts, "lora_path": off, "image_data": off})
+    assert response.status_code == 200
+    assert "x-bough-ignored-fields" not in response.headers
+    assert http.post("/generate", json={"text": ["a", "b"], "lora_path": [None, "mine"]}).status_code == 400
+
+
+@pytest.mark.parametrize(("word", "number"), [("high", 10), ("medium", 0), ("low", -10), (3, 3)])
+def test_priorities_may_be_words(server: FakeServer, http: httpx.Client, word: object, number: int) -> None:
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "priority": word}
+    for path, body in (
+        ("/generate", {"text": "Hi", "priority": word}),
+        ("/generate", {"text": ["Hi"], "priority": [word]}),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", chat),
+        ("/v1/completions", {"prompt": "Hi", "priority": word}),
+        ("/v1/responses", {"input": "Hi", "priority": word}),
+    ):
+        response = http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert server.engine.seen[-1].priority == number
+    assert http.post("/generate", json={"text": "Hi", "priority": "urgent"}).status_code == 400
 
 
 def test_generate_put_works_too(http: httpx.Client) -> None:
@@ -79,7 +142,7 @@ def test_generate_put_works_too(http: httpx.Client) -> None:
         {},
         {"text": "a", "input_ids": [1]},
         {"text": 5},
-        {"text": ["a"] * 257},
+        {"text": ["a"] * 8193},
         {"text": ""},
         {"input_ids": [300]},
         {"input_ids": [-1]},
@@ -92,7 +155,7 @@ def test_generate_put_works_too(http: httpx.Client) -> None:
         {"text": "a" * 5000},
         {"text": "a", "stream": "yes"},
         {"text": "a", "custom_logit_processor": "x"},
-        {"text": ["a"] * 256, "sampling_params": {"n": 5}},
+        {"text": ["a"] * 256, "sampling_params": {"n": 33}},
     ],
 )
 def test_generate_refuses(http: httpx.Client, bad: dict[str, object]) -> None:
@@ -313,6 +376,41 @@ def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture
     assert "private" not in str(vars(records[0]))
 
 
+def test_level_0_logs_no_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "bough.entrypoints.service")
+    with serving(log_requests=True, log_requests_level=0) as running:
+        httpx.post(f"{running.url}/generate", json={"text": "private words", "sampling_params": {"temperature": 0.5}})
+    (record,) = [record for record in caplog.records if record.message == "request"]
+    assert record.prompt_tokens == len("private words")
+    assert not hasattr(record, "temperature")
+
+
+def test_weights_have_the_operators_version(http: httpx.Client) -> None:
+    assert http.post("/generate", json={"text": "Hi"}).json()["meta_info"]["weight_version"] == "default"
+    with serving(weight_version="step-7") as running, httpx.Client(base_url=running.url) as client:
+        assert client.post("/generate", json={"text": "Hi"}).json()["meta_info"]["weight_version"] == "step-7"
+        assert client.get("/model_info").json()["weight_version"] == "step-7"
+
+
+def test_what_is_too_long_is_cut_where_the_operator_allows_it(http: httpx.Client) -> None:
+    long = {"text": "a" * 5000, "sampling_params": {"max_new_tokens": 50}}
+    assert http.post("/generate", json=long).status_code == 400
+    with serving(allow_auto_truncate=True) as running, httpx.Client(base_url=running.url) as client:
+        for body, kept, room in (
+            (long, CONTEXT - 1, 1),
+            ({"input_ids": [65] * 5000}, CONTEXT - 1, 1),
+            ({"text": "a" * 1_000_000}, CONTEXT - 1, 1),
+            ({"text": "a" * 4000, "sampling_params": {"max_new_tokens": 500}}, 4000, CONTEXT - 4000),
+            ({"text": "a" * 40, "sampling_params": {"max_new_tokens": 500}}, 40, 500),
+        ):
+            answer = client.post("/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["meta_info"]["prompt_tokens"] == kept
+            assert running.engine.seen[-1].sampling.max_new_tokens == room
+        chat = {"model": "fake", "messages": [{"role": "user", "content": "a" * 9000}], "max_tokens": 5}
+        assert client.post("/v1/chat/completions", json=chat).json()["usage"]["prompt_tokens"] == CONTEXT - 1
+
+
 def test_parsers_for_texts_of_clients(server: FakeServer) -> None:
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
     tools = [{"type": "function", "function": {"name": "get_weather"}}]
@@ -453,3 +551,28 @@ def test_processed_logprobs_are_asked_for(server: FakeServer) -> None:
             spec = server.engine.seen[-1].logprobs
             assert spec is not None
             assert spec.processed == bool(asked)
+
+
+def test_vertex(server: FakeServer) -> None:
+    asked = {"instances": [{"text": "a"}, {"text": "b"}], "parameters": {"sampling_params": {"max_new_tokens": 30}}}
+    told = httpx.post(f"{server.url}/vertex_generate", json=asked).json()
+    assert [each["text"] for each in told["predictions"]] == ["Hello there."] * 2
+    one = httpx.post(f"{server.url}/vertex_generate", json={"instances": [{"input_ids": [1, 2]}]}).json()
+    assert [each["meta_info"]["prompt_tokens"] for each in one["predictions"]] == [2]
+    for wrong in ([], [{}], [{"text": "a"}, {"input_ids": [1]}], [{"text": "a", "image": "x"}]):
+        refused = httpx.post(f"{server.url}/vertex_generate", json={"instances": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "instances")
+
+
+def test_load_as_older_clients_read_it(server: FakeServer) -> None:
+    (load,) = httpx.get(f"{server.url}/get_load").json()
+    assert (load["dp_rank"], load["num_reqs"], load["num_waiting_reqs"]) == (0, 4, 2)
+    assert load["num_tokens"] == load["num_used_tokens"] + 30
+
+
+def test_tokenizer_info(server: FakeServer) -> None:
+    told = httpx.get(f"{server.url}/tokenizer_info").json()
+    assert (told["eos_token"], told["eos_token_id"], told["vocab_size"]) == ("<|im_end|>", EOS, 258)
+    assert "im_start" in told["chat_template"]
+    with serving(skip_tokenizer_init=True) as running:
+        assert httpx.get(f"{running.url}/tokenizer_info").status_code == 400

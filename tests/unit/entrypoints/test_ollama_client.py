@@ -130,7 +130,7 @@ def test_a_models_size_is_written_as_ollama_writes_it(count: int, shown: str) ->
 def test_the_default_models_size() -> None:
     """Its weights are those of smollm2:135m, of which Ollama says the same."""
     checkpoint = checkpoint_of(ModelConfig())
-    assert shown_size(num_parameters(checkpoint)) == "134.52M"
+    assert shown_size(num_parameters(checkpoint, {})) == "134.52M"
 
 
 @pytest.mark.parametrize(

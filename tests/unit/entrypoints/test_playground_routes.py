@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,14 +39,42 @@ def test_the_page_and_everything_it_names_is_there(server: FakeServer) -> None:
 
 
 def test_the_bundle_is_small_and_needs_nobody_else() -> None:
-    sizes = [path.stat().st_size for path in STATIC.iterdir()]
-    assert sum(sizes) < 150_000
-    for path in STATIC.iterdir():
+    own = [path for path in STATIC.iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in own) < 150_000
+    for path in own:
         text = path.read_text()
         assert not re.search(r"(src|href|url\(|import|from)\s*=?\s*[\"'(]?(https?:)?//", text), path.name
         assert not re.search(r"\beval\(|new Function|innerHTML|outerHTML|insertAdjacentHTML|document\.write", text)
     page = (STATIC / "index.html").read_text()
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", page), "inline code or style"
+
+
+def test_vendored_files_are_what_their_packages_hold(server: FakeServer) -> None:
+    record = json.loads((STATIC / "vendor" / "vendor.json").read_text())
+    sums = {name: digest for package in record for name, digest in package["files"].items()}
+    there = {
+        path.relative_to(STATIC / "vendor").as_posix() for path in (STATIC / "vendor").rglob("*") if path.is_file()
+    }
+    assert there - {"vendor.json"} == set(sums)
+    for name, digest in sums.items():
+        assert hashlib.sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest, name
+    for package in record:
+        assert any(name.endswith("LICENSE") for name in package["files"]), package["name"]
+    font = next(name for name in sums if name.endswith(".woff2"))
+    assert httpx.get(f"{server.url}/ui/vendor/{font}").headers["content-type"] == "font/woff2"
+    assert policy(httpx.get(f"{server.url}/ui/"))["font-src"] == "'self'"
+
+
+def test_browsers_that_open_the_bare_address_are_led_to_the_page(server: FakeServer) -> None:
+    browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    moved = httpx.get(f"{server.url}/", headers=browser)
+    assert (moved.status_code, moved.headers["location"]) == (307, "ui/")
+    assert httpx.get(f"{server.url}/").json()["name"] == "bough", "programs get what they always did"
+    with serving(api_key="s3cret") as keyed:
+        assert httpx.get(f"{keyed.url}/", headers=browser, follow_redirects=True).status_code == 200
+        assert httpx.get(f"{keyed.url}/").status_code == 401
+    with serving(ui=False) as plain:
+        assert httpx.get(f"{plain.url}/", headers=browser).json()["name"] == "bough"
 
 
 def test_the_policy_allows_its_own_files_only(server: FakeServer) -> None:
@@ -115,6 +145,21 @@ def test_state_needs_the_key_and_hides_ids() -> None:
         assert httpx.get(f"{running.url}/ui/state").status_code == 401
         assert rids("s4cret") == [ROW["rid"], "a"]
         assert rids("s3cret") == ["ui-01234…", "…"]
+
+
+def test_the_text_of_spans_is_for_admins() -> None:
+    with serving(api_key="s3cret", admin_api_key="s4cret") as running:
+        tokenizer = running.engine.intake.tokenizer
+        ids = tokenizer.encode("A secret prompt")
+        span = {"id": 1, "parent": 0, "tokens": 99, "first_ids": [*ids, 2**40]}
+        running.engine.picture = {"rows": [], "spans": [span]}
+
+        def span_for(key: str) -> dict[str, Any]:
+            found = httpx.get(f"{running.url}/ui/state", headers={"authorization": f"Bearer {key}"}).json()
+            return dict(found["spans"][0])
+
+        assert span_for("s4cret")["text"].endswith("A secret prompt")
+        assert span_for("s3cret") == {"id": 1, "parent": 0, "tokens": 99, "text": None}
 
 
 def test_a_server_without_keys_hides_nothing_from_its_machine() -> None:

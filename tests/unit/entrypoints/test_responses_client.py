@@ -209,12 +209,16 @@ def test_a_failure_in_the_middle_is_an_event() -> None:
         ({"input": [{"type": "function_call"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"type": "teleport"}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"input": "a", "tools": [{"type": "namespace", "name": "a", "tools": [3]}]}, "tools[0].tools"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "b"}]}, "input[0]"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"input": "a", "conversation": "c"}, "conversation"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt"),
-        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "truncation": "some"}, "truncation"),
+        ({"input": "long " * 2000, "truncation": "auto"}, "prompt"),
         ({"input": "a", "metadata": {"a": 1}}, "metadata"),
         ({"input": "a", "background": True, "store": False}, "store"),
         ({"input": "a", "temperature": -1}, "temperature"),
@@ -309,18 +313,17 @@ def test_what_is_deleted_while_it_runs_stays_deleted() -> None:
 
 
 def test_nothing_is_stored_where_it_could_not_be_found() -> None:
-    for settings in ({"response_store_size": 0}, {"api_workers": 2}):
-        with serving(**settings) as running, connected(running) as client:
-            made = client.responses.create(model="fake", input="Hi")
-            with pytest.raises(openai.NotFoundError):
-                client.responses.retrieve(made.id)
-            for asked in ({"previous_response_id": made.id}, {"background": True}):
-                with pytest.raises(openai.BadRequestError, match="stores none"):
-                    client.responses.create(model="fake", input="Hi", **asked)  # type: ignore[arg-type]
+    with serving(response_store_size=0) as running, connected(running) as client:
+        made = client.responses.create(model="fake", input="Hi")
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+        for asked in ({"previous_response_id": made.id}, {"background": True}):
+            with pytest.raises(openai.BadRequestError, match="stores none"):
+                client.responses.create(model="fake", input="Hi", **asked)  # type: ignore[arg-type]
 
 
 def test_other_tenants_see_nothing() -> None:
-    with serving(isolate_cache=True) as running:
+    with serving(api_key=["mine=a", "theirs=b"]) as running:
         made = httpx.post(
             f"{running.url}/v1/responses", json={"input": "a"}, headers={"authorization": "Bearer a"}
         ).json()
@@ -338,12 +341,12 @@ def test_the_store_is_bounded() -> None:
     for name in "abcd":
         store.put(kept(name))
     assert len(store) == 3
-    assert store.item("item_a") is None
+    assert store.item("item_a", "") is None
     store.get("b", "")
     store.put(kept("e"))
     assert store.get("b", "").id == "b"
-    assert store.item("item_c") is None
-    assert store.item("item_b") is not None
+    assert store.item("item_c", "") is None
+    assert store.item("item_b", "") is not None
     small = ResponseStore(100, max_bytes=1000)
     for name in "abcd":
         small.put(kept(name, 400))

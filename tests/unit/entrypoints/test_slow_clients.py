@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from scripted_server import FakeServer, serving, wait_until
 
+from bough.entrypoints.http.body import Bodies
 from bough.entrypoints.http.protocol import LEAST_BYTES_A_SECOND
 
 PATIENCE_S = 1.0
@@ -96,26 +100,80 @@ def test_a_body_that_drips_is_cut_off(impatient: FakeServer) -> None:
         assert drips_until_cut_off(raw, b" ")
 
 
-@pytest.mark.parametrize(("a_second", "status"), [(LEAST_BYTES_A_SECOND, 200), (LEAST_BYTES_A_SECOND - 1, 408)])
-def test_a_slow_but_steady_upload_is_taken(server: FakeServer, a_second: int, status: int) -> None:
-    """Three times the patience in all. Whenever it ends, another such part has come; the clock is the test's."""
-    part = round(a_second * server.config.server.client_timeout_s)
-    text = json.dumps({"text": "x" * 3000, "sampling_params": {"max_new_tokens": 2}}).encode().ljust(3 * part + 1)
-    head = b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(text)
+class Clock:
+    """A connection's event loop with a time of the test's own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now = 1000.0
+        self._loop = loop
+
+    def time(self) -> float:
+        return self.now
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
+def in_loop(server: FakeServer, work: Callable[[], Any]) -> Any:
+    async def run() -> Any:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(run(), server._loop).result(60)
+
+
+@pytest.mark.parametrize(
+    ("a_second", "cut_after_s"),
+    [
+        (LEAST_BYTES_A_SECOND, None),
+        (4 * LEAST_BYTES_A_SECOND, None),
+        (LEAST_BYTES_A_SECOND // 2, 60),
+        (0, 30),
+        (1, 31),
+    ],
+)
+def test_a_body_has_a_pace(server: FakeServer, a_second: int, cut_after_s: int | None) -> None:
+    """Whoever keeps it may take for ever, who stops has the timeout, and who is slower has little more."""
+    assert server.config.server.client_timeout_s == 30
+    head = b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 10000000\r\n\r\n "
     others = set(server._server._server.server_state.connections)
     with connect(server) as raw:
         raw.sendall(head)
         (ours,) = among(server, others)
-        for at in range(0, 3 * part, part):
-            raw.sendall(text[at : at + part])
-            wait_until(lambda: ours._body_bytes == part or ours.transport.is_closing())
-            server._loop.call_soon_threadsafe(ours._look)
-            wait_until(lambda: ours._body_bytes == 0 or ours.transport.is_closing())
-            if ours.transport.is_closing():
-                break
-        else:
-            raw.sendall(text[3 * part :])
-        assert rest(raw).startswith(b"HTTP/1.1 %d " % status)
+        wait_until(lambda: ours._body_bytes == 1)
+        clock = Clock(server._loop)
+
+        def swap() -> None:
+            ours.loop, ours._paced_s = clock, clock.now
+
+        in_loop(server, swap)
+        while clock.now < 1100 and not ours.transport.is_closing():
+            clock.now += 1.0
+            raw.sendall(b" " * a_second)
+            wait_until(lambda: ours._body_bytes == 1 + (clock.now - 1000) * a_second)
+            in_loop(server, ours._look)
+        assert (clock.now - 1000 if ours.transport.is_closing() else None) == cut_after_s
+        if cut_after_s is not None:
+            check(rest(raw), 408, "request_timeout")
+
+
+def test_a_fast_part_buys_no_long_rest(server: FakeServer) -> None:
+    """The credit is never more than the timeout."""
+    others = set(server._server._server.server_state.connections)
+    with connect(server) as raw:
+        raw.sendall(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 10000000\r\n\r\n")
+        raw.sendall(b" " * 3_000_000)
+        (ours,) = among(server, others)
+        wait_until(lambda: ours._body_bytes == 3_000_000)
+        clock = Clock(server._loop)
+
+        def swap() -> None:
+            ours.loop, ours._paced_s = clock, clock.now
+
+        in_loop(server, swap)
+        for late_s, closed in ((29.9, False), (30.1, True)):
+            clock.now = 1000.0 + late_s
+            in_loop(server, ours._look)
+            assert ours.transport.is_closing() == closed
 
 
 def among(server: FakeServer, others: set[Any]) -> set[Any]:
@@ -154,6 +212,37 @@ def test_idle_connections_and_long_answers_are_left_alone(impatient: FakeServer)
         assert client.get("/health").status_code == 200
 
 
+def test_bodies_that_are_being_received_have_a_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow uploads hold no more than it together; small requests get through beside them, and what has left frees it."""
+    most, part = 1_000_000, 300_000
+    head = b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 900000\r\n\r\n"
+    bodies = Bodies(most)
+
+    def make(given: int) -> Bodies:
+        assert given == most
+        return bodies
+
+    monkeypatch.setattr("bough.entrypoints.http.app.Bodies", make)
+    limits = {"max_body_bytes": 900_000, "max_body_bytes_in_flight": most, "client_timeout_s": 60}
+    with serving(**limits) as full, contextlib.ExitStack() as open_ones:
+        slow = [open_ones.enter_context(connect(full)) for _ in range(3)]
+        for raw in slow:
+            raw.sendall(head + b" " * part)
+        wait_until(lambda: bodies.num_bytes == 3 * part)
+        with connect(full) as raw:
+            raw.sendall(head + b" " * part)
+            answer = rest(raw)
+            check(answer, 503, "bodies_in_flight")
+            assert b"retry-after: " in answer
+        assert bodies.num_bytes == 3 * part
+        assert httpx.post(f"{full.url}/generate", json={"text": "Hi"}, timeout=30).status_code == 200
+        slow[0].close()
+        wait_until(lambda: bodies.num_bytes == 2 * part)
+        whole = {"text": "Hi", "x": "y" * part}
+        assert httpx.post(f"{full.url}/generate", json=whole, timeout=30).status_code == 200
+        wait_until(lambda: bodies.num_bytes == 2 * part)
+
+
 def test_many_lazy_clients_do_not_keep_others_out(impatient: FakeServer) -> None:
     lazy = []
     for _ in range(200):
@@ -165,3 +254,61 @@ def test_many_lazy_clients_do_not_keep_others_out(impatient: FakeServer) -> None
         answers.append(rest(raw))
         raw.close()
     assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers)
+
+
+def chunked(head: bytes = b"") -> bytes:
+    return (
+        b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ntransfer-encoding: chunked\r\n"
+        + head
+        + b'\r\ne\r\n{"text": "Hi"}\r\n0\r\n'
+    )
+
+
+def test_trailers_are_no_headers() -> None:
+    """What was checked is what came before the body."""
+    with serving(api_key="s3cret") as locked:
+        for head, trailer, status in (
+            (b"", b"authorization: Bearer s3cret\r\n", 401),
+            (b"", b"x-api-key: s3cret\r\n", 401),
+            (b"authorization: Bearer s3cret\r\n", b"authorization: Bearer wrong\r\nx-note: fine\r\n", 200),
+        ):
+            with connect(locked) as raw:
+                raw.sendall(chunked(head) + trailer + b"\r\n")
+                assert rest(raw).startswith(b"HTTP/1.1 %d " % status), trailer
+        assert len(locked.engine.seen) == 1
+
+
+@pytest.mark.parametrize("filler", [b"x-filler: " + b"y" * 4000 + b"\r\n", b"x-one: " + b"y" * 5000, b"y" * 5000])
+def test_trailers_without_end_are_refused(filler: bytes) -> None:
+    """Many of them, one that never ends, or bytes that are none: with and without a key, and nothing is kept."""
+    with serving(api_key="s3cret") as locked:
+        for head in (b"", b"authorization: Bearer s3cret\r\n"):
+            with connect(locked) as raw:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+                sent = 0
+                with contextlib.suppress(OSError):
+                    raw.sendall(chunked(head))
+                    while sent < 16_000_000:
+                        raw.sendall(filler)
+                        sent += len(filler)
+                assert sent < 8_000_000, "the connection was closed meanwhile"
+
+
+def test_a_large_head_in_one_write_is_refused_and_the_connection_closed(server: FakeServer) -> None:
+    for head in (
+        b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n" + b"x-filler: %s\r\n" % (b"y" * 1000) * 80 + b"\r\n",
+        b"GET /v1/models?%s HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" % (b"y" * 70_000),
+    ):
+        with connect(server) as raw:
+            raw.sendall(head + b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+            answer = rest(raw)
+            check(answer, 431, "headers_too_large")
+            assert answer.count(b"HTTP/1.1") == 1, "nothing behind it is read"
+
+
+def test_an_upgrade_is_one_line_in_the_log(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "a"}
+    with caplog.at_level(logging.INFO, logger="bough"):
+        assert httpx.get(f"{server.url}/v1/models", headers=asked).status_code == 200
+    assert len([record for record in caplog.records if "protocol" in record.getMessage().lower()]) == 1
+    assert "WebSocket" not in caplog.text

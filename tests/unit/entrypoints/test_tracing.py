@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from scripted_server import Answer, FakeServer, serving
 
 from bough.core.errors import ConfigError
 from bough.core.messages import End, Span
+from bough.entrypoints.http.tracing import Tracing
 from bough.observability.trace import OtlpExporter, Trace, valid_parent
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -158,3 +160,27 @@ def test_the_earliest_deadline_counts(traced: FakeServer, path: str) -> None:
     httpx.post(traced.url + path, json=BODIES[path])
     assert traced.engine.seen[-1].deadline_s == 0
     assert httpx.post(traced.url + path, json={**BODIES[path], "deadline_ms": "x"}).status_code == 400
+
+
+def test_probes_and_scrapes_are_not_exported() -> None:
+    class Sink:
+        names: ClassVar[list[str]] = []
+
+        def export(self, trace: Trace) -> None:
+            self.names.append(trace.name)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask() -> None:
+        async def send(message: Any) -> None: ...
+
+        tracing = Tracing(app, Sink())  # type: ignore[arg-type]
+        for path in ("/metrics", "/livez", "/health", "/generate"):
+            for headers in ([], [(b"x-trace", b"1")]):
+                scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
+                await tracing(scope, send, send)  # type: ignore[arg-type]
+
+    asyncio.run(ask())
+    assert Sink.names == ["GET /generate"] * 2

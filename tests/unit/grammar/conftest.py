@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.core.sampling import GrammarKind
 from bough.grammar import Settings, Vocabulary
 from bough.grammar.backend import Automaton, Backend, make_backend

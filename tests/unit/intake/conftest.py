@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bough.config.concerns import Config, LogConfig
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.intake import Intake
 from bough.launch import Programs, Running, start
 from bough.tokenizer import Tokenizer, load_tokenizer

@@ -138,6 +138,7 @@ class FakeEngine:
                     "seed": message.sampling.seed,
                     "n": message.sampling.n,
                     "max_new_tokens": message.sampling.max_new_tokens,
+                    "min_new_tokens": message.sampling.min_new_tokens,
                     "eos_ids": list(message.eos_ids),
                     "namespace": message.namespace,
                     "bad_words": [list(word) for word in message.sampling.bad_words],

@@ -137,7 +137,8 @@ def test_control(engine: Engine) -> None:
     assert engine.flush_cache() == {"flushed": True}
     info = engine.get_server_info()
     assert info["context_length"] == 256
-    assert "api_key" not in str(info)
+    for secret in ("api_key", "admin_api_key", "metrics_api_key"):
+        assert f"'{secret}'" not in str(info)
     model = engine.get_model_info()
     assert model["is_generation"] is True
     assert model["role_affixes"]["user"] == ["<|im_start|>user\n", "<|im_end|>\n"]

@@ -21,6 +21,7 @@ from bough.core.errors import (
 from bough.core.messages import LogprobSpec, unpack_ids
 from bough.core.sampling import SamplingParams
 from bough.intake import Intake, Place, Request
+from bough.intake.replicas import Replicas
 from bough.intake.request import pieces
 from bough.intake.sessions import SessionParams
 from bough.ipc import Endpoints
@@ -117,6 +118,14 @@ async def test_lengths_are_made_to_fit(intake: Intake, length: int, room: Any, w
     assert (await intake.info())["last"]["max_new_tokens"] == expected
 
 
+@pytest.mark.parametrize(("least", "expected"), [(100, 6), (6, 6), (3, 3)])
+async def test_the_least_length_is_made_to_fit_as_well(intake: Intake, least: int, expected: int) -> None:
+    """An answer that may have 6 tokens can't be made to have 100: the engine would never end it."""
+    await intake.collect(request([50] * 250, 128, room="at_most", min_new_tokens=least))
+    last = (await intake.info())["last"]
+    assert (last["max_new_tokens"], last["min_new_tokens"]) == (6, expected)
+
+
 @pytest.mark.parametrize(
     ("bad", "error", "words"),
     [
@@ -135,7 +144,6 @@ async def test_lengths_are_made_to_fit(intake: Intake, length: int, room: Any, w
         (request([5, 2**31]), InvalidRequest, "token id 2147483648"),
         (request([5, -(2**40)]), InvalidRequest, "token id -1099511627776"),
         (request(np.array([5, 2**31], np.uint32)), InvalidRequest, "token id 2147483648"),
-        (request(stop_token_ids=(60_000,)), InvalidRequest, "stop_token_ids"),
         (request(temperature=-1.0), InvalidRequest, "temperature"),
         (request(rid="x" * 1000), InvalidRequest, "rid is too large"),
         (request(every=0), InvalidRequest, "stream_interval"),
@@ -434,7 +442,7 @@ class Nobody:
 async def test_a_search_that_fails_is_no_longer_live() -> None:
     gate, sheet = CountingGate(2), Sheet(None, "api")
     intake = Intake(Endpoints("nowhere"), tokenizer=None, context_length=64, vocab_size=100, gate=gate)
-    intake._outbox = Nobody()  # type: ignore[assignment]
+    intake._replicas = Replicas([Nobody()], [], "prefix")  # type: ignore[list-item]
     intake.meter = RequestMeter(sheet)
     (stream,) = await intake.submit(request([1, 2, 3], beam_width=2))
     await asyncio.sleep(0)

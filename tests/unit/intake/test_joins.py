@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.core.errors import Conflict, InvalidRequest, NotFound
 from bough.core.messages import Join, Recall, ToEngine, pack_ids
 from bough.intake.joins import PREFIX, JoinAsk, Joins, parse_join
@@ -31,7 +31,7 @@ class Engine:
         self.kept[self.namespace, name] = ids
         return ids
 
-    async def call(self, message: Callable[[int], ToEngine]) -> dict[str, Any]:
+    async def call(self, message: Callable[[int], ToEngine], *, replica: int | None = None) -> dict[str, Any]:
         asked = message(1)
         match asked:
             case Recall():

@@ -78,7 +78,7 @@ def test_scored_ids_may_be_one_list_or_one_each() -> None:
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "token_ids_logprob": ["x"]}, "token_ids_logprob"),
         ({"text": "a", "return_hidden_states": "some"}, "return_hidden_states"),
-        ({"text": "a", "priority": "high"}, "priority"),
+        ({"text": "a", "priority": "urgent"}, "priority"),
         ({"text": "a", "cache_salt": "x" * 999}, "cache_salt"),
         ({"text": "a", "sampling_params": "x"}, "sampling_params"),
         ({"text": "a", "image_data": "x"}, "image_data"),
@@ -92,8 +92,10 @@ def test_wrong_requests_name_their_field(fields: dict[str, Any], param: str) -> 
 
 
 def test_too_many_prompts() -> None:
-    with pytest.raises(InvalidRequest, match="text is too large: 257"):
-        native_batch({"text": ["a"] * 257}, bounded=True)
+    native_batch({"text": ["a"] * 8192}, bounded=True)
+    native_batch({"text": ["a"] * 8193})
+    with pytest.raises(InvalidRequest, match="text is too large: 8389632"):
+        native_batch({"text": ["a"] * 8193}, bounded=True)
 
 
 def answer(incremental: bool = False, **request: Any) -> NativeAnswer:
@@ -151,7 +153,9 @@ def test_logprobs_are_triples() -> None:
     assert shown["output_top_logprobs"] == [[[-0.5, 10, "ten"]]]
     assert shown["output_token_ids_logprobs"] == [[[-3.0, 9, None]]]
     assert shown["input_token_logprobs"] == [[None, 5, None], [-1.0, 6, None]]
-    assert shown["input_top_logprobs"] == [[], [[-1.0, 6, None]]]
+    assert shown["input_top_logprobs"] == [None, [[-1.0, 6, None]]]
+    assert shown["input_token_ids_logprobs"] == [None, [[-4.0, 9, None]]]
+    assert shown["output_token_logprobs_length"] == 1
 
 
 def test_embeddings() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -106,10 +107,22 @@ ANYTHING = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=12), ANYTHING, max_size=4))
 def test_anything_is_either_understood_or_refused(given_params: dict[str, Any]) -> None:
+    sent = understood(given_params)
+    if sent is not None:
+        assert sent.n >= 1
+        assert sent.max_new_tokens >= 0
+        assert 0 < sent.top_p <= 1
+
+
+def understood(given_params: dict[str, Any]) -> SamplingParams | None:
+    """The parameters, which must arrive at the engine as they left; None: they were refused."""
     try:
-        parse_sampling(given_params)
+        params = parse_sampling(given_params).params
     except InvalidRequest:
-        pass
+        return None
+    arrived: SamplingParams = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert arrived == params
+    return arrived
 
 
 NAMES = st.sampled_from(
@@ -127,7 +140,12 @@ VALUES = (
 
 @given(st.dictionaries(NAMES, VALUES))
 def test_known_names_with_any_value_are_understood_or_refused(given_params: dict[str, Any]) -> None:
+    sent = understood(given_params)
+    if sent is None:
+        return
     try:
-        parse_sampling(given_params).params.check(100)
+        sent.check(100)
     except InvalidRequest:
-        pass
+        return
+    assert all(0 <= each < 100 for each in (*sent.stop_token_ids, *(sent.logit_bias or ())))
+    assert sent.temperature >= 0

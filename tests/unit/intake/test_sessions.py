@@ -16,7 +16,7 @@ class Played:
 
     def __init__(self) -> None:
         self.aborted: list[str] = []
-        self.sessions = Sessions(self.aborted.append)
+        self.sessions = Sessions(lambda rid, _tenant: self.aborted.append(rid))
         self.id = self.sessions.open()
         self.made = 0
 
@@ -73,7 +73,7 @@ def test_what_can_not_be() -> None:
     with pytest.raises(NotFound):
         played.sessions.prefix(SessionParams(id="other"))
     with pytest.raises(NotFound):
-        played.sessions.prefix(SessionParams(id=played.id, tenant="somebody"))
+        played.sessions.prefix(SessionParams(id=played.id), "somebody")
     failed = played.turn([1], [2], failed=True)
     with pytest.raises(NotFound):
         played.turn([1], [], rid=failed.rid)
@@ -91,7 +91,7 @@ def test_closing_ends_what_runs() -> None:
 
 def test_bounds() -> None:
     now = 0.0
-    sessions = Sessions(lambda rid: None, max_sessions=2, max_tokens=100, clock=lambda: now)
+    sessions = Sessions(lambda *_: None, max_sessions=2, max_tokens=100, clock=lambda: now)
     first = sessions.open("a", capacity=10, timeout_s=5)
     with pytest.raises(Conflict):
         sessions.open("a")
@@ -106,6 +106,25 @@ def test_bounds() -> None:
         sessions.prefix(SessionParams(id=first))
     with pytest.raises(InvalidRequest, match="too much"):
         sessions.begin(SessionParams(id="b"), "r", np.zeros(101, np.int32))
+
+
+def test_a_session_does_not_expire_while_its_request_runs() -> None:
+    """However long that takes; its time begins anew when the request has ended."""
+    now = 0.0
+    sessions = Sessions(lambda *_: None, clock=lambda: now)
+    name = sessions.open("a", timeout_s=5)
+    turn = sessions.begin(SessionParams(id=name), "r", np.zeros(3, np.int32))
+    now = 100.0
+    sessions.open()  # what has expired goes now
+    turn.add(np.array([7], "<i4").tobytes())
+    sessions.end(SessionParams(id=name), turn, failed=False)
+    now = 104.0
+    sessions.open()
+    assert sessions.prefix(SessionParams(id=name, rid="r")).tolist() == [0, 0, 0, 7]
+    now = 106.0
+    sessions.open()
+    with pytest.raises(NotFound):
+        sessions.prefix(SessionParams(id=name))
 
 
 def test_a_session_forgets_its_oldest() -> None:

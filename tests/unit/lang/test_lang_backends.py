@@ -429,12 +429,13 @@ def test_runtime_starts_and_stops_a_server(tmp_path: Path) -> None:
         assert state["sure"] in ("yes", "no")
         ids = runtime.get_tokenizer().encode("Hello the")
         assert runtime.get_tokenizer().decode(ids) == "Hello the"
-        assert runtime.generate("x", {"max_new_tokens": 2})["meta_info"]["completion_tokens"] == 2
+        told = json.loads(runtime.generate("x", {"max_new_tokens": 2}, return_logprob=True, lora_path=None))
+        assert told["meta_info"]["completion_tokens"] == 2
 
         async def stream() -> str:
             return "".join([piece async for piece in runtime.async_generate("x", {"max_new_tokens": 2})])
 
-        assert asyncio.run(stream()) == runtime.generate("x", {"max_new_tokens": 2})["text"]
+        assert asyncio.run(stream()) == json.loads(runtime.generate("x", {"max_new_tokens": 2}))["text"]
         process = runtime.process
         assert process is not None
     assert process.poll() is not None
@@ -480,3 +481,21 @@ def test_a_forgotten_engine_is_forgotten(fake: FakeServer) -> None:
         assert time.monotonic() < give_up_s, "only the last that was used is kept"
         gc.collect()
         time.sleep(0.01)
+
+
+def test_openai_counts_its_tokens(fake: FakeServer) -> None:
+    backend = sgl.OpenAI("toy", base_url=fake.url + "/v1", api_key="k")
+
+    @sgl.function
+    def program(s):
+        s += sgl.user("Hello")
+        s += sgl.assistant(sgl.gen("answer", max_tokens=3))
+
+    program.run(backend=backend)
+    once = (backend.token_usage.prompt_tokens, backend.token_usage.completion_tokens)
+    assert once[0] > 0
+    assert once[1] == 3
+    program.run(backend=backend)
+    assert (backend.token_usage.prompt_tokens, backend.token_usage.completion_tokens) == (2 * once[0], 6)
+    backend.token_usage.reset()
+    assert backend.token_usage == sgl.TokenUsage()

@@ -15,6 +15,7 @@ import pytest
 from lang_fake_server import FakeServer
 from pydantic import BaseModel
 
+import bough
 import bough.lang as sgl
 from bough.lang import executor
 
@@ -659,3 +660,40 @@ def test_branches_that_fork_in_threads_of_their_own_all_begin(
         return len({branch.text() for branch in branches})
 
     assert program.run(backend=backend).ret_value == 1
+
+
+def test_values_that_do_not_exist_yet_cannot_be_compared(backend: sgl.RuntimeEndpoint) -> None:
+    @sgl.function
+    def program(s, read):
+        tool = sgl.gen("tool", choices=["search", "calculate"])
+        if read(tool):
+            s += "never"
+        s += tool
+
+    def unappended(tool: object) -> bool:
+        return tool == "search"
+
+    for read in (unappended, lambda tool: tool != "search", lambda tool: tool in ("search", "x"), bool):
+        with pytest.raises(sgl.LangError, match="has no value to compare yet"):
+            program.run(read=read, backend=backend)
+    state = program.run(read=lambda tool: tool is None, backend=backend)
+    assert state["tool"] in ("search", "calculate")
+    with pytest.raises(sgl.LangError, match="has no value"):
+        bool(sgl.gen("x"))
+    assert sgl.gen("x") == sgl.gen("x")
+    assert sgl.gen("x", max_tokens=3) != sgl.gen("x")
+
+
+def test_sglangs_names_of_the_classes() -> None:
+    made = {
+        sgl.SglFunction: sgl.function(lambda s: None),
+        sgl.SglGen: sgl.gen("x"),
+        sgl.SglSelect: sgl.select("x", ["a"]),
+        sgl.SglImage: sgl.image("a.png"),
+        sgl.SglVideo: sgl.video("a.mp4", 4),
+        sgl.SglRoleBegin: sgl.user_begin(),
+        sgl.SglRoleEnd: sgl.user_end(),
+    }
+    for kind, value in made.items():
+        assert isinstance(value, kind)
+        assert getattr(bough, kind.__name__ if kind.__name__.startswith("Sgl") else f"Sgl{kind.__name__}") is kind

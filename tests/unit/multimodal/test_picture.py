@@ -145,7 +145,9 @@ def test_many_tiny_blocks_are_counted_in_time() -> None:
 
 
 def test_our_own_pictures() -> None:
-    found = [path for path in Path("docs/images").glob("*") if path.suffix in (".png", ".jpg", ".gif", ".webp")]
+    images = Path(__file__).parents[3] / "docs" / "images"
+    found = [path for path in images.glob("*") if path.suffix in (".png", ".jpg", ".gif", ".webp")]
+    assert found, "there are some"
     for path in found:
         with Image.open(path) as decoded:
             assert (read_picture(path.read_bytes()).width, read_picture(path.read_bytes()).height) == decoded.size

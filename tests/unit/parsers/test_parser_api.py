@@ -255,7 +255,7 @@ def test_detection_names_parsers_that_exist() -> None:
 
 def test_one_shot_helpers() -> None:
     parsed = parse_tool_calls(f"Hi. {CALL}", [TOOL], "qwen25")
-    assert parsed.content == "Hi. "
+    assert parsed.content == "Hi."
     assert [(c.index, c.name, c.arguments, c.complete) for c in parsed.tool_calls] == [(0, "f", '{"a": 1}', True)]
     cut = parse_tool_calls(CALL[: CALL.index("1")], [TOOL], "hermes").tool_calls
     assert [(c.arguments, c.complete) for c in cut] == [('{"a": ', False)]
@@ -299,3 +299,33 @@ def test_importing_the_parsers_is_cheap() -> None:
     code = "import sys, bough.parsers; print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_glm_may_write_line_breaks_as_two_characters() -> None:
+    text = r"Well.<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\ny</arg_value>\n</tool_call>"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
+    spec = TextSpec(tool_parser="glm45", tools=json.dumps(tools))
+    for cut in range(len(text) + 1):
+        parser = ResponseParser.of(spec)
+        parsed = assemble([*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()])
+        assert parsed.content == "Well."
+        assert [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls] == [("f", {"a": r"x\ny"})]
+
+
+def test_calls_of_tools_that_were_not_offered_are_told() -> None:
+    told = parse_tool_calls('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', [TOOL], "hermes")
+    assert [call.name for call in told.tool_calls] == ["other"]
+
+
+def test_calls_of_tools_that_were_not_offered_can_be_left_out() -> None:
+    other = CALL.replace('"f"', '"other"')
+    text = f"Well.\n{other}\n{CALL}\n{other}\n{CALL}"
+    spec = TextSpec(tool_parser="hermes", tools=json.dumps([TOOL]), drop_unknown_tools=True)
+    for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))):
+        parser = ResponseParser.of(spec, new_id=lambda: "x")
+        parsed = assemble([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+        assert parsed.content == "Well."
+        assert [(call.index, call.name, call.arguments) for call in parsed.tool_calls] == [
+            (0, "f", '{"a": 1}'),
+            (1, "f", '{"a": 1}'),
+        ]

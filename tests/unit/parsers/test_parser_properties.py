@@ -99,12 +99,13 @@ def check_events(events: list[Any], text: str) -> None:
 def test_any_text_any_cut_tools(name: str, data: st.DataObject, new_tool_parser: Any, run_pieces: Any) -> None:
     text = data.draw(texts_for(new_tool_parser(name).markers), label="text")
     whole = run_pieces(new_tool_parser(name), [text])
-    if name != "gpt-oss":  # whose headers are dropped even where no call is made
+    keeps_all = name not in ("gpt-oss", "kimi_k2")  # whose special tokens are dropped even where no call is made
+    if keeps_all:
         check_events(whole, text)
     characters = run_pieces(new_tool_parser(name), list(text))
     assert assemble(characters) == assemble(whole)
     assert assemble(run_pieces(new_tool_parser(name), pieces_of(text, data))) == assemble(whole)
-    if name != "gpt-oss":
+    if keeps_all:
         check_events(characters, text)
 
 
@@ -127,7 +128,7 @@ def test_any_text_any_cut_reasoning(name: str, data: st.DataObject, run_pieces: 
         inside = REASONING_FORMATS[name].starts_inside if forced is None else forced
         kept = whole.reasoning if inside else whole.content
         assert kept == (text if not inside else text[len(text) - len(kept) :])
-        assert not inside or not text[: len(text) - len(kept)].strip("\r\n")
+        assert not inside or not text[: len(text) - len(kept)].strip(REASONING_FORMATS[name].trim)
 
 
 @settings(max_examples=150, deadline=None)
@@ -181,7 +182,7 @@ def test_two_samples_in_one_answer(name: str, tool_samples: list[dict[str, Any]]
 
 @pytest.mark.parametrize("name", TOOL_NAMES)
 def test_plain_text_is_told_at_once(name: str) -> None:
-    """Only a suffix that may become a marker waits."""
+    """Only a suffix that may become a marker waits, and white space before it, which may belong to a call."""
     parser = tool_parser(name)
     starts = [m for m in parser.markers if m[0] in "<["]
     told = ""
@@ -190,6 +191,7 @@ def test_plain_text_is_told_at_once(name: str) -> None:
         told += "".join(event.text for event in parser.feed(char) if isinstance(event, Content))
         waiting = text[len(told) : i + 1]
         assert told + waiting == text[: i + 1]
+        waiting = waiting.lstrip()
         assert waiting == "" or any(marker.startswith(waiting) for marker in (*parser.markers, *starts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -122,6 +123,8 @@ ENVIRONMENT = jinja2.Environment(keep_trailing_newline=True)
 ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
 ENVIRONMENT.filters["python"] = repr
 
+RENDERED = {name: ENVIRONMENT.from_string(template) for name, template in TEMPLATES.items()}
+
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
 )
@@ -168,7 +171,7 @@ def check(parsed: Any, calls: list[dict[str, Any]]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(calls=CALLS, pieces=st.integers(1, 60))
 def test_reads_back_what_the_template_wrote(name: str, calls: list[dict[str, Any]], pieces: int) -> None:
-    text = ENVIRONMENT.from_string(TEMPLATES[name]).render(calls=calls)
+    text = RENDERED[name].render(calls=calls)
     if name in MARKUP and "<" in "".join(call["arguments"].get("text", "") for call in calls):
         return  # markup has no way to quote a tag inside a value
     check(parse(name, text, pieces), calls)
@@ -210,22 +213,27 @@ def test_a_forced_call_that_is_cut_short_leaves_no_content(name: str, reasoning:
     assert format is not None
     thinks = "gpt-oss" if name == "gpt-oss" else "qwen3"
     forced = [format.section_begin + call.begin for call in format.calls]
-    rendered = ENVIRONMENT.from_string(TEMPLATES[name]).render(calls=TWO_CALLS)
+    rendered = RENDERED[name].render(calls=TWO_CALLS)
+
+    def new_parser() -> ResponseParser:
+        return ResponseParser.named(
+            reasoning=thinks if reasoning else None, tools=name, tool_list=[SPEC, OTHER], calls_only=True
+        )
+
     for text in (*forced, rendered):
+        slow, said = new_parser(), []
         for end in range(len(text) + 1):
-            for step in (1, max(end, 1)):
-                parser = ResponseParser.named(
-                    reasoning=thinks if reasoning else None, tools=name, tool_list=[SPEC, OTHER], calls_only=True
-                )
-                cut = text[:end]
-                events = [event for at in range(0, end, step) for event in parser.feed(cut[at : at + step])]
-                parsed = assemble(events + parser.finish())
-                assert (parsed.content, parsed.reasoning) == ("", ""), cut
+            at_once = new_parser()
+            whole = at_once.feed(text[:end]) + at_once.finish()
+            said += slow.feed(text[end - 1 : end]) if end else []
+            for events in (whole, said + copy.deepcopy(slow).finish()):
+                parsed = assemble(events)
+                assert (parsed.content, parsed.reasoning) == ("", ""), text[:end]
                 assert all(call.name in ("make_note", "list_notes") for call in parsed.tool_calls)
     assert [call.name for call in parsed.tool_calls] == ["make_note", "list_notes"]
 
 
 def test_an_answer_that_may_be_text_keeps_what_turned_out_to_be_no_call() -> None:
-    for calls_only, content in ((False, "It is <tool_call>"), (True, "It is ")):
+    for calls_only, content in ((False, "It is <tool_call>"), (True, "It is")):
         parser = ResponseParser.named(tools="hermes", tool_list=[SPEC], calls_only=calls_only)
         assert assemble(parser.feed("It is <tool_call>") + parser.finish()).content == content

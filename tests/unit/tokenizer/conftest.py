@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.core.errors import UnsupportedModel
 from bough.tokenizer import Tokenizer
 from bough.tokenizer.gguf import tokenizer_from_gguf

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer as Library, decoders, models, pre_tokenizers
 
-from bough.config.hf import default_model_path, open_checkpoint
+from bough.config.default_model import default_model_path
+from bough.config.hf import open_checkpoint
 from bough.core.errors import ConfigError
 from bough.tokenizer import Tokenizer, TokenizerPool, load_tokenizer
 from bough.tokenizer.builtin_templates import BUILTIN_TEMPLATES
 from bough.tokenizer.chat_template import ChatTemplate
+from bough.tokenizer.tokenizer import SlowCodebook
 
 
 @pytest.fixture
@@ -51,6 +53,17 @@ def test_a_directory_gives_ids_template_and_ends(directory: Path) -> None:
     assert tokenizer.token_of(258) == "<late>"
     assert tokenizer.token_text(257) == "</s>"
     assert tokenizer.token_text(10**6) == ""
+
+
+def test_slow_is_the_tokenizer_in_python(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    slow = load_tokenizer(tmp_path / "bytes", slow=True)
+    assert isinstance(slow.codebook, SlowCodebook)
+    assert slow.decode(slow.encode("é!", add_special_tokens=False)) == "é!"
+    for none in (directory, default_model_path()):
+        with pytest.raises(ConfigError, match="--tokenizer-mode slow"):
+            load_tokenizer(none, slow=True)
 
 
 def test_templates_come_from_the_newest_place(directory: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.core.errors import Unavailable
 from bough.tokenizer import Tokenizer, TokenizerPool, load_tokenizer
 

@@ -49,7 +49,7 @@ class MessageBody:
         """Raises the error that the answer ended with."""
         self._events += events_of(delta, self._form.chat)
         if delta.end is not None:
-            raise_if_failed(delta.end)
+            raise_if_failed(delta.end, whole=True)
             self._end = delta.end
 
     def render(self) -> Json:
@@ -63,7 +63,7 @@ class MessageBody:
         if parsed.content:
             content.append({"type": "text", "text": parsed.content})
         content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": as_object(call.arguments)}
+            {"type": "tool_use", "id": _tool_id(), "name": call.name, "input": as_object(call.arguments)}
             for call in parsed.tool_calls
         ]
         reason, sequence = stop_reason(self._end, self._form.max_tokens, called_tools=bool(parsed.tool_calls))
@@ -90,7 +90,7 @@ class MessageEvents:
 
     def add(self, delta: Delta, prompt_tokens: int) -> bytes:
         """The delta's events. Raises the error that the answer ended with."""
-        raise_if_failed(delta.end)
+        raise_if_failed(delta.end, whole=True)
         parts: list[bytes] = []
         if not self._begun:
             self._begun = True
@@ -111,10 +111,10 @@ class MessageEvents:
             case Reasoning(text):
                 opened = self._ensure("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 return [*opened, self._delta({"type": "thinking_delta", "thinking": text})]
-            case ToolCallBegin(_, call_id, name):
+            case ToolCallBegin(_, _, name):
                 self._called = True
                 closed = self._close()
-                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                block = {"type": "tool_use", "id": _tool_id(), "name": name, "input": {}}
                 return [*closed, *self._ensure("tool_use", block)]
             case ToolCallArguments(_, json_delta):
                 return [self._delta({"type": "input_json_delta", "partial_json": json_delta})]
@@ -178,6 +178,11 @@ def _usage(prompt: int, cached: int, output: int) -> Json:
         "cache_read_input_tokens": min(prompt, cached),
         "output_tokens": output,
     }
+
+
+def _tool_id() -> str:
+    """The id of a call, as Anthropic's clients expect ids to begin."""
+    return f"toolu_{random_name()}"
 
 
 def _head(form: MessageForm) -> Json:

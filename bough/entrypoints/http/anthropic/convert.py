@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,10 @@ from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition
 
 _encode = msgspec.json.Encoder().encode
 _TEXTLESS = {"image": "images", "document": "documents", "container_upload": "uploads"}
+
+_CUSTOM = (None, "custom")
+_DATED = re.compile(r"[a-z_]+_20\d{6}")
+"""Types of the tools that Anthropic's service runs, or that its models know without a schema: they end with a date."""
 
 Choice = Literal["none", "auto", "required"] | NamedTool
 
@@ -30,7 +35,7 @@ def chat_request(asked: CountTokensRequest) -> ChatRequest:
     form, effort = _output(asked)
     chat = ChatRequest(
         messages=messages,
-        tools=_tools(asked.tools) if asked.tools else None,
+        tools=_tools(asked.tools) or None if asked.tools else None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         thinking=thinking,
@@ -186,19 +191,32 @@ def _tool_use(block: Json, where: str) -> Json:
 # -- tools and options ----------------------------------------------------------------------------
 
 
+def hosted_tools(asked: CountTokensRequest, *, strict: bool) -> tuple[str, ...]:
+    """The tools that Anthropic's service runs itself (`web_search_20250305`, ...), as the header names them: they don't
+    exist here and are left out. `strict`: they are refused. Raises `InvalidRequest`."""
+    left_out: list[str] = []
+    for at, tool in enumerate(asked.tools or ()):
+        kind = tool.get("type")
+        if kind in _CUSTOM:
+            continue
+        if strict or not isinstance(kind, str) or not _DATED.fullmatch(kind):
+            raise InvalidRequest(
+                what=f"tools[{at}].type is {str(kind)[:50]!r}",
+                why="this server has no tools of its own",
+                fix="send tools with a name and an input_schema",
+                param=f"tools[{at}].type",
+            )
+        left_out.append(f"tools[{at}]:{kind}")
+    return tuple(left_out)
+
+
 def _tools(tools: Sequence[Json]) -> list[Tool]:
     bounds.count("tools", tools, "tools")
     made: list[Tool] = []
     for at, tool in enumerate(tools):
         where = f"tools[{at}]"
-        kind = tool.get("type")
-        if kind not in (None, "custom"):
-            raise InvalidRequest(
-                what=f"{where}.type is {str(kind)[:50]!r}",
-                why="this server has no tools of its own",
-                fix="send tools with a name and an input_schema",
-                param=f"{where}.type",
-            )
+        if tool.get("type") not in _CUSTOM:
+            continue
         name, about, schema = tool.get("name"), tool.get("description"), tool.get("input_schema")
         if not isinstance(name, str):
             raise bad_field(f"{where}.name is missing", "a tool has a name", f"{where}.name")

@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from bough.intake.request import PriorityWord
+
 Json = dict[str, Any]
 
 
@@ -40,7 +42,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: int | None = None
     # extensions
     rid: str | None = None
-    priority: int | None = None
+    priority: int | PriorityWord | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
     # of no effect here

@@ -48,7 +48,7 @@ class OllamaAnswer:
 
     def add(self, delta: Delta) -> list[Json]:
         """The objects that a delta is told in. Raises the error that the answer ended with."""
-        raise_if_failed(delta.end)
+        raise_if_failed(delta.end, whole=True)
         scores = (
             chat_logprob_items(delta.logprobs, self._form.known)
             if delta.logprobs is not None and self._form.logprobs

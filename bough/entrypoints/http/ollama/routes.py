@@ -25,7 +25,7 @@ from bough.entrypoints.http.ollama.schema import (
 )
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
 from bough.entrypoints.http.openai.schema import ChatRequest
-from bough.entrypoints.http.replies import LinesReply, client_of, deadline_of, json_reply, tenant_of, within_tenant
+from bough.entrypoints.http.replies import LinesReply, client_of, json_reply, placed
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request
@@ -84,12 +84,8 @@ async def _run(
     if prompt is not None:
         asked.input_ids = (await service.encode([prompt], True))[0]
     job, offered = make_request(asked, service, raw=prompt is not None)
-    job = replace(
-        job,
-        namespace=within_tenant(tenant_of(request), ""),
-        deadline_s=deadline_of(request),
-        room="at_most" if job.room == "exact" else job.room,  # num_predict may exceed the context with Ollama
-    )
+    room = "at_most" if job.room == "exact" else job.room  # num_predict may exceed the context with Ollama
+    job = replace(placed(job, request), room=room)
     form = make_form(asked, job, offered, model, served=service.served, report_cache=True)
     answer = OllamaAnswer(kind, form, model)
     if asked.stream:

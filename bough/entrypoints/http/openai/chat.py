@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -23,17 +23,19 @@ from bough.entrypoints.http.openai.fields import (
     served_name,
 )
 from bough.entrypoints.http.openai.messages import check_messages, with_tools
+from bough.entrypoints.http.openai.relaxed import relax_answer
 from bough.entrypoints.http.openai.sampling import native_sampling, with_origin
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
-from bough.entrypoints.http.openai.tools import Offer, describe, offer
-from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.openai.tools import Offer, adopt_functions, describe, offer
+from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed
 from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed, chat_opens
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request, parse_sampling
 from bough.intake.names import random_name
 from bough.intake.prepare import not_generative
+from bough.intake.request import priority_of
 from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate
 
@@ -50,15 +52,20 @@ def chat_completions(service: Service) -> Handler:
         body = await read_json(request, ChatRequest, most=server.max_body_bytes, strict=server.strict_api)
         asked = body.value
         model = served_name(service.served, asked.model)
+        legacy = asked.functions is not None
+        adopt_functions(asked)
         job, offered = make_request(asked, service)
-        job = replace(
-            job, namespace=namespace_of(asked, tenant_of(request)), deadline_s=deadline_of(request, asked.deadline_ms)
-        )
-        form = make_form(asked, job, offered, model, served=service.served, report_cache=server.enable_cache_report)
+        job = placed(job, request, deadline_ms=asked.deadline_ms)
+        form = make_form(
+            asked, job, offered, model,
+            served=service.served, report_cache=server.enable_cache_report, always_usage=server.stream_usage,
+            legacy=legacy,
+        )  # fmt: skip
+        headers = body.headers(*offered.ignored)
         if asked.stream:
-            return EventReply(_events(service, job, form), body.headers())
+            return EventReply(_events(service, job, form), headers)
         answer = await client_of(request).wait_for(_answer(service, job, form))
-        return json_reply(answer, headers=body.headers())
+        return json_reply(answer, headers=headers)
 
     return handle
 
@@ -69,11 +76,12 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
     served = service.served
     refuse_unserved_chat(asked)
     check_sizes(asked)
+    relaxed = relax_answer(asked)
     offered = offer(asked, served.tool_parser)
     prompt = asked.input_ids if asked.input_ids is not None else render(asked, served, offered)
     given = native_sampling(asked, _max_new_tokens(asked))
     if offered.structural_tag:
-        _add_tool_constraint(given, offered)
+        offered = _add_tool_constraint(given, offered)
     sampling = parse_sampling(given, served.sampling_defaults)
     by_tools = bool(offered.structural_tag) and given.get("structural_tag") == offered.structural_tag
     params = with_origin(sampling.params, asked, tools=by_tools)
@@ -95,16 +103,21 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
         logprobs=_logprobs(asked),
         logprob_text=bool(asked.logprobs),
         hidden_states=hidden_states_of(asked),
-        priority=asked.priority or 0,
+        namespace=namespace_of(asked),
+        priority=priority_of(asked.priority),
         reasoning_parser=reasoning,
         reasoning_forced=opened,
         stream_reasoning=asked.stream_reasoning is not False,
         reasoning_end=served.reasoning_end,
         thinking_budget=budget if reasons else -1,
+        speculate=asked.speculate is not False,
         tool_parser=offered.parser,
         tools=offered.source,
         calls_only=offered.forced,
+        drop_unknown_tools=service.config.server.drop_unknown_tools,
     )
+    if relaxed and "response_format" not in offered.ignored:
+        offered = dataclasses.replace(offered, ignored=(*relaxed, *offered.ignored))
     return request, offered
 
 
@@ -121,7 +134,7 @@ def _switched_off(asked: ChatRequest, served: Served) -> bool:
     if served.tokenizer is None or served.tokenizer.chat_template is None:
         return False
     template = served.tokenizer.chat_template
-    kwargs = template_kwargs(asked, template)
+    kwargs = template_kwargs(asked, template, served)
     return any(kwargs.get(name) is False for name in SWITCHES if name in template.accepted_kwargs)
 
 
@@ -135,7 +148,7 @@ def _will_reason(asked: ChatRequest, prompt: str | list[int], continued: str, se
     if chat_closed(prompt, served, continued=continued):
         return False
     template = served.tokenizer.chat_template
-    kwargs = template_kwargs(asked, template)
+    kwargs = template_kwargs(asked, template, served)
     return "enable_thinking" in template.accepted_kwargs and kwargs.get("enable_thinking", True) is not False
 
 
@@ -151,7 +164,7 @@ def render(asked: ChatRequest, served: Served, offered: Offer) -> str:
         tools=tools,
         add_generation_prompt=asked.add_generation_prompt is not False,
         continue_final_message=bool(asked.continue_final_message),
-        kwargs=template_kwargs(asked, template),
+        kwargs=template_kwargs(asked, template, served),
     )
 
 
@@ -176,10 +189,11 @@ def template_of(served: Served) -> ChatTemplate:
     return served.tokenizer.chat_template
 
 
-def template_kwargs(asked: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-    """Arguments of the template: the client's own, and `reasoning_effort` and `thinking` in the template's words."""
+def template_kwargs(asked: ChatRequest, template: ChatTemplate, served: Served) -> dict[str, Any]:
+    """Arguments of the template: the client's own, `reasoning_effort` and `thinking` in the template's words, and the
+    operator's for what the client does not set."""
     accepted = template.accepted_kwargs
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = dict(served.template_defaults)
     thinking = asked.thinking
     if asked.reasoning_effort is not None:
         if "reasoning_effort" in accepted and asked.reasoning_effort != "none":
@@ -221,39 +235,47 @@ def _logprobs(asked: ChatRequest) -> LogprobSpec | None:
     return LogprobSpec(top=top, processed=bool(asked.processed_logprobs))
 
 
-def _add_tool_constraint(sampling: dict[str, Any], offered: Offer) -> None:
+def _add_tool_constraint(sampling: dict[str, Any], offered: Offer) -> Offer:
+    """Holds the answer to the calls offered. Another constraint wins over calls that are only allowed; calls that are forced
+    win over it, as with OpenAI, and the offer that is returned says so."""
     constrained = [name for name in ("json_schema", "regex", "ebnf", "structural_tag", "choice") if name in sampling]
-    if not constrained:
-        sampling["structural_tag"] = offered.structural_tag
-    elif offered.forced:
-        raise InvalidRequest(
-            what="tool_choice forces a call, and the answer is constrained as well",
-            why="an answer can't be a call and something else",
-            fix="leave out response_format, or use tool_choice auto",
-            param="tool_choice",
-        )
+    if constrained and not offered.forced:
+        return offered
+    for name in constrained:
+        del sampling[name]
+    sampling["structural_tag"] = offered.structural_tag
+    return dataclasses.replace(offered, ignored=("response_format", *offered.ignored)) if constrained else offered
 
 
 def make_form(
-    asked: ChatRequest, request: Request, offered: Offer, model: str, *, served: Served, report_cache: bool
+    asked: ChatRequest,
+    request: Request,
+    offered: Offer,
+    model: str,
+    *,
+    served: Served,
+    report_cache: bool,
+    always_usage: bool = False,
+    legacy: bool = False,
 ) -> ChatForm:
-    """How the answers are to look."""
+    """How the answers are to look. `always_usage`: streams report usage whether or not the client asks for it. `legacy`:
+    calls are told as `function_call`."""
     options = asked.stream_options
     return ChatForm(
         id=f"chatcmpl-{random_name()}",
         model=model,
         num_choices=request.sampling.n,
         parsed=bool(request.reasoning_parser or request.tool_parser),
-        reasons=request.reasoning_parser is not None,
         at_most_one_call=offered.at_most_one,
         logprobs=request.logprobs is not None,
         known=bytes_of(served.tokenizer),
         token_ids=bool(asked.return_token_ids),
         prompt_ids=bool(asked.return_prompt_token_ids),
         report_cache=report_cache,
-        include_usage=bool(options and options.include_usage),
+        include_usage=always_usage or bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
         meta_info=bool(asked.return_meta_info),
+        legacy=legacy,
     )
 
 

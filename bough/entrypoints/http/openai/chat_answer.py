@@ -29,6 +29,7 @@ from bough.entrypoints.http.openai.shapes import BytesOf, bytes_of, chat_logprob
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
 from bough.intake.endings import raise_if_failed
+from bough.intake.native import draft_fields
 from bough.parsers import assemble
 
 Json = dict[str, Any]
@@ -44,8 +45,6 @@ class ChatForm(Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     parsed: bool = False
     """Text comes as parsers' events."""
-    reasons: bool = False
-    """Reasoning is told apart: every message and every chunk says what of it there is, if only null."""
     at_most_one_call: bool = False
     logprobs: bool = False
     known: BytesOf = field(default_factory=lambda: bytes_of(None))
@@ -56,6 +55,8 @@ class ChatForm(Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     usage_in_chunks: bool = False
     meta_info: bool = False
+    legacy: bool = False
+    """Calls are told as `function_call`, for clients that sent `functions`."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -113,19 +114,21 @@ class ChatBody:
     def _choice(self, index: int, choice: _Collected) -> Json:
         parsed = assemble(choice.events)
         message: Json = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning or self._form.reasons:
-            message["reasoning_content"] = parsed.reasoning or None
+        message |= thoughts(parsed.reasoning)
         if parsed.tool_calls:
             message["content"] = parsed.content or None
-            message["tool_calls"] = [
+            calls: list[Json] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.tool_calls
             ]
+            message |= {"function_call": calls[0]["function"]} if self._form.legacy else {"tool_calls": calls}
         rendered: Json = {
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(join_scores(choice.scores), self._form.known) if self._form.logprobs else None,
-            "finish_reason": finish_reason(choice.ended, called_tools=bool(parsed.tool_calls)),
+            "finish_reason": finish_reason(
+                choice.ended, called_tools=bool(parsed.tool_calls), legacy=self._form.legacy
+            ),
             "matched_stop": choice.ended.matched,
         }
         if self._form.token_ids:
@@ -152,6 +155,15 @@ class _Collected:
         return self.end
 
 
+def thoughts(text: str) -> Json:
+    """Reasoning under both names that clients read: `reasoning_content` and `reasoning`. Null: there is none."""
+    return {"reasoning_content": text or None, "reasoning": text or None}
+
+
+_NO_THOUGHTS = thoughts("")
+"""In every message and chunk without any, so that clients may read the fields without asking whether they are there."""
+
+
 def meta_info(end: End) -> Json:
     """Timings and counts of one completion."""
     return {
@@ -163,6 +175,7 @@ def meta_info(end: End) -> Json:
         "queue_time": end.queued_s,
         "prefill_time": end.prefill_s,
         "decode_time": end.decode_s,
+        **draft_fields(end),
     }
 
 
@@ -179,8 +192,7 @@ class ChatChunks:
         )[:-1]
         tail = b',"usage":null}\n\n' if form.include_usage else b"}\n\n"
         self._before = [self._lead(i) + b'"content":' for i in range(form.num_choices)]
-        nothing = b',"reasoning_content":null' if form.reasons else b""
-        self._after = nothing + b'},"logprobs":null,"finish_reason":null}]' + tail
+        self._after = b"," + _encode(_NO_THOUGHTS)[1:] + b',"logprobs":null,"finish_reason":null}]' + tail
         self._plain = not (form.usage_in_chunks or form.token_ids)
         self._begun = [False] * form.num_choices
         self._called = [False] * form.num_choices
@@ -235,12 +247,16 @@ class ChatChunks:
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return thoughts(text)
             case ToolCallBegin(at, call_id, name):
                 self._called[index] = True
                 function = {"name": name, "arguments": ""}
+                if self._form.legacy:
+                    return {"function_call": function}
                 return {"tool_calls": [{"index": at, "id": call_id, "type": "function", "function": function}]}
             case ToolCallArguments(at, json_delta):
+                if self._form.legacy:
+                    return {"function_call": {"arguments": json_delta}}
                 return {"tool_calls": [{"index": at, "function": {"arguments": json_delta}}]}
             case ToolCallEnd():
                 return {}
@@ -255,9 +271,13 @@ class ChatChunks:
         finish: Json | None = None,
     ) -> bytes:
         form = self._form
-        if form.reasons:
-            shown = {"reasoning_content": None, **shown}
-        choice: Json = {"index": index, "delta": shown, "logprobs": logprobs, "finish_reason": None, **(finish or {})}
+        choice: Json = {
+            "index": index,
+            "delta": {**_NO_THOUGHTS, **shown},
+            "logprobs": logprobs,
+            "finish_reason": None,
+            **(finish or {}),
+        }
         if token_ids is not None:
             choice["token_ids"] = token_ids
         chunk: Json = {
@@ -280,7 +300,7 @@ class ChatChunks:
         raise_if_failed(end)
         self._ends.append(end)
         finish: Json = {
-            "finish_reason": finish_reason(end, called_tools=self._called[index]),
+            "finish_reason": finish_reason(end, called_tools=self._called[index], legacy=self._form.legacy),
             "matched_stop": end.matched,
         }
         if hidden_states is not None:

@@ -17,6 +17,7 @@ from bough.entrypoints.http.openai.shapes import (
     bytes_of,
     finish_reason,
     join_scores,
+    no_scores,
     usage,
 )
 from bough.entrypoints.service import News
@@ -95,7 +96,7 @@ class CompletionBody:
         one = self._prompts[prompt][stream.index]
         one.prompt = stream.prompt
         one.texts.append(delta.text)
-        if delta.logprobs is not None:
+        if delta.logprobs is not None and delta.tokens:  # without any, of a token that is not given
             one.scores.append(delta.logprobs)
         if delta.prompt_logprobs is not None:
             one.prompt_scores.append(delta.prompt_logprobs)
@@ -178,21 +179,19 @@ class CompletionChunks:
         self._asked[prompt] = stream.prompt
         self._counts[index] += len(delta.tokens) // 4
         text = delta.text
-        scores = delta.logprobs
+        scores = delta.logprobs if delta.tokens else None
         if not self._begun[index]:
             self._begun[index] = True
             if form.echo is not None:
                 text = form.echo[prompt] + text
                 scores = join_scores([each for each in (delta.prompt_logprobs, scores) if each is not None])
-        if self._plain:
-            parts = [self._before[index] + _encode(text) + self._after] if text else []
-        else:
-            parts = [self._chunk(prompt, index, text, delta, scores)] if text or scores or delta.tokens else []
-        if delta.end is not None:
-            raise_if_failed(delta.end)
-            self._ends[prompt].append(delta.end)
-            parts.append(self._finish(prompt, index, delta.end, delta.hidden_states))
-        return b"".join(parts)
+        if delta.end is None and self._plain:
+            return self._before[index] + _encode(text) + self._after if text else b""
+        if delta.end is None:
+            return self._chunk(prompt, index, text, delta, scores) if text or scores or delta.tokens else b""
+        raise_if_failed(delta.end)
+        self._ends[prompt].append(delta.end)
+        return self._chunk(prompt, index, text, delta, scores, self._finish(prompt, delta.end, delta.hidden_states))
 
     def last(self) -> bytes:
         """What follows the last completion's end."""
@@ -201,28 +200,33 @@ class CompletionChunks:
         counted = [usage(ends, with_cache=self._form.report_cache) for ends in self._ends]
         return self._head + b',"choices":[],"usage":' + _encode(add_usage(counted)) + b"}\n\n" + DONE
 
-    def _chunk(self, prompt: int, index: int, text: str, delta: Delta, scores: TokenLogprobs | None) -> bytes:
-        logprobs = self._scores[index].render(scores) if self._form.top_logprobs is not None else None
-        choice: Json = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _chunk(
+        self,
+        prompt: int,
+        index: int,
+        text: str,
+        delta: Delta,
+        scores: TokenLogprobs | None,
+        finish: Json | None = None,
+    ) -> bytes:
+        logprobs = None
+        if self._form.top_logprobs is not None:
+            logprobs = self._scores[index].render(scores or (no_scores() if finish else None))
+        choice: Json = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, **(finish or {})}
         if self._form.token_ids:
             choice["token_ids"] = unpack_ids(delta.tokens).tolist()
         return event(self._wrap(prompt, choice))
 
-    def _finish(self, prompt: int, index: int, end: End, hidden_states: list[list[float]] | None) -> bytes:
-        choice: Json = {
-            "index": index,
-            "text": "",
-            "logprobs": None,
-            "finish_reason": finish_reason(end),
-            "matched_stop": end.matched,
-        }
+    def _finish(self, prompt: int, end: End, hidden_states: list[list[float]] | None) -> Json:
+        """What a completion's last chunk has beyond its text and its scores."""
+        finish: Json = {"finish_reason": finish_reason(end), "matched_stop": end.matched}
         if hidden_states is not None:
-            choice["hidden_states"] = hidden_states
+            finish["hidden_states"] = hidden_states
         if self._form.prompt_ids:
-            choice["prompt_token_ids"] = self._asked[prompt].tolist()
+            finish["prompt_token_ids"] = self._asked[prompt].tolist()
         if self._form.meta_info:
-            choice["meta_info"] = meta_info(end)
-        return event(self._wrap(prompt, choice))
+            finish["meta_info"] = meta_info(end)
+        return finish
 
     def _wrap(self, prompt: int, choice: Json) -> Json:
         form = self._form

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, cast
 
-from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -22,15 +21,18 @@ from bough.entrypoints.http.openai.fields import (
     namespace_of,
     served_name,
 )
+from bough.entrypoints.http.openai.relaxed import relax_answer
 from bough.entrypoints.http.openai.sampling import native_sampling, with_origin
 from bough.entrypoints.http.openai.schema import CompletionRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
-from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed
 from bough.entrypoints.reasoning import budget_of, with_reasoning
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request, parse_sampling
+from bough.intake.gate import num_tokens
 from bough.intake.names import random_name
+from bough.intake.request import priority_of
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this route."""
@@ -44,14 +46,13 @@ def completions(service: Service) -> Handler:
         body = await read_json(request, CompletionRequest, most=server.max_body_bytes, strict=server.strict_api)
         asked = body.value
         model = served_name(service.served, asked.model)
-        namespace = namespace_of(asked, tenant_of(request))
-        deadline_s = deadline_of(request, asked.deadline_ms)
-        jobs = [replace(job, namespace=namespace, deadline_s=deadline_s) for job in make_requests(asked, service)]
+        headers = body.headers(*relax_answer(asked))
+        jobs = [placed(job, request, deadline_ms=asked.deadline_ms) for job in make_requests(asked, service)]
         form = make_form(asked, jobs, service, model)
         if asked.stream:
-            return EventReply(_events(service, jobs, form), body.headers())
+            return EventReply(_events(service, jobs, form), headers)
         answer = await client_of(request).wait_for(_answer(service, jobs, form))
-        return json_reply(answer, headers=body.headers())
+        return json_reply(answer, headers=headers)
 
     return handle
 
@@ -62,13 +63,12 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
         return [prompt]
     if not prompt:
         raise _bad_prompt("prompt is empty", "there is nothing to complete")
-    if all(isinstance(each, int) for each in prompt):
-        return [[each for each in prompt if isinstance(each, int)]]
-    if all(isinstance(each, str) for each in prompt):
-        bounds.count("prompts", prompt, "prompt")
+    kinds = set(map(type, prompt))  # of a million ids in a few milliseconds
+    if kinds == {int}:
+        return [cast(list[int], prompt)]
+    if kinds == {str}:
         return [each for each in prompt if isinstance(each, str)]
-    if all(isinstance(each, list) for each in prompt):
-        bounds.count("prompts", prompt, "prompt")
+    if kinds == {list}:
         lists = [each for each in prompt if isinstance(each, list)]
         if not all(lists):
             raise _bad_prompt("one of the prompts is empty", "there is nothing to complete")
@@ -83,9 +83,10 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
     n = asked.n or 1
     candidates = _candidates(asked, n)
     prompts = prompts_of(asked.prompt)
+    bounds.batch(map(num_tokens, prompts), "prompt")
     if asked.suffix:
         prompts = [_filled(prompt, asked, service) for prompt in prompts]
-    bounds.at_most("completions", len(prompts) * candidates, "n")
+    bounds.batch((size for size in map(num_tokens, prompts) for _ in range(candidates)), "n")
     max_new = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_new < 0 or (max_new == 0 and not asked.echo):
         raise InvalidRequest(
@@ -108,7 +109,9 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
         "logprob_text": asked.logprobs is not None,
         "hidden_states": hidden_states_of(asked),
         "rid": asked.rid or "",
-        "priority": asked.priority or 0,
+        "namespace": namespace_of(asked),
+        "priority": priority_of(asked.priority),
+        "speculate": asked.speculate is not False,
     }
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
     return [with_reasoning(Request(prompt=prompt, **common), service.served, budget) for prompt in prompts]
@@ -183,7 +186,7 @@ def make_form(asked: CompletionRequest, requests: list[Request], service: Servic
         token_ids=bool(asked.return_token_ids),
         prompt_ids=bool(asked.return_prompt_token_ids),
         report_cache=service.config.server.enable_cache_report,
-        include_usage=bool(options and options.include_usage),
+        include_usage=service.config.server.stream_usage or bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
         meta_info=bool(asked.return_meta_info),
     )

@@ -3,12 +3,12 @@ does not do, and how a wrong one is told."""
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
 from bough.entrypoints.http.openai.schema import ChatRequest, Common
-from bough.entrypoints.http.replies import within_tenant
 from bough.entrypoints.service import Served
 from bough.intake.native import namespace_of as salted
 
@@ -28,7 +28,11 @@ def served_name(served: Served, model: str | None) -> str:
     """The name to answer with: the one the client used, if it is one of ours. Raises `ModelNotFound`."""
     if model is None or model == "" or model == served.name:
         return served.name
-    if model in served.aliases:
+    if (
+        model in served.names
+        or model in served.aliases
+        or any(fnmatchcase(model, pattern) for pattern in served.patterns)
+    ):
         return model
     raise ModelNotFound(
         what=f"there is no model {model[:200]!r}",
@@ -51,17 +55,15 @@ def check_sizes(asked: Common) -> None:
 def refuse_unserved_chat(asked: ChatRequest) -> None:
     """Raises `InvalidRequest` for what a chat asks for but does not exist here, instead of ignoring it."""
     _refuse(asked.audio, "audio", "the served model gives text only", "leave it out")
-    _refuse(asked.functions, "functions", "it was replaced by tools", "send tools")
-    _refuse(asked.function_call, "function_call", "it was replaced by tool_choice", "send tool_choice")
     _refuse(asked.web_search_options, "web_search_options", "this server does not search", "leave it out")
     _refuse(asked.chat_template, "chat_template", "templates from requests are not run", "start with --chat-template")
     if asked.modalities is not None and asked.modalities != ["text"]:
         _refuse(asked.modalities, "modalities", "the served model gives text only", 'send ["text"]')
 
 
-def namespace_of(asked: Common, tenant: str) -> str:
-    """Cache namespace: prefixes are shared only between requests with the same salt, key and tenant."""
-    return within_tenant(tenant, salted(asked.cache_salt or "", asked.extra_key or ""))
+def namespace_of(asked: Common) -> str:
+    """Cache namespace: prefixes are shared only between requests with the same salt and key."""
+    return salted(asked.cache_salt or "", asked.extra_key or "")
 
 
 def hidden_states_of(asked: Common) -> Literal["", "last", "all"]:

@@ -45,14 +45,22 @@ def _message(message: Json, where: str) -> Json:
         shaped["role"] = "system"
     if role == "function":
         shaped["role"] = "tool"
+        shaped.setdefault("tool_call_id", _call_id(message.get("name")))
     calls = message.get("tool_calls")
+    older = shaped.pop("function_call", None)
+    if older is not None and calls is None:
+        name = older.get("name") if isinstance(older, dict) else None
+        calls = [{"id": _call_id(name), "type": "function", "function": older}]
     if calls is not None:
         shaped["tool_calls"] = _tool_calls(calls, where)
     shaped["content"] = _content(message.get("content"), where, optional=role == "assistant")
-    for name in ("name", "tool_call_id", "reasoning_content", "refusal"):
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal"):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
             raise bad_field(f"{where}.{name} is no text", "it must be a string", f"{where}.{name}")
+    thoughts = shaped.pop("reasoning", None)
+    if thoughts is not None and shaped.get("reasoning_content") is None:
+        shaped["reasoning_content"] = thoughts  # the name that templates know
     return {name: value for name, value in shaped.items() if value is not None or name == "content"}
 
 
@@ -91,6 +99,11 @@ def _part(part: object, where: str) -> Json:
     if not isinstance(text, str):
         raise bad_field(f"{where}.{field} is no text", "it must be a string", f"{where}.{field}")
     return {"type": "text", "text": text}
+
+
+def _call_id(name: object) -> str:
+    """Stands for the id that calls and results of the older kind lack: they name their function instead."""
+    return f"call_{str(name)[:100]}"
 
 
 def _tool_calls(calls: object, where: str) -> list[Json]:

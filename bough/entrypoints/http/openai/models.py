@@ -16,9 +16,9 @@ from bough.entrypoints.service import Served, Service
 
 def list_models(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
-        name = service.served.name
-        listed = {"object": "list", "data": [card(service.served, name)]}
-        return json_reply({**listed, "first_id": name, "last_id": name, "has_more": False})
+        names = service.served.names or (service.served.name,)
+        listed = {"object": "list", "data": [card(service.served, name) for name in names]}
+        return json_reply({**listed, "first_id": names[0], "last_id": names[-1], "has_more": False})
 
     return handle
 

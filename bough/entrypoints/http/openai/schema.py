@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from bough.intake.request import PriorityWord
+
 Json = dict[str, Any]
 
 
@@ -48,9 +50,19 @@ class NamedFunction(Struct, kw_only=True):
     name: str
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Struct, kw_only=True, tag="function", tag_field="type"):
     function: NamedFunction
-    type: Literal["function"] = "function"
+
+
+class AllowedNames(Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(Struct, kw_only=True, tag="allowed_tools", tag_field="type"):
+    """A choice among some of the tools."""
+
+    allowed_tools: AllowedNames
 
 
 class Common(Struct, kw_only=True):
@@ -97,12 +109,14 @@ class Common(Struct, kw_only=True):
     beam_width: int | None = None
     processed_logprobs: bool | None = None
     """Log-probabilities after temperature, penalties and masks, instead of the model's own."""
+    speculate: bool | None = None
+    """False: no speculative decoding for this request."""
     return_hidden_states: bool | Literal["last", "all"] | None = None
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_meta_info: bool | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: int | PriorityWord | None = None
     deadline_ms: float | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
@@ -120,9 +134,12 @@ class ChatRequest(Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | float | None = None
+    functions: list[FunctionDefinition] | None = None
+    """The older way to offer tools; their calls are told in the older way, too."""
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     # extensions
     input_ids: list[int] | None = None
     continue_final_message: bool | None = None
@@ -138,8 +155,6 @@ class ChatRequest(Common, kw_only=True):
     # refused: what they ask for does not exist here
     audio: Json | None = None
     modalities: list[str] | None = None
-    functions: list[Json] | None = None
-    function_call: str | Json | None = None
     web_search_options: Json | None = None
     # of no effect here
     store: bool | None = None

@@ -51,10 +51,10 @@ def add_usage(parts: Sequence[Json]) -> Json:
     return total
 
 
-def finish_reason(end: End, *, called_tools: bool = False) -> str:
+def finish_reason(end: End, *, called_tools: bool = False, legacy: bool = False) -> str:
     """OpenAI's word for how a completion ended."""
-    if end.reason == "stop":
-        return "tool_calls" if called_tools else "stop"
+    if end.reason == "stop" and called_tools:
+        return "function_call" if legacy else "tool_calls"
     return end.reason
 
 
@@ -113,11 +113,16 @@ class CompletionLogprobs:
         }
 
 
+def no_scores() -> TokenLogprobs:
+    """Scores of no position."""
+    return TokenLogprobs([], [], [], [], [], [])
+
+
 def join_scores(parts: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
     """Scores of consecutive positions as one."""
     if not parts:
         return None
-    joined = TokenLogprobs([], [], [], [], [], [])
+    joined = no_scores()
     for part in parts:
         joined.token_ids.extend(part.token_ids)
         joined.logprobs.extend(part.logprobs)

@@ -10,7 +10,8 @@ import msgspec
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
-from bough.entrypoints.http.openai.schema import ChatRequest, NamedTool, Tool
+from bough.entrypoints.http.openai.relaxed import relax_tools
+from bough.entrypoints.http.openai.schema import AllowedNames, AllowedTools, ChatRequest, NamedFunction, NamedTool, Tool
 from bough.parsers import ToolCallFormat, ToolSpec, call_format
 
 Json = dict[str, Any]
@@ -34,6 +35,8 @@ class Offer:
     forced: bool = False
     """The answer consists of calls only."""
     at_most_one: bool = False
+    ignored: tuple[str, ...] = ()
+    """What is not enforced: fields that a forced call leaves no place for, parts of schemas."""
 
     @property
     def source(self) -> str:
@@ -44,13 +47,35 @@ class Offer:
 NO_TOOLS = Offer(tools=[], parser=None)
 
 
+def adopt_functions(body: ChatRequest) -> None:
+    """Turns the older `functions` and `function_call` of a body into tools and a choice among them. Raises
+    `InvalidRequest` if it has both the older and the newer fields."""
+    if body.functions is None and body.function_call is None:
+        return
+    if body.tools is not None or body.tool_choice is not None:
+        raise InvalidRequest(
+            what="functions or function_call beside tools or tool_choice",
+            why="they are an older and a newer way to offer the same",
+            fix="send tools and tool_choice only",
+            param="functions" if body.functions is not None else "function_call",
+        )
+    body.tools = [Tool(function=each) for each in body.functions or ()] or None
+    choice = body.function_call
+    body.tool_choice = NamedTool(function=choice) if isinstance(choice, NamedFunction) else choice
+    body.parallel_tool_calls = False  # a message of that kind holds one call
+
+
 def offer(body: ChatRequest, parser: str | None) -> Offer:
     """What the body's `tools` and `tool_choice` come to. `parser`: the format of the served model, if known."""
     tools = body.tools or []
     bounds.count("tools", tools, "tools")
-    choice = body.tool_choice if body.tool_choice is not None else ("auto" if tools else "none")
+    given = body.tool_choice
+    if isinstance(given, AllowedTools):
+        tools = _allowed(tools, given.allowed_tools)
+        given = given.allowed_tools.mode
+    choice = given if given is not None else ("auto" if tools else "none")
     if choice != "none" and not tools:
-        if body.tool_choice in (None, "auto"):
+        if given in (None, "auto"):
             return NO_TOOLS
         raise InvalidRequest(
             what="tool_choice asks for a call, but there are no tools",
@@ -63,13 +88,15 @@ def offer(body: ChatRequest, parser: str | None) -> Offer:
     _check_names(tools)
     _check_parameters(tools)
     shown: list[Json] = [{"type": "function", "function": _function(tool)} for tool in tools]
+    tools, relaxed = relax_tools(tools)
     bounds.at_most("tools_bytes", len(_encode(shown)), "tools")
     one = body.parallel_tool_calls is False
     name = parser or FALLBACK_PARSER
     if choice == "auto":
         strict = [tool for tool in tools if tool.function.strict]
         tag = _constrained_tag(name, strict, only_one=one) if strict else ""
-        return Offer(tools=shown, parser=name, structural_tag=tag, at_most_one=one)
+        ignored = relaxed if strict else ()
+        return Offer(tools=shown, parser=name, structural_tag=tag, at_most_one=one, ignored=ignored)
     wanted = tools if choice == "required" else [_named(tools, choice)]
     form = call_format(name, _specs(wanted))
     if form is None:
@@ -78,7 +105,8 @@ def offer(body: ChatRequest, parser: str | None) -> Offer:
     if form is None:
         raise AssertionError("the fallback format can be written by a grammar")
     one = one or isinstance(choice, NamedTool)
-    return Offer(tools=shown, parser=name, structural_tag=_forced_tag(form, only_one=one), forced=True, at_most_one=one)
+    tag = _forced_tag(form, only_one=one)
+    return Offer(tools=shown, parser=name, structural_tag=tag, forced=True, at_most_one=one, ignored=relaxed)
 
 
 def describe(tools: Sequence[Json]) -> str:
@@ -126,12 +154,26 @@ def _check_parameters(tools: Sequence[Tool]) -> None:
             )
 
 
+def _allowed(tools: Sequence[Tool], allowed: AllowedNames) -> list[Tool]:
+    """The tools that `allowed_tools` leaves. Raises `InvalidRequest` for one that is not there."""
+    names = {each.function.name: None for each in allowed.tools}
+    known = {tool.function.name for tool in tools}
+    for name in names:
+        if name not in known:
+            raise _no_such_tool(tools, name)
+    return [tool for tool in tools if tool.function.name in names]
+
+
 def _named(tools: Sequence[Tool], choice: object) -> Tool:
     wanted = choice.function.name if isinstance(choice, NamedTool) else ""
     for tool in tools:
         if tool.function.name == wanted:
             return tool
-    raise InvalidRequest(
+    raise _no_such_tool(tools, wanted)
+
+
+def _no_such_tool(tools: Sequence[Tool], wanted: str) -> InvalidRequest:
+    return InvalidRequest(
         what=f"tool_choice names {wanted[:100]!r}, which is not among the tools",
         why=f"the tools are: {', '.join(tool.function.name for tool in tools)[:500]}",
         fix="name one of them",

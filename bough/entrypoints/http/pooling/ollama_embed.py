@@ -14,7 +14,7 @@ from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.ollama.convert import model_name
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.pooling.common import inputs_of, pooler_of
-from bough.entrypoints.http.replies import client_of, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.replies import caller_of, client_of, deadline_of, json_reply
 from bough.entrypoints.service import Service
 from bough.intake import PoolOptions
 from bough.intake.pool_texts import WHOLE
@@ -57,7 +57,7 @@ def _handler(service: Service, *, many: bool) -> Handler:
             raise InvalidRequest(what=f"{field} is missing", why="it is required", fix=f"send {field}", param=field)
         options = PoolOptions(
             truncate=None if asked.truncate is False else WHOLE, cut_by='"truncate": true',
-            namespace=tenant_of(request), deadline_s=deadline_of(request),
+            caller=caller_of(request), deadline_s=deadline_of(request),
         )  # fmt: skip
         inputs = inputs_of(given) if given != [] else []
         work = pooler.embed(inputs, options, dimensions=asked.dimensions)

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from bough.intake.request import PriorityWord
+
 Inputs = str | list[str | int | list[int]]
 """A text, token ids, or a list of either."""
 
@@ -16,7 +18,7 @@ class PoolingBody(Struct, kw_only=True):
     model: str | None = None
     user: str | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: int | PriorityWord | None = None
     truncate_prompt_tokens: int | None = None
     """Cut inputs to this many tokens; -1: to what fits."""
     truncate: bool | None = None

@@ -25,17 +25,18 @@ from bough.entrypoints.http.errors import in_words
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
+from bough.entrypoints.http.responses.tools import OfferedTools, text_argument
 from bough.intake.endings import GIVEN_UP, raise_if_failed
 from bough.intake.names import random_name
 
 _encode = msgspec.json.Encoder().encode
 
 
-def new_response(asked: ResponsesRequest, model: str) -> Json:
-    """A response that has not begun."""
+def new_response(asked: ResponsesRequest, model: str, name: str = "") -> Json:
+    """A response that has not begun. `name`: 32 hexadecimal digits for its id, if not any."""
     reasoning, text = asked.reasoning, asked.text
     return {
-        "id": f"resp_{random_name()}",
+        "id": f"resp_{name or random_name()}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "queued" if asked.background else "in_progress",
@@ -57,7 +58,7 @@ def new_response(asked: ResponsesRequest, model: str) -> Json:
         "tools": asked.tools or [],
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": asked.top_p,
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
         "usage": None,
         "user": asked.user,
     }
@@ -66,9 +67,10 @@ def new_response(asked: ResponsesRequest, model: str) -> Json:
 class Growing:
     """Builds one response. Every method returns the events that tell of what it did."""
 
-    def __init__(self, response: Json, form: ChatForm) -> None:
+    def __init__(self, response: Json, form: ChatForm, offered: OfferedTools) -> None:
         self.response = response
         self._form = form
+        self._offered = offered
         self._sequence = 0
         self._open: Json | None = None
         """The item being filled; it is the last of `response["output"]`."""
@@ -140,8 +142,12 @@ class Growing:
                 ]
             case ToolCallBegin(_, call_id, name):
                 closed = self._close()
-                return [*closed, *self._ensure("function_call", call_id=call_id, name=name)]
+                item = self._offered.call_item(call_id, name)
+                return [*closed, *self._ensure(item.pop("type"), **item)]
             case ToolCallArguments(_, json_delta):
+                if self._open is not None and self._open["type"] == "custom_tool_call":
+                    self._pieces.append(json_delta)  # its text is known once the JSON around it is whole
+                    return []
                 return [self._piece("response.function_call_arguments.delta", json_delta)]
             case ToolCallEnd():
                 return self._close()
@@ -173,6 +179,11 @@ class Growing:
                 told.append(self._here("response.output_text.done", content_index=0, text=text, logprobs=shown))
             case "reasoning":
                 told.append(self._here("response.reasoning_text.done", content_index=0, text=text))
+            case "custom_tool_call":
+                item["input"] = text_argument(text)
+                kind = "response.custom_tool_call_input"
+                told.append(self._here(f"{kind}.delta", delta=item["input"]))
+                told.append(self._here(f"{kind}.done", input=item["input"]))
             case _:
                 item["arguments"] = text
                 told.append(self._here("response.function_call_arguments.done", arguments=text, name=item["name"]))
@@ -231,7 +242,8 @@ def _item(kind: str, **fields: str) -> Json:
         return {
             "id": f"rs_{random_name()}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress",
         }  # fmt: skip
-    return {"id": f"fc_{random_name()}", "type": kind, "arguments": "", "status": "in_progress", **fields}
+    mark = "ctc" if kind == "custom_tool_call" else "fc"
+    return {"id": f"{mark}_{random_name()}", "type": kind, "status": "in_progress", **fields}
 
 
 def _part(kind: str, text: str, scores: list[Json]) -> Json | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.openai.fields import bad_field, bad_role
-from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, NamedFunction, NamedTool, Tool
+from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
+from bough.entrypoints.http.responses.tools import OfferedTools, as_arguments, tool_choice
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -22,16 +22,14 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def chat_request(asked: ResponsesRequest, items: Sequence[Json]) -> ChatRequest:
+def chat_request(asked: ResponsesRequest, items: Sequence[Json], offered: OfferedTools) -> ChatRequest:
     """The request in the chat route's words. `items`: the whole conversation. Raises `InvalidRequest`."""
     _refuse(asked)
-    messages = messages_of(items)
+    messages = messages_of(items, offered)
     if asked.instructions:
         messages.insert(0, {"role": "system", "content": asked.instructions})
-    tools = _tools(asked.tools or ())
-    choice, allowed = _tool_choice(asked.tool_choice)
-    if allowed is not None:
-        tools = [tool for tool in tools if tool.function.name in allowed]
+    choice, allowed = tool_choice(asked.tool_choice, offered)
+    tools = [tool for tool in offered.functions if allowed is None or tool.function.name in allowed]
     chat = ChatRequest(
         messages=messages,
         max_completion_tokens=asked.max_output_tokens,
@@ -65,7 +63,7 @@ def input_items(given: str | Sequence[Json], lookup: Callable[[str], Json | None
     return items
 
 
-def messages_of(items: Sequence[Json]) -> list[Json]:
+def messages_of(items: Sequence[Json], offered: OfferedTools) -> list[Json]:
     """Chat messages of a conversation's items: reasoning and calls go into the assistant's message they belong to."""
     made: list[Json] = []
     thoughts: list[str] = []
@@ -84,16 +82,18 @@ def messages_of(items: Sequence[Json]) -> list[Json]:
         match item.get("type", "message"):
             case "message":
                 _add_message(item, where, made, assistant)
-            case "function_call":
-                assistant().setdefault("tool_calls", []).append(_call(item, where))
-            case "function_call_output":
+            case "function_call" | "custom_tool_call":
+                assistant().setdefault("tool_calls", []).append(_call(item, where, offered))
+            case "function_call_output" | "custom_tool_call_output":
                 made.append(_call_output(item, where))
             case "reasoning":
                 thoughts += _thoughts(item, where)
+            case "additional_tools":
+                pass  # `all_tools` has them
             case other:
                 raise InvalidRequest(
                     what=f"{where} is of type {str(other)[:50]!r}",
-                    why="items are messages, function calls, their outputs, and reasoning",
+                    why="items are messages, calls of functions and custom tools, their outputs, and reasoning",
                     fix="leave it out",
                     param=f"{where}.type",
                 )
@@ -139,10 +139,14 @@ def _text(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def _call(item: Json, where: str) -> Json:
-    call, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
-    if not isinstance(call, str) or not isinstance(name, str) or not isinstance(arguments, str):
-        raise bad_field(f"{where} is no call", "a call has a call_id, a name and arguments as JSON text", where)
+def _call(item: Json, where: str, offered: OfferedTools) -> Json:
+    is_custom = item["type"] == "custom_tool_call"
+    call, name, arguments = item.get("call_id"), offered.named(item), item.get("input" if is_custom else "arguments")
+    if not isinstance(call, str) or name is None or not isinstance(arguments, str):
+        what = "a call_id, a name, and input as text" if is_custom else "a call_id, a name and arguments as JSON text"
+        raise bad_field(f"{where} is no call", f"a call has {what}", where)
+    if is_custom:
+        arguments = as_arguments(arguments)
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -170,53 +174,6 @@ def _refuse(asked: ResponsesRequest) -> None:
     ):
         if getattr(asked, name) is not None:
             raise InvalidRequest(what=f"{name} is not supported", why=why, fix=fix, param=name)
-    if asked.truncation == "auto":
-        raise InvalidRequest(
-            what="truncation auto is not supported",
-            why="nothing is left out of a conversation silently",
-            fix="leave it out, and send the items that matter",
-            param="truncation",
-        )
-
-
-def _tools(tools: Sequence[Json]) -> list[Tool]:
-    bounds.count("tools", tools, "tools")
-    made: list[Tool] = []
-    for at, tool in enumerate(tools):
-        where = f"tools[{at}]"
-        if tool.get("type") != "function":
-            raise InvalidRequest(
-                what=f"{where}.type is {str(tool.get('type'))[:50]!r}",
-                why="this server has no tools of its own",
-                fix="send tools of type function",
-                param=f"{where}.type",
-            )
-        name, about, schema = tool.get("name"), tool.get("description"), tool.get("parameters")
-        if not isinstance(name, str):
-            raise bad_field(f"{where}.name is missing", "a tool has a name", f"{where}.name")
-        if not isinstance(about, str | None) or not isinstance(schema, dict | None):
-            raise bad_field(f"{where} has the wrong types", "description is text, parameters an object", where)
-        strict = tool.get("strict") is True
-        made.append(Tool(function=FunctionDefinition(name=name, description=about, parameters=schema, strict=strict)))
-    return made
-
-
-def _tool_choice(choice: str | Json | None) -> tuple[Any, frozenset[str] | None]:
-    """`tool_choice` as the chat route knows it, and the names it leaves of the tools (None: all)."""
-    match choice:
-        case None | "none" | "auto" | "required":
-            return choice, None
-        case {"type": "function", "name": str(name)}:
-            return NamedTool(function=NamedFunction(name=name)), None
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
-            names = frozenset(str(tool.get("name")) for tool in tools if isinstance(tool, dict))
-            return mode, names
-        case _:
-            raise bad_field(
-                "tool_choice is not known",
-                "it must be none, auto, required, a function by name, or allowed_tools",
-                "tool_choice",
-            )
 
 
 def _format(asked: ResponsesRequest) -> Json | None:

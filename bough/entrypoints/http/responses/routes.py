@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 
-from msgspec.structs import replace
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -15,13 +15,16 @@ from bough.core.errors import BoughError, InvalidRequest
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.errors import as_bough
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
-from bough.entrypoints.http.openai.fields import namespace_of, served_name
+from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.paging import page
-from bough.entrypoints.http.replies import EventReply, client_of, deadline_of, json_reply, tenant_of
+from bough.entrypoints.http.peers import PassedOn
+from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed, tenant_of
 from bough.entrypoints.http.responses.answer import Growing, event_bytes, new_response
 from bough.entrypoints.http.responses.convert import chat_request, input_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
+from bough.entrypoints.http.responses.shorten import num_tokens, shorten
 from bough.entrypoints.http.responses.store import Kept, ResponseStore
+from bough.entrypoints.http.responses.tools import all_tools, offered_tools
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request
@@ -29,13 +32,16 @@ from bough.intake import Request
 _log = logging.getLogger(__name__)
 
 _MOST_LISTED = 100
+_MOST_ASKED = 256
+"""Items that other workers are asked for on behalf of one request."""
 
 
 def store_of(service: Service) -> ResponseStore:
     """The worker's store, made when it is first asked for."""
     if service.responses is None:
         server = service.config.server
-        service.responses = ResponseStore(server.response_store_size, workers=server.api_workers)
+        size = -(-server.response_store_size // max(1, server.api_workers))
+        service.responses = ResponseStore(size)
         service.at_close(service.responses.close)
     return service.responses
 
@@ -53,26 +59,51 @@ def create(service: Service) -> Handler:
         tenant = tenant_of(request)
         past: list[Json] = []
         if asked.previous_response_id is not None:
-            past = _finished(store.get(asked.previous_response_id, tenant, "previous_response_id")).conversation()
-        new = input_items(asked.input, store.item)
-        chat = chat_request(asked, [*past, *new])
+            past = await _conversation(service, request, asked.previous_response_id)
+        new = await _new_items(service, request, asked.input)
+        tools = offered_tools(all_tools(asked.tools, [*past, *new]), strict=server.strict_api)
+        chat = chat_request(asked, [*past, *new], tools)
+        cut = await shorten(chat, service) if asked.truncation == "auto" else ()
         job, offered = make_request(chat, service)
-        job = replace(job, namespace=namespace_of(chat, tenant), deadline_s=deadline_of(request))
+        headers = body.headers(*tools.left_out, *cut, *offered.ignored)
+        job = placed(job, request)
         form = make_form(chat, job, offered, model, served=service.served, report_cache=server.enable_cache_report)
-        growing = Growing(new_response(asked, model), form)
+        name = service.peers.new_name() if service.peers is not None else ""
+        growing = Growing(new_response(asked, model, name), form, tools)
         kept = Kept(growing.response, [*past, *new], len(new), tenant)
         if asked.background:
+            job = msgspec.structs.replace(job, stream=True)  # whoever follows it later sees it grow
             _in_background(service, store, job, growing, kept)
             if asked.stream:
-                return EventReply(kept.follow(), body.headers())
-            return json_reply(kept.response, headers=body.headers())
+                return EventReply(kept.follow(), headers)
+            return json_reply(kept.response, headers=headers)
         keep = store if asked.store is not False else None
         if asked.stream:
-            return EventReply(_events(service, job, growing, kept, keep), body.headers())
+            return EventReply(_events(service, job, growing, kept, keep), headers)
         await client_of(request).wait_for(_whole(service, job, growing))
         if keep is not None:
             keep.put(kept)
-        return json_reply(growing.response, headers=body.headers())
+        return json_reply(growing.response, headers=headers)
+
+    return handle
+
+
+def input_tokens(service: Service) -> Handler:
+    """POST /v1/responses/input_tokens: how many tokens a request's input has."""
+    server = service.config.server
+
+    async def handle(request: HttpRequest) -> Response:
+        body = await read_json(request, ResponsesRequest, most=server.max_body_bytes, strict=server.strict_api)
+        asked = body.value
+        served_name(service.served, asked.model)
+        past: list[Json] = []
+        if asked.previous_response_id is not None:
+            past = await _conversation(service, request, asked.previous_response_id)
+        new = await _new_items(service, request, asked.input)
+        tools = offered_tools(all_tools(asked.tools, [*past, *new]), strict=server.strict_api)
+        chat = chat_request(asked, [*past, *new], tools)
+        counted = {"object": "response.input_tokens", "input_tokens": await num_tokens(chat, service)}
+        return json_reply(counted, headers=body.headers(*tools.left_out))
 
     return handle
 
@@ -82,6 +113,9 @@ def retrieve(service: Service) -> Handler:
     store = store_of(service)
 
     async def handle(request: HttpRequest) -> Response:
+        elsewhere = _passed_on(service, request)
+        if elsewhere is not None:
+            return elsewhere
         kept = store.get(request.path_params["id"], tenant_of(request))
         if request.query_params.get("stream", "").lower() != "true":
             return json_reply(kept.response)
@@ -102,6 +136,9 @@ def delete(service: Service) -> Handler:
     store = store_of(service)
 
     async def handle(request: HttpRequest) -> Response:
+        elsewhere = _passed_on(service, request)
+        if elsewhere is not None:
+            return elsewhere
         kept = store.get(request.path_params["id"], tenant_of(request))
         store.delete(kept)
         return json_reply({"id": kept.id, "object": "response", "deleted": True})
@@ -114,6 +151,9 @@ def cancel(service: Service) -> Handler:
     store = store_of(service)
 
     async def handle(request: HttpRequest) -> Response:
+        elsewhere = _passed_on(service, request)
+        if elsewhere is not None:
+            return elsewhere
         kept = store.get(request.path_params["id"], tenant_of(request))
         if not kept.response["background"]:
             raise InvalidRequest(
@@ -135,11 +175,80 @@ def list_input(service: Service) -> Handler:
     store = store_of(service)
 
     async def handle(request: HttpRequest) -> Response:
+        elsewhere = _passed_on(service, request)
+        if elsewhere is not None:
+            return elsewhere
         kept = store.get(request.path_params["id"], tenant_of(request))
         items = [{"id": f"item_{at}", **item} for at, item in enumerate(kept.items)]
         return json_reply(page(request, items[::-1], lambda item: item["id"], lambda item: item, most=_MOST_LISTED))
 
     return handle
+
+
+# -- what other workers keep ---------------------------------------------------------------------------------------
+
+
+def kept_conversation(service: Service) -> Handler:
+    """GET /peer/conversations/{id}, for other workers: everything up to and with the answer of a response."""
+    store = store_of(service)
+
+    async def handle(request: HttpRequest) -> Response:
+        kept = store.get(request.path_params["id"], tenant_of(request), "previous_response_id")
+        return json_reply(_finished(kept).conversation())
+
+    return handle
+
+
+def kept_item(service: Service) -> Handler:
+    """GET /peer/items/{id}, for other workers: one item."""
+    store = store_of(service)
+
+    async def handle(request: HttpRequest) -> Response:
+        item = store.item(request.path_params["id"], tenant_of(request))
+        return json_reply(item, status=200 if item is not None else 404)
+
+    return handle
+
+
+def _passed_on(service: Service, request: HttpRequest) -> Response | None:
+    """The answer of the worker that keeps the response, if that is another one."""
+    peers = service.peers
+    worker = peers.keeper_of(request.path_params["id"]) if peers is not None else 0
+    return PassedOn(peers, worker, request) if peers is not None and worker != peers.own else None
+
+
+async def _conversation(service: Service, request: HttpRequest, response_id: str) -> list[Json]:
+    """Everything up to and with the answer of a response, whichever worker keeps it. Raises `NotFound`, `InvalidRequest`."""
+    peers, store = service.peers, store_of(service)
+    if peers is not None and (worker := peers.keeper_of(response_id)) != peers.own:
+        told = await peers.ask(worker, request, f"/peer/conversations/{response_id}")
+        if told is not None:
+            items: list[Json] = msgspec.json.decode(told, type=list[Json])
+            return items
+    return _finished(store.get(response_id, tenant_of(request), "previous_response_id")).conversation()
+
+
+async def _new_items(service: Service, request: HttpRequest, given: str | list[Json]) -> list[Json]:
+    """The items of an input, with those that it only refers to. Raises `InvalidRequest` for one that nobody keeps."""
+    store, tenant = store_of(service), tenant_of(request)
+    known = await _items_of_others(service, request, given)
+    return input_items(given, lambda item_id: store.item(item_id, tenant) or known.get(item_id))
+
+
+async def _items_of_others(service: Service, request: HttpRequest, given: str | list[Json]) -> dict[str, Json]:
+    """Items that the input refers to and this worker does not keep."""
+    peers, store = service.peers, store_of(service)
+    if peers is None or isinstance(given, str):
+        return {}
+    found: dict[str, Json] = {}
+    names = {str(item.get("id", "")) for item in given if item.get("type") == "item_reference"}
+    for name in [each for each in names if each and store.item(each, tenant_of(request)) is None][:_MOST_ASKED]:
+        for worker in peers.others:
+            told = await peers.ask(worker, request, f"/peer/items/{name}")
+            if told is not None:
+                found[name] = msgspec.json.decode(told, type=Json)
+                break
+    return found
 
 
 # -- running --------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from bough.intake.request import PriorityWord
+
 Json = dict[str, Any]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -56,7 +58,7 @@ class ResponsesRequest(Struct, kw_only=True):
     ignore_eos: bool | None = None
     chat_template_kwargs: Json | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: int | PriorityWord | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
     # refused: what they ask for does not exist here

@@ -20,6 +20,11 @@ MAX_BYTES: Final = 256 * 1024 * 1024
 
 _encode = msgspec.json.Encoder().encode
 
+_WHY_NONE: Final = "it runs with --response-store-size 0"
+
+Name = tuple[str, str]
+"""Tenant and id."""
+
 
 class Kept:
     """One response, what it answers, and, if it runs in the background, what it has told."""
@@ -38,6 +43,10 @@ class Kept:
     @property
     def id(self) -> str:
         return str(self.response["id"])
+
+    @property
+    def name(self) -> Name:
+        return self.tenant, self.id
 
     @property
     def running(self) -> bool:
@@ -74,20 +83,15 @@ class Kept:
 
 
 class ResponseStore:
-    """Responses by id. One event loop."""
+    """Responses and their items, by tenant and id. One event loop."""
 
-    def __init__(self, max_responses: int, *, workers: int = 1, max_bytes: int = MAX_BYTES) -> None:
-        self._max = max_responses if workers == 1 else 0
-        self._why_none = (
-            "with several API workers the next request may meet another one"
-            if workers > 1
-            else "it runs with --response-store-size 0"
-        )
+    def __init__(self, max_responses: int, *, max_bytes: int = MAX_BYTES) -> None:
+        self._max = max_responses
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._sizes: dict[str, int] = {}
-        self._items: dict[str, Json] = {}
+        self._kept: OrderedDict[Name, Kept] = OrderedDict()
+        self._sizes: dict[Name, int] = {}
+        self._items: dict[Name, Json] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -101,8 +105,8 @@ class ResponseStore:
         if not self.enabled:
             raise InvalidRequest(
                 what=f"{param} needs stored responses, and this server stores none",
-                why=self._why_none,
-                fix="send the whole conversation, or start the server with --api-workers 1 and --response-store-size 1024",
+                why=_WHY_NONE,
+                fix="send the whole conversation, or start the server with --response-store-size 1024",
                 param=param,
             )
 
@@ -110,41 +114,41 @@ class ResponseStore:
         """Keeps a response; one that is kept while it runs is updated once it has ended, when its size is known."""
         if not self.enabled:
             return
-        self._forget(kept.id)
-        self._kept[kept.id] = kept
+        self._forget(kept.name)
+        self._kept[kept.name] = kept
         own = kept.own_items()
         size = len(_encode(own)) + sum(map(len, kept.events or ()))
-        self._sizes[kept.id] = size
+        self._sizes[kept.name] = size
         self._num_bytes += size
-        self._items.update({item["id"]: item for item in own if isinstance(item.get("id"), str)})
+        self._items.update({(kept.tenant, item["id"]): item for item in own if isinstance(item.get("id"), str)})
         self._evict()
 
     def update(self, kept: Kept) -> None:
         """Notes what a kept response has grown to; one that was deleted meanwhile stays so."""
-        if self._kept.get(kept.id) is kept:
+        if self._kept.get(kept.name) is kept:
             self.put(kept)
 
     def get(self, response_id: str, tenant: str, param: str = "response_id") -> Kept:
         """Raises `NotFound`: never there, gone, or somebody else's."""
-        kept = self._kept.get(response_id)
-        if kept is None or kept.tenant != tenant:
+        kept = self._kept.get((tenant, response_id))
+        if kept is None:
             raise NotFound(
                 what=f"there is no response {response_id[:80]!r}",
-                why=f"the last {self._max} are kept, and only those with store: true" if self._max else self._why_none,
+                why=f"the last {self._max} are kept, and only those with store: true" if self._max else _WHY_NONE,
                 fix="send the whole conversation as input",
                 param=param,
             )
-        self._kept.move_to_end(response_id)
+        self._kept.move_to_end(kept.name)
         return kept
 
-    def item(self, item_id: str) -> Json | None:
-        """A stored item by its own id."""
-        return self._items.get(item_id)
+    def item(self, item_id: str, tenant: str) -> Json | None:
+        """A stored item of the tenant by its own id."""
+        return self._items.get((tenant, item_id))
 
     def delete(self, kept: Kept) -> None:
         if kept.task is not None:
             kept.task.cancel()
-        self._forget(kept.id)
+        self._forget(kept.name)
 
     async def close(self) -> None:
         """Ends what runs in the background."""
@@ -158,13 +162,13 @@ class ResponseStore:
             if len(self._kept) <= self._max and self._num_bytes <= self._max_bytes:
                 return
             if not kept.running and kept.response["status"] not in ("queued", "in_progress"):
-                self._forget(kept.id)
+                self._forget(kept.name)
 
-    def _forget(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id, None)
+    def _forget(self, name: Name) -> None:
+        kept = self._kept.pop(name, None)
         if kept is None:
             return
-        self._num_bytes -= self._sizes.pop(response_id)
+        self._num_bytes -= self._sizes.pop(name)
         for item in kept.own_items():
             if isinstance(item.get("id"), str):
-                self._items.pop(item["id"], None)
+                self._items.pop((kept.tenant, item["id"]), None)

@@ -22,9 +22,10 @@ from starlette.responses import RedirectResponse, Response
 from bough.core.errors import NotFound
 from bough.core.messages import Look
 from bough.entrypoints.http.openai.chat import Handler
-from bough.entrypoints.http.replies import json_reply
-from bough.entrypoints.http.security import UI_STATE, is_admin
+from bough.entrypoints.http.replies import caller_of, json_reply
+from bough.entrypoints.http.security import UI_STATE
 from bough.entrypoints.service import Service
+from bough.tokenizer import Tokenizer
 
 STATE_PATH = UI_STATE
 
@@ -34,9 +35,12 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 _FRESH_S = 0.2
 """Watchers within this time get the same picture: the engine draws at most five a second, whoever asks."""
+_SPAN_TOKENS = 48
+"""Tokens of a span whose text the page shows: a few lines."""
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
 
 
@@ -53,11 +57,11 @@ class File:
 def files() -> dict[str, File]:
     """The page's files by name, read once."""
     found = {}
-    for path in sorted(_FOLDER.iterdir()):
+    for path in sorted(_FOLDER.rglob("*")):
         if path.suffix in _TYPES:
             content = path.read_bytes()
             tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-            found[path.name] = File(content, _TYPES[path.suffix], tag)
+            found[path.relative_to(_FOLDER).as_posix()] = File(content, _TYPES[path.suffix], tag)
     return found
 
 
@@ -66,7 +70,7 @@ def security_headers(other_api: str = "") -> dict[str, str]:
     connect = "'self'" if not other_api else f"'self' {other_api}"
     return {
         "content-security-policy": (
-            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+            "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data: blob:; "
             f"connect-src {connect}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         ),
         "x-content-type-options": "nosniff",
@@ -115,21 +119,39 @@ def reference(service: Service) -> Handler:
 
 
 def state(service: Service) -> Handler:
-    """GET /ui/state: the engine's numbers, the spans of the tree, and the requests that are in it."""
+    """GET /ui/state: the engine's numbers, the spans of the tree, and the requests that are in it.
+
+    Prompts may be anybody's: who has no admin key sees the spans' sizes and no text, unless the server has no keys at all.
+    """
     drawn: tuple[float, dict[str, Any]] = (0.0, {})
+    tokenizer = service.served.tokenizer
     drawing = asyncio.Lock()
 
     async def handle(request: Request) -> Response:
         nonlocal drawn
         async with drawing:
             if time.monotonic() - drawn[0] > _FRESH_S:
-                drawn = (time.monotonic(), await service.intake.call(Look))
+                seen = await service.intake.call(lambda call: Look(call, span_tokens=_SPAN_TOKENS))
+                spans = [_with_text(span, tokenizer) for span in seen.get("spans", [])]
+                drawn = (time.monotonic(), {**seen, "spans": spans})
         picture = drawn[1]
-        if not is_admin(request.scope, service.config.server):
-            picture = {**picture, "rows": [_without_name(row) for row in picture.get("rows", [])]}
+        if not caller_of(request).admin:
+            spans = [{**span, "text": None} for span in picture.get("spans", [])]
+            picture = {**picture, "rows": [_without_name(row) for row in picture.get("rows", [])], "spans": spans}
         return json_reply(picture, headers={"cache-control": "no-store"})
 
     return handle
+
+
+def _with_text(span: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The span with the text of its first tokens instead of their ids; None without a tokenizer."""
+    told = {name: value for name, value in span.items() if name != "first_ids"}
+    if tokenizer is None:
+        return {**told, "text": None}
+    ids = [
+        each for each in span.get("first_ids", []) if 0 <= each < tokenizer.vocab_size
+    ]  # media have ids of their own
+    return {**told, "text": tokenizer.decode(ids, skip_special_tokens=False)}
 
 
 def _without_name(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 // Wires the page: what is typed, clicked and dropped, and what the server says in return.
 
 import { credentials, get, native, own, root } from "./api.js";
+import { Chats, chatsOpen, chatsWanted, showChats } from "./chats.js";
 import { asCode, Conversation } from "./conversation.js";
-import { $, copy, download, kept, make, plural, toast } from "./dom.js";
+import { $, copy, download, kept, make, number, plural, toast } from "./dom.js";
 import { LiveView } from "./live.js";
 import { MessageList } from "./messages.js";
 import { active, presets, requestFields, SettingError, settings, wantsJson, wireSettings } from "./settings.js";
@@ -13,12 +14,15 @@ const SUGGESTIONS = [
   "Explain recursion to a child, in three sentences.",
   "Name three rivers of Europe as a list.",
 ];
-const SESSION = "bough.conversation";
+const WATCH_MS = 2500;
+const CHARACTERS_PER_TOKEN = 4;
 
 const talk = new Conversation();
+const narrow = matchMedia("(max-width: 860px)");
 let images = [];
 let takesImages = !own;
 let pinned = true;
+let contextLength = 0;
 
 const list = new MessageList($("messages"), {
   edit(message, text) {
@@ -29,10 +33,26 @@ const list = new MessageList($("messages"), {
     answer();
   },
   regenerate: (message) => !talk.busy && answer(talk.messages.indexOf(message)),
+  /** Asks again in the place of an answer that failed. */
+  retry(message) {
+    if (talk.busy) return;
+    const failed = Conversation.answer(message);
+    answer(talk.messages.indexOf(message));
+    if (!talk.busy) return;
+    message.variants.splice(message.variants.indexOf(failed), 1);
+    message.at--;
+    list.update(message, true);
+  },
   remove(message) {
     talk.stop();
-    talk.messages.splice(talk.messages.indexOf(message));
+    const before = talk.messages;
+    talk.messages = before.slice(0, before.indexOf(message));
     refresh();
+    const undo = () => {
+      talk.messages = before;
+      refresh();
+    };
+    toast("Removed", { label: "Undo", run: undo });
   },
   pick(message, at) {
     message.at = at;
@@ -79,6 +99,7 @@ function refresh() {
   $("send").hidden = talk.busy;
   $("log").setAttribute("aria-busy", String(talk.busy));
   follow();
+  showContext();
   save();
 }
 
@@ -94,21 +115,37 @@ function checkJson(message) {
   }
 }
 
-function save() {
-  try {
-    sessionStorage.setItem(SESSION, JSON.stringify(talk.messages));
-  } catch {
-    // too long for the browser: it lives as long as the page
-  }
-}
+const save = () => chats.save(talk.messages, settings.systemMessage);
 
-function restore() {
-  try {
-    const saved = sessionStorage.getItem(SESSION);
-    if (saved) talk.import(JSON.stringify({ messages: JSON.parse(saved) }));
-  } catch {
-    sessionStorage.removeItem(SESSION);
-  }
+const chats = new Chats((chat) => {
+  talk.import(JSON.stringify({ messages: chat?.messages ?? [], settings: { system: chat?.system ?? "" } }));
+  refresh();
+  if (narrow.matches) showChats(false);
+});
+
+$("toggle-chats").addEventListener("click", () => {
+  showChats(!chatsOpen());
+  if (!narrow.matches) kept.write("chats", chatsOpen());
+});
+$("close-chats").addEventListener("click", () => showChats(false));
+
+/** How much of the model's context the conversation takes: as the server counted last, and a guess for what is typed. */
+function showContext() {
+  const last = talk.messages.findLast((message) => message.role === "assistant" && Conversation.answer(message).stats?.prompt);
+  const stats = last ? Conversation.answer(last).stats : null;
+  const later = last ? talk.messages.slice(talk.messages.indexOf(last) + 1) : talk.messages;
+  const unread = [...later.map((message) => message.text ?? ""), $("prompt").value, last ? "" : settings.systemMessage].join("");
+  const guess = Math.ceil(unread.length / CHARACTERS_PER_TOKEN);
+  const used = (stats ? stats.prompt + stats.tokens : 0) + guess;
+  const isShown = contextLength > 0 && used > 0;
+  $("context").hidden = $("context-text").hidden = !isShown;
+  if (!isShown) return;
+  const share = Math.min(1, used / contextLength);
+  $("context").setAttribute("aria-valuemax", contextLength);
+  $("context").setAttribute("aria-valuenow", Math.min(used, contextLength));
+  $("context").classList.toggle("full", share > 0.8);
+  $("context").firstElementChild.style.width = `${100 * share}%`;
+  $("context-text").textContent = `${guess ? "≈ " : ""}${number(used)} of ${number(contextLength)} tokens`;
 }
 
 async function answer(at) {
@@ -156,7 +193,10 @@ function grow() {
   box.style.height = `${Math.min(box.scrollHeight, innerHeight * 0.4)}px`;
 }
 
-$("prompt").addEventListener("input", grow);
+$("prompt").addEventListener("input", () => {
+  grow();
+  showContext();
+});
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -238,6 +278,7 @@ document.addEventListener("drop", async (event) => {
 function open(text) {
   try {
     talk.import(text);
+    chats.leave();
     refresh();
     toast(`Opened ${plural(talk.messages.length, "message")}`);
   } catch (error) {
@@ -259,6 +300,7 @@ $("import-file").addEventListener("change", async (event) => {
 });
 
 $("new-chat").addEventListener("click", () => {
+  chats.leave();
   talk.clear();
   refresh();
   $("prompt").focus();
@@ -294,7 +336,6 @@ $("help").addEventListener("click", () => $("help-dialog").showModal());
 // -- tabs and the panel ---------------------------------------------------------------------------
 
 const tabs = [...document.querySelectorAll('[role="tab"]')];
-const narrow = matchMedia("(max-width: 860px)");
 
 function openTab(name, focus = false) {
   for (const tab of tabs) {
@@ -371,6 +412,26 @@ function health(text, kind) {
   $("health").className = `pill ${kind}`;
 }
 
+function keyState(text) {
+  $("key-check").textContent = text;
+  $("key-check").classList.toggle("bad", text !== "");
+}
+
+/** Notices a server that has died or come back, whatever the page shows. */
+async function watch() {
+  for (;;) {
+    await new Promise((resume) => setTimeout(resume, WATCH_MS));
+    if (document.hidden || !own) continue;
+    try {
+      const probe = await fetch(native("readyz"), { cache: "no-store", signal: AbortSignal.timeout(5000) });
+      if (!probe.ok) health("not ready", "bad");
+      else if (["unreachable", "not ready"].includes($("health").textContent)) connect();
+    } catch {
+      health("unreachable", "bad");
+    }
+  }
+}
+
 async function connect() {
   try {
     const { data } = await get(new URL("models", root));
@@ -378,16 +439,21 @@ async function connect() {
     $("model").replaceChildren(...data.map((model) => make("option", { value: model.id }, model.id)));
     if (data.some((model) => model.id === before)) $("model").value = before;
     health("ready", "good");
+    keyState("");
+    contextLength = data[0]?.max_model_len ?? 0;
+    showContext();
     if (own) await describe(data);
     return true;
   } catch (error) {
     if (error.status === 401) {
-      health("key needed", "bad");
+      const isWrong = credentials.key !== "";
+      health(isWrong ? "wrong key" : "key needed", "bad");
+      keyState(isWrong ? "The server does not accept this key." : "This server wants a key.");
       openTab("server");
       $("key").focus();
     } else {
       health(error.status ? "not ready" : "unreachable", "bad");
-      setTimeout(connect, 3000);
+      if (!own) setTimeout(connect, 3000);
     }
     return false;
   }
@@ -464,8 +530,10 @@ wireSettings(() => {
   for (const message of talk.messages) for (const variant of message.variants ?? []) delete variant.json;
 });
 showChips();
-restore();
+showChats(!narrow.matches && chatsWanted());
 showPanel(!narrow.matches && kept.read("panel", true));
 refresh();
+chats.begin();
 connect().then((good) => good && poll());
+watch();
 $("prompt").focus({ preventScroll: true });

@@ -6,9 +6,9 @@
 
 import { credentials, own, root, stream } from "./api.js";
 import { random } from "./dom.js";
-import { requestFields, settings } from "./settings.js";
+import { requestFields, settings, wantsJson } from "./settings.js";
 
-const fresh = () => ({ text: "", reasoning: "", calls: [], finish: "", error: "", stats: null });
+const fresh = () => ({ text: "", reasoning: "", calls: [], finish: "", error: "", stats: null, asksJson: false });
 
 export class Conversation {
   constructor() {
@@ -73,7 +73,7 @@ export class Conversation {
     const message = this.messages[at] ?? { role: "assistant", variants: [], at: 0 };
     this.messages[at] = message;
     const first = message.variants.length;
-    const added = Array.from({ length: body.n ?? 1 }, fresh);
+    const added = Array.from({ length: body.n ?? 1 }, () => ({ ...fresh(), asksJson: wantsJson() }));
     message.variants.push(...added);
     message.at = first;
     this.running = new AbortController();
@@ -145,6 +145,7 @@ function readMessage(given) {
     })),
     finish: string(each.finish) || "stop",
     error: string(each.error),
+    asksJson: each.asksJson === true,
     stats: each.stats && typeof each.stats === "object" ? each.stats : null,
   }));
   return { role: "assistant", variants, at: Math.min(Math.max(0, given.at | 0), variants.length - 1) };

@@ -28,12 +28,22 @@ export function random(bytes = 8) {
 }
 
 let fading = 0;
-export function toast(text) {
+/** Says something for a while. `action`: {label, run}, a button beside it. */
+export function toast(text, action) {
   const node = $("toast");
-  node.textContent = text;
+  const hide = () => node.classList.remove("shown", "acts");
+  node.replaceChildren(text);
+  if (action) {
+    const press = () => {
+      hide();
+      action.run();
+    };
+    node.append(make("button", { type: "button", class: "undo", onclick: press }, action.label));
+  }
+  node.classList.toggle("acts", action !== undefined);
   node.classList.add("shown");
   clearTimeout(fading);
-  fading = setTimeout(() => node.classList.remove("shown"), 3500);
+  fading = setTimeout(hide, action ? 10_000 : 3500);
 }
 
 export async function copy(text) {

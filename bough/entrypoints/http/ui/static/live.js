@@ -126,9 +126,10 @@ export class LiveView {
       span.requests ? `read by ${plural(span.requests, "live request")}` : "cached, no request reads it now",
       `found again ${plural(span.hits, "time")}`,
     ];
+    if (span.text) about.unshift(span.text.length > 400 ? span.text.slice(0, 400) + "…" : span.text, "");
     if (hidden > 0) about.push(`${plural(hidden, "branch", "branches")} not drawn`);
     box.title = about.join("\n");
-    box.setAttribute("aria-label", about.join("; "));
+    box.setAttribute("aria-label", about.filter(Boolean).join("; "));
   }
 
   /** Whether span `id` is on the path from the root to the end of `below`. */

@@ -1,6 +1,7 @@
 // Markdown to DOM nodes. Text only ever becomes text nodes, links only http(s) and mailto, so a model can't inject anything.
 
 import { copy, make } from "./dom.js";
+import { highlight, showFormula } from "./vendor.js";
 
 /** Shows `text` in `host`, touching only the blocks that changed since the last time. */
 export function renderMarkdown(host, text) {
@@ -21,9 +22,13 @@ export function renderMarkdown(host, text) {
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+)(.*)$/;
 const QUOTE = /^ {0,3}> ?/;
 const TABLE_RULE = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
+const FORMULA = /^\s*(\$\$|\\\[)/;
+const CLOSES = { $$: /\$\$\s*$/, "\\[": /\\\]\s*$/ };
+
+const isOrdered = (item) => /\d/.test(item[2]);
 
 function blocks(text) {
   const lines = text.split("\n");
@@ -40,18 +45,20 @@ function blocks(text) {
       continue;
     }
     const fence = FENCE.exec(line);
+    const item = ITEM.exec(line);
+    const formula = formulaEnd(lines, at);
     if (fence) {
       let to = at + 1;
       const close = new RegExp("^ {0,3}" + (fence[1][0] === "~" ? "~" : "`") + `{${fence[1].length},} *$`);
       while (to < lines.length && !close.test(lines[to])) to++;
       take("code", at, Math.min(to + 1, lines.length), { language: fence[2], closed: to < lines.length });
-    } else if (HEADING.test(line)) take("heading", at, at + 1);
+    } else if (formula) take("formula", at, formula);
+    else if (HEADING.test(line)) take("heading", at, at + 1);
     else if (RULE.test(line)) take("rule", at, at + 1);
     else if (QUOTE.test(line)) take("quote", at, run(lines, at, (l) => QUOTE.test(l)));
-    else if (ITEM.test(line)) take("list", at, run(lines, at, (l, i) => ITEM.test(l) || inItem(lines, l, i)));
-    else if (line.includes("|") && TABLE_RULE.test(lines[at + 1] ?? "")) {
-      take("table", at, run(lines, at, (l) => l.includes("|")));
-    } else take("text", at, run(lines, at, (l, i) => i === at || !starts(l)));
+    else if (item) take("list", at, run(lines, at, (l, i) => inList(lines, l, i, item)));
+    else if (isTable(lines, at)) take("table", at, run(lines, at, (l, i) => i === at + 1 || (l.includes("|") && !starts(l))));
+    else take("text", at, run(lines, at, (l, i) => !starts(l) && !formulaEnd(lines, i) && !isTable(lines, i)));
   }
   return found;
 }
@@ -64,17 +71,43 @@ function run(lines, from, belongs) {
 
 const starts = (line) => !line.trim() || [FENCE, HEADING, RULE, QUOTE, ITEM].some((mark) => mark.test(line));
 
-function inItem(lines, line, at) {
-  if (line.trim()) return /^\s{2,}/.test(line) || !starts(line);
-  const next = lines[at + 1] ?? "";
-  return ITEM.test(next) || /^\s{2,}\S/.test(next);
+/** The line after a formula that stands by itself, or 0 if none begins here. One that has no end yet is text. */
+function formulaEnd(lines, at) {
+  const begin = FORMULA.exec(lines[at]);
+  if (!begin) return 0;
+  const close = CLOSES[begin[1]];
+  if (close.test(lines[at].slice(begin[0].length))) return at + 1;
+  if (lines[at].slice(begin[0].length).includes(begin[1] === "$$" ? "$$" : "\\]")) return 0; // text goes on behind it
+  for (let to = at + 1; to < lines.length && lines[to].trim(); to++) if (close.test(lines[to])) return to + 1;
+  return 0;
+}
+
+/** Whether a line goes on with the list that `first` began: another item, something below one, or its text broken. */
+function inList(lines, line, at, first) {
+  const item = ITEM.exec(line);
+  if (item && item[1].length <= first[1].length + 1) return isOrdered(item) === isOrdered(first) && !RULE.test(line);
+  if (item) return true;
+  if (line.trim()) return /^\s{2,}/.test(line) || (!starts(line) && lines[at - 1].trim() !== "");
+  const after = lines.slice(at + 1).find((each) => each.trim()) ?? "";
+  const next = ITEM.exec(after);
+  if (next && next[1].length <= first[1].length + 1) return isOrdered(next) === isOrdered(first) && !RULE.test(after);
+  return next !== null || /^\s{2,}\S/.test(after);
+}
+
+function isTable(lines, at) {
+  const rule = lines[at + 1] ?? "";
+  return lines[at].includes("|") && TABLE_RULE.test(rule) && rule.includes("-") && cells(rule).length === cells(lines[at]).length;
 }
 
 function build(block) {
   const { kind, lines } = block;
   switch (kind) {
     case "code":
-      return code(lines.slice(1, block.closed ? -1 : undefined).join("\n"), block.language);
+      return code(lines.slice(1, block.closed ? -1 : undefined).join("\n"), block.language, block.closed);
+    case "formula": {
+      const source = lines.join("\n").trim().slice(2, -2);
+      return formula(make("div", { class: "formula", tabindex: "0" }, lines.join("\n")), source, true);
+    }
     case "heading": {
       const [, marks, text] = HEADING.exec(lines[0]);
       return inline(make("h" + Math.min(6, marks.length + 2)), text);
@@ -91,70 +124,106 @@ function build(block) {
     case "table":
       return table(lines);
     default:
-      return paragraph(lines);
+      return paragraph(make("p"), lines);
   }
 }
 
-function paragraph(lines) {
-  const node = make("p");
-  lines.forEach((line, at) => {
-    if (at) node.append(/ {2}$|\\$/.test(lines[at - 1]) ? make("br") : "\n");
-    inline(node, line.replace(/\\$/, "").trim());
+function formula(node, source, display) {
+  showFormula(node, source, display);
+  return node;
+}
+
+function paragraph(node, lines) {
+  const text = lines.map((line) => line.replace(/^\s+/, "")).join("\n").trimEnd();
+  text.split(/(?: {2,}|\\)\n/).forEach((part, at) => {
+    if (at) node.append(make("br"));
+    inline(node, part);
   });
   return node;
 }
 
-function code(text, language) {
+function code(text, language, closed) {
   const button = make("button", { type: "button", class: "quiet small", onclick: () => copy(text) }, "Copy");
   const head = make("div", { class: "code-head" }, make("span", {}, language || "text"), button);
-  return make("div", { class: "code-block" }, head, make("pre", { tabindex: "0" }, make("code", {}, text)));
+  const body = make("code", {}, text);
+  if (closed && language) highlight(body, text, language);
+  return make("div", { class: "code-block" }, head, make("pre", { tabindex: "0" }, body));
 }
 
 function list(lines) {
   const first = ITEM.exec(lines[0]);
-  const indent = first[1].length;
-  const ordered = /\d/.test(first[2]);
-  const node = make(ordered ? "ol" : "ul");
-  if (ordered) node.start = parseInt(first[2], 10);
-  let item = [];
-  const flush = () => {
-    if (!item.length) return;
-    const entry = make("li");
-    const below = item.slice(1).map((line) => line.replace(new RegExp(`^\\s{0,${indent + 2}}`), ""));
-    const nested = below.findIndex((line) => ITEM.test(line) || FENCE.test(line) || !line.trim());
-    const own = nested < 0 ? below : below.slice(0, nested);
-    inline(entry, [item[0], ...own].join(" ").trim());
-    if (nested >= 0) {
-      const inner = make("div", { class: "inner" });
-      renderMarkdown(inner, below.slice(nested).join("\n"));
-      entry.append(inner);
-    }
-    node.append(entry);
-    item = [];
-  };
+  const items = [];
+  let inFence = false;
   for (const line of lines) {
-    const mark = ITEM.exec(line);
-    if (mark && mark[1].length <= indent + 1) {
-      flush();
-      item = [mark[3]];
-    } else item.push(line);
+    const mark = inFence ? null : ITEM.exec(line);
+    if (mark && mark[1].length <= first[1].length + 1) {
+      items.push({ offset: mark[1].length + mark[2].length + Math.min(mark[3].length, 4), lines: [mark[4]] });
+    } else {
+      const item = items.at(-1);
+      item.lines.push(line.replace(new RegExp(`^\\s{0,${item.offset}}`), ""));
+    }
+    if (/^\s*(`{3,}|~{3,})/.test(mark ? mark[4] : line)) inFence = !inFence;
   }
-  flush();
+  const isLoose = items.some((item, at) => {
+    const text = item.lines.join("\n");
+    return (at < items.length - 1 && /\n\s*$/.test(text)) || /\S\n\s*\n\S/.test(text);
+  });
+  const node = make(isOrdered(first) ? "ol" : "ul", {}, ...items.map((item) => entry(item.lines, isLoose)));
+  if (isOrdered(first)) node.start = parseInt(first[2], 10);
   return node;
 }
 
+function entry(lines, isLoose) {
+  const task = /^\[([ xX])\]\s+(.*)$/.exec(lines[0]);
+  const node = make("li", { class: task ? "task" : undefined });
+  if (task) {
+    const isDone = task[1] !== " ";
+    node.append(make("input", { type: "checkbox", disabled: true, checked: isDone, "aria-label": isDone ? "done" : "open" }), " ");
+  }
+  const text = [task ? task[2] : lines[0], ...lines.slice(1)].join("\n");
+  for (const block of blocks(text)) {
+    if (block.kind === "text" && !isLoose) paragraph(node, block.lines);
+    else node.append(build(block));
+  }
+  return node;
+}
+
+/** The cells of a row; a bar that is escaped or in a code span is text. */
 function cells(line) {
-  return line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+  const row = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  const found = [""];
+  for (const [piece] of row.matchAll(/`+[^`]*`+|\\\||\||[^`|\\]+|[^]/g)) {
+    if (piece === "|") found.push("");
+    else found[found.length - 1] += piece === "\\|" ? "|" : piece;
+  }
+  return found.map((cell) => cell.trim());
 }
 
 function table(lines) {
-  const head = make("tr", {}, ...cells(lines[0]).map((cell) => inline(make("th"), cell)));
-  const body = lines.slice(2).map((line) => make("tr", {}, ...cells(line).map((cell) => inline(make("td"), cell))));
-  return make("div", { class: "table" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
+  const head = cells(lines[0]);
+  const sides = cells(lines[1]).map((mark) => (/^:.*:$/.test(mark) ? "middle" : mark.endsWith(":") ? "right" : undefined));
+  const row = (tag, given) => make("tr", {}, ...head.map((_, at) => inline(make(tag, { class: sides[at] }), given[at] ?? "")));
+  const body = lines.slice(2).map((line) => row("td", cells(line)));
+  return make("div", { class: "table" }, make("table", {}, make("thead", {}, row("th", head)), make("tbody", {}, ...body)));
 }
 
-const INLINE =
-  /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*(?=\S)([^]*?\S)\*\*|__(?=\S)([^]*?\S)__|~~(?=\S)([^]*?\S)~~|\*(?=[^\s*])([^*]*?[^\s*])\*|\b_(?=[^\s_])([^_]*?[^\s_])_\b|\[([^\]\n]{1,500})\]\(([^\s()]{1,2000}(?:\([^\s()]*\)[^\s()]*)?)\)|(https?:\/\/[^\s<>"')\]]+[^\s<>"')\].,;:!?])/;
+const INLINE = new RegExp(
+  [
+    /(?<ticks>`+)(?<literal>[^`]|[^`][^]*?[^`])\k<ticks>(?!`)/,
+    /\\\((?<round>[^]+?)\\\)/,
+    /\\\[(?<square>[^]+?)\\\]/,
+    /\$\$(?<double>[^$]+?)\$\$/,
+    /(?<![\\$\w])\$(?=[^\s$])(?<single>(?:\\.|[^$\\\n])*?[^\s\\$])\$(?![\d$])/,
+    /\\(?<escaped>[!-/:-@[-`{-~])/,
+    /\*\*(?=\S)(?<strong>[^]*?\S)\*\*/,
+    /\b__(?=\S)(?<strong2>[^]*?\S)__\b/,
+    /~~(?=\S)(?<struck>[^]*?\S)~~/,
+    /\*(?=[^\s*])(?<soft>[^*]*?[^\s*])\*/,
+    /\b_(?=[^\s_])(?<soft2>[^_]*?[^\s_])_\b/,
+    /\[(?<label>[^\]\n]{1,500})\]\((?<target>[^\s()]{1,2000}(?:\([^\s()]*\)[^\s()]*)?)\)/,
+    /(?<bare>https?:\/\/[^\s<>"')\]]+[^\s<>"')\].,;:!?])/,
+  ].map((each) => each.source).join("|"),
+);
 
 function inline(host, text, depth = 0) {
   let rest = text;
@@ -165,19 +234,23 @@ function inline(host, text, depth = 0) {
       break;
     }
     if (found.index) host.append(rest.slice(0, found.index));
-    host.append(piece(found, depth));
+    host.append(piece(found[0], found.groups, depth));
     rest = rest.slice(found.index + found[0].length);
   }
   return host;
 }
 
-function piece(found, depth) {
-  const [whole, ticks, literal, strong, strong2, struck, soft, soft2, label, target, bare] = found;
-  if (ticks) return make("code", {}, literal.trim() || literal);
-  if (strong ?? strong2) return inline(make("strong"), strong ?? strong2, depth + 1);
-  if (struck) return inline(make("del"), struck, depth + 1);
-  if (soft ?? soft2) return inline(make("em"), soft ?? soft2, depth + 1);
-  const url = target ?? bare;
+function piece(whole, is, depth) {
+  if (is.ticks) return make("code", {}, is.literal.trim() || is.literal);
+  if (is.escaped) return document.createTextNode(is.escaped);
+  const source = is.round ?? is.square ?? is.double ?? is.single;
+  if (source) return formula(make("span", { class: "formula" }, whole), source, (is.square ?? is.double) !== undefined);
+  const strong = is.strong ?? is.strong2;
+  if (strong) return inline(make("strong"), strong, depth + 1);
+  if (is.struck) return inline(make("del"), is.struck, depth + 1);
+  const soft = is.soft ?? is.soft2;
+  if (soft) return inline(make("em"), soft, depth + 1);
+  const url = is.target ?? is.bare;
   if (!/^(https?:\/\/|mailto:)/i.test(url)) return document.createTextNode(whole);
-  return inline(make("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow" }), label ?? bare, 9);
+  return inline(make("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow" }), is.label ?? is.bare, 9);
 }

@@ -4,7 +4,7 @@ import { Conversation } from "./conversation.js";
 import { copy, make, number } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 
-/** Draws a conversation into `host`. `act` has what the buttons do: edit, regenerate, remove, result, pick. */
+/** Draws a conversation into `host`. `act` has what the buttons do: edit, regenerate, retry, remove, result, pick. */
 export class MessageList {
   constructor(host, act) {
     this.host = host;
@@ -129,10 +129,13 @@ class AnswerView {
     this.node.classList.toggle("waiting", working && !answer.text && !answer.reasoning && !answer.calls.length);
     this.node.setAttribute("aria-busy", String(working));
     this.showReasoning(answer, working);
-    renderMarkdown(this.text, answer.text);
+    renderMarkdown(this.text, asCodeIfJson(answer, working));
     this.showCalls(answer, working);
     this.error.hidden = !answer.error;
-    this.error.textContent = answer.error;
+    if (answer.error) {
+      const again = make("button", { type: "button", class: "quiet small", onclick: () => this.act.retry(message) }, "Try again");
+      this.error.replaceChildren(make("span", {}, answer.error), again);
+    }
     this.showFoot(answer, working);
   }
 
@@ -154,7 +157,7 @@ class AnswerView {
         this.calls.append(card);
       }
       card.querySelector(".call-name").textContent = call.name;
-      card.querySelector("pre").textContent = pretty(call.arguments);
+      card.querySelector("pre").textContent = pretty(call.arguments) ?? call.arguments;
       card.querySelector(".result").hidden = working || this.act.hasResult(this.message, call);
     });
   }
@@ -187,11 +190,22 @@ class AnswerView {
   }
 }
 
+/** An answer that is JSON, or was asked to be, as a block of code; any other as it is. */
+function asCodeIfJson(answer, working) {
+  const { text } = answer;
+  const isJson = !working && /^\s*[[{]/.test(text) && pretty(text) !== null;
+  if (!isJson && !(answer.asksJson && text)) return text;
+  const shown = (isJson && pretty(text)) || text;
+  const marks = "`".repeat(3 + Math.max(0, ...[...text.matchAll(/`+/g)].map((run) => run[0].length)));
+  return `${marks}json\n${shown}${working ? "" : `\n${marks}`}`;
+}
+
+/** JSON with its lines broken; null if it is none. */
 function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text;
+    return null;
   }
 }
 

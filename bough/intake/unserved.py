@@ -1,6 +1,6 @@
 """Fields of other servers' requests that change what is asked for and that nothing here does: refused, not ignored.
 
-A field that is off (null, false, empty) asks for nothing and is let through.
+A field that is off (null, false, empty, or a list of such values) asks for nothing and is let through.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bough.core.errors import InvalidRequest
 _MEDIA = ("the served model takes text only", "send text, or serve a model that takes media")
 _APART = ("prefill and decode run in one server here", "leave it out")
 _INSIDE = ("what the model does inside is not reported", "leave it out, or use return_hidden_states")
-_ONE = ("this server is one replica", "leave it out")
+_NATIVE = ("replicas are chosen by native requests only", "send it to /generate, or leave it out")
 _CODE = ("no code from requests is run", "register it with --logit-processors, and send logit_processor")
 
 UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
@@ -35,8 +35,8 @@ UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
     "bootstrap_port": _APART,
     "bootstrap_room": _APART,
     "kv_transfer_params": _APART,
-    "data_parallel_rank": _ONE,
-    "routed_dp_rank": _ONE,
+    "data_parallel_rank": _NATIVE,
+    "routed_dp_rank": _NATIVE,
     "prompt_logprobs": (
         "prompts are scored by other fields",
         "send echo with logprobs to /v1/completions, or logprob_start_len to /generate",
@@ -49,9 +49,20 @@ UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
 """Field -> why it is not served, and what to do."""
 
 
-def refuse_unserved(data: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises `InvalidRequest` for the first of `names` that is on in `data` and asks for what nothing here does."""
+def refuse_unserved(data: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+    """The other `names`: those of `data` that nothing here knows. Raises `InvalidRequest` for the first that is known, on,
+    and asks for what nothing here does."""
+    unknown: list[str] = []
     for name in names:
-        if name in UNSERVED and data[name] not in (None, False, "", [], {}, 0):
+        if name not in UNSERVED:
+            unknown.append(name)
+        elif not _is_off(data[name]):
             why, fix = UNSERVED[name]
             raise InvalidRequest(what=f"{name} is not supported", why=why, fix=fix, param=name)
+    return tuple(unknown)
+
+
+def _is_off(value: Any) -> bool:
+    """Clients that fill in every field send one null for each prompt of a batch."""
+    each = value if isinstance(value, list | tuple) else [value]
+    return all(one in (None, False, "", [], {}, 0) for one in each)
