@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import bough
-from bough.config.hf import Checkpoint, checkpoint_of
+from bough.config.served_names import served_names, with_own_name
 from bough.config.server_args import build_config, public_json
 from bough.core.errors import BoughError, InvalidRequest, Unavailable
 from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
@@ -21,6 +21,7 @@ from bough.intake.driver import Driver, DriverClosed
 from bough.intake.endings import as_error
 from bough.intake.joins import parse_join
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
+from bough.intake.sampling import sampling_defaults
 from bough.launch import Programs, Running, start
 from bough.platform.processor import can_wait_busily
 from bough.tokenizer import Tokenizer, tokenizer_of
@@ -49,10 +50,9 @@ class Engine:
         self._owner_pid = os.getpid()
         self._running: Running = start(self.config, num_api_workers=1, programs=programs)
         try:
-            model = self._running.config.model
-            self._checkpoint = checkpoint_of(model)
+            self._checkpoint = self._running.checkpoint
             self.tokenizer: Tokenizer | None = tokenizer_of(self.config.model, self._checkpoint)
-            self._defaults = self._model_defaults(self._checkpoint)
+            self._defaults = sampling_defaults(self.config.server, self._checkpoint.recommended_sampling)
             self._running.wait_ready()
             self._driver = Driver("bough-engine", busy_s=_busy_s(self._running.facts))
             try:
@@ -82,16 +82,18 @@ class Engine:
         return_hidden_states: bool | str | None = None,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
-        priority: int | None = None,
+        priority: int | str | None = None,
         cache_salt: str | None = None,
         extra_key: str | None = None,
         session_params: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> Answers | Iterator[Json]:
         """Generates for one prompt (a dict) or many (a list of dicts): `{"text", "output_ids", "meta_info"}`.
 
         `sampling_params`, `rid` and the logprob options may be lists with one entry a prompt. With `stream`, an iterator
         of such dicts, each with all text so far; in a batch they carry `index`. Leaving the iterator early ends the
-        requests. Raises `InvalidRequest`, and what a lone request failed with: `RequestFailed`, `DeadlineExceeded`, ...
+        requests. `others`: SGLang's fields for what is not served here, taken while they are off (`lora_path=[None]`).
+        Raises `InvalidRequest`, and what a lone request failed with: `RequestFailed`, `DeadlineExceeded`, ...
         """
         batch = self._batch({
             "text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream,
@@ -99,7 +101,7 @@ class Engine:
             "top_logprobs_num": top_logprobs_num, "token_ids_logprob": token_ids_logprob,
             "processed_logprobs": processed_logprobs, "return_text_in_logprobs": return_text_in_logprobs,
             "return_hidden_states": return_hidden_states, "rid": rid, "priority": priority,
-            "cache_salt": cache_salt, "extra_key": extra_key, "session_params": session_params,
+            "cache_salt": cache_salt, "extra_key": extra_key, "session_params": session_params, **others,
         })  # fmt: skip
         if stream:
             return self._iterate(batch)
@@ -271,13 +273,13 @@ class Engine:
             "has_chat_template": template is not None,
             "role_affixes": affixes,
             "max_model_len": self._running.facts["context_length"],
-            "served_model_name": model.served_model_name or self._checkpoint.name,
+            "served_model_name": served_names(with_own_name(model.served_model_name, self._checkpoint.name))[0][0],
             "is_generation": self._pooler.pooling is None,
             "context_length": self._running.facts["context_length"],
             "vocab_size": self._running.facts["vocab_size"],
             "architectures": self._checkpoint.config.get("architectures", []),
             "preferred_sampling_params": dict(self._defaults),
-            "weight_version": "default",
+            "weight_version": self.config.server.weight_version,
         }
 
     def abort(self, rid: str = "") -> int:
@@ -326,13 +328,11 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _model_defaults(self, checkpoint: Checkpoint) -> Json:
-        if self.config.server.sampling_defaults != "model":
-            return {}
-        return checkpoint.recommended_sampling
-
     async def _open_intake(self) -> Intake:
-        intake = Intake.from_facts(self._running.endpoints, self._running.facts, self.tokenizer)
+        intake = Intake.from_facts(
+            self._running.endpoints, self._running.facts, self.tokenizer,
+            truncate=self.config.server.allow_auto_truncate, parallel=self._running.config.parallel,
+        )  # fmt: skip
         self._pooler = Pooler(
             intake,
             self._running.facts,
@@ -428,9 +428,9 @@ class Engine:
     async def _answers(self, batch: NativeBatch) -> list[tuple[Stream, NativeAnswer]]:
         groups = await self._intake.submit_batch(batch.requests)
         incremental = self.config.server.incremental_streaming_output and batch.stream
-        text = self.tokenizer is not None
+        text, version = self.tokenizer is not None, self.config.server.weight_version
         return [
-            (stream, NativeAnswer(stream, request, incremental=incremental, text=text))
+            (stream, NativeAnswer(stream, request, incremental=incremental, text=text, weight_version=version))
             for request, group in zip(batch.requests, groups, strict=True)
             for stream in group
         ]

@@ -5,22 +5,51 @@ from __future__ import annotations
 import ipaddress
 import json
 
-from bough.config.concerns import AUTO, Auto, Config
+from bough.config.concerns import AUTO, Auto, Config, ServerConfig
 from bough.config.flags import settings, show_value
+from bough.config.hosts import LEAST_SECRET
+from bough.config.layout import Layout
+from bough.config.speculation import MOST_DRAFT_TOKENS
 from bough.core.errors import ConfigError
 
 
 def check(config: Config) -> None:
     """Raises `ConfigError` for the first setting outside its range."""
     _ranges(config)
+    _metrics(config)
     _model(config)
     _parallel(config)
+    _speculative(config)
+    _way_in(config.server)
+
+
+def _way_in(server: ServerConfig) -> None:
+    if server.root_path and not server.root_path.startswith("/"):
+        raise ConfigError(
+            what=f"--root-path is {server.root_path!r}", why="a path begins with /", fix=f"write /{server.root_path}",
+            param="root_path",
+        )  # fmt: skip
 
 
 def check_exposure(config: Config) -> None:
-    """Raises `ConfigError` if the server would be open to the network without a key."""
+    """Raises `ConfigError` if the server, or its admin routes, would be open to anybody who reaches it without a key, or if
+    it is to keep clients apart that have none."""
     server = config.server
-    if is_loopback(server.host) or server.api_key or server.insecure:
+    if server.admin_with_api_key and not has_keys(server):
+        raise ConfigError(
+            what="--admin-with-api-key without --api-key",
+            why="the admin routes would be open to anybody",
+            fix="add --api-key SECRET, or leave it out",
+            param="admin_with_api_key",
+        )
+    if server.isolate_cache and not has_keys(server):
+        raise ConfigError(
+            what="isolate_cache is on, and there are no keys",
+            why="cached prefixes are kept apart by the names of keys",
+            fix="add --api-key NAME=KEY for each client, or --api-keys-file; or leave --isolate-cache out",
+            param="isolate_cache",
+        )
+    if server.uds or is_loopback(server.host) or has_keys(server) or server.insecure:
         return
     raise ConfigError(
         what=f"refusing to listen on {server.host} without a key",
@@ -28,6 +57,22 @@ def check_exposure(config: Config) -> None:
         fix="add --api-key SECRET, or listen on 127.0.0.1, or add --insecure if the network is trusted",
         param="host",
     )
+
+
+def has_keys(server: ServerConfig) -> bool:
+    """Whether clients need a key."""
+    return bool(server.api_key or server.api_keys_file)
+
+
+def _metrics(config: Config) -> None:
+    server = config.server
+    if server.metrics_port and not config.log.metrics:
+        raise ConfigError(
+            what="--metrics-port with --no-metrics",
+            why="there would be nothing to serve on it",
+            fix="leave one of them out",
+            param="metrics_port",
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -52,15 +97,19 @@ def _ranges(config: Config) -> None:
         ("max_running_requests", scheduler.max_running_requests, 1, 65_536),
         ("max_queued_requests", scheduler.max_queued_requests, 1, None),
         ("max_queued_tokens", scheduler.max_queued_tokens, 1, None),
+        ("max_queue_wait_s", scheduler.max_queue_wait_s, 0.0, None),
         ("schedule_conservativeness", scheduler.schedule_conservativeness, 0.0, 100.0),
         ("tpot_target_ms", scheduler.tpot_target_ms, 0.0, None),
         ("small_request_share", scheduler.small_request_share, 0.0, 0.9),
         ("stream_interval", scheduler.stream_interval, 1, None),
+        ("metrics_port", server.metrics_port, 0, 65_535),
         ("port", server.port, 0, 65_535),
         ("grpc_port", server.grpc_port, 0, 65_535),
         ("api_workers", server.api_workers, 1, 64),
         ("json_max_whitespace", server.json_max_whitespace, 0, 1024),
         ("max_body_bytes", server.max_body_bytes, 1024, 2**31),
+        ("max_media_body_bytes", server.max_media_body_bytes, 1024, 2**31),
+        ("max_body_bytes_in_flight", server.max_body_bytes_in_flight, 1024, None),
         ("drain_timeout_s", server.drain_timeout_s, 0.0, None),
         ("watchdog_timeout_s", server.watchdog_timeout_s, 0.1, None),
         ("client_timeout_s", server.client_timeout_s, 0.1, None),
@@ -70,6 +119,11 @@ def _ranges(config: Config) -> None:
         ("max_media_frames", config.media.max_media_frames, 1, 65_535),
         ("media_timeout_s", config.media.media_timeout_s, 0.1, 3600.0),
         ("decode_log_interval_s", log.decode_log_interval_s, 0.0, None),
+        ("decode_log_interval", log.decode_log_interval, 0, None),
+        ("log_requests_level", log.log_requests_level, 0, 1),
+        ("log_file_max_bytes", log.log_file_max_bytes, 0, None),
+        ("log_file_backups", log.log_file_backups, 0, 10_000),
+        ("max_prefill_tokens", scheduler.max_prefill_tokens, 0, None),
     ):
         _in_range(name, value, low, high)
     for name, chunk in (
@@ -94,24 +148,12 @@ def _ranges(config: Config) -> None:
 
 
 def _model(config: Config) -> None:
-    override = config.model.json_model_override_args
-    if override:
-        try:
-            parsed = json.loads(override)
-        except ValueError as error:
-            raise ConfigError(
-                what="json_model_override_args is not JSON",
-                why=str(error),
-                fix="""for example --json-model-override-args '{"num_hidden_layers": 2}'""",
-                param="json_model_override_args",
-            ) from error
-        if not isinstance(parsed, dict):
-            raise ConfigError(
-                what=f"json_model_override_args is a JSON {type(parsed).__name__}",
-                why="it is merged over the model's config, so it must be an object",
-                fix="""for example --json-model-override-args '{"num_hidden_layers": 2}'""",
-                param="json_model_override_args",
-            )
+    for name, text, example in (
+        ("json_model_override_args", config.model.json_model_override_args, '{"num_hidden_layers": 2}'),
+        ("preferred_sampling_params", config.server.preferred_sampling_params, '{"temperature": 0.7}'),
+        ("default_chat_template_kwargs", config.server.default_chat_template_kwargs, '{"enable_thinking": false}'),
+    ):
+        _json_object(name, text, example)
     if config.model.dummy_weights != "normal" and config.model.load_format != "dummy":
         raise ConfigError(
             what=f"dummy_weights is {config.model.dummy_weights}, the weights are no dummies",
@@ -119,20 +161,151 @@ def _model(config: Config) -> None:
             fix="add --load-format dummy, or leave --dummy-weights out",
             param="dummy_weights",
         )
+    if config.model.dummy_routing != "router" and config.model.load_format != "dummy":
+        raise ConfigError(
+            what=f"dummy_routing is {config.model.dummy_routing}, the weights are no dummies",
+            why=f"load_format is {config.model.load_format}: answers of a real model would mean nothing",
+            fix="add --load-format dummy, or leave --dummy-routing out",
+            param="dummy_routing",
+        )
+
+
+def _json_object(name: str, text: str, example: str) -> None:
+    if not text:
+        return
+    why = ""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    else:
+        if not isinstance(parsed, dict):
+            why = f"it is a JSON {type(parsed).__name__}"
+    if why:
+        raise ConfigError(
+            what=f"{name} is no JSON object",
+            why=why,
+            fix=f"for example {settings()[name].flag} '{example}'",
+            param=name,
+        )
 
 
 def _parallel(config: Config) -> None:
     parallel = config.parallel
-    for name, value in (("tp_size", parallel.tp_size), ("nnodes", parallel.nnodes)):
-        _in_range(name, value, 1, 1024)
+    for name in ("tp_size", "pp_size", "ep_size", "nnodes"):
+        _in_range(name, getattr(parallel, name), 1, 1024)
     _in_range("node_rank", parallel.node_rank, 0, parallel.nnodes - 1)
-    if parallel.nnodes > 1 or parallel.dist_init_addr:
+    _in_range("dist_timeout_s", parallel.dist_timeout_s, 1, None)
+    size = Layout.of(parallel).size
+    if size % parallel.nnodes:
         raise ConfigError(
-            what="a model can't be spread over several machines",
-            why="its ranks meet on one machine only so far",
-            fix="leave out --nnodes and --dist-init-addr; --tp-size spreads it over the devices of this machine",
-            param="nnodes" if parallel.nnodes > 1 else "dist_init_addr",
+            what=f"{size} ranks can't be spread evenly over {parallel.nnodes} machines",
+            why="each machine runs the same number of ranks",
+            fix=f"choose --tp-size and --pp-size so that their product is a multiple of {parallel.nnodes}",
+            param="nnodes",
         )
+    _in_range("pp_max_micro_batch_size", parallel.pp_max_micro_batch_size, 0, None)
+    _in_range("pp_async_batch_depth", parallel.pp_async_batch_depth, 0, 64)
+    if parallel.pp_size > 1:
+        _stages(config)
+    elif parallel.pp_async_batch_depth or parallel.pp_max_micro_batch_size:
+        raise ConfigError(
+            what="micro-batches are set, there are no stages",
+            why="pp_size is 1",
+            fix="add --pp-size, or leave them out",
+            param="pp_size",
+        )
+    _in_range("dp_size", parallel.dp_size, 1, 256)
+    if parallel.dp_size > 1 and parallel.nnodes > 1:
+        raise ConfigError(
+            what=f"{parallel.dp_size} replicas can't be spread over {parallel.nnodes} machines",
+            why="a server's replicas run on its own machine",
+            fix="start a server on each machine behind a load balancer, or leave out --dp-size",
+            param="dp_size",
+        )
+    if parallel.nnodes == 1 and parallel.dist_init_addr:
+        raise ConfigError(
+            what="dist_init_addr is given, there is one machine",
+            why="ranks of one machine meet without a port",
+            fix="leave out --dist-init-addr, or add --nnodes",
+            param="dist_init_addr",
+        )
+    if parallel.nnodes > 1 and not parallel.dist_init_addr:
+        raise ConfigError(
+            what=f"{parallel.nnodes} machines don't know where to meet",
+            why="dist_init_addr is empty",
+            fix="on every machine: --dist-init-addr HOST:PORT with the address of machine 0",
+            param="dist_init_addr",
+        )
+    if parallel.nnodes > 1 and len(parallel.dist_secret) < LEAST_SECRET:
+        raise ConfigError(
+            what=f"{parallel.nnodes} machines need a secret of at least {LEAST_SECRET} characters",
+            why="everybody who can reach the port could take part otherwise",
+            fix="set the same BOUGH_DIST_SECRET (or --dist-secret) on every machine",
+            param="dist_secret",
+        )
+
+
+def _speculative(config: Config) -> None:
+    asked = config.speculative
+    _in_range("speculative_num_draft_tokens", asked.speculative_num_draft_tokens, 2, MOST_DRAFT_TOKENS)
+    _in_range("speculative_ngram_min_match_window_size", asked.speculative_ngram_min_match_window_size, 1, 64)
+    low = asked.speculative_ngram_min_match_window_size
+    _in_range("speculative_ngram_max_match_window_size", asked.speculative_ngram_max_match_window_size, low, 1024)
+    _in_range("speculative_suffix_max_tree_depth", asked.speculative_suffix_max_tree_depth, 2, 1024)
+    _in_range("speculative_suffix_max_spec_factor", asked.speculative_suffix_max_spec_factor, 0.1, 64)
+    _in_range("speculative_suffix_min_token_prob", asked.speculative_suffix_min_token_prob, 0, 1)
+    _in_range("speculative_ngram_capacity", asked.speculative_ngram_capacity, 0, 2**31)
+    _in_range(
+        "speculative_ngram_external_corpus_max_tokens", asked.speculative_ngram_external_corpus_max_tokens, 0, 2**31
+    )
+    if asked.speculative_algorithm == "none":
+        return
+    if config.model.is_embedding:
+        raise ConfigError(
+            what=f"--speculative-algorithm {asked.speculative_algorithm} and --is-embedding can't both be had",
+            why="a pooling model generates no tokens",
+            fix="leave one of them out",
+            param="speculative_algorithm",
+        )
+    if config.device.deterministic:
+        raise ConfigError(
+            what=f"--speculative-algorithm {asked.speculative_algorithm} and --deterministic can't both be had",
+            why="a step that verifies drafts adds numbers up in another order than one that does not",
+            fix="leave one of them out",
+            param="speculative_algorithm",
+        )
+    if config.parallel.pp_size > 1:
+        raise ConfigError(
+            what=f"--speculative-algorithm {asked.speculative_algorithm} and --pp-size can't both be had",
+            why="what the last stage verifies is not known to the first when the next step begins",
+            fix="use --tp-size, or leave one of them out",
+            param="speculative_algorithm",
+        )
+    if config.log.tensor_dump_dir:
+        raise ConfigError(
+            what=f"--speculative-algorithm {asked.speculative_algorithm} and --tensor-dump-dir can't both be had",
+            why="a dump has one entry a token, and drafts that are wrong would be among them",
+            fix="leave one of them out: tokens are the same with and without drafts",
+            param="tensor_dump_dir",
+        )
+
+
+def _stages(config: Config) -> None:
+    """What a pipeline can't do."""
+    for asked, what in (
+        (config.speculative.speculative_algorithm != "none", "speculative decoding"),
+        (bool(config.log.tensor_dump_dir), "dumping tensors"),
+        (config.model.first_layer_table == "on", "the first layer's table"),
+        (config.model.is_embedding, "pooling"),
+    ):
+        if asked:
+            raise ConfigError(
+                what=f"{what} does not work with {config.parallel.pp_size} stages",
+                why="it needs all layers in one process",
+                fix="use --tp-size instead of --pp-size, or leave it out",
+                param="pp_size",
+            )
 
 
 def _in_range(name: str, value: float | Auto, low: float, high: float | None) -> None:

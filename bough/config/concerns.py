@@ -24,13 +24,22 @@ AUTO: Final = Auto.AUTO
 
 Profile = Literal["balanced", "dev", "latency", "throughput"]
 SchedulePolicy = Literal["auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first"]
-EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "priority"]
+EvictionPolicy = Literal["lru", "lfu", "slru", "fifo", "filo", "mru", "priority"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DummyWeights = Literal["normal", "even"]
+ModelImpl = Literal["auto", "bough", "transformers"]
+DummyRouting = Literal["router", "uniform"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
-Quantization = Literal["auto", "none", "gguf", "gguf-exact"]
+Quantization = Literal[
+    "auto", "none", "gguf", "gguf-exact",
+    "fp8", "fp8_block", "int8", "w8a16", "int4", "mxfp8", "mxfp4",
+    "awq", "gptq", "auto-round", "compressed-tensors", "modelopt", "bitsandbytes",
+    "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8",
+]  # fmt: skip
+LoadBalance = Literal["prefix", "round_robin", "total_requests", "total_tokens"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+SpeculativeAlgorithm = Literal["none", "NGRAM", "SUFFIX"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +50,38 @@ class ModelConfig:
     """Directory, hub id or .gguf file. Empty: the embedded default model, SmolLM2-135M-Instruct."""
     tokenizer: str = ""
     """Directory, hub id or .gguf file of the tokenizer, if it is not the model's."""
+    tokenizer_mode: Literal["auto", "slow"] = "auto"
+    """`slow`: the tokenizer written in Python, as transformers has it, instead of the fast one."""
     revision: str = ""
     """Branch, tag or commit of a hub model."""
+    download_dir: str = ""
+    """Directory for models from the hub. Default: the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
-    """Name that clients use. Default: the model's own."""
+    """Name that clients use, or several with commas between them; the first is the one that is shown. `*` and `?` stand for
+    any characters and for one: claude-*,gpt-* takes the names that Claude Code and Codex send. Default: the model's own."""
     load_format: LoadFormat = "auto"
     """Format of the weights; `dummy` makes seeded random ones of the config's shapes."""
     dummy_weights: DummyWeights = "normal"
     """How dummy weights are drawn: `normal`, as models begin their training, or `even`, within 0.001 of zero, as vLLM and
     SGLang draw theirs: for comparisons with them, since what a GPU may spend on a product depends on the numbers in it."""
+    dummy_routing: DummyRouting = "router"
+    """How experts are chosen with dummy weights: by the `router`, which sends most tokens to few of them because random
+    models hardly tell tokens apart, or `uniform`, each token's at random, as traffic of a trained model is close to. The
+    router is computed in any case."""
+    model_impl: ModelImpl = "auto"
+    """Whose code computes the model: `bough`, `transformers`, or `auto`: bough's where it has the architecture, else the
+    module of transformers with bough's attention, cache, batches and sampling. Code of checkpoints is never run."""
     dtype: DType = "auto"
     """Type of weights and activations. `half` is float16, `float` float32."""
     quantization: Quantization = "auto"
-    """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load; on a CPU `gguf` keeps a GGUF file's blocks
-    as they are packed, and `gguf-exact` rounds no activations for it, at about half the speed."""
+    """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load. A checkpoint in floats is quantised while it
+    is loaded by `fp8` (a scale per channel), `fp8_block` (per 128 x 128), `int8`, `w8a16`, `int4`, `mxfp8` and `mxfp4`;
+    dummy weights take any format. `gguf` keeps a GGUF file's blocks packed, and on a CPU `gguf-exact` rounds no activations,
+    at about half the speed. Other names say what the checkpoint must be."""
     kv_cache_dtype: KvDType = "auto"
-    """Type of cached keys and values."""
+    """Type of cached keys and values. auto: FP8 on a GPU if the checkpoint has scales for it, else that of activations."""
+    quantization_param_path: str = ""
+    """JSON file with the scales of keys and values that are cached in 8 bits. Default: the checkpoint's, or 1."""
     first_layer_table: Literal["auto", "on", "off"] = "auto"
     """Keep what the first layer projects each token of the vocabulary to, instead of computing it again. Takes memory."""
     context_length: int | Auto = AUTO
@@ -91,8 +116,8 @@ class DeviceConfig:
     """Attention kernels: auto, torch; on a CPU cpu; on a GPU triton, and hopper on Hopper GPUs."""
     cuda_graph: bool = True
     """Replay captured graphs for small steps."""
-    cuda_graph_max_tokens: int = 512
-    """Largest step, in tokens, that is captured."""
+    cuda_graph_max_tokens: int | Auto = AUTO
+    """Largest step, in tokens, that is captured. auto: 512, more for narrow models, whose steps are bound by launching."""
     cpu_threads: int | Auto = AUTO
     """Threads for computing on the CPU. auto: one a physical core."""
     custom_kernels: bool = True
@@ -109,12 +134,29 @@ class ParallelConfig:
 
     tp_size: int = 1
     """Ranks that split each layer."""
+    ep_size: int = 1
+    """Of the ranks that split each layer, groups that hold different experts; the ranks of a group split each of theirs."""
+    pp_size: int = 1
+    """Stages, each of which holds some of the layers and their KV; each has --tp-size ranks."""
+    pp_max_micro_batch_size: int = 0
+    """Requests that decode in one step at most where there are stages. 0: those that run, spread over the stages."""
+    pp_async_batch_depth: int = 0
+    """Steps that wait in front of the first stage beyond one per stage."""
+    dp_size: int = 1
+    """Replicas of the whole engine behind one server and port, each with a KV cache of its own."""
+    load_balance_method: LoadBalance = "prefix"
+    """Which replica gets a request: the one that has most of its prompt cached, unless it is much busier than another;
+    each in turn; the one with the fewest requests; or that with the fewest tokens."""
     nnodes: int = 1
-    """Machines: one, so far."""
+    """Machines that the ranks are spread over; the same number runs on each."""
     node_rank: int = 0
-    """Number of this machine."""
+    """Number of this machine; number 0 takes the requests."""
     dist_init_addr: str = ""
-    """host:port of rank 0, for several machines: none, so far."""
+    """host:port of machine 0 where the others meet it. Its host is also the address it listens on."""
+    dist_secret: str = ""
+    """Secret that the machines prove to one another, the same on all; at least 8 characters."""
+    dist_timeout_s: float = 600.0
+    """Seconds that ranks and machines wait for one another at the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +183,15 @@ class SchedulerConfig:
     """Requests waiting at most; more get 429."""
     max_queued_tokens: int = 8_388_608
     """Prompt tokens waiting at most; more get 429."""
+    max_queue_wait_s: float = 60.0
+    """Seconds that a new request would have to wait at most, at the pace at which requests have begun of late; if it would
+    be longer, it gets 429. 0: no such bound."""
     chunked_prefill_size: int | Auto = AUTO
     """Prompt tokens computed in one step at most; -1: whole prompts."""
     unwatched_prefill_size: int | Auto = AUTO
     """Prompt tokens in one step, if more, while all answers are sent whole: nobody sees tokens arrive, and it costs less."""
+    max_prefill_tokens: int = 0
+    """Bound on both sizes above: prompt tokens in one step at most; 0: none. Prompts computed whole (-1) have no bound."""
     schedule_policy: SchedulePolicy = "auto"
     """Order of waiting requests."""
     schedule_conservativeness: float = 1.0
@@ -159,8 +206,44 @@ class SchedulerConfig:
     """Order by the requests' priority, and let urgent ones preempt."""
     priority_preemption_threshold: int = 10
     """How much more urgent a waiting request must be to preempt a running one."""
+    priority_preemption: bool = True
+    """Under --priority-scheduling, let urgent requests preempt running ones; otherwise they only go first in the queue."""
     stream_interval: int = 1
     """Tokens between two streamed deltas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Several tokens a step: drafts of what follows, verified by the model."""
+
+    speculative_algorithm: SpeculativeAlgorithm = "none"
+    """Where drafts come from: NGRAM looks for the end of a text earlier in it and in texts that were served before; SUFFIX
+    does so too, and drafts what followed most often, as long as that is likely."""
+    speculative_num_draft_tokens: int | Auto = AUTO
+    """Tokens that a step verifies of one request at most: its newest token and drafts behind it. auto: NGRAM 12,
+    SUFFIX 17."""
+    speculative_adaptive: bool = True
+    """Verify only as many drafts as pay, by how often they are right and what steps take; otherwise always as many as there
+    are."""
+    speculative_ngram_min_match_window_size: int = 1
+    """NGRAM: tokens that must agree, at least, before what followed them is a draft."""
+    speculative_ngram_max_match_window_size: int = 24
+    """NGRAM: tokens that are compared at most; of several places the one where most agree counts."""
+    speculative_ngram_capacity: int = 1_000_000
+    """NGRAM, SUFFIX: tokens of served texts that are kept to be searched, 16 bytes each; 0: none, only a request's own text
+    counts."""
+    speculative_suffix_max_tree_depth: int = 24
+    """SUFFIX: tokens that are compared at most."""
+    speculative_suffix_max_spec_factor: float = 1.0
+    """SUFFIX: drafts for each token that agrees, at most."""
+    speculative_suffix_min_token_prob: float = 0.1
+    """SUFFIX: a draft ends where, by how often texts went on so, it is less likely than this."""
+    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
+    """NGRAM: tokens that all corpora of /add_external_corpus may have together, 16 bytes each."""
+    speculative_config: str = ""
+    """vLLM's JSON object, read as the settings above: method (ngram or suffix), num_speculative_tokens, prompt_lookup_min,
+    prompt_lookup_max and suffix_decoding_max_tree_depth, _max_spec_factor and _min_token_prob. They count where the settings
+    themselves are not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,20 +254,46 @@ class ServerConfig:
     """Address to listen on."""
     port: int = 30000
     """Port to listen on."""
+    uds: str = ""
+    """Unix socket to listen on, instead of an address and a port. Its permissions say who may connect."""
+    root_path: str = ""
+    """Path prefix under which a reverse proxy serves this server, whether or not the proxy takes it away: /llm."""
+    ssl_certfile: str = ""
+    """PEM file with the server's certificate and those of its authorities: the server then speaks HTTPS only."""
+    ssl_keyfile: str = ""
+    """PEM file with the certificate's private key, if it is not in the same file."""
+    ssl_keyfile_password: str = ""
+    """Password of the key's file. As a flag, other users of the machine can see it: prefer the variable."""
+    ssl_ca_certs: str = ""
+    """PEM file with certificates of authorities: clients must show a certificate that one of them has signed."""
     grpc_port: int = 0
     """Port for gRPC, on the same address; 0: none. Needs the extra `grpc`."""
     api_workers: int = 1
     """Front-end processes."""
-    api_key: str = ""
-    """Key that clients must send as a bearer token."""
+    api_key: tuple[str, ...] = ()
+    """Key that clients must send as a bearer token: KEY, or NAME=KEY. Given several times, there are several clients, each
+    with files, batches, responses, sessions and request ids of its own."""
+    api_keys_file: str = ""
+    """YAML file with more keys: `name: key`, or `name: {key: ..., requests_per_minute: ..., tokens_per_minute: ...}`, with
+    `sha256` instead of `key` if need be. SIGHUP has it read again."""
     admin_api_key: str = ""
     """Key for admin routes (pause, profile, logging), which don't exist without it."""
+    admin_with_api_key: bool = False
+    """Open the admin routes to the ordinary key, too."""
+    metrics_api_key: str = ""
+    """A key that opens /metrics and nothing else, for Prometheus; the ordinary key opens it anyway."""
+    metrics_port: int = 0
+    """Serve /metrics, without a key, on a port of its own as well; 0: don't."""
     insecure: bool = False
     """Allow a public address without a key."""
     cors_origins: tuple[str, ...] = ()
     """Origins that browsers may call from."""
     max_body_bytes: int = 16 * 1024 * 1024
     """Largest request body."""
+    max_media_body_bytes: int = 64 * 1024 * 1024
+    """Largest request body, if more, where the model takes pictures, films or sound: they come as base64 within it."""
+    max_body_bytes_in_flight: int = 256 * 1024 * 1024
+    """Bytes of request bodies that an API worker receives at one time, those of up to 64 KiB left out; more get 503."""
     drain_timeout_s: float = 30.0
     """On SIGTERM, seconds that running requests get to finish."""
     watchdog_timeout_s: float = 300.0
@@ -192,7 +301,8 @@ class ServerConfig:
     supervise: bool = False
     """Start a dead or stuck engine again, and refuse requests that it has died of twice."""
     client_timeout_s: float = 30.0
-    """Seconds that a client gets to send a request's headers, and its body."""
+    """Seconds that a client gets to send a request's headers, and its body; a body that comes at 16 KiB a second or more may
+    take longer."""
     skip_server_warmup: bool = False
     """Don't run a request before reporting ready."""
     strict_api: bool = False
@@ -203,16 +313,28 @@ class ServerConfig:
     """Format of the model's reasoning sections: a name, auto (by chat template) or none."""
     tool_call_parser: str = "auto"
     """Format of the model's tool calls: a name, auto (by chat template) or none."""
+    drop_unknown_tools: bool = False
+    """Leave out calls of tools that the request does not offer, instead of passing them on."""
     completion_template: str = "auto"
     """Marks for filling in the middle (`suffix`): deepseek_coder, star_coder, qwen_coder, auto (by tokenizer) or none."""
     sampling_defaults: Literal["model", "openai"] = "model"
     """Where unset sampling parameters come from: what the model's authors recommend, or OpenAI's defaults."""
+    preferred_sampling_params: str = ""
+    """JSON object of native sampling parameters for what a request does not set; they come before --sampling-defaults."""
+    default_chat_template_kwargs: str = ""
+    """JSON object of settings for the chat template, for requests that don't set them: {"enable_thinking": false}."""
+    stream_usage: bool = False
+    """Report usage in every OpenAI stream, also where stream_options does not ask for it."""
+    allow_auto_truncate: bool = False
+    """Cut prompts that are too long at their end, and answers to what is left of the context, instead of refusing them."""
+    weight_version: str = "default"
+    """Name of these weights, as meta_info and /model_info report it."""
     grammar_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"
     """Engine for constrained output. auto: xgrammar, and llguidance (if installed) for grammars that count characters."""
     json_max_whitespace: int = 8
     """White space in a row that constrained JSON may have between its parts; 0: none, and more is certain ahead of time."""
     isolate_cache: bool = False
-    """Share cached prefixes within one API key only."""
+    """Share cached prefixes within one name of an API key only."""
     rerank_template: str = "auto"
     """Prompt with which a generative model reranks: qwen3, plain, or a Jinja file that uses query, document and instruct."""
     moderation_categories: str = ""
@@ -253,10 +375,20 @@ class LogConfig:
     """Least severe message that is printed."""
     log_format: Literal["text", "json"] = "text"
     """Form of log lines."""
+    log_file: str = ""
+    """File for log lines, instead of standard error. It may be moved at any time: the next line opens a new one."""
+    log_file_max_bytes: int = 100 * 1024 * 1024
+    """Size from which the log file is moved to FILE.1 and a new one begun; 0: it grows."""
+    log_file_backups: int = 5
+    """Old log files that are kept: FILE.1, the newest, to FILE.N."""
     log_requests: bool = False
-    """Log each request's parameters (never its text)."""
+    """Log each request (never its text)."""
+    log_requests_level: int = 1
+    """What --log-requests says of each: 0: ids, counts and times; 1: its sampling parameters too."""
     decode_log_interval_s: float = 5.0
     """Seconds between two lines about throughput."""
+    decode_log_interval: int = 0
+    """Decode steps between two lines about throughput, instead of seconds; 0: go by seconds."""
     metrics: bool = True
     """Serve Prometheus metrics at /metrics."""
     otlp_endpoint: str = ""
@@ -280,6 +412,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     log: LogConfig = field(default_factory=LogConfig)

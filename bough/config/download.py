@@ -1,130 +1,326 @@
-"""Models from the hub: brought into the local cache, with word of how many bytes have come."""
+"""Models from the hub: brought into its local cache, checked, with a report of how many bytes have come.
+
+Files with weights are fetched here, so that a download goes on where the last one ended, also in another process. Their
+place in the cache and everything small is left to `huggingface_hub`, whose other users find them there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
+from bough.config.hub_files import HubFile, HubUnreachable, explained, list_files, wanted_files
+from bough.config.hub_name import HubName
 from bough.core.errors import ConfigError
 
-Progress = Callable[[int, int], None]
-"""Hears of bytes that are there, and of bytes in all. Called from another thread."""
+if TYPE_CHECKING:
+    import httpx
 
-_LOOK_EVERY_S: Final = 0.5
-_LAST_LOOK_S: Final = 5.0
-"""For the watcher to say that all is there. It takes so long only where the hub does not answer it."""
+Progress = Callable[[int, int], None]
+"""Called, perhaps from another thread, with the number of bytes that are there and the number of bytes in all."""
+
+_AT_ONCE: Final = 4
+"""Files that are fetched at the same time."""
+_READ_BYTES: Final = 1 << 20
+_REPORT_EVERY_S: Final = 0.2
+_TRIES: Final = 5
+"""Connections that may break in a row without a byte having come."""
+_WAIT_S: Final = 1.0
+"""Before the second try; it doubles with each."""
+_TIMEOUT_S: Final = 30.0
+"""Without any byte."""
 
 
 def download(
-    model: str, revision: str, patterns: list[str], ignored: list[str], progress: Progress | None = None
+    name: HubName,
+    revision: str = "",
+    *,
+    weights: bool = True,
+    check_all: bool = False,
+    progress: Progress | None = None,
+    checking: Progress | None = None,
+    into: str = "",
 ) -> Path:
-    """The directory with the model's files. Without `progress` the hub's own bars are shown. Raises `ConfigError`."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    """The directory with the model's files, or its GGUF file (of several parts, the first).
 
-    watched = contextlib.nullcontext() if progress is None else _watched(model, revision, patterns, ignored, progress)
+    Downloads what the local cache (at `into`; empty: the hub's own) lacks and compares it with the hub's checksums
+    (`check_all`: also what was there before).
+    Without a hub, what the cache holds is taken. `progress` and `checking` hear how far downloads and checks have come.
+    Raises `ConfigError`.
+    """
     try:
-        with watched:
-            found = snapshot_download(
-                model, revision=revision or None, allow_patterns=patterns, ignore_patterns=ignored
-            )
-    except GatedRepoError as error:
-        raise ConfigError(
-            what=f"{model} is a gated model",
-            why="its terms have to be accepted on the hub first",
-            fix="accept them there, then set HF_TOKEN",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(what=f"{model} has no revision {revision!r}", fix="check --revision") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(
-            what=f"there is no model {model}",
-            why="it is neither a path on this machine nor a model on the hub that this user can see",
-            fix="check the name; for a private model set HF_TOKEN",
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ConfigError(
-            what=f"{model} is not on this machine and the hub can't be reached",
-            why=first_line(error),
-            fix="check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or name a local directory or .gguf file",
-        ) from error
-    return Path(found)
+        with explained(name.repo, revision):
+            files = list_files(name.repo, revision)
+    except HubUnreachable:
+        held = cached(name, revision, weights=weights, into=into)
+        if held is None:
+            raise
+        return held
+    chosen = set(wanted_files(name, [file.name for file in files], weights=weights))
+    wanted = [file for file in files if file.name in chosen]
+    before = [file for file in wanted if _is_whole(_blobs(name.repo, into), file)]
+    missing = [file for file in wanted if file.sha256 and file not in before]
+    with explained(name.repo, revision), _quietly():
+        _fetch_all(name.repo, revision, missing, wanted, progress, _blobs(name.repo, into))
+        folder = _snapshot(name.repo, revision, sorted(chosen), into)
+    _check(
+        folder, wanted if check_all else [file for file in wanted if not file.sha256 and file not in before], checking
+    )
+    return _place(folder, sorted(chosen))
+
+
+def cached(name: HubName, revision: str = "", *, weights: bool = True, into: str = "") -> Path | None:
+    """What `download` returns, as far as the local cache holds it; None if that is nothing. Asks no hub."""
+    repo = _blobs(
+        name.repo, into
+    ).parent  # the layout of the cache: refs/BRANCH holds a commit, snapshots/COMMIT its files
+    commit = revision or "main"
+    with contextlib.suppress(OSError):
+        commit = (repo / "refs" / commit).read_text().strip()
+    folder = repo / "snapshots" / commit
+    present = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    chosen = wanted_files(name, present, weights=weights)
+    return _place(folder, chosen) if chosen else None
+
+
+def _snapshot(repo: str, revision: str, names: Sequence[str], into: str) -> Path:
+    """Completes the cache's directory of this revision: fetches small files and links those that were fetched here."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [_literally(name) for name in names]
+    return Path(snapshot_download(repo, revision=revision or None, cache_dir=_cache(into), allow_patterns=patterns))
+
+
+def _literally(name: str) -> str:
+    """A pattern that matches this name only."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _place(folder: Path, names: Sequence[str]) -> Path:
+    """The model among these files: a GGUF file, or the directory."""
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    return folder / ggufs[0] if ggufs and len(ggufs) == len(names) else folder
 
 
 @contextlib.contextmanager
-def _watched(model: str, revision: str, patterns: list[str], ignored: list[str], progress: Progress) -> Iterator[None]:
-    """Looks at the cache's files as they grow. Whatever keeps it from doing so does not keep the download from going on."""
+def _quietly() -> Iterator[None]:
+    """`huggingface_hub` shows no bars of its own within."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
     )
 
-    done = threading.Event()
-
-    def watch() -> None:
-        sizes = _sizes(model, revision, patterns, ignored)
-        total = sum(sizes.values())
-        if not sizes or _present(model, sizes) == total:
-            return
-        while not done.wait(_LOOK_EVERY_S):
-            progress(_present(model, sizes), total)
-        if _present(model, sizes) == total:
-            progress(total, total)
-
     silent = are_progress_bars_disabled()
     disable_progress_bars()
-    watcher = threading.Thread(target=watch, name="download-watch", daemon=True)
-    watcher.start()
     try:
         yield
     finally:
-        done.set()
-        watcher.join(_LAST_LOOK_S)
         if not silent:
             enable_progress_bars()
 
 
-def _sizes(model: str, revision: str, patterns: list[str], ignored: list[str]) -> dict[str, int]:
-    """Bytes of each wanted file, by the name it has among the cache's blobs. Empty if the hub does not say."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
-
-    with contextlib.suppress(Exception):  # the download itself says what is wrong
-        files = HfApi().model_info(model, revision=revision or None, files_metadata=True).siblings or []
-        wanted = filter_repo_objects(
-            files, allow_patterns=patterns, ignore_patterns=ignored, key=lambda file: file.rfilename
-        )
-        return {(file.lfs.sha256 if file.lfs else file.blob_id or ""): file.size or 0 for file in wanted}
-    return {}
+# -- fetching -------------------------------------------------------------------------------------
 
 
-def _present(model: str, sizes: dict[str, int]) -> int:
-    """Bytes of the wanted files that are on disk, unfinished ones included."""
+def _fetch_all(
+    repo: str,
+    revision: str,
+    files: Sequence[HubFile],
+    wanted: Sequence[HubFile],
+    progress: Progress | None,
+    blobs: Path,
+) -> None:
+    """Brings large files into the cache's `blobs`. `wanted` are all files of the model, for the report."""
+    import httpx
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    if not files:
+        return
+    blobs.mkdir(parents=True, exist_ok=True)
+    account = _Account(sum(file.size for file in wanted), progress)
+    account.add(sum(file.size for file in wanted if file not in files))
+    with (
+        httpx.Client(headers=build_hf_headers(), follow_redirects=True, timeout=_TIMEOUT_S) as client,
+        ThreadPoolExecutor(_AT_ONCE) as threads,
+    ):
+        jobs = []
+        for file in files:
+            url = hf_hub_url(repo, file.name, revision=revision or None)
+            jobs.append(threads.submit(_fetch, client, url, file, blobs, account))
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            account.stop()
+            raise
+    account.done()
+
+
+def _fetch(client: httpx.Client, url: str, file: HubFile, blobs: Path, account: _Account) -> None:
+    """Brings one file into the cache, from where the last attempt ended. Raises `ConfigError` if it came damaged."""
+    part, whole = blobs / f"{file.blob}.incomplete", blobs / file.blob
+    with part.open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # another process may be fetching the same
+        if whole.exists():
+            part.unlink(missing_ok=True)
+            account.add(file.size)
+            return
+        digest = hashlib.sha256()
+        with part.open("rb") as had:
+            while piece := had.read(_READ_BYTES):
+                digest.update(piece)
+        account.add(stream.tell())
+        _append(client, url, file, stream, digest, account)
+        if stream.tell() != file.size or digest.hexdigest() != file.sha256:
+            part.unlink(missing_ok=True)
+            raise _damaged(file, digest.hexdigest())
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.replace(part, whole)
+
+
+def _append(
+    client: httpx.Client, url: str, file: HubFile, stream: _Appendable, digest: _Digest, account: _Account
+) -> None:
+    """Writes the rest of the file, over as many connections as it takes."""
+    import httpx
+
+    failures = 0
+    while stream.tell() < file.size:
+        at = stream.tell()
+        try:
+            with client.stream("GET", url, headers={"range": f"bytes={at}-"}) as response:
+                response.raise_for_status()
+                if at and response.status_code != httpx.codes.PARTIAL_CONTENT:
+                    raise ConfigError(
+                        what=f"{file.name} can't be continued",
+                        why="the hub does not know ranges",
+                        fix="remove its cache",
+                    )
+                for piece in response.iter_bytes():
+                    account.check()
+                    stream.write(piece)
+                    digest.update(piece)
+                    account.add(len(piece))
+        except httpx.TransportError:
+            failures = 0 if stream.tell() > at else failures + 1
+            if failures >= _TRIES:
+                stream.flush()
+                raise
+            account.wait(_WAIT_S * 2**failures)
+
+
+class _Appendable(Protocol):
+    def tell(self) -> int: ...
+    def write(self, data: bytes, /) -> int: ...
+    def flush(self) -> None: ...
+
+
+class _Digest(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+class _Stopped(Exception):
+    """Another file's download has failed, or the user has had enough."""
+
+
+class _Account:
+    """Bytes that are there, of all files together. Shared by threads."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._there = 0
+        self._progress = progress
+        self._reported_s = 0.0
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._there += count
+            now = time.monotonic()
+            if self._progress is None or now - self._reported_s < _REPORT_EVERY_S:
+                return
+            self._reported_s = now
+            self._progress(self._there, self._total)
+
+    def done(self) -> None:
+        """Reports the end."""
+        if self._progress is not None:
+            self._progress(self._total, self._total)
+
+    def stop(self) -> None:
+        """Ends the other threads at their next piece."""
+        self._stopped.set()
+
+    def check(self) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
+
+    def wait(self, seconds: float) -> None:
+        if self._stopped.wait(seconds):
+            raise _Stopped
+
+
+# -- checksums ------------------------------------------------------------------------------------
+
+
+def _check(folder: Path, files: Sequence[HubFile], progress: Progress | None) -> None:
+    """Compares files with the hub's checksums. A damaged one is removed, so that the next download brings it again."""
+    account = _Account(sum(file.size for file in files), progress)
+    for file in files:
+        path = folder / file.name
+        found = checksum(path, git=not file.sha256, report=account.add)
+        if file.blob and found != file.blob:
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise _damaged(file, found)
+
+
+def _damaged(file: HubFile, found: str) -> ConfigError:
+    return ConfigError(
+        what=f"{file.name} is damaged",
+        why=f"its checksum is {found[:16]}..., the hub's is {file.blob[:16]}...; the file was removed",
+        fix="download it again; if that fails too, a proxy or the disk is at fault",
+    )
+
+
+def checksum(path: Path, *, git: bool = False, report: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file; `git`: the id that git gives its content. `report` hears how many more bytes were read."""
+    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False) if git else hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(_READ_BYTES):
+            digest.update(piece)
+            if report is not None:
+                report(len(piece))
+    return digest.hexdigest()
+
+
+def _is_whole(blobs: Path, file: HubFile) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(file.blob) and (blobs / file.blob).stat().st_size == file.size
+    return False
+
+
+def _cache(into: str) -> Path:
+    """The cache at `into`; empty: the hub's own."""
     from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(into or HF_HUB_CACHE).expanduser()
+
+
+def _blobs(repo: str, into: str) -> Path:
+    """Where the cache keeps the contents of a repository's files."""
     from huggingface_hub.file_download import repo_folder_name
 
-    blobs = Path(HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=model, repo_type="model") / "blobs"
-    found: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for path in blobs.iterdir():
-            name = path.name.partition(".")[0]
-            if name in sizes:
-                with contextlib.suppress(OSError):
-                    found[name] = max(found.get(name, 0), min(path.stat().st_size, sizes[name]))
-    return sum(found.values())
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without what follows."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return _cache(into) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from bough.config import concerns
+from bough.config import concerns, sglang
 from bough.config.concerns import AUTO, Auto, Config
 from bough.core.errors import ConfigError
 
@@ -70,6 +70,15 @@ ALIASES: Mapping[str, Alias] = {
     "tokenizer_path": Alias("tokenizer"),
     "tp": Alias("tp_size"),
     "tensor_parallel_size": Alias("tp_size"),
+    "ep": Alias("ep_size"),
+    "expert_parallel_size": Alias("ep_size"),
+    "pp": Alias("pp_size"),
+    "pipeline_parallel_size": Alias("pp_size"),
+    "dp": Alias("dp_size"),
+    "data_parallel_size": Alias("dp_size"),
+    "nccl_init_addr": Alias("dist_init_addr"),
+    "fastapi_root_path": Alias("root_path"),
+    "dist_timeout": Alias("dist_timeout_s"),
     "random_seed": Alias("seed"),
     "max_model_len": Alias("context_length"),
     "max_num_seqs": Alias("max_running_requests"),
@@ -93,12 +102,16 @@ ALIASES: Mapping[str, Alias] = {
     "enable_prefix_caching": Alias("radix_cache"),
     "block_size": Alias("page_size"),
     "crash_dump_folder": Alias("crash_dir"),
+    "enable_overlap_schedule": Alias("overlap_schedule"),
+    "stream_output": Alias("incremental_streaming_output"),
+    "stream_response_default_include_usage": Alias("stream_usage"),
+    "disable_priority_preemption": Alias("priority_preemption", inverted=True),
+    "speculative_algo": Alias("speculative_algorithm"),
 }
 
 NEARLY: Mapping[str, str] = {
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_batched_tokens": "chunked_prefill_size",
-    "max_prefill_tokens": "chunked_prefill_size",
     "enable_trace": "otlp_endpoint",
     "otlp_traces_endpoint": "otlp_endpoint",
     "allowed_origins": "cors_origins",
@@ -106,30 +119,72 @@ NEARLY: Mapping[str, str] = {
     "ctx_size": "context_length",
     "threads": "cpu_threads",
     "parallel": "max_running_requests",
+    "enable_expert_parallel": "ep_size",
     "alias": "served_model_name",
 }
 """What other servers call something that means not quite the same here: named when somebody tries, never taken for it."""
 
 NOT_THERE: Mapping[str, str] = {
     "lora": "adapters (LoRA)",
-    "speculative": "speculative decoding",
     "disaggregation": "disaggregated prefill",
-    "pipeline_parallel": "pipeline parallelism",
-    "pp_size": "pipeline parallelism",
-    "expert_parallel": "expert parallelism",
-    "ep_size": "expert parallelism",
-    "data_parallel": "data parallelism",
-    "dp_size": "data parallelism",
+    "dp_attention": "attention replicas within one engine (DP attention)",
+    "attn_dp": "attention replicas within one engine (DP attention)",
+    "attn_cp": "context parallelism",
+    "context_parallel": "context parallelism",
+    "a2a_backend": "dispatching tokens to the ranks of their experts",
+    "eplb": "moving experts between ranks (EPLB)",
+    "redundant_experts": "moving experts between ranks (EPLB)",
+    "two_batch_overlap": "two-batch overlap",
+    "use_ray": "placing ranks by Ray",
 }
 """Parts of other servers' flags, and what these flags are about: told when somebody tries, since nothing here is alike."""
 
-VALUE_WORDS: Mapping[str, Mapping[str, str]] = {"dtype": {"half": "float16", "float": "float32"}}
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """Another server's word for a value. `note` is said when it is used."""
+
+    value: str
+    note: str = ""
+
+
+_OUR_KERNELS = "its kernels are not used here; those of this device are chosen"
+VALUE_WORDS: Mapping[str, Mapping[str, Word]] = {
+    "dtype": {"half": Word("float16"), "float": Word("float32")},
+    "kv_cache_dtype": {"bf16": Word("bfloat16")},
+    "load_balance_method": {
+        "shortest_queue": Word("total_requests"), "minimum_tokens": Word("total_tokens"), "auto": Word("prefix"),
+    },
+    "quantization": {
+        "awq_marlin": Word("awq", _OUR_KERNELS),
+        "gptq_marlin": Word("gptq", _OUR_KERNELS),
+        "compressed_tensors": Word("compressed-tensors"),
+        "auto_round": Word("auto-round"),
+        "modelopt_fp8": Word("modelopt"),
+        "modelopt_fp4": Word("modelopt"),
+        "fp8_per_block": Word("fp8_block"),
+        "fp8_per_channel": Word("fp8"),
+        "bnb": Word("bitsandbytes"),
+    },
+    "attention_backend": {
+        "torch_native": Word("torch"),
+        "intel_amx": Word("cpu"),
+        **{
+            name: Word("auto", _OUR_KERNELS)
+            for name in ("flashinfer", "fa3", "fa4", "flashmla", "trtllm_mha", "trtllm_mla", "cutlass_mla", "aiter",
+                         "flex_attention")
+        },
+    },
+    "grammar_backend": {"outlines": Word("auto", "the same constraints are enforced by xgrammar or llguidance")},
+    "speculative_algorithm": {"ngram": Word("NGRAM"), "suffix": Word("SUFFIX"), "NONE": Word("none")},
+    "log_requests_level": {
+        level: Word("1", "texts are never logged; --dump-dir keeps whole requests") for level in ("2", "3")
+    },
+}  # fmt: skip
 """Other servers' words for values, by setting."""
 
-NOT_SETTINGS: Mapping[str, str] = {
-    "enable_mixed_chunk": "prefill chunks and decodes share steps anyway",
-}
-"""Switches that are accepted because they ask for what always happens; using one says so."""
+NEVER_SPLIT = frozenset({"api_key"})
+"""Lists whose members may have commas in them: several are given by several flags, or as a list in the file."""
 
 
 @lru_cache(maxsize=1)
@@ -175,6 +230,12 @@ def lookup(name: str) -> tuple[Setting, Alias | None]:
     raise unknown_name(name)
 
 
+def is_setting(name: str) -> bool:
+    """Whether `name` (dashes or underscores) is a setting or an alias of one."""
+    plain = name.strip().removeprefix("--").replace("-", "_")
+    return plain in settings() or plain in ALIASES
+
+
 def unknown_name(name: str) -> ConfigError:
     """The error for a name that is no setting, with what was probably meant."""
     shown = name if not name.startswith("--") else name.split("=")[0]
@@ -203,7 +264,7 @@ def nearest(name: str, cutoff: float = 0.6) -> str | None:
     if plain in NEARLY:
         return NEARLY[plain]
     plain = plain.removeprefix("no_")
-    names = [*settings(), *ALIASES, *NOT_SETTINGS, "config", "profile", "dump_config"]
+    names = [*settings(), *ALIASES, "config", "profile", "dump_config"]
     close = difflib.get_close_matches(plain, names, n=1, cutoff=cutoff)
     if close:
         return close[0]
@@ -213,6 +274,8 @@ def nearest(name: str, cutoff: float = 0.6) -> str | None:
 
 def parse_value(setting: Setting, raw: object, origin: str) -> Value:
     """`raw` as the setting's type. Text is read as on a command line. `origin` says in errors where it came from."""
+    word = value_word(setting, raw)
+    raw = raw if word is None else word.value
     if setting.takes_auto and (raw is AUTO or (isinstance(raw, str) and raw.lower() == "auto")):
         return AUTO
     match setting.kind:
@@ -225,10 +288,8 @@ def parse_value(setting: Setting, raw: object, origin: str) -> Value:
         case "list":
             return _parse_list(setting, raw, origin)
         case "choice":
-            if isinstance(raw, str):
-                raw = VALUE_WORDS.get(setting.name, {}).get(raw, raw)
-                if raw in setting.choices:
-                    return raw
+            if isinstance(raw, str) and raw in setting.choices:
+                return raw
             near = difflib.get_close_matches(str(raw), setting.choices, n=1)
             raise ConfigError(
                 what=f"{origin} is {raw!r}",
@@ -240,6 +301,24 @@ def parse_value(setting: Setting, raw: object, origin: str) -> Value:
             if isinstance(raw, str):
                 return raw
             raise _wrong(setting, raw, origin, "text", "a string")
+
+
+def value_word(setting: Setting, raw: object) -> Word | None:
+    """Another server's word that the setting is given, if it is one."""
+    return VALUE_WORDS.get(setting.name, {}).get(str(raw)) if isinstance(raw, str | int) else None
+
+
+def abbreviated(name: str) -> str | None:
+    """The one name that begins with `name`, among settings, aliases and SGLang's flags; None if there is none or several.
+
+    Names of one setting count as one. Where several are left, those of SGLang alone decide, as they do there.
+    """
+    theirs = {*sglang.MAPPED, *sglang.refused(), *sglang.ACTING}
+    for names in ({*settings(), *ALIASES, *theirs}, theirs):
+        meant = {ALIASES[each].target if each in ALIASES else each for each in names if each.startswith(name)}
+        if len(meant) == 1:
+            return min(each for each in names if each.startswith(name))
+    return None
 
 
 def parse_size(text: str) -> float:
@@ -374,8 +453,10 @@ def _parse_float(setting: Setting, raw: object, origin: str) -> float:
 
 
 def _parse_list(setting: Setting, raw: object, origin: str) -> tuple[str, ...]:
+    """A text with commas, or a list of texts (as a flag that was given several times is)."""
     if isinstance(raw, str):
-        return tuple(part.strip() for part in raw.split(",") if part.strip())
+        raw = [raw] if setting.name in NEVER_SPLIT else raw.split(",")
+        return tuple(part.strip() for part in raw if part.strip())
     if isinstance(raw, list | tuple) and all(isinstance(part, str) for part in raw):
         return tuple(raw)
     raise _wrong(setting, raw, origin, "a list of strings", "values separated by commas")

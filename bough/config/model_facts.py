@@ -1,43 +1,287 @@
 """What a checkpoint's config says about the model, in one vocabulary: what plans are made and models are built from.
 
-Config files of different ages and families name the same things differently or leave out what was their class's default;
-`model_facts` reads all of them into one `ModelFacts`. Models never look at raw keys that a fact covers.
+Each model file has a `read(config)` that fills these; the helpers it uses are in `config/reading.py`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Literal
 
-from bough.config.encoder_facts import EncoderFacts, encoder_facts
-from bough.config.rope_facts import RopeFacts, rope_facts
-from bough.core.errors import ConfigError, UnsupportedModel
+from bough.config.encoder_facts import EncoderFacts
+from bough.config.rope_facts import RopeFacts
 
-Activation = Literal["silu", "gelu_tanh"]
-WindowRule = Literal["none", "all", "even layers", "but every nth", "from max_window_layers", "nope layers"]
-
-_ACTIVATIONS: Final[dict[str, Activation]] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-}
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+"""relu2 is the square of relu; xielu has learned parameters of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeFacts:
-    """The mixture of experts."""
+class NormFacts:
+    """A norm: by the root mean square, or ("layer") by mean and deviation."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    """Added to the weights of an RMS norm."""
+    bias: bool = False
+    """Whether a layer norm has one."""
+    weight: bool = True
+    """Whether it has any parameters."""
+
+    def num_parameters(self, width: int) -> int:
+        return (width if self.weight else 0) + (width if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """Norms of queries and keys."""
+
+    norm: NormFacts
+    over: Literal["head", "each head", "all heads"] = "head"
+    """Each head by the same weights, each by its own, or all heads together as one long vector."""
+    after_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Queries grow with their position p: 1 + scale * log(1 + floor((p + shift) / every))."""
+
+    scale: float
+    every: int
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gqa:
+    """Attention in which groups of heads share keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Multiplies the scores."""
+    window: int | None = None
+    """How many tokens a query sees, its own included; None: all."""
+    chunk: int | None = None
+    """A query sees the tokens since the last multiple of this position; None: all."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    rope: RopeFacts | None = None
+    """How positions are rotated; None: not at all."""
+    causal: bool = True
+    """Whether a token sees only those before it."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norms: HeadNorms | None = None
+    sinks: bool = False
+    """Each head has a logit that takes part in its softmax and adds nothing."""
+    alibi: float | None = None
+    """Scores grow with a key's position, in each head by another slope, times this; None: they don't."""
+    alibi_bias_max: float = 8.0
+    """The slopes are powers of 2 ** -(alibi_bias_max / heads)."""
+    clip: float | None = None
+    """Queries, keys and values are clamped to -clip .. clip, after heads are normed."""
+    temperature: Temperature | None = None
+
+    @property
+    def kv_values(self) -> int:
+        """Values that a token leaves in the KV cache."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def num_parameters(self, hidden: int) -> int:
+        heads = self.num_heads * self.head_dim
+        biases = (self.projected if self.qkv_bias else 0) + (hidden if self.out_bias else 0)
+        return hidden * (self.projected + heads) + biases + self._norm_parameters()
+
+    def _norm_parameters(self) -> int:
+        norms, sinks = self.head_norms, self.num_heads if self.sinks else 0
+        if norms is None:
+            return sinks
+        width = 2 * self.head_dim if norms.over == "head" else (self.num_heads + self.num_kv_heads) * self.head_dim
+        return norms.norm.num_parameters(width) + sinks
+
+    @property
+    def keys_turn(self) -> bool:
+        """Whether a key that was written for one position can be turned to another."""
+        return self.head_norms is None or not self.head_norms.after_rope or not self.head_norms.norm.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mla:
+    """Attention over latents: of each token a vector is kept, from which every head makes its key and value, and one rotated
+    key that all heads share."""
+
+    num_heads: int
+    q_rank: int | None
+    """Width of what queries are made from; None: they are made from the stream."""
+    kv_rank: int
+    """Width of a latent."""
+    nope_dim: int
+    """Width of the part of a head's query and key that is not rotated..."""
+    rope_dim: int
+    """...and of the part that is."""
+    v_dim: int
+    """Width of a head's value."""
+    scale: float
+    norm: NormFacts
+    """Of latents."""
+    rope: RopeFacts | None = None
+    """None: the shared key is as it is."""
+    bias: bool = False
+    """Of the projections down to latents and of the last one."""
+
+    causal: ClassVar[bool] = True
+    num_kv_heads: ClassVar[int] = 1
+    """Latents are read as one head."""
+    keys_turn: ClassVar[bool] = True
+
+    @property
+    def kv_values(self) -> int:
+        """Values that a token leaves in the KV cache."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's queries, as heads read latents with them, and of its latent."""
+        return (self.num_heads + 1) * self.kv_values
+
+    def num_parameters(self, hidden: int) -> int:
+        queries = self.num_heads * self.head_dim
+        total = hidden * queries
+        if self.q_rank is not None:
+            total = hidden * self.q_rank + self.q_rank * queries + self.q_rank
+        total += hidden * self.kv_values + self.kv_rank
+        total += self.kv_rank * self.num_heads * (self.nope_dim + self.v_dim) + self.num_heads * self.v_dim * hidden
+        if self.bias:
+            total += (self.q_rank or 0) + self.kv_values + hidden
+        return total
+
+
+Mixer = Gqa | Mla
+"""What lets tokens see one another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """A feed-forward block that every token passes."""
+
+    intermediate: int
+    """Its inner width."""
+    activation: Activation = "silu"
+    gated: bool = True
+    """down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
+    bias: bool = False
+
+    @property
+    def inner_values(self) -> int:
+        """Values of a token in its middle."""
+        return self.intermediate
+
+    def num_parameters(self, hidden: int) -> int:
+        ups = 2 if self.gated else 1
+        return (ups + 1) * hidden * self.intermediate + (ups * self.intermediate + hidden if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and -limit <= up <= limit (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Experts are chosen by scores in float32, in ways that a softmax over all of them doesn't cover."""
+
+    by: Literal["sigmoid", "softmax", "sparsemixer"] = "sigmoid"
+    """How logits become scores. "sparsemixer": two experts, each weighed among those that come close to it (Phi-3.5-MoE)."""
+    bias: Literal["", "flat", "row"] = ""
+    """A learned bias [E] ("row": [1, E]) is added to decide which experts are chosen; their weights are without it."""
+    groups: int = 1
+    kept_groups: int = 1
+    """Only experts of the `kept_groups` best groups of neighbours can be chosen..."""
+    group_by: Literal["best", "best two"] = "best two"
+    """...groups being compared by their best score, or the sum of their best two."""
+    least_sum: float = 0.0
+    """Weights are divided by their sum, or by this if it is larger."""
+    margin: float = 0.0
+    """Of "sparsemixer": how close, relative to the score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe:
+    """A mixture of experts: each token passes the few that a router picks."""
 
     num_experts: int
     experts_per_token: int
     intermediate: int
     """Width inside one expert."""
-    shared_intermediate: int
-    """Width inside the expert that sees every token; 0: there is none."""
     renormalise: bool
     """Whether the chosen experts' weights are made to sum to 1."""
+    activation: Activation = "silu"
+    shared_intermediate: int = 0
+    """Width inside the expert that sees every token; 0: there is none."""
+    shared_gated: bool = True
+    """Whether that one is weighed by a gate of its own."""
+    scored: Scored | None = None
+    """None: a softmax over all experts gives their weights, and the largest are chosen."""
+    scale: float = 1.0
+    """Multiplies the chosen experts' weights."""
+    router_bias: bool = False
+    weighs_input: bool = False
+    """The weight multiplies what the expert reads, instead of what it gives. For one expert per token."""
+    clamped: ClampedGate | None = None
+    """How experts' gates are computed, if not by `activation`; their products then have biases."""
+
+    @property
+    def inner_values(self) -> int:
+        """Values of a token in its middle, in all of its experts."""
+        return self.experts_per_token * self.intermediate
+
+    def num_parameters(self, hidden: int) -> int:
+        experts = (3 * hidden * self.intermediate + hidden) * self.num_experts
+        if self.clamped is not None:
+            experts += (2 * self.intermediate + hidden) * self.num_experts
+        biases = int(self.router_bias) + int(self.scored is not None and self.scored.bias != "")
+        shared = 3 * hidden * self.shared_intermediate
+        gate = hidden if self.shared_intermediate and self.shared_gated else 0
+        return experts + biases * self.num_experts + shared + gate
+
+
+FeedForward = Dense | Moe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """One block."""
+
+    mixers: tuple[Mixer, ...]
+    """One as a rule; several where a block mixes tokens in parallel."""
+    ffn: FeedForward | None
+    kv_from: int | None = None
+    """The layer whose keys and values this one reads instead of keeping its own; None: it keeps them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPositions:
+    """A table of vectors that are added to embeddings by position."""
+
+    num_positions: int
+    """Rows of the table..."""
+    first: int = 0
+    """...and the one that a text's first token takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,294 +289,82 @@ class ModelFacts:
     """A language model: a decoder, or an encoder of BERT's kind."""
 
     architecture: str
-    model_type: str
-    num_layers: int
     hidden: int
-    intermediate: int
-    """Width inside the dense feed-forward block."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab: int
-    norm_eps: float
-    activation: Activation
-    """Of gated feed-forward blocks."""
-    tie_embeddings: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    attention_scale: float
-    attention_softcap: float | None
-    logit_softcap: float | None
-    windows: tuple[int | None, ...]
-    """By layer: how many tokens a query sees, its own included; None: all."""
-    ropes: tuple[RopeFacts | None, ...]
-    """By layer: how positions are rotated; None: not at all."""
     max_context: int
-    moe: MoeFacts | None
-    sparse_layers: tuple[bool, ...]
-    """By layer: whether its feed-forward block is the mixture of experts."""
-    bidirectional: bool = False
-    """Every token sees every other, so a text can only be computed in one piece."""
+    norm: NormFacts
+    """Of the norms before blocks' halves and of the last one."""
+    layers: tuple[LayerFacts, ...]
+    block_norms: int = 2
+    """Norms of the stream, or of what is added to it, in each block."""
+    tie_embeddings: bool = False
+    embed_scale: float | None = None
+    """Multiplies embeddings, rounded to their type first."""
+    embed_norm: bool = False
+    """Whether embeddings are normed, as blocks norm."""
+    embed_dim: int | None = None
+    """The width of embeddings and of the head's input where it is not `hidden`: a matrix stands between."""
+    positions: LearnedPositions | None = None
+    last_norm: bool = True
+    """Whether the stream is normed after the last block."""
+    head_bias: bool = False
+    logit_scale: float | None = None
+    """Multiplies the logits."""
+    logit_softcap: float | None = None
+    residual_scale: float | None = None
+    """Multiplies what each half of a block adds."""
+    through_transformers: bool = False
+    """Computed by a module of transformers (`models/through_transformers.py`)."""
     encoder: EncoderFacts | None = None
     """What only encoders of BERT's kind have."""
     config: Mapping[str, Any]
     """The config as it was read, for architectures with facts of their own."""
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Of all layers, in order."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+
+    @property
+    def bidirectional(self) -> bool:
+        """Tokens see what comes after them, so a text can only be computed in one piece."""
+        return any(not mixer.causal for mixer in self.mixers)
+
+    @property
+    def ropes(self) -> tuple[RopeFacts | None, ...]:
+        """By layer of the KV cache: how keys are rotated."""
+        return tuple(mixer.rope for mixer in self.mixers)
+
+    @property
+    def kv_moves(self) -> bool:
+        """Whether KV that was computed at some positions can be used at others: those are rotated into keys or nowhere."""
+        return self.positions is None and all(mixer.keys_turn for mixer in self.mixers)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Weights of a block's norms."""
+        return self.block_norms * self.norm.num_parameters(self.hidden)
+
+    def end_parameters(self, rows: int) -> int:
+        """Weights before the first block and after the last, with `rows` of the vocabulary."""
+        width = self.embed_dim or self.hidden
+        total = rows * width * (1 if self.tie_embeddings else 2)
+        total += self.norm.num_parameters(self.hidden) * (self.last_norm + self.embed_norm)
+        if self.embed_dim is not None:
+            total += 2 * self.embed_dim * self.hidden
+        if self.positions is not None:
+            total += self.positions.num_positions * self.hidden
+        return total + (self.vocab if self.head_bias else 0)
+
     def num_parameters(self) -> int:
-        """Weights of the model, by arithmetic on its shapes; biases and norms of heads are too few to count."""
-        attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + 2 * self.hidden
-        dense = (3 if self.encoder is None else 2) * self.hidden * self.intermediate
-        total = self.vocab * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
-        for sparse in self.sparse_layers:
-            total += attention
-            if sparse and self.moe is not None:
-                total += 3 * self.hidden * self.moe.intermediate * self.moe.num_experts
-                total += self.hidden * (self.moe.num_experts + 3 * self.moe.shared_intermediate)
-                total += self.hidden if self.moe.shared_intermediate else 0
-            else:
-                total += dense
+        """Weights of the model, by arithmetic on its shapes."""
+        total = self.end_parameters(self.vocab)
+        for layer in self.layers:
+            total += self.norm_parameters + sum(mixer.num_parameters(self.hidden) for mixer in layer.mixers)
+            if layer.ffn is not None:
+                total += layer.ffn.num_parameters(self.hidden)
         return total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """What a family's config files may leave unsaid."""
-
-    theta: float = 10_000.0
-    theta_local: float | None = None
-    """For families that rotate windowed layers with a base of their own."""
-    tied: bool = False
-    qkv_bias: bool | str = "attention_bias"
-    """The value, or the key that holds it."""
-    out_bias: bool | str = "attention_bias"
-    mlp_bias: bool | str = False
-    windows: WindowRule = "none"
-    window_is_opt_in: bool = False
-    """Whether `sliding_window` counts only beside a true `use_sliding_window`."""
-    layer_types: bool = True
-    """Whether the family reads `layer_types`."""
-    activation_key: str = "hidden_act"
-    head_dim: int | None = None
-    num_experts_key: str = "num_experts"
-    renormalise: bool | str = "norm_topk_prob"
-
-
-_PLAIN: Final = _Family()
-_FAMILIES: Final[dict[str, _Family]] = {
-    "llama": _Family(mlp_bias="mlp_bias", layer_types=False),
-    "smollm3": _Family(theta=2_000_000.0, tied=True, mlp_bias="mlp_bias", windows="nope layers", window_is_opt_in=True),
-    "mistral": _Family(qkv_bias=False, out_bias=False, windows="all"),
-    "qwen2": _Family(qkv_bias=True, out_bias=False, windows="from max_window_layers", window_is_opt_in=True),
-    "qwen3": _Family(windows="from max_window_layers", window_is_opt_in=True, head_dim=128),
-    "gemma2": _Family(tied=True, windows="even layers", activation_key="hidden_activation", head_dim=256),
-    "gemma3_text": _Family(
-        theta=1_000_000.0,
-        theta_local=10_000.0,
-        tied=True,
-        windows="but every nth",
-        activation_key="hidden_activation",
-        head_dim=256,
-    ),
-    "bert": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
-    "roberta": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
-    "xlm-roberta": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
-    "camembert": _Family(tied=True, qkv_bias=True, out_bias=True, mlp_bias=True),
-    "phi3": _Family(qkv_bias=False, out_bias=False, windows="all"),
-    "mixtral": _Family(
-        theta=1_000_000.0,
-        qkv_bias=False,
-        out_bias=False,
-        windows="all",
-        num_experts_key="num_local_experts",
-        renormalise=True,
-    ),
-    "qwen2_moe": _Family(qkv_bias="qkv_bias", out_bias=False, windows="even layers", window_is_opt_in=True),
-    "qwen3_moe": _Family(windows="all", window_is_opt_in=True, layer_types=False),
-}
-
-
-def model_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Reads a config in Hugging Face's form. Raises ConfigError naming what is missing or makes no sense."""
-    model_type = str(config.get("model_type") or "")
-    family = _FAMILIES.get(model_type, _PLAIN)
-    encoder = encoder_facts(config)
-    num_layers = _count(config, "num_hidden_layers")
-    hidden = _count(config, "hidden_size")
-    num_heads = _count(config, "num_attention_heads")
-    num_kv_heads = _count(config, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            what=f"the model's config has {num_heads} attention heads over {num_kv_heads} key-value heads",
-            why="each key-value head must serve the same number of heads",
-            fix="check num_attention_heads and num_key_value_heads",
-        )
-    head_dim = _count(config, "head_dim", family.head_dim or max(hidden // num_heads, 1))
-    moe = _moe(config, family)
-    has_rope = _rope_layers(config, model_type, num_layers) if encoder is None else (False,) * num_layers
-    windows = _windows(config, family, has_rope)
-    ropes = _ropes(config, family, head_dim, windows, has_rope)
-    return ModelFacts(
-        architecture=_architecture(config),
-        model_type=model_type,
-        num_layers=num_layers,
-        hidden=hidden,
-        intermediate=_count(config, "intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab=_count(config, "vocab_size"),
-        norm_eps=float(config.get("rms_norm_eps") or 1e-6) if encoder is None else encoder.norm_eps,
-        activation=_activation(config, family) if encoder is None else "gelu_tanh",
-        tie_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
-        qkv_bias=_flag(config, family.qkv_bias, default=model_type == "qwen2_moe"),
-        out_bias=_flag(config, family.out_bias),
-        mlp_bias=_flag(config, family.mlp_bias),
-        attention_scale=_attention_scale(config, model_type, head_dim),
-        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0 if model_type == "gemma2" else None),
-        logit_softcap=_softcap(config, "final_logit_softcapping", 30.0 if model_type == "gemma2" else None),
-        windows=windows,
-        ropes=ropes,
-        max_context=_max_context(config, ropes) if encoder is None else encoder.max_context,
-        moe=moe,
-        sparse_layers=_sparse_layers(config, moe, num_layers),
-        bidirectional=encoder is not None or _bidirectional(config),
-        encoder=encoder,
-        config=config,
-    )
-
-
-def _bidirectional(config: Mapping[str, Any]) -> bool:
-    """Whether a decoder's checkpoint was trained to look both ways (embedders made of decoders are)."""
-    return bool(config.get("use_bidirectional_attention")) or config.get("is_causal") is False
-
-
-def _max_context(config: Mapping[str, Any], ropes: tuple[RopeFacts | None, ...]) -> int:
-    return max((rope.max_context for rope in ropes if rope), default=_count(config, "max_position_embeddings"))
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
-    raise UnsupportedModel(
-        what="the model's config names no architecture",
-        why='config.json has no "architectures" list',
-        fix="""add it, for example with --json-model-override-args '{"architectures": ["LlamaForCausalLM"]}'""",
-    )
-
-
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, int) and value > 0:
-        return value
-    raise ConfigError(
-        what=f"the model's config has {'no' if value is None else 'a senseless'} {key}",
-        why="" if value is None else f"it is {value!r} and must be a positive whole number",
-        fix="check config.json, or set it with --json-model-override-args",
-    )
-
-
-def _flag(config: Mapping[str, Any], rule: bool | str, default: bool = False) -> bool:
-    return rule if isinstance(rule, bool) else bool(config.get(rule, default))
-
-
-def _softcap(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
-    value = config.get(key, default)
-    return float(value) if value else None
-
-
-def _activation(config: Mapping[str, Any], family: _Family) -> Activation:
-    default = "gelu_pytorch_tanh" if family.activation_key == "hidden_activation" else "silu"
-    name = config.get(family.activation_key) or default
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModel(
-            what=f"the model's activation {name!r} is not known", why=f"known: {', '.join(sorted(_ACTIVATIONS))}"
-        )
-    return _ACTIVATIONS[name]
-
-
-def _attention_scale(config: Mapping[str, Any], model_type: str, head_dim: int) -> float:
-    default = 256 if model_type.startswith("gemma") else head_dim
-    return 1.0 / math.sqrt(float(config.get("query_pre_attn_scalar") or default))
-
-
-def _rope_layers(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[bool, ...]:
-    """By layer: whether positions are rotated (SmolLM3 leaves every fourth layer without)."""
-    flags = config.get("no_rope_layers")
-    if model_type != "smollm3":
-        return (True,) * num_layers
-    if flags:
-        return tuple(bool(flag) for flag in flags[:num_layers])
-    interval = _count(config, "no_rope_layer_interval", 4)
-    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-
-
-def _windows(config: Mapping[str, Any], family: _Family, has_rope: tuple[bool, ...]) -> tuple[int | None, ...]:
-    layers = range(len(has_rope))
-    window = config.get("sliding_window")
-    if window and config.get("use_bidirectional_attention"):
-        window = window // 2 + 1  # Gemma: what one side sees of a window over both
-    if not window or (family.window_is_opt_in and not config.get("use_sliding_window", False)):
-        window = None
-    kinds = config.get("layer_types") if family.layer_types else None
-    if kinds:
-        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-        if unknown or len(kinds) < len(has_rope):
-            raise UnsupportedModel(
-                what="the model's layer_types can't be served",
-                why=f"unknown: {', '.join(unknown)}" if unknown else f"{len(kinds)} for {len(has_rope)} layers",
-            )
-        return tuple(window if kinds[layer] == "sliding_attention" else None for layer in layers)
-    if window is None or family.windows == "none":
-        return (None,) * len(has_rope)
-    every = _count(config, "sliding_window_pattern", 6) if family.windows == "but every nth" else 0
-    first = config.get("max_window_layers") or 0
-    rules: dict[str, Callable[[int], bool]] = {
-        "all": lambda layer: True,
-        "even layers": lambda layer: layer % 2 == 0,
-        "but every nth": lambda layer: (layer + 1) % every != 0,
-        "from max_window_layers": lambda layer: layer >= first,
-        "nope layers": lambda layer: not has_rope[layer],
-    }
-    slides = rules[family.windows]
-    return tuple(window if slides(layer) else None for layer in layers)
-
-
-def _ropes(
-    config: Mapping[str, Any],
-    family: _Family,
-    head_dim: int,
-    windows: tuple[int | None, ...],
-    has_rope: tuple[bool, ...],
-) -> tuple[RopeFacts | None, ...]:
-    wide = rope_facts(config, head_dim, default_theta=family.theta, layer_type="full_attention")
-    local = wide
-    if family.theta_local is not None:
-        local = rope_facts(config, head_dim, default_theta=family.theta_local, layer_type="sliding_attention")
-    return tuple(
-        (wide if window is None else local) if rotated else None
-        for window, rotated in zip(windows, has_rope, strict=True)
-    )
-
-
-def _moe(config: Mapping[str, Any], family: _Family) -> MoeFacts | None:
-    num_experts = config.get(family.num_experts_key) or config.get("num_local_experts") or 0
-    if not num_experts:
-        return None
-    return MoeFacts(
-        num_experts=int(num_experts),
-        experts_per_token=_count(config, "num_experts_per_tok"),
-        intermediate=_count(config, "moe_intermediate_size", _count(config, "intermediate_size")),
-        shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0),
-        renormalise=_flag(config, family.renormalise),
-    )
-
-
-def _sparse_layers(config: Mapping[str, Any], moe: MoeFacts | None, num_layers: int) -> tuple[bool, ...]:
-    if moe is None:
-        return (False,) * num_layers
-    dense = set(config.get("mlp_only_layers") or ())
-    step = _count(config, "decoder_sparse_step", 1)
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from bough.config.concerns import AUTO, Config, DType, KvDType, Quantization
+from bough.config.hosts import ranks_per_node
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
+from bough.config.speculation import draft_tokens, drafts_of_step
 from bough.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -17,6 +19,12 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8
 
 GRAPH_BYTES_PER_SIZE = 24 * MIB
 """What a captured graph keeps, beyond the buffers that all of them share."""
+SMALL_GRAPHS, MOST_GRAPHS = 512, 1280
+"""Tokens of the largest graph: of any model, and of one whose steps are bound by launching."""
+LAUNCH_BOUND = 1.1e11
+"""(Tokens of a step) x (weights of a layer that a token is multiplied with) up to which launching a layer takes longer than
+computing it: 0.35 ms at 650 TFLOP/s. Prompts of 600 and of 1,000 tokens take an H200 19.3 and 9.2 ms kernel by kernel with
+28 layers of 2,048, and 4.9 and 6.8 in graphs; with 32 layers of 4,096, 15.3 and 25.9 beside 16.7 and 25.5."""
 MOST_RUNNING: Mapping[str, int] = {"cuda": 1024, "cpu": 64}
 """Requests computed at the same time, by device: more would not be faster."""
 SCORED_AT_ONCE: Mapping[str, int] = {"cuda": 512, "cpu": 128}
@@ -80,7 +88,12 @@ class ModelPlanFacts:
     """Weights that stay in their own quantised form..."""
     packed_params: int = 0
     """...and how many parameters they are, should they be dequantised on load."""
-    quantization: Literal["", "gguf"] = ""
+    quantization: Quantization | Literal[""] = ""
+    """How the weights are quantised..."""
+    weight_format: str = ""
+    """...in a few words."""
+    kv_format: Literal["", "fp8_e4m3"] = ""
+    """What the checkpoint has scales for, of cached keys and values."""
     kv_values_per_token: int
     """Keys and values of one token in all layers."""
     num_kv_heads: int
@@ -91,6 +104,10 @@ class ModelPlanFacts:
     """Query, key and value widths together."""
     vocab_size: int
     kv_page_multiple: int = 1
+    weight_share: float | None = None
+    """Of all weights, what the fullest rank holds; None: an equal part..."""
+    rank_kv_values: int | None = None
+    """...and how many of `kv_values_per_token`; None: those of its part of the key-value heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +141,22 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     device = config.device
     settle("device", device.device, "auto", choose_device(config, machine))
     dtype = settle("dtype", config.model.dtype, "auto", choose_dtype(machine, model))
-    as_weights: Decision[KvDType] = Decision(dtype, "that of the activations")
-    kv_dtype = settle("kv_cache_dtype", config.model.kv_cache_dtype, "auto", as_weights)
+    kv_dtype = settle("kv_cache_dtype", config.model.kv_cache_dtype, "auto", choose_kv_dtype(machine, model, dtype))
     quantization = settle("quantization", config.model.quantization, "auto", choose_quantization(machine, model, dtype))
     backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine, config))
     page_size = settle("page_size", config.cache.page_size, AUTO, choose_page_size(machine, backend, model))
     chunk = settle("chunked_prefill_size", config.scheduler.chunked_prefill_size, AUTO, choose_chunk(machine))
+    bound = config.scheduler.max_prefill_tokens if chunk != -1 else 0
+    if bound and chunk > bound:
+        chunk = bound
+        decisions["chunked_prefill_size"] = Decision(chunk, "--max-prefill-tokens")
     threads = settle("cpu_threads", device.cpu_threads, AUTO, choose_threads(machine, config))
     tpot = settle("tpot_target_ms", config.scheduler.tpot_target_ms, AUTO, choose_tpot_target(machine))
+    drafted = config.speculative.speculative_num_draft_tokens
+    if config.speculative.speculative_algorithm != "none":
+        drafted = settle("speculative_num_draft_tokens", drafted, AUTO, Decision(*draft_tokens(config.speculative)))
+    elif drafted is AUTO:
+        drafted = draft_tokens(config.speculative)[0]
     switches = {
         "overlap_schedule": config.scheduler.overlap_schedule,
         "cuda_graph": device.cuda_graph,
@@ -142,17 +167,25 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
             switches[name] = False
             decisions[name] = Decision(False, switched_off)
 
+    captured = device.cuda_graph_max_tokens
+    if switches["cuda_graph"]:
+        captured = settle("cuda_graph_max_tokens", captured, AUTO, choose_captured(model))
+    captured = SMALL_GRAPHS if captured is AUTO else captured
+
     def planned(unwatched: int, table: bool) -> MemoryPlan:
         facts = plan_facts(
             config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, chunk=chunk,
-            unwatched=unwatched, graphs=switches["cuda_graph"], packed=quantization != "none", backend=backend,
-            table=table,
+            unwatched=unwatched, captured=captured if switches["cuda_graph"] else 0, packed=quantization != "none",
+            backend=backend, table=table,
         )  # fmt: skip
         return plan_memory(facts)
 
     given = config.model.first_layer_table
     larger = choose_unwatched(config, machine, chunk, lambda tokens: planned(tokens, given == "on"))
     unwatched = settle("unwatched_prefill_size", config.scheduler.unwatched_prefill_size, AUTO, larger)
+    if bound and unwatched > bound:
+        unwatched = bound
+        decisions["unwatched_prefill_size"] = Decision(unwatched, "--max-prefill-tokens")
     looked_up = choose_first_layer(config, machine, lambda table: planned(unwatched, table))
     table = settle("first_layer_table", given, "auto", looked_up)
     plan = planned(unwatched, table == "on")
@@ -169,13 +202,14 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         ),
         device=replace(
             device, device=machine.device, mem_fraction_static=fraction, attention_backend=backend, cpu_threads=threads,
-            cuda_graph=switches["cuda_graph"], custom_kernels=switches["custom_kernels"],
+            cuda_graph=switches["cuda_graph"], cuda_graph_max_tokens=captured, custom_kernels=switches["custom_kernels"],
         ),
         cache=replace(config.cache, page_size=page_size, max_total_tokens=plan.kv_tokens),
         scheduler=replace(
             config.scheduler, max_running_requests=running, chunked_prefill_size=chunk,
             unwatched_prefill_size=unwatched, tpot_target_ms=tpot, overlap_schedule=switches["overlap_schedule"],
         ),
+        speculative=replace(config.speculative, speculative_num_draft_tokens=drafted),
     )  # fmt: skip
     return Resolved(config=resolved, decisions=decisions, plan=plan)
 
@@ -195,6 +229,12 @@ def choose_device(config: Config, machine: MachineFacts) -> Decision[str]:
     if machine.device == "cuda":
         return Decision("cuda", f"found {machine.num_devices} x {machine.name}")
     return Decision("cpu", "no CUDA device was found")
+
+
+def choose_kv_dtype(machine: MachineFacts, model: ModelPlanFacts, dtype: DType) -> Decision[KvDType]:
+    if model.kv_format and machine.device == "cuda":
+        return Decision(model.kv_format, "the checkpoint has scales for it")
+    return Decision(dtype, "that of the activations")
 
 
 def choose_dtype(machine: MachineFacts, model: ModelPlanFacts) -> Decision[DType]:
@@ -218,7 +258,7 @@ def choose_quantization(machine: MachineFacts, model: ModelPlanFacts, dtype: str
         return Decision(
             "none", "without custom kernels (--no-custom-kernels, or no C++ compiler) packed weights are slow"
         )
-    return Decision(model.quantization, "the checkpoint says so")
+    return Decision(model.quantization, model.weight_format or "the checkpoint says so")
 
 
 def choose_attention(machine: MachineFacts, config: Config) -> Decision[str]:
@@ -273,6 +313,8 @@ def choose_first_layer(
     reason = ""
     if config.model.is_embedding:
         reason = "models that pool have none"
+    elif config.parallel.pp_size > 1:
+        reason = "stages compute their own layers only"
     elif machine.device == "cpu":
         reason = "on a CPU blocks are computed as one"
     if reason and wanted == "on":
@@ -305,10 +347,19 @@ def affordable(wanted: Callable[[], MemoryPlan], without: Callable[[], MemoryPla
 
 
 def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:
-    ranks = config.parallel.tp_size if machine.device == "cpu" else 1
+    ranks = ranks_per_node(config.parallel) * config.parallel.dp_size if machine.device == "cpu" else 1
     threads = max(1, machine.physical_cores // max(1, ranks))
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     return Decision(threads, f"{machine.physical_cores} physical cores{shared}")
+
+
+def choose_captured(model: ModelPlanFacts) -> Decision[int]:
+    """Graphs pay where launching a layer kernel by kernel takes longer than its products, padded to a graph's size."""
+    multiplied = 2 * model.hidden_size * model.attention_width + 3 * model.hidden_size * model.ffn_size
+    bound = int(LAUNCH_BOUND / multiplied) // 128 * 128
+    if bound <= SMALL_GRAPHS:
+        return Decision(SMALL_GRAPHS, "larger steps take the device longer than the host")
+    return Decision(min(bound, MOST_GRAPHS), "a layer this narrow takes longer to launch than to compute")
 
 
 def choose_tpot_target(machine: MachineFacts) -> Decision[float]:
@@ -388,12 +439,12 @@ def plan_facts(
     page_size: int,
     chunk: int,
     unwatched: int,
-    graphs: bool,
+    captured: int,
     packed: bool,
     backend: str,
     table: bool,
 ) -> PlanFacts:
-    """The memory plan's inputs for one rank."""
+    """The memory plan's inputs for one rank. `captured`: tokens of the largest graph, 0 without graphs."""
     ranks = config.parallel.tp_size
     context = config.model.context_length
     if context is not AUTO and context > model.context_length:
@@ -410,6 +461,9 @@ def plan_facts(
     step_tokens, small_step = largest_step(chunk, unwatched, longest, rows), largest_step(SMALL_STEP, 0, longest, rows)
     kv_heads = -(-model.num_kv_heads // ranks)
     kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
+    if model.rank_kv_values is not None:
+        kv_values = model.rank_kv_values
+    share = 1 / ranks if model.weight_share is None else model.weight_share
     packed_bytes = model.packed_bytes if packed else 0
     dense = model.dense_params if packed else model.dense_params + model.packed_params
     if table:
@@ -418,21 +472,28 @@ def plan_facts(
     total = config.cache.max_total_tokens
     gathers = longest if backend == "torch" else 0
 
+    drafts = drafts_of_step(config.speculative, machine.device, rows)
+    unpacked = 0
+    if packed_bytes and machine.device == "cuda":  # with many tokens, one weight at a time is dequantised
+        unpacked = max(2 * model.ffn_size, model.attention_width) * model.hidden_size * ITEM_BYTES[dtype] // ranks
+
     def activations(tokens: int) -> int:
-        return activation_bytes(model, machine.device, tokens, rows, ITEM_BYTES[dtype], ranks, gathers=gathers)
+        return unpacked + activation_bytes(
+            model, machine.device, tokens, rows, ITEM_BYTES[dtype], ranks, gathers=gathers, drafts=drafts
+        )
 
     return PlanFacts(
         model=model.name,
         device=machine.device,
         total_bytes=machine.total_bytes,
         free_bytes=machine.free_bytes,
-        weight_bytes=(packed_bytes + dense * ITEM_BYTES[dtype]) // ranks,
+        weight_bytes=math.ceil((packed_bytes + dense * ITEM_BYTES[dtype]) * share),
         kv_bytes_per_token=kv_values * ITEM_BYTES[kv_dtype],
         activation_bytes=activations(step_tokens),
         small_activation_bytes=activations(small_step),
         step_tokens=step_tokens,
         small_step_tokens=small_step,
-        graph_bytes=graph_bytes(config.device.cuda_graph_max_tokens) if graphs else 0,
+        graph_bytes=graph_bytes(captured) if captured else 0,
         page_size=page_size,
         model_context=model.context_length,
         context_length=None if context is AUTO else context,
@@ -462,11 +523,12 @@ def activation_bytes(
     ranks: int,
     *,
     gathers: int = 0,
+    drafts: int = 0,
 ) -> int:
     """Peak of any step: a layer's buffers for all its tokens beside logits with the sampler's copies; or the logits beside
     what penalties take; or the logits beside those of a prompt that is scored.
 
-    `gathers`: longest context, where attention copies keys and values out of their pages.
+    `gathers`: longest context, where attention copies keys and values out of their pages. `drafts`: logits beyond one a row.
     """
     per_token = 4 * model.hidden_size + (2 * model.attention_width + 3 * model.ffn_size) // ranks
     layer = step_tokens * per_token * item_bytes
@@ -474,7 +536,7 @@ def activation_bytes(
         keys = max(gathers, GATHERED_KEYS)
         layer += ATTENTION_MASK_BYTES + 2 * keys * (model.attention_width // ranks) * item_bytes
     hidden = 2 * step_tokens * model.hidden_size * item_bytes
-    sampled = model.vocab_size * min(rows, step_tokens)
+    sampled = model.vocab_size * min(rows + drafts, step_tokens)
     copies = 4 * 4 * sampled
     penalties = 5 * model.vocab_size * rows + 36 * min(sampled, PENALISED_AT_ONCE)
     scores = 12 * model.vocab_size * min(SCORED_AT_ONCE[device], step_tokens) + 4 * sampled
@@ -483,5 +545,5 @@ def activation_bytes(
 
 def graph_bytes(max_tokens: int) -> int:
     """Upper bound for the graphs of all sizes up to `max_tokens`: sizes grow by doubling, then in steps."""
-    sizes = max_tokens.bit_length() + max_tokens // 64
+    sizes = max_tokens.bit_length() + min(max_tokens, SMALL_GRAPHS) // 64 + max(0, max_tokens - SMALL_GRAPHS) // 128
     return 2 * sizes * GRAPH_BYTES_PER_SIZE

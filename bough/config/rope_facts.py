@@ -43,6 +43,8 @@ class RopeFacts:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    interleaved: bool = False
+    """Neighbouring values of a head make a pair, (2i, 2i + 1); otherwise one of each half, (i, i + rotary_dim / 2)."""
 
     @property
     def max_context(self) -> int:
@@ -54,14 +56,30 @@ class RopeFacts:
         return self.max_position
 
 
-def rope_facts(config: Mapping[str, Any], head_dim: int, *, default_theta: float, layer_type: str) -> RopeFacts:
+def rope_facts(
+    config: Mapping[str, Any],
+    head_dim: int,
+    *,
+    default_theta: float,
+    layer_type: str,
+    kinds: Mapping[str, RopeKind] | None = None,
+    rotary_dim: int | None = None,
+    share: float = 1.0,
+    interleaved: bool = False,
+    alpha: bool = False,
+) -> RopeFacts:
     """The rotation of layers of `layer_type` ("full_attention" or "sliding_attention").
 
     Understands `rope_parameters` (flat, or one set a layer type) and the older `rope_theta`, `rope_scaling`,
-    `rope_local_base_freq`.
+    `rope_local_base_freq`. `kinds`: names of scalings that mean something else in this family.
+    `rotary_dim`: how much of a head is rotated, whatever the config's share says; `share`: the share where it says none.
+    `alpha`: whether a "dynamic" scaling with an `alpha` means a base that is stretched by it, once and for all (Hunyuan).
     """
     params = _parameters(config, layer_type, default_theta)
-    kind = _kind(params, str(config.get("model_type") or ""))
+    if alpha and params.get("alpha"):
+        stretch = float(params["alpha"]) ** (head_dim / (head_dim - 2))
+        params = {"rope_theta": float(params["rope_theta"]) * stretch}
+    kind = _kind(params, kinds or {})
     for key in _NEEDS[kind]:
         if params.get(key) is None:
             raise ConfigError(what=f"the model's {kind} rope scaling has no {key}", fix="check config.json")
@@ -69,9 +87,9 @@ def rope_facts(config: Mapping[str, Any], head_dim: int, *, default_theta: float
     original = int(
         params.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or max_position
     )
-    rotary_dim = int(
-        head_dim * float(params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    )
+    if rotary_dim is None:
+        share = float(params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share)
+        rotary_dim = int(head_dim * share)
     attention_factor = params.get("attention_factor")
     facts = RopeFacts(
         kind=kind,
@@ -90,6 +108,7 @@ def rope_facts(config: Mapping[str, Any], head_dim: int, *, default_theta: float
         truncate=bool(params.get("truncate", True)),
         short_factor=tuple(float(value) for value in params.get("short_factor") or ()),
         long_factor=tuple(float(value) for value in params.get("long_factor") or ()),
+        interleaved=interleaved,
     )
     if kind == "longrope" and not len(facts.short_factor) == len(facts.long_factor) == rotary_dim // 2:
         raise ConfigError(
@@ -113,10 +132,9 @@ def _parameters(config: Mapping[str, Any], layer_type: str, default_theta: float
     return params
 
 
-def _kind(params: Mapping[str, Any], model_type: str) -> RopeKind:
+def _kind(params: Mapping[str, Any], kinds: Mapping[str, RopeKind]) -> RopeKind:
     name = params.get("rope_type") or params.get("type") or "default"
-    if name == "su" or (name == "yarn" and model_type == "phi3"):  # earlier names of longrope
-        name = "longrope"
+    name = kinds.get(name, name)
     for kind in get_args(RopeKind):
         if kind == name:
             return kind  # type: ignore[no-any-return]

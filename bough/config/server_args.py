@@ -1,6 +1,7 @@
 """From names and values to a `Config`: keyword arguments, parsed flags, variables, a YAML file, a profile.
 
-Precedence, highest first: flags (or keyword arguments), `BOUGH_*` variables, the file, the profile, the defaults.
+Precedence, highest first: flags (or keyword arguments), `BOUGH_*` variables, the file, the profile, the defaults. If none of
+the first three says which machine this is, the variables of LeaderWorkerSet and torchrun do.
 """
 
 from __future__ import annotations
@@ -18,20 +19,29 @@ from bough.config.concerns import Config
 from bough.config.flags import (
     ALIASES,
     ENV_PREFIX,
-    NOT_SETTINGS,
     Alias,
     Setting,
     Value,
+    is_setting,
     lookup,
     nearest,
     parse_value,
     settings,
     show_value,
+    value_word,
 )
+from bough.config.hosts import MACHINE_SETTINGS, machine_variables
 from bough.config.presets import preset
+from bough.config.sglang import take
+from bough.config.speculation import read_speculative_config
 from bough.core.errors import ConfigError
 
-SECRETS = frozenset({"api_key", "admin_api_key"})
+OTHER_VARIABLES = {"SGLANG_LOG_LEVEL": "log_level"}
+"""Variables of SGLang's that are settings here; `BOUGH_*` variables win over them."""
+
+SECRETS = frozenset(
+    {"api_key", "api_keys_file", "admin_api_key", "metrics_api_key", "dist_secret", "ssl_keyfile_password"}
+)
 """Settings that nobody is shown."""
 
 
@@ -44,6 +54,16 @@ class Loaded:
     """Setting -> "--flag", "BOUGH_X", the file's name or the profile; unset ones are absent."""
     notes: tuple[str, ...]
     """Sentences worth telling the user."""
+
+
+def _spread_speculative_config(values: dict[str, Value], origins: dict[str, str]) -> None:
+    """Settings that vLLM's --speculative-config stands for, where they are not given themselves."""
+    text = values.get("speculative_config")
+    if isinstance(text, str) and text:
+        origin = origins["speculative_config"]
+        for name, value in read_speculative_config(text, origin).items():
+            if name not in values:
+                values[name], origins[name] = value, origin
 
 
 def load_config(
@@ -64,21 +84,34 @@ def load_config(
 
     def apply(layer: Mapping[str, object], name_origin: Any) -> None:
         for name, raw in layer.items():
-            if name.replace("-", "_") in NOT_SETTINGS:
-                notes.append(f"{name_origin(name)} changes nothing: {NOT_SETTINGS[name.replace('-', '_')]}")
-                continue
+            origin = name_origin(name)
+            theirs = None if is_setting(name) else take(name.replace("-", "_"), raw, origin)
+            if theirs is not None:
+                notes.append(theirs.said)
+                if not theirs.target:
+                    continue
+                name, raw = theirs.target, theirs.value
             setting, alias = lookup(name)
-            values[setting.name] = _value(setting, alias, raw, name_origin(name))
-            origins[setting.name] = name_origin(name)
+            values[setting.name] = _value(setting, alias, raw, origin)
+            origins[setting.name] = origin
+            word = value_word(setting, raw)
+            if word is not None and word.note:
+                notes.append(f"{origin} {raw} is read as {word.value}: {word.note}")
 
     file = file or environ.get(ENV_PREFIX + "CONFIG", "")
     from_file = read_file(file) if file else {}
     profile = str(profile or environ.get(ENV_PREFIX + "PROFILE", "") or from_file.pop("profile", "") or "balanced")
     from_file.pop("profile", None)
     apply(preset(profile), lambda name: f"profile {profile}")
+    from_environment = _from_environment(environ, notes)
+    chosen = {name.replace("-", "_") for layer in (from_file, from_environment, given) for name in layer}
+    if not chosen & {*MACHINE_SETTINGS, "nccl_init_addr"}:
+        apply(machine_variables(environ), lambda name: f"{name} of this machine's variables")
     apply(from_file, lambda name: f"{name} in {Path(file).name}")
-    apply(_from_environment(environ, notes), lambda name: ENV_PREFIX + name.upper())
+    apply({name: environ[each] for each, name in OTHER_VARIABLES.items() if each in environ}, _other_variable)
+    apply(from_environment, lambda name: ENV_PREFIX + name.upper())
     apply(given, lambda name: "--" + name.replace("_", "-") if as_flags else name)
+    _spread_speculative_config(values, origins)
     config = assemble(values)
     check(config)
     media = [origin for name, origin in origins.items() if settings()[name].group == "media"]
@@ -87,6 +120,10 @@ def load_config(
             f"{', '.join(media)}: every model served so far takes text only; `bough doctor --media URL` tries it"
         )
     return Loaded(config=config, origins=origins, notes=tuple(notes))
+
+
+def _other_variable(name: str) -> str:
+    return next(each for each, target in OTHER_VARIABLES.items() if target == name)
 
 
 def build_config(**kwargs: Any) -> Config:
@@ -251,7 +288,7 @@ def _value(setting: Setting, alias: Alias | None, raw: object, origin: str) -> V
 
 def _from_environment(environ: Mapping[str, str], notes: list[str]) -> dict[str, object]:
     found: dict[str, object] = {}
-    known = {*settings(), *ALIASES, *NOT_SETTINGS}
+    known = {*settings(), *ALIASES}
     for variable, raw in environ.items():
         if not variable.startswith(ENV_PREFIX):
             continue

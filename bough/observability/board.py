@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,8 @@ _WORD = 8
 
 
 class Board:
-    """The writing end; one writer a file. Without a path the numbers stay in this process."""
+    """The writing end; one writer a file at a time. Without a path the numbers stay in this process. A process that takes
+    the place of a dead one goes on with its numbers."""
 
     def __init__(self, path: Path | None, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -39,9 +40,11 @@ class Board:
 
 def _create(path: Path, names: tuple[str, ...]) -> memoryview[float]:
     text = msgspec.json.encode(names)
-    start = -(-(_HEAD.size + len(text)) // _WORD) * _WORD
+    head = _HEAD.pack(_MAGIC, len(text), len(names)) + text
+    start = -(-len(head) // _WORD) * _WORD
     size = start + _WORD * max(1, len(names))
-    write_whole(path, (_HEAD.pack(_MAGIC, len(text), len(names)) + text).ljust(size, b"\0"))
+    if not (path.exists() and path.read_bytes()[: len(head)] == head):
+        write_whole(path, head.ljust(size, b"\0"))
     with path.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), size)
     return memoryview(shared)[start : start + _WORD * len(names)].cast("d")
@@ -50,8 +53,8 @@ def _create(path: Path, names: tuple[str, ...]) -> memoryview[float]:
 class Boards:
     """The reading end: every board in a directory, summed by name."""
 
-    def __init__(self, directory: Path | None, own: Board | None = None) -> None:
-        """`own`: this process's board, where there is no directory."""
+    def __init__(self, directory: Path | None, own: Callable[[], Sequence[Board]] | None = None) -> None:
+        """`own`: this process's boards, where there is no directory."""
         self._directory = directory
         self._own = own
         self._open: dict[Path, tuple[tuple[str, ...], memoryview[float]]] = {}
@@ -59,7 +62,8 @@ class Boards:
     def read(self) -> dict[str, float]:
         """Cells of the same name, of all processes, added up."""
         if self._directory is None:
-            return self._own.read() if self._own is not None else {}
+            own = self._own() if self._own is not None else ()
+            return {name: value for board in own for name, value in board.read().items()}
         total: dict[str, float] = {}
         for path in sorted(self._directory.glob(f"*{SUFFIX}")):
             board = self._open.get(path) or self._map(path)

@@ -1,7 +1,7 @@
-"""The engine's heartbeat: a few numbers in a shared file that others read without asking the engine.
+"""Heartbeats: a few numbers in a shared file that others read without asking the process that writes them.
 
-The writer beats once a loop (about a microsecond); a reader sees how old the last beat is, so that an engine that hangs
-looks different from one that is busy, and a probe costs the engine nothing.
+The engine, the detokenizer and the API workers each beat once a turn of their loop (about a microsecond); a reader sees how
+old the last beat is, so that a process that hangs looks different from one that is busy, and a probe costs it nothing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
-_BEAT = struct.Struct("<QqIIII")
-"""steps, monotonic ns, state, running, waiting, pid"""
+_BEAT = struct.Struct("<QqIIIIq")
+"""steps, monotonic ns, state, running, waiting, pid, begun"""
 _SLOTS = (64, 128)
 """Where beats lie, by turns. The file begins with the number of beats so far, written last, in one store: the beat it
 names is whole, and stays so until the next but one begins."""
 _SIZE = 4096
+_LIVELY_S = 60.0
+"""An engine that is silent for longer is not counted among several."""
 
 
 class State(IntEnum):
@@ -36,11 +39,13 @@ class Beat:
 
     steps: int
     age_s: float
-    """Seconds since the engine's loop last came round; infinite before its first beat."""
+    """Seconds since the process's loop last came round; infinite before its first beat."""
     state: State
     num_running: int
     num_waiting: int
     pid: int
+    num_begun: int = 0
+    """Of the engine: requests so far that no longer wait."""
 
 
 class Heartbeat:
@@ -54,14 +59,33 @@ class Heartbeat:
         finally:
             os.close(descriptor)
         self._num_beats = memoryview(self._map).cast("Q")
-        self._count = 0
+        self._count = self._num_beats[0]  # an earlier process may have had this place
         self._pid = os.getpid()
 
-    def beat(self, steps: int, state: State, num_running: int = 0, num_waiting: int = 0) -> None:
+    def beat(self, steps: int, state: State, num_running: int = 0, num_waiting: int = 0, num_begun: int = 0) -> None:
         self._count += 1
         place = _SLOTS[self._count & 1]
-        _BEAT.pack_into(self._map, place, steps, time.monotonic_ns(), state, num_running, num_waiting, self._pid)
+        now_ns = time.monotonic_ns()
+        _BEAT.pack_into(self._map, place, steps, now_ns, state, num_running, num_waiting, self._pid, num_begun)
         self._num_beats[0] = self._count
+
+
+class Pulses:
+    """The reading end of several engines that serve as one."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._pulses = [Pulse(path) for path in paths]
+
+    def read(self) -> Beat:
+        """The freshest beat, with the requests of all."""
+        beats = [pulse.read() for pulse in self._pulses]
+        first = min(beats, key=lambda beat: beat.age_s)
+        if len(beats) == 1:
+            return first
+        lively = [beat for beat in beats if beat.age_s < _LIVELY_S]
+        running, waiting = sum(beat.num_running for beat in lively), sum(beat.num_waiting for beat in lively)
+        begun = sum(beat.num_begun for beat in beats)
+        return replace(first, num_running=running, num_waiting=waiting, num_begun=begun)
 
 
 class Pulse:
@@ -82,8 +106,8 @@ class Pulse:
         """The last complete beat; asks nobody, waits for nobody."""
         while True:
             count = self._num_beats[0]
-            steps, at_ns, state, running, waiting, pid = _BEAT.unpack_from(self._map, _SLOTS[count & 1])
+            steps, at_ns, state, running, waiting, pid, begun = _BEAT.unpack_from(self._map, _SLOTS[count & 1])
             if self._num_beats[0] == count:
                 break
         age_s = (time.monotonic_ns() - at_ns) / 1e9 if count else float("inf")
-        return Beat(steps, age_s, State(state), running, waiting, pid)
+        return Beat(steps, age_s, State(state), running, waiting, pid, begun)

@@ -1,14 +1,21 @@
-"""Log lines, as text or JSON, with the name of the process that speaks. Prompts and answers are never logged."""
+"""Log lines, as text or JSON, with the name of the process that speaks. Prompts and answers are never logged.
+
+What clients send may get into a line: control characters in it are escaped, and a line that goes on is indented, so that
+nothing of theirs looks like a line of its own.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import threading
 import time
+from types import TracebackType
 from typing import Any, TextIO
 
 from bough.config.concerns import LogConfig, LogLevel
+from bough.observability.log_file import LogFile
 
 _LEVELS: dict[LogLevel, int] = {
     "debug": logging.DEBUG,
@@ -19,24 +26,44 @@ _LEVELS: dict[LogLevel, int] = {
 _LONGEST_LINE = 16_384
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """Attributes of any record; whatever else it has was given as `extra`."""
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if code not in (ord("\n"), ord("\t"))
+} | {code: f"\\u{code:04x}" for code in (0x2028, 0x2029)}
+"""Characters that move a terminal's cursor or begin a line, and what is printed for them."""
 
 
 def set_up_logging(process: str, config: LogConfig, stream: TextIO | None = None) -> None:
-    """Sends bough's log lines, and other libraries' from level warning up, to `stream` (stderr).
+    """Sends bough's log lines, and other libraries' from level warning up, to `stream` (--log-file, or stderr).
 
     Replaces what was set up before.
     """
     target = stream or sys.stderr
-    handler = logging.StreamHandler(target)
-    text = TextFormatter(process, on_terminal=target.isatty())
+    handler: logging.Handler = logging.StreamHandler(target)
+    if stream is None and config.log_file:
+        handler = LogFile(config.log_file, max_bytes=config.log_file_max_bytes, backups=config.log_file_backups)
+    text = TextFormatter(process, on_terminal=target.isatty() and not isinstance(handler, LogFile))
     handler.setFormatter(JsonFormatter(process) if config.log_format == "json" else text)
     root = logging.getLogger()
     for old in list(root.handlers):
         if isinstance(old.formatter, TextFormatter | JsonFormatter):
             root.removeHandler(old)
+            if isinstance(old, LogFile):
+                old.close()
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     set_log_level(config.log_level)
+    logging.captureWarnings(True)
+    if config.log_format == "json":
+        sys.excepthook = _log_uncaught
+        threading.excepthook = lambda failed: _log_uncaught(
+            failed.exc_type, failed.exc_value or failed.exc_type(), failed.exc_traceback
+        )
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An error that ends a thread, or the process, as a line of the log."""
+    if not issubclass(kind, SystemExit | KeyboardInterrupt):
+        logging.getLogger("bough").critical("an error was not handled: %s", error, exc_info=(kind, error, trace))
 
 
 def set_log_level(level: LogLevel) -> None:
@@ -62,8 +89,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():<7} {self._process:<6} {_message(record)}"
-        extra = "".join(f"  {key}={value}" for key, value in _extra(record).items())
-        return self._clear + _cut(line + extra + _trace(self, record))
+        extra = "".join(f"  {key}={_one_line(value)}" for key, value in _extra(record).items())
+        text = (line + extra + _trace(self, record)).translate(_CONTROLS).replace("\n", "\n    ")
+        return self._clear + _cut(text)
 
 
 class JsonFormatter(logging.Formatter):
@@ -94,6 +122,10 @@ def _message(record: logging.LogRecord) -> str:
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
     return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _one_line(value: object) -> str:
+    return str(value).replace("\n", "\\n")
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:

@@ -31,6 +31,8 @@ _TOKENS = tuple(float(4**power) for power in range(1, 11))
 
 ENDINGS = ("stop", "length", "abort", "error", "given_up")
 PHASES = ("receive", "plan", "commit", "launch", "mask", "wait", "settle", "send")
+DRAFT_PLACES = tuple(str(place) for place in range(1, 17))
+"""Places of drafts behind a request's newest token; further ones count at the last."""
 STATUSES = ("200", "400", "401", "403", "404", "405", "409", "413", "422", "429", "431", "499", "500", "503", "504")
 OTHER = "other"
 """Label of what has none of the known values, so that clients can't make new series."""
@@ -43,15 +45,15 @@ class Metric:
     name: str
     kind: Kind
     about: str
-    by: Literal["engine", "api", "reader"]
-    """Who writes it; `reader`: worked out when it is asked for."""
+    by: Literal["engine", "api", "keys", "reader"]
+    """Who writes it; `keys`: the API workers, on boards that grow; `reader`: worked out when it is asked for."""
     labels: Mapping[str, tuple[str, ...]] | None = None
+    """Values by label; empty: they are known only while the server runs."""
     bounds: tuple[float, ...] = ()
 
-    def series(self, paths: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-        """Every combination of label values."""
-        values = [(paths if name == "path" else known) for name, known in (self.labels or {}).items()]
-        return list(product(*values))
+    def series(self, open_values: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+        """Every combination of label values; `open_values`: of the label whose values are known only now."""
+        return list(product(*(known or open_values for known in (self.labels or {}).values())))
 
 
 METRICS: tuple[Metric, ...] = (
@@ -81,6 +83,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("computed_prompt_tokens_total", "counter", "Prompt tokens computed, again after retractions.", "engine"),
     Metric("retracted_requests_total", "counter", "Times a request lost its memory and started again.", "engine"),
     Metric("forced_tokens_total", "counter", "Tokens that grammars forced, taken without sampling.", "engine"),
+    Metric("spec_accept_length", "gauge", "Tokens a decode step yields per request, of late, with drafts.", "engine"),
+    Metric("spec_accept_rate", "gauge", "Share of drafts that are right, of late.", "engine"),
+    Metric("spec_verify_total", "counter", "Times a request was in a decode step, with speculative decoding.", "engine"),
+    Metric("spec_draft_tokens_total", "counter", "Drafts that were verified.", "engine"),
+    Metric("spec_accepted_tokens_total", "counter", "Of those, drafts that were right.", "engine"),
+    Metric(
+        "spec_accepted_by_position_total", "counter", "Drafts that were right, by their place behind the newest token.",
+        "engine", {"position": DRAFT_PLACES},
+    ),
     Metric("cut_grammars_total", "counter", "Constrained answers cut by their limit of tokens.", "engine"),
     Metric("page_repairs_total", "counter", "Times the page account was not whole and was set right.", "engine"),
     Metric(
@@ -112,7 +123,15 @@ METRICS: tuple[Metric, ...] = (
         "http_requests_total", "counter", "HTTP responses, probes left out.", "api",
         {"path": (), "status": (*STATUSES, OTHER)},
     ),
+    Metric("background_failures_total", "counter", "Failures of background tasks, which are started again.", "api"),
+    # -- by name of API key ---------------------------------------------------------------------------------------
+    Metric("key_requests_total", "counter", "Requests sent to the engine.", "keys", {"key": ()}),
+    Metric("key_prompt_tokens_total", "counter", "Tokens of prompts.", "keys", {"key": ()}),
+    Metric("key_generation_tokens_total", "counter", "Tokens generated, also for clients that left.", "keys", {"key": ()}),
+    Metric("key_refused_total", "counter", "Requests over the key's limits (429).", "keys", {"key": ()}),
 )  # fmt: skip
+
+KEY_METRICS = tuple(metric for metric in METRICS if metric.by == "keys")
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
@@ -168,6 +187,10 @@ class Sheet:
                 else:
                     names.append(key)
         self.board = Board(path, names)
+        for metric in METRICS:  # counters go on where a process before this one left them, other numbers do not
+            if metric.by == by and metric.kind == "gauge":
+                for labels in metric.series(self._paths):
+                    self.cell(metric.name, *labels).set(0.0)
 
     def cell(self, name: str, *labels: str) -> Cell:
         """A counter or a gauge. Unknown names and labels are `KeyError`s."""
@@ -189,16 +212,18 @@ class _Snapshot:
     model: str
 
     def collect(self) -> Iterator[Family]:
-        paths = tuple(
-            dict.fromkeys(key.split("\t")[1] for key in self.readings if key.startswith("http_requests_total"))
-        )
+        seen: dict[str, dict[str, None]] = {}
+        for key in self.readings:
+            name, *values = key.split("\t")
+            if values:
+                seen.setdefault(name, {})[values[0]] = None
         for metric in METRICS:
             if metric.kind == "histogram":
                 yield self._histogram(metric)
                 continue
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(PREFIX + metric.name, metric.about, labels=["model_name", *(metric.labels or ())])
-            for labels in metric.series(paths):
+            for labels in metric.series(tuple(seen.get(metric.name, ()))):
                 value = self.readings.get(series_key(metric.name, labels))
                 if value is not None and not (metric.name == "http_requests_total" and value == 0):
                     family.add_metric([self.model, *labels], value)

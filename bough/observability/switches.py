@@ -1,7 +1,7 @@
-"""Log switches that reach every process of a server: whoever is told to change them tells all others.
+"""Log switches and reloads that reach every process of a server: the process that gets one passes it on to all others.
 
-Each process listens on a datagram socket in the server's private directory, so nobody polls; the last change is kept there
-too, for processes that start later. What can't be read is dropped.
+Each process listens on a datagram socket in the server's private directory, so nobody polls; the last change of the log is
+kept there too, for processes that start later. What can't be read is dropped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ _KEPT = "logging.json"
 _telling = threading.Lock()
 
 
-class LogSwitch(msgspec.Struct, kw_only=True, omit_defaults=True):
+class LogSwitch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="log"):
     """What to change; what is not given stays as it is."""
 
     log_level: LogLevel | None = None
     log_requests: bool | None = None
+
+
+class Reload(msgspec.Struct, tag="reload"):
+    """Everything that a process reads from files is to be read again."""
 
 
 class Heard(msgspec.Struct, kw_only=True):
@@ -42,15 +46,24 @@ class Heard(msgspec.Struct, kw_only=True):
 
 
 Changed = Callable[[LogSwitch], None]
+Switch = LogSwitch | Reload
 
 
 class LogListener:
     """One process's ear. `answer` handles what has come and never waits; `follow` does so in a thread, until the end."""
 
-    def __init__(self, directory: Path, process: str, changed: Changed | None = None) -> None:
-        """`changed` hears of a switch once this process's log level has changed; at once, if one was made before."""
+    def __init__(
+        self,
+        directory: Path,
+        process: str,
+        changed: Changed | None = None,
+        reload: Callable[[], object] | None = None,
+    ) -> None:
+        """`changed` hears of a switch once this process's log level has changed; at once, if one was made before. `reload`
+        is called when files are to be read again, and raises nothing."""
         self._process = process
         self._changed = changed
+        self._reload = reload
         self._path = directory / f"l{os.getpid()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(FileNotFoundError):
@@ -91,9 +104,13 @@ class LogListener:
 
     def _apply(self, data: bytes) -> bool:
         try:
-            switch = msgspec.json.decode(data, type=LogSwitch)
+            switch = msgspec.json.decode(data, type=Switch)
         except msgspec.MsgspecError:
             return False
+        if isinstance(switch, Reload):
+            if self._reload is not None:
+                self._reload()
+            return True
         if switch.log_level is not None:
             set_log_level(switch.log_level)
         if self._changed is not None:
@@ -101,7 +118,7 @@ class LogListener:
         return True
 
 
-def tell_all(directory: Path, switch: LogSwitch) -> list[str]:
+def tell_all(directory: Path, switch: Switch) -> list[str]:
     """Every process that listens in `directory` makes the change. Returns the names of those that did within a second."""
     with _telling, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
         own = directory / f"t{os.getpid()}"
@@ -110,7 +127,8 @@ def tell_all(directory: Path, switch: LogSwitch) -> list[str]:
         mouth.bind(str(own))
         try:
             with _alone(directory):
-                _keep(directory, switch)
+                if isinstance(switch, LogSwitch):
+                    _keep(directory, switch)
                 waiting = _send(mouth, directory, switch)
             return sorted(_heard(mouth, waiting))
         finally:
@@ -128,7 +146,7 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _send(mouth: socket.socket, directory: Path, switch: LogSwitch) -> int:
+def _send(mouth: socket.socket, directory: Path, switch: Switch) -> int:
     """How many it was sent to."""
     told = 0
     for path in directory.glob("l[0-9]*"):

@@ -1,31 +1,12 @@
-"""The user's cache directory, and small answers remembered there between runs."""
+"""Small answers remembered in the cache directory between runs."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from bough.config.cache_directory import cache_directory
 from bough.platform.whole_file import write_whole
-
-
-def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/bough`, by default `~/.cache/bough`; a private temporary directory where that can't be written."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    wanted = (Path(base) if base else Path.home() / ".cache") / "bough"
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        pass
-    if os.access(wanted, os.W_OK | os.X_OK):
-        return wanted
-    private = Path(tempfile.gettempdir()) / f"bough-{os.getuid()}"
-    private.mkdir(mode=0o700, exist_ok=True)
-    if private.stat().st_uid != os.getuid():
-        raise PermissionError(f"{private} belongs to somebody else; set XDG_CACHE_HOME to a directory of your own")
-    return private
 
 
 def recall(name: str, key: str) -> Any | None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from bough.core.errors import ConfigError
 from bough.platform.cuda_driver import Gpu, query_gpu
+from bough.platform.prebuilt import prebuilt_kernels
 from bough.platform.processor import find_compiler, memory_bytes, processor
 
 
@@ -34,8 +35,15 @@ class DeviceFacts:
     """Instruction sets of the CPU that decisions depend on."""
     compiler: str | None
     """Path of a C++ compiler, if there is one."""
+    prebuilt: Path | None
+    """CPU kernels that came compiled with the package and run here, if there are any."""
     host_total_bytes: int
     host_free_bytes: int
+
+    @property
+    def has_cpu_kernels(self) -> bool:
+        """Whether the C++ kernels can be had: they came with the package, or can be compiled."""
+        return self.prebuilt is not None or self.compiler is not None
 
     @property
     def has_bfloat16(self) -> bool:
@@ -98,6 +106,7 @@ def _cpu_facts() -> DeviceFacts:
         physical_cores=cpu.physical_cores,
         isa_flags=cpu.flags,
         compiler=find_compiler(),
+        prebuilt=prebuilt_kernels(cpu.flags),
         host_total_bytes=total,
         host_free_bytes=free,
     )
@@ -118,6 +127,7 @@ def _gpu_facts(gpu: Gpu) -> DeviceFacts:
         physical_cores=cpu.physical_cores,
         isa_flags=cpu.flags,
         compiler=find_compiler(),
+        prebuilt=prebuilt_kernels(cpu.flags),
         host_total_bytes=total,
         host_free_bytes=free,
     )

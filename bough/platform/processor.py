@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 
 NAMED_FLAGS = (
-    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni", "avx512_bf16",
-    "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve",
+    "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "avx_vnni", "avx512f", "avx512bw", "avx512cd", "avx512dq",
+    "avx512vl", "avx512vbmi", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd",
+    "asimddp", "i8mm", "bf16", "sve",
 )  # fmt: skip
 """Instruction sets that some decision depends on, in Linux's spelling."""
 

@@ -88,6 +88,20 @@ def test_smaller_steps_are_suggested_only_where_they_help() -> None:
     assert suggested
 
 
+def test_narrow_models_have_larger_graphs() -> None:
+    narrow = replace(LLAMA, hidden_size=2048, attention_width=4096, ffn_size=6144)
+    middling = replace(LLAMA, hidden_size=3072, attention_width=5120, ffn_size=8192)
+    found = [resolve(config(), H200, model) for model in (narrow, middling, LLAMA)]
+    assert [each.config.device.cuda_graph_max_tokens for each in found] == [1280, 1024, 512]
+    assert found[0].plan.graph_bytes > found[2].plan.graph_bytes
+    assert "launch" in found[0].decisions["cuda_graph_max_tokens"].because
+    fixed = resolve(config(cuda_graph_max_tokens=256), H200, narrow)
+    assert fixed.config.device.cuda_graph_max_tokens == 256
+    off = resolve(config(cuda_graph=False), H200, narrow)
+    assert "cuda_graph_max_tokens" not in off.decisions
+    assert off.plan.graph_bytes == 0
+
+
 def test_cpu_choices() -> None:
     values = flat(resolve(config(), LAPTOP, SMOL).config)
     assert values["dtype"] == "float32"
@@ -133,6 +147,20 @@ def test_steps_that_nobody_watches_are_larger_where_memory_is_plenty() -> None:
     assert sizes(H200, deterministic=True, **both) == (2048, 2048)
     plans = [resolve(config(**settings), H200, LLAMA).plan for settings in ({"chunked_prefill_size": 8192}, {})]
     assert plans[1].activation_bytes - plans[0].activation_bytes > GIB
+
+
+def test_most_prefill_tokens_bound_both_sizes() -> None:
+    def sizes(machine: MachineFacts, model: ModelPlanFacts = LLAMA, **settings: object) -> tuple[object, object]:
+        values = flat(resolve(config(**settings), machine, model).config)
+        return values["chunked_prefill_size"], values["unwatched_prefill_size"]
+
+    assert sizes(H200, max_prefill_tokens=16384) == (8192, 16384)
+    assert sizes(H200, max_prefill_tokens=5000) == (5000, 5000)
+    assert sizes(H200, max_prefill_tokens=4096, chunked_prefill_size=6000, unwatched_prefill_size=7000) == (4096, 4096)
+    assert sizes(H200, max_prefill_tokens=4096, chunked_prefill_size=-1) == (-1, -1)
+    assert sizes(LAPTOP, SMOL, max_prefill_tokens=16384) == sizes(LAPTOP, SMOL)
+    decided = resolve(config(max_prefill_tokens=5000), H200, LLAMA).decisions["unwatched_prefill_size"]
+    assert (decided.value, decided.because) == (5000, "--max-prefill-tokens")
 
 
 def test_the_first_layer_is_looked_up_where_memory_is_plenty() -> None:
@@ -248,3 +276,29 @@ def test_deterministic_computes_one_at_a_time() -> None:
     assert {"max_running_requests", "radix_cache", "cuda_graph"} <= resolved.decisions.keys()
     with pytest.raises(ConfigError, match="can't both be had"):
         resolve(config(deterministic=True, max_running_requests=4), H200, LLAMA)
+
+
+def test_quantised_weights_on_a_gpu() -> None:
+    """They stay packed, one is dequantised at a time, and keys and values take 8 bits if there are scales for them."""
+    fp8 = replace(
+        LLAMA, dense_params=1_050_000_000, packed_bytes=7_000_000_000, packed_params=6_980_000_000,
+        quantization="fp8", weight_format="FP8, blocks of 128 x 128",
+    )  # fmt: skip
+    plain, packed = (resolve(config(first_layer_table="off"), H200, model) for model in (LLAMA, fp8))
+    assert packed.config.model.quantization == "fp8"
+    assert packed.decisions["quantization"].because == "FP8, blocks of 128 x 128"
+    assert packed.plan.weight_bytes == 2 * 1_050_000_000 + 7_000_000_000
+    assert packed.plan.activation_bytes - plain.plan.activation_bytes == 2 * 14_336 * 4096 * 2
+    assert (
+        resolve(config(quantization="none", first_layer_table="off"), H200, fp8).plan.weight_bytes == 2 * 8_030_000_000
+    )
+    assert packed.config.model.kv_cache_dtype == "bfloat16"
+    scaled = replace(fp8, kv_format="fp8_e4m3")
+    assert resolve(config(), H200, scaled).config.model.kv_cache_dtype == "fp8_e4m3"
+    assert (
+        resolve(
+            config(), replace(LAPTOP, total_bytes=64 * GIB, free_bytes=60 * GIB), scaled
+        ).config.model.kv_cache_dtype
+        == "float32"
+    )
+    assert resolve(config(kv_cache_dtype="bfloat16"), H200, scaled).config.model.kv_cache_dtype == "bfloat16"

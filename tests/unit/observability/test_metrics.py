@@ -40,6 +40,12 @@ NAMES = {
     "computed_prompt_tokens_total": "counter",
     "retracted_requests_total": "counter",
     "forced_tokens_total": "counter",
+    "spec_accept_length": "gauge",
+    "spec_accept_rate": "gauge",
+    "spec_verify_total": "counter",
+    "spec_draft_tokens_total": "counter",
+    "spec_accepted_tokens_total": "counter",
+    "spec_accepted_by_position_total": "counter",
     "cut_grammars_total": "counter",
     "page_repairs_total": "counter",
     "engine_seconds_total": "counter",
@@ -64,6 +70,11 @@ NAMES = {
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
     "http_requests_total": "counter",
+    "background_failures_total": "counter",
+    "key_requests_total": "counter",
+    "key_prompt_tokens_total": "counter",
+    "key_generation_tokens_total": "counter",
+    "key_refused_total": "counter",
 }
 """The names that dashboards and alerts are built on. One may be added; taking one away needs two releases' notice."""
 

@@ -7,9 +7,10 @@ import psutil
 import pytest
 import torch
 
+from bough.config.cache_directory import cache_directory
 from bough.core.errors import ConfigError
 from bough.platform import Device, cpu_dtype, detect
-from bough.platform.disk_cache import cache_directory, recall, remember
+from bough.platform.disk_cache import recall, remember
 from bough.platform.facts import torch_cuda_version
 from bough.platform.huge_pages import prefer_huge_pages
 from bough.platform.processor import cgroup_cpu_quota, find_compiler, memory_bytes, processor, usable_cpus

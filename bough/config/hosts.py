@@ -1,0 +1,61 @@
+"""The machines of one engine: which ranks run on which, and the variables by which a machine learns its number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from bough.config.concerns import ParallelConfig
+from bough.config.layout import Layout
+from bough.core.errors import ConfigError
+
+MACHINE_SETTINGS: Final = ("nnodes", "node_rank", "dist_init_addr")
+LEADER_PORT: Final = 20000
+"""Port of the meeting place where only the leader's host is known (LeaderWorkerSet)."""
+
+LEAST_SECRET: Final = 8
+"""Characters of a secret between machines, at least."""
+
+
+def machine_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Values of `MACHINE_SETTINGS` that LeaderWorkerSet or torchrun has left in the environment; empty: one machine.
+
+    Raises `ConfigError` if torchrun starts more than one server on a machine.
+    """
+    if int(environ.get("LWS_GROUP_SIZE") or 1) > 1:
+        return {
+            "nnodes": environ["LWS_GROUP_SIZE"],
+            "node_rank": environ.get("LWS_WORKER_INDEX", "0"),
+            "dist_init_addr": f"{environ.get('LWS_LEADER_ADDRESS', '')}:{LEADER_PORT}",
+        }
+    if "TORCHELASTIC_RUN_ID" in environ and int(environ.get("GROUP_WORLD_SIZE") or 1) > 1:
+        if int(environ.get("LOCAL_WORLD_SIZE") or 1) > 1:
+            raise ConfigError(
+                what=f"torchrun starts {environ['LOCAL_WORLD_SIZE']} servers on each machine",
+                why="a server starts the ranks of its machine itself",
+                fix="torchrun --nproc-per-node 1",
+            )
+        # torchrun listens on the master's port itself.
+        return {
+            "nnodes": environ["GROUP_WORLD_SIZE"],
+            "node_rank": environ.get("GROUP_RANK", "0"),
+            "dist_init_addr": f"{environ.get('MASTER_ADDR', '')}:{int(environ.get('MASTER_PORT') or 0) + 1}",
+        }
+    return {}
+
+
+def ranks_per_node(parallel: ParallelConfig) -> int:
+    """Ranks of the engine on each machine."""
+    return Layout.of(parallel).size // parallel.nnodes
+
+
+def local_ranks(parallel: ParallelConfig) -> range:
+    """The ranks that this machine runs: neighbours by number, so that the axes that talk most stay on one machine."""
+    per_node = ranks_per_node(parallel)
+    return range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
+
+
+def nodes_of_ranks(parallel: ParallelConfig) -> list[int]:
+    """The machine of each rank."""
+    per_node = ranks_per_node(parallel)
+    return [rank // per_node for rank in range(Layout.of(parallel).size)]

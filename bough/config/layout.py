@@ -1,0 +1,83 @@
+"""How the ranks of one engine are laid out along the axes of parallelism.
+
+Ranks are numbered by stage, and within a stage by their place on the axis `tp`. That axis is cut twice: into
+`dp` x `cp` x `heads` for attention, and into `ep` x `units` for experts; the last factor counts fastest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, Literal, get_args
+
+from bough.config.concerns import ParallelConfig
+from bough.core.errors import ConfigError
+
+AxisName = Literal["world", "pp", "tp", "dp", "cp", "heads", "ep", "units"]
+AXES: Final[tuple[AxisName, ...]] = get_args(AxisName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many ranks each axis has. Raises ConfigError if the axes don't fit into one another."""
+
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    """Replicas of attention within `tp`: each computes other requests."""
+    cp: int = 1
+    """Ranks that share the context of long prompts, within a replica of attention."""
+    ep: int = 1
+    """Groups of ranks that hold different experts, within `tp`."""
+
+    def __post_init__(self) -> None:
+        for names, parts in (("--attn-dp-size x --attn-cp-size", self.dp * self.cp), ("--ep-size", self.ep)):
+            if self.tp % parts:
+                raise ConfigError(
+                    what=f"--tp-size {self.tp} can't be cut into {parts} parts",
+                    why=f"{names} must divide --tp-size",
+                    fix="choose sizes that do",
+                )
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> Layout:
+        return cls(pp=config.pp_size, tp=config.tp_size, ep=config.ep_size)
+
+    @property
+    def size(self) -> int:
+        """Ranks of one engine."""
+        return self.pp * self.tp
+
+    @property
+    def heads(self) -> int:
+        """Ranks that split the heads of one attention replica."""
+        return self.tp // (self.dp * self.cp)
+
+    @property
+    def units(self) -> int:
+        """Ranks that split each expert."""
+        return self.tp // self.ep
+
+    def place(self, rank: int) -> dict[AxisName, int]:
+        """Where a rank stands on each axis."""
+        stage, in_stage = divmod(rank, self.tp)
+        replica, in_replica = divmod(in_stage, self.cp * self.heads)
+        context, head = divmod(in_replica, self.heads)
+        expert, unit = divmod(in_stage, self.units)
+        return {
+            "world": rank, "pp": stage, "tp": in_stage, "dp": replica, "cp": context, "heads": head, "ep": expert,
+            "units": unit,
+        }  # fmt: skip
+
+    def groups(self, axis: AxisName) -> list[list[int]]:
+        """The sets of ranks that stand on one line along the axis, each in its order. Together they are all ranks."""
+        within: dict[AxisName, tuple[AxisName, ...]] = {
+            "world": (), "pp": ("tp",), "tp": ("pp",), "dp": ("pp", "cp", "heads"), "cp": ("pp", "dp", "heads"),
+            "heads": ("pp", "dp", "cp"), "ep": ("pp", "units"), "units": ("pp", "ep"),
+        }  # fmt: skip
+
+        def line(rank: int) -> tuple[int, ...]:
+            place = self.place(rank)
+            return tuple(place[other] for other in within[axis])
+
+        return [list(group) for _, group in groupby(sorted(range(self.size), key=line), key=line)]

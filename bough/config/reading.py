@@ -1,0 +1,251 @@
+"""What the readers of model configs share: layers' attention, windows, rotary positions and feed-forward blocks.
+
+A reader names what is special about its family and passes the rest on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from bough.config.fields import Fields
+from bough.config.model_facts import (
+    Activation,
+    Dense,
+    FeedForward,
+    Gqa,
+    LayerFacts,
+    Mixer,
+    Mla,
+    ModelFacts,
+    Moe,
+    NormFacts,
+    Scored,
+)
+from bough.config.rope_facts import RopeFacts, rope_facts
+from bough.core.errors import ConfigError, UnsupportedModel
+
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
+Windows = tuple[int | None, ...]
+"""By layer: how many tokens a query sees; None: all."""
+Ropes = tuple[RopeFacts | None, ...]
+"""By layer: how positions are rotated; None: not at all."""
+
+
+def decoder(
+    fields: Fields, mixers: Sequence[Mixer], ffns: Sequence[FeedForward], *, norm: NormFacts, **extra: Any
+) -> ModelFacts:
+    """A decoder with one mixer and one feed-forward block a layer. `extra`: further fields of `ModelFacts`."""
+    if "max_context" not in extra:
+        extra["max_context"] = max_context(fields, mixers)
+    return ModelFacts(
+        architecture=fields.architecture(),
+        hidden=fields.count("hidden_size"),
+        vocab=fields.count("vocab_size"),
+        norm=norm,
+        layers=tuple(LayerFacts(mixers=(mixer,), ffn=ffn) for mixer, ffn in zip(mixers, ffns, strict=True)),
+        config=fields.raw,
+        **{"tie_embeddings": fields.flag("tie_word_embeddings"), **extra},
+    )
+
+
+def num_layers(fields: Fields) -> int:
+    return fields.count("num_hidden_layers")
+
+
+def rms_norm(fields: Fields, *, offset: float = 0.0, default: float = 1e-6) -> NormFacts:
+    """A norm by the root mean square. `default`: its epsilon where the config names none."""
+    return NormFacts(eps=fields.number("rms_norm_eps", default=default), offset=offset)
+
+
+def layer_norm(fields: Fields, *keys: str, bias: bool = True, offset: float = 0.0, default: float = 1e-5) -> NormFacts:
+    """A norm by mean and deviation. `keys`: what may hold its epsilon, which is `default` where none does."""
+    return NormFacts(eps=fields.number(*keys, default=default), kind="layer", bias=bias, offset=offset)
+
+
+def head_dim(fields: Fields, default: int | None = None) -> int:
+    """The width of a head; by default the model's width over its heads."""
+    if default is None:
+        default = max(fields.count("hidden_size") // fields.count("num_attention_heads"), 1)
+    return fields.count("head_dim", default=default)
+
+
+def gqa(
+    fields: Fields, *, windows: Windows | None = None, ropes: Ropes, width: int | None = None, **extra: Any
+) -> list[Gqa]:
+    """Attention of every layer. `width`: of a head. `extra`: further fields of `Gqa`, the same in all layers."""
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            what=f"the model's config has {heads} attention heads over {kv_heads} key-value heads",
+            why="each key-value head must serve the same number of heads",
+            fix="check num_attention_heads and num_key_value_heads",
+        )
+    width = width or head_dim(fields)
+    same = {"scale": 1.0 / math.sqrt(width), "causal": is_causal(fields), **extra}
+    return [
+        Gqa(num_heads=heads, num_kv_heads=kv_heads, head_dim=width, window=window, rope=rope, **same)
+        for window, rope in zip(windows or (None,) * len(ropes), ropes, strict=True)
+    ]
+
+
+def mla(fields: Fields, *, rotated: bool = True, interleaved: bool = True) -> list[Mla]:
+    """Attention over latents, the same in every layer, with DeepSeek's names. `rotated`: whether positions are."""
+    nope, turned = fields.count("qk_nope_head_dim"), fields.count("qk_rope_head_dim")
+    rope = None
+    scale = (nope + turned) ** -0.5
+    if rotated:
+        rope = rope_facts(
+            fields.raw,
+            turned,
+            default_theta=10_000.0,
+            layer_type="full_attention",
+            rotary_dim=turned,
+            interleaved=fields.flag("rope_interleave", default=interleaved),
+        )
+        if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+            # Stretched contexts blur attention: scores grow by the square of what cosines would have.
+            scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    one = Mla(
+        num_heads=fields.count("num_attention_heads"),
+        q_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else None,
+        kv_rank=fields.count("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=turned,
+        v_dim=fields.count("v_head_dim"),
+        scale=scale,
+        norm=NormFacts(eps=fields.number("rms_norm_eps", default=1e-6)),
+        rope=rope,
+        bias=fields.flag("attention_bias"),
+    )
+    return [one] * num_layers(fields)
+
+
+def is_causal(fields: Fields) -> bool:
+    """False for decoders that were trained to look both ways (embedders made of decoders are)."""
+    return not fields.flag("use_bidirectional_attention") and fields.any("is_causal") is not False
+
+
+def windows(
+    fields: Fields, slides: Callable[[int], bool], *, opt_in: bool = False, layer_types: bool = True
+) -> Windows:
+    """The window of each layer: `sliding_window` in those that `layer_types` or, without it, `slides` name.
+
+    `opt_in`: it counts only beside a true `use_sliding_window`. `layer_types`: whether the family reads that list.
+    """
+    layers = range(num_layers(fields))
+    window = fields.any("sliding_window")
+    window = None if not window else fields.count("sliding_window")
+    if window and fields.flag("use_bidirectional_attention"):
+        window = window // 2 + 1  # Gemma: what one side sees of a window over both
+    if opt_in and not fields.flag("use_sliding_window"):
+        window = None
+    kinds = checked_layer_types(fields, ("full_attention", "sliding_attention")) if layer_types else None
+    if kinds is not None:
+        return tuple(window if kinds[layer] == "sliding_attention" else None for layer in layers)
+    return tuple(window if window is not None and slides(layer) else None for layer in layers)
+
+
+def checked_layer_types(fields: Fields, known: Sequence[str]) -> list[str] | None:
+    """The config's `layer_types`; None: it has none. Raises `UnsupportedModel` for kinds that are not `known`."""
+    kinds = fields.any("layer_types")
+    if not kinds:
+        return None
+    unknown = sorted({str(kind) for kind in kinds} - set(known))
+    count = num_layers(fields)
+    if unknown or len(kinds) < count:
+        raise UnsupportedModel(
+            what="the model's layer_types can't be served",
+            why=f"unknown: {', '.join(unknown)}" if unknown else f"{len(kinds)} for {count} layers",
+        )
+    return list(kinds[:count])
+
+
+def every_layer(_layer: int) -> bool:
+    return True
+
+
+def no_layer(_layer: int) -> bool:
+    return False
+
+
+def same_rope(fields: Fields, width: int, *, theta: float = 10_000.0, **options: Any) -> Ropes:
+    """All layers rotate alike. `width`: of a head; `theta`: the base where the config names none."""
+    facts = rope_facts(fields.raw, width, default_theta=theta, layer_type="full_attention", **options)
+    return (facts,) * num_layers(fields)
+
+
+def ropes_by_window(
+    fields: Fields, width: int, windows: Windows, *, theta: float = 10_000.0, theta_local: float, **options: Any
+) -> Ropes:
+    """Layers with a window rotate in a way of their own."""
+    wide = rope_facts(fields.raw, width, default_theta=theta, layer_type="full_attention", **options)
+    local = rope_facts(fields.raw, width, default_theta=theta_local, layer_type="sliding_attention", **options)
+    return tuple(wide if window is None else local for window in windows)
+
+
+def dense(fields: Fields, *, activation_key: str = "hidden_act", default: str = "silu", **extra: Any) -> Dense:
+    """The feed-forward block of dense layers. `default`: the activation where the config names none. `extra`: further
+    fields of `Dense`."""
+    return Dense(
+        intermediate=fields.count("intermediate_size"),
+        activation=fields.choice(ACTIVATIONS, activation_key, default=default),
+        **extra,
+    )
+
+
+def moe(fields: Fields, *count_keys: str, renormalise: bool, **extra: Any) -> Moe:
+    """The mixture of experts. `count_keys`: what may hold the number of experts. `extra`: further fields of `Moe`."""
+    return Moe(
+        num_experts=fields.count(*count_keys),
+        experts_per_token=fields.count("num_experts_per_tok", "moe_k"),
+        intermediate=fields.count("moe_intermediate_size", "intermediate_size"),
+        renormalise=renormalise,
+        **{"activation": fields.choice(ACTIVATIONS, "hidden_act", default="silu"), **extra},
+    )
+
+
+def dense_first(fields: Fields, experts: Moe, default: int = 0) -> list[FeedForward]:
+    """Dense in the first `first_k_dense_replace` layers, experts in the others."""
+    first = fields.any("first_k_dense_replace")
+    first = default if first is None else int(first)
+    kinds = fields.any("mlp_layer_types")
+    layers = range(num_layers(fields))
+    sparse = [kinds[layer] == "sparse" if kinds else layer >= first for layer in layers]
+    return [experts if each else dense(fields) for each in sparse]
+
+
+def grouped_sigmoid(fields: Fields, **extra: Any) -> Moe:
+    """DeepSeek V3's experts: scores by a sigmoid, a bias that only chooses, groups, and shared experts without a gate."""
+    shared = fields.any("n_shared_experts") or 0
+    scored = Scored(
+        bias="flat",
+        groups=fields.count("n_group", default=1),
+        kept_groups=fields.count("topk_group", default=1),
+    )
+    made: dict[str, Any] = {
+        "renormalise": fields.flag("norm_topk_prob", default=True),
+        "scored": scored,
+        "scale": fields.number("routed_scaling_factor", default=1.0),
+        "shared_intermediate": int(shared) * fields.count("moe_intermediate_size"),
+        "shared_gated": False,
+    }
+    return moe(fields, "n_routed_experts", "num_local_experts", "num_experts", **{**made, **extra})
+
+
+def max_context(fields: Fields, mixers: Sequence[Mixer]) -> int:
+    """As long as the rotary positions reach; else the number of positions that the config states."""
+    reach = [mixer.rope.max_context for mixer in mixers if mixer.rope is not None]
+    return max(reach) if reach else fields.count("max_position_embeddings")

@@ -1,0 +1,170 @@
+"""Which part of a model each rank holds: pure arithmetic, by which layers are cut and memory is planned.
+
+What divides is split evenly. What does not is split unevenly: ranks then differ by a head, or by a few inner units.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import NamedTuple
+
+from bough.config.layout import Layout
+from bough.config.model_facts import Dense, FeedForward, Gqa, LayerFacts, Mixer, Mla, ModelFacts, Moe
+from bough.core.errors import ConfigError
+
+_COARSEST_CUT = 64
+"""A dimension that does not divide is cut at multiples of this, or of a smaller power of two, which kernels and quantised
+blocks prefer..."""
+_CUTS_PER_RANK = 8
+"""...as long as each rank gets about this many pieces or more, so that none has 1/8 more than another."""
+
+
+def cut(total: int, size: int, rank: int, what: str, flag: str = "--tp-size") -> slice:
+    """The part of `range(total)` that is a rank's. Raises ConfigError if there are more ranks than parts; `flag` says how
+    many there are."""
+    if total < size:
+        raise ConfigError(
+            what=f"{total} {what} can't be split over {size} ranks",
+            why="some ranks would have none",
+            fix=f"choose a {flag} of at most {total}",
+            param=flag.strip("-").replace("-", "_"),
+        )
+    grain = 1
+    while total % size and grain < _COARSEST_CUT and total // (2 * grain) >= _CUTS_PER_RANK * size:
+        grain *= 2
+    pieces = total // grain
+
+    def bound(at: int) -> int:
+        return total if at == size else pieces * at // size * grain
+
+    return slice(bound(rank), bound(rank + 1))
+
+
+class HeadShare(NamedTuple):
+    """A rank's query heads, and the key-value heads that they read. As many queries read each of them."""
+
+    heads: slice
+    kv_heads: slice
+    holders: int = 1
+    """How many ranks hold the same key-value heads."""
+
+
+def head_share(num_heads: int, num_kv_heads: int, size: int, rank: int) -> HeadShare:
+    """The heads of a rank. With fewer key-value heads than ranks, several ranks hold the same one, and split its queries.
+
+    Raises ConfigError if a rank would have no query head.
+    """
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= size:
+        low, high = num_kv_heads * rank // size, num_kv_heads * (rank + 1) // size
+        return HeadShare(slice(low * group, high * group), slice(low, high))
+    most_sharers = -(-size // num_kv_heads)
+    if group < most_sharers:
+        raise ConfigError(
+            what=f"{num_heads} attention heads can't be split over {size} ranks",
+            why=f"{most_sharers} ranks would share the {group} heads that read the same keys",
+            fix=f"choose a --tp-size of at most {num_heads}",
+            param="tp_size",
+        )
+    begins = [size * head // num_kv_heads for head in range(num_kv_heads + 1)]  # of the ranks that hold each head
+    head = bisect_right(begins, rank) - 1
+    sharers, place = begins[head + 1] - begins[head], rank - begins[head]
+    first = head * group
+    heads = slice(first + group * place // sharers, first + group * (place + 1) // sharers)
+    return HeadShare(heads, slice(head, head + 1), sharers)
+
+
+def width(part: slice) -> int:
+    """How much a part is."""
+    return int(part.stop) - int(part.start)
+
+
+def rank_mixer(mixer: Mixer, layout: Layout, rank: int) -> Mixer:
+    """What a rank holds of a mixer."""
+    match mixer:
+        case Gqa():
+            share = head_share(mixer.num_heads, mixer.num_kv_heads, layout.heads, layout.place(rank)["heads"])
+            return replace(mixer, num_heads=width(share.heads), num_kv_heads=width(share.kv_heads))
+        case Mla():
+            heads = cut(mixer.num_heads, layout.heads, layout.place(rank)["heads"], "attention heads")
+            return replace(mixer, num_heads=width(heads))
+
+
+def rank_ffn(ffn: FeedForward, layout: Layout, rank: int) -> FeedForward:
+    """What a rank holds of a feed-forward block."""
+    place = layout.place(rank)
+    match ffn:
+        case Dense():
+            units = cut(ffn.intermediate, layout.tp, place["tp"], "inner units")
+            return replace(ffn, intermediate=width(units))
+        case Moe():
+            units = cut(ffn.intermediate, layout.units, place["units"], "inner units of an expert")
+            experts = cut(ffn.num_experts, layout.ep, place["ep"], "experts", flag="--ep-size")
+            shared = ffn.shared_intermediate
+            if shared:
+                shared = width(cut(shared, layout.tp, place["tp"], "inner units of the shared expert"))
+            held = width(experts)
+            return replace(ffn, num_experts=held, intermediate=width(units), shared_intermediate=shared)
+
+
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
+    """The layers of a stage. The last stage also has the output head: where layers don't divide, earlier ones have more.
+
+    Raises ConfigError if there are more stages than layers."""
+    if num_layers < num_stages:
+        raise ConfigError(
+            what=f"{num_layers} layers can't be split over {num_stages} stages",
+            why="some stages would have none",
+            fix=f"choose a --pp-size of at most {num_layers}",
+            param="pp_size",
+        )
+    return range(-(-num_layers * stage // num_stages), -(-num_layers * (stage + 1) // num_stages))
+
+
+def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
+    """Weights that a rank holds, by arithmetic on shapes."""
+    stage = layout.place(rank)["pp"]
+    rows = -(-facts.vocab // layout.heads)
+    total = facts.end_parameters(rows=rows) if stage in (0, layout.pp - 1) else 0
+    if total and layout.pp > 1 and not facts.tie_embeddings:
+        total -= rows * facts.hidden  # the embedding is on the first stage, the head on the last
+    for layer in _held_layers(facts, layout, rank):
+        mixers = [rank_mixer(mixer, layout, rank) for mixer in layer.mixers]
+        total += facts.norm_parameters + sum(mixer.num_parameters(facts.hidden) for mixer in mixers)
+        if layer.ffn is not None:
+            mine = rank_ffn(layer.ffn, layout, rank)
+            total += mine.num_parameters(facts.hidden)
+            if isinstance(layer.ffn, Moe) and isinstance(mine, Moe):
+                total += facts.hidden * (layer.ffn.num_experts - mine.num_experts)  # the router is whole on each rank
+    return total
+
+
+def rank_kv_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
+    """Values that a token leaves in a rank's KV cache."""
+    held = _held_layers(facts, layout, rank)
+    return sum(rank_mixer(mixer, layout, rank).kv_values for layer in held for mixer in layer.mixers)
+
+
+def _held_layers(facts: ModelFacts, layout: Layout, rank: int) -> list[LayerFacts]:
+    return [facts.layers[each] for each in stage_layers(facts.num_layers, layout.pp, layout.place(rank)["pp"])]
+
+
+def fullest_rank(facts: ModelFacts, layout: Layout) -> tuple[float, int]:
+    """(the largest part of the weights that a rank holds, the most KV values of a token on a rank): what must fit."""
+    weights = max(rank_parameters(facts, layout, rank) for rank in range(layout.size))
+    kv_values = max(rank_kv_values(facts, layout, rank) for rank in range(layout.size))
+    return weights / facts.num_parameters(), kv_values
+
+
+def uneven_heads(facts: ModelFacts, layout: Layout) -> str:
+    """A sentence about heads that ranks hold unequal numbers of; empty: there are none."""
+    for mixer in facts.mixers:
+        held = [rank_mixer(mixer, layout, rank).num_heads for rank in range(layout.tp)]
+        if max(held) != min(held):
+            more = max(held) * len(held) / sum(held) - 1
+            return (
+                f"{mixer.num_heads} attention heads are split unevenly over {layout.heads} ranks "
+                f"({', '.join(map(str, held))}): the fullest computes {more:.0%} more than the mean"
+            )
+    return ""

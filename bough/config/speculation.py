@@ -1,0 +1,78 @@
+"""What speculative decoding comes to for a configuration: how many drafts a request and a step may have. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from bough.config.concerns import AUTO, SpeculativeConfig
+from bough.core.errors import ConfigError
+
+MOST_DRAFT_TOKENS = 64
+"""Query tokens of a row that verifies drafts, its newest token included."""
+STEP_DRAFTS = {"cuda": 512, "cpu": 128}
+"""Drafts of all rows of a step at most, by device: beyond, products take as long as drafts would save."""
+_NGRAM_TOKENS, _SUFFIX_TOKENS = 12, 17
+_METHODS = {"ngram": "NGRAM", "suffix": "SUFFIX"}
+"""vLLM's names of algorithms."""
+_VLLM_NAMES = {
+    "num_speculative_tokens": ("speculative_num_draft_tokens", 1),
+    "prompt_lookup_min": ("speculative_ngram_min_match_window_size", 0),
+    "prompt_lookup_max": ("speculative_ngram_max_match_window_size", 0),
+    "suffix_decoding_max_tree_depth": ("speculative_suffix_max_tree_depth", 0),
+    "suffix_decoding_max_spec_factor": ("speculative_suffix_max_spec_factor", 0),
+    "suffix_decoding_min_token_prob": ("speculative_suffix_min_token_prob", 0),
+}
+"""vLLM's entries, the settings they stand for, and what is added: a row's newest token counts in the first."""
+_FRACTIONS = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
+
+
+def read_speculative_config(text: str, origin: str) -> Mapping[str, int | float | str]:
+    """The settings that vLLM's JSON object stands for. Raises `ConfigError`."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise _bad_config(origin, "is not JSON", str(error)) from error
+    if not isinstance(given, dict):
+        raise _bad_config(origin, "is not a JSON object", f"it is {text[:40]!r}")
+    method = given.pop("method", None)
+    if method not in _METHODS:
+        raise _bad_config(origin, f"has the method {method!r}", f"there are {', '.join(_METHODS)}")
+    found: dict[str, int | float | str] = {"speculative_algorithm": _METHODS[method]}
+    for name, value in given.items():
+        if name not in _VLLM_NAMES:
+            known = ", ".join(["method", *_VLLM_NAMES])
+            raise _bad_config(origin, f"has {name[:40]!r}", f"of its entries, these are read: {known}")
+        setting, more = _VLLM_NAMES[name]
+        is_share = name in _FRACTIONS
+        if isinstance(value, bool) or not isinstance(value, int | float if is_share else int):
+            raise _bad_config(origin, f"has {value!r} as {name}", f"it is a {'' if is_share else 'whole '}number")
+        found[setting] = value + more
+    return found
+
+
+def _bad_config(origin: str, what: str, why: str) -> ConfigError:
+    fix = 'for example \'{"method": "ngram", "num_speculative_tokens": 5}\''
+    return ConfigError(what=f"{origin} {what}", why=why, fix=fix, param="speculative_config")
+
+
+def draft_tokens(config: SpeculativeConfig) -> tuple[int, str]:
+    """`speculative_num_draft_tokens` where it is left open, and why."""
+    if config.speculative_algorithm == "none":
+        return 1, "there are no drafts"
+    if config.speculative_algorithm == "SUFFIX":
+        return _SUFFIX_TOKENS, "drafts end by themselves where they are unlikely"
+    return _NGRAM_TOKENS, "what follows a match is often right for long; wrong drafts are not made for long"
+
+
+def drafts_of_row(config: SpeculativeConfig) -> int:
+    """Drafts that a row may have in a step; 0: there are none."""
+    if config.speculative_algorithm == "none":
+        return 0
+    asked = config.speculative_num_draft_tokens
+    return (draft_tokens(config)[0] if asked is AUTO else asked) - 1
+
+
+def drafts_of_step(config: SpeculativeConfig, device: str, num_rows: int) -> int:
+    """Drafts that all rows of a step may have together."""
+    return min(drafts_of_row(config) * num_rows, STEP_DRAFTS[device])

@@ -1,0 +1,48 @@
+"""Linux futexes: sleeping until a word in shared memory changes, and waking those who do."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import platform
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_NUMBER = _NUMBERS.get(platform.machine(), -1)
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 0x7FFFFFFF
+
+STORES_STAY_IN_ORDER = platform.machine() == "x86_64"
+"""Others see this processor's stores in their order, so that Python code may publish data by a flag written after it."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+
+def futex_wait(address: int, expected: int, timeout_s: float) -> bool:
+    """Sleeps until the 32-bit word at `address` is woken, at most `timeout_s`. Returns at once if it is not `expected`.
+
+    False: the time is up. True: look again; the word may be unchanged, since signals end the sleep, too.
+    """
+    fraction, whole = math.modf(timeout_s)
+    limit = _Timespec(int(whole), int(fraction * 1e9))
+    result = _syscall(
+        ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAIT), ctypes.c_uint32(expected),
+        ctypes.byref(limit), None, ctypes.c_int(0),
+    )  # fmt: skip
+    return result == 0 or ctypes.get_errno() != errno.ETIMEDOUT
+
+
+def futex_wake(address: int, most: int = _EVERYBODY) -> int:
+    """Wakes those who sleep at `address`, at most so many, and returns how many did."""
+    woken = _syscall(
+        ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAKE), ctypes.c_uint32(most), None, None,
+        ctypes.c_int(0),
+    )  # fmt: skip
+    return int(woken)

@@ -1,0 +1,88 @@
+"""Settings of speculative decoding: vLLM's object, ranges, and what can't be had together."""
+
+from __future__ import annotations
+
+import pytest
+
+from bough.config.server_args import ServerArgs, load_config
+from bough.config.speculation import drafts_of_row, drafts_of_step
+from bough.core.errors import ConfigError
+
+
+def loaded(**given: object) -> ServerArgs:
+    return ServerArgs.of(load_config(given, environ={}).config)
+
+
+def test_vllms_object_is_read_as_settings() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 7}'
+    made = loaded(speculative_config=text)
+    assert made.speculative_algorithm == "NGRAM"
+    assert made.speculative_num_draft_tokens == 6
+    assert made.speculative_ngram_min_match_window_size == 2
+    assert made.speculative_ngram_max_match_window_size == 7
+    assert loaded(speculative_config=text, speculative_num_draft_tokens=3).speculative_num_draft_tokens == 3
+
+
+def test_vllms_suffix_decoding() -> None:
+    made = loaded(
+        speculative_config='{"method": "suffix", "suffix_decoding_max_tree_depth": 9, '
+        '"suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0.25}'
+    )
+    assert made.speculative_algorithm == "SUFFIX"
+    assert made.speculative_suffix_max_tree_depth == 9
+    assert made.speculative_suffix_max_spec_factor == 2.0
+    assert made.speculative_suffix_min_token_prob == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        ("{}", "method None"),
+        ('{"method": "eagle3", "model": "x"}', "method 'eagle3'"),
+        ('{"method": "ngram", "model": "x"}', "has 'model'"),
+        ('{"method": "ngram", "num_speculative_tokens": "five"}', "has 'five' as num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "has True"),
+    ],
+)
+def test_what_it_can_not_say(text: str, about: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(speculative_config=text)
+    assert about in caught.value.what
+    assert caught.value.param == "speculative_config"
+    assert "ngram" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"speculative_num_draft_tokens": 1},
+        {"speculative_num_draft_tokens": 65},
+        {"speculative_ngram_min_match_window_size": 0},
+        {"speculative_ngram_min_match_window_size": 9, "speculative_ngram_max_match_window_size": 8},
+        {"speculative_ngram_capacity": -1},
+        {"speculative_ngram_external_corpus_max_tokens": -1},
+        {"speculative_suffix_max_tree_depth": 1},
+        {"speculative_suffix_max_spec_factor": 0.0},
+        {"speculative_suffix_min_token_prob": 1.5},
+        {"speculative_algorithm": "EAGLE9"},
+        {"speculative_algorithm": "NGRAM", "is_embedding": True},
+        {"speculative_algorithm": "NGRAM", "pp_size": 2},
+        {"speculative_algorithm": "NGRAM", "deterministic": True},
+        {"speculative_algorithm": "NGRAM", "tensor_dump_dir": "somewhere"},
+    ],
+)
+def test_what_can_not_be_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(**given)
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_drafts_of_a_row_and_of_a_step() -> None:
+    config = load_config({"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}, environ={}).config
+    assert drafts_of_row(config.speculative) == 3
+    assert drafts_of_step(config.speculative, "cpu", 8) == 24
+    assert drafts_of_step(config.speculative, "cpu", 10_000) == 128
+    assert drafts_of_row(load_config({}, environ={}).config.speculative) == 0
