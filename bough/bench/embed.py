@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
 from bough.engine_api import Engine
 
@@ -120,7 +121,7 @@ def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="directory or hub id; default: the packaged MiniLM")
     parser.add_argument("--batch", type=int, default=64, help="texts a call")
     parser.add_argument("--rounds", type=int, default=8, help="calls that are timed")

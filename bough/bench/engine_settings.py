@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from bough.config.flags import NOT_SETTINGS, lookup, settings, unknown_name
+from bough.config.flags import is_setting, lookup, settings, unknown_name
+from bough.config.sglang import is_switch
 from bough.core.errors import ConfigError
 
 NOTE = "Every flag of `bough serve` is taken too (--dtype, --mem-fraction-static, --load-format dummy, ...)."
@@ -48,17 +49,20 @@ def parse_with_settings(
 
 def _setting(name: str, value: str, rest: list[str]) -> dict[str, Any]:
     """One flag as a setting; takes its value from `rest` if it needs one."""
-    if name in NOT_SETTINGS:
-        return {name: True}
     flag = "--" + name.replace("_", "-")
+    if not is_setting(name) and (is_theirs_switch := is_switch(name)) is not None:
+        return {name: True if is_theirs_switch else value or _following(flag, rest)}
     switched_off = name.startswith("no_") and name.removeprefix("no_") in settings()
     setting, _ = lookup(name.removeprefix("no_") if switched_off else flag)
     if setting.kind == "bool":
         return {setting.name: False} if switched_off else {name: value or True}
     if switched_off:
         raise unknown_name(flag)
-    if not value:
-        if not rest:
-            raise ConfigError(what=f"{flag} has no value", fix="write one behind it")
-        value = rest.pop(0)
-    return {name: value}
+    return {name: value or _following(flag, rest)}
+
+
+def _following(flag: str, rest: list[str]) -> str:
+    """The value behind a flag, taken out of `rest`."""
+    if not rest:
+        raise ConfigError(what=f"{flag} has no value", fix="write one behind it")
+    return rest.pop(0)

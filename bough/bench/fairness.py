@@ -26,6 +26,7 @@ from typing import Any, cast
 import numpy as np
 
 from bough.bench.engine_settings import NOTE, parse_with_settings
+from bough.config.command_line import CommandParser
 from bough.core.errors import BoughError, ConfigError
 from bough.engine_api import Engine
 
@@ -51,7 +52,7 @@ _MOST_TOKENS_A_SECOND = 700
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench fairness",
         usage="bough bench fairness [MODEL] [options]",
         description=__doc__,

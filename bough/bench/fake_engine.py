@@ -159,7 +159,7 @@ def serve(launch: Launch, tick_s: float) -> None:
     facts = {
         "model": checkpoint.name,
         "context_length": CONTEXT,
-        "vocab_size": checkpoint.facts.vocab,
+        "vocab_size": checkpoint.vocab,
         "kv_tokens": CONTEXT * MAX_RUNNING,
         "page_size": 16,
         "max_running_requests": MAX_RUNNING,

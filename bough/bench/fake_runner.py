@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bough.core.step import FROM_DEVICE, I32, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
+from bough.core.step import FIRST_DRAFT, FROM_DEVICE, I32, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
 
 U64 = npt.NDArray[np.uint64]
 _NOTHING = -1
@@ -79,7 +79,7 @@ def lone_output(
 class OracleLaunched:
     """A step of the oracle. Its device work is done at launch, in order; `wait` only hands it out."""
 
-    def __init__(self, runner: OracleRunner, step: Step, hashes: list[int], outcome: Outcome) -> None:
+    def __init__(self, runner: OracleRunner, step: Step, hashes: list[list[int]], outcome: Outcome) -> None:
         self.step = step
         self.needs_masks = len(step.constrained) > 0
         self.reads: dict[int, set[tuple[int, int]]] = {}
@@ -110,8 +110,15 @@ class OracleRunner:
         pooling: bool = False,
         fail_launch: Callable[[Step], Exception | None] | None = None,
         fail_wait: Callable[[Step], Exception | None] | None = None,
+        yields: Callable[[int], int] | None = None,
+        propose: Callable[[list[int]], list[int]] | None = None,
     ) -> None:
+        """`yields`: takes how many tokens a decode row could yield, and says how many it does. `propose`: takes a row's
+        tokens and gives the drafts that the device has for it then."""
         self.limits = limits
+        self._yields = yields
+        self._propose = propose
+        self._drafts: dict[int, list[int]] = {}
         self.violations: list[str] = []
         self.num_tokens = 0
         """Tokens computed, for tests of sharing."""
@@ -151,7 +158,8 @@ class OracleRunner:
             self._setups[setup.slot] = setup
             fresh.add(setup.slot)
         rows = len(step.slots)
-        outcome = Outcome(tokens=np.zeros((rows, 1), np.int32), counts=np.zeros(rows, np.int32))
+        width = 1 + (int(step.drafts.max()) if len(step.drafts) else 0)
+        outcome = Outcome(tokens=np.zeros((rows, width), np.int32), counts=np.zeros(rows, np.int32))
         launched = OracleLaunched(self, step, [], outcome)
         size = self.limits.page_size
         launched.writes += [(moves.target // size, moves.target % size) for moves in step.moves]
@@ -169,16 +177,13 @@ class OracleRunner:
 
     # -- what the device would do ------------------------------------------------------------------
 
-    def _forward(self, step: Step, fresh: set[int], launched: OracleLaunched, outcome: Outcome) -> list[int]:
+    def _forward(self, step: Step, fresh: set[int], launched: OracleLaunched, outcome: Outcome) -> list[list[int]]:
         size = self.limits.page_size
         inputs = np.split(step.tokens.astype(np.int64), np.cumsum(step.num_query)[:-1])
         places = []
         for row, slot in enumerate(step.slots.tolist()):
-            context, count = int(step.context[row]), int(step.num_query[row])
-            if slot not in fresh and context != self._length[slot]:
-                self._note(step, f"slot {slot} has {self._length[slot]} tokens, the step says {context}")
-            tokens = np.where(inputs[row] == FROM_DEVICE, self._last[slot], inputs[row])
-            inputs[row] = tokens
+            context, count = self._context(step, row, slot, fresh), int(step.num_query[row])
+            tokens = inputs[row] = self._resolved(step, slot, inputs[row])
             at = np.arange(context, context + count)
             pages = self._table[slot, at // size]
             self._check_writes(step, slot, set(pages.tolist()))
@@ -195,18 +200,44 @@ class OracleRunner:
         scored: list[tuple[int, int, float]] = []
         wanted = dict(zip(step.prompt_logprobs.tolist(), step.following.tolist(), strict=True))
         for row, (slot, length) in enumerate(places):
-            prefix = self._kv[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
+            prefix = self._prefix(slot, length)
             if (prefix == _NOTHING).any():
                 self._note(step, f"slot {slot} reads memory that was never written")
             positions = self._position[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
             if ((positions != np.arange(length)) & (positions != _ANYWHERE)).any():
                 self._note(step, f"slot {slot} reads memory of other positions")
-            hashes.append(prefix_hash(prefix))
+            hashes.append([prefix_hash(prefix[:end]) for end in range(length - _num_drafts(step, row), length + 1)])
             if row in wanted:
                 scored += self._score_prompt(step, row, slot, prefix, wanted[row])
             self._hidden(step, row, slot, prefix, outcome)
         outcome.prompt_logprobs = _arrays(scored) if wanted else None
         return hashes
+
+    def _context(self, step: Step, row: int, slot: int, fresh: set[int]) -> int:
+        """KV tokens of a row before the step: of decode rows the device's own number, which the step has a bound of."""
+        given, own = int(step.context[row]), int(self._length[slot])
+        if row >= step.num_decodes:
+            if slot not in fresh and given != own:
+                self._note(step, f"slot {slot} has {own} tokens, the step says {given}")
+            return given
+        if own > given:
+            self._note(step, f"slot {slot} has {own} tokens, the step says at most {given}")
+        if step.tokens[int(step.num_query[:row].sum())] != FROM_DEVICE:
+            self._note(step, f"slot {slot} does not go on from its newest token")
+        return own
+
+    def _resolved(self, step: Step, slot: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Ids of the row's tokens, those included that the device has."""
+        drafts = self._drafts.get(slot, [])
+        if (ids < FIRST_DRAFT - len(drafts) + 1).any():
+            self._note(step, f"slot {slot} has no such draft")
+        return np.array(
+            [self._last[slot] if i == FROM_DEVICE else drafts[FIRST_DRAFT - i] if i < 0 else i for i in ids], np.int64
+        )
+
+    def _prefix(self, slot: int, length: int) -> npt.NDArray[np.int64]:
+        """The row's tokens as read through its pages."""
+        return self._kv[self._table[slot, : -(-length // self.limits.page_size)]].reshape(-1)[:length]
 
     def _score_prompt(
         self, step: Step, row: int, slot: int, prefix: npt.NDArray[np.int64], following: int
@@ -222,28 +253,59 @@ class OracleRunner:
     def _hidden(self, step: Step, row: int, slot: int, prefix: npt.NDArray[np.int64], outcome: Outcome) -> None:
         kind = self._setups[slot].hidden_states
         if kind:
-            first = int(step.context[row]) if kind == "all" else len(prefix) - 1
+            first = (
+                len(prefix) - int(step.num_query[row]) if kind == "all" else len(prefix) - 1 - _num_drafts(step, row)
+            )
             states = [[float(p), float(prefix_hash(prefix[: p + 1]) % 997)] for p in range(first, len(prefix))]
             outcome.hidden_states[row] = np.array(states, np.float32)
 
-    def finish(self, step: Step, hashes: list[int], outcome: Outcome, masks: Mask | None) -> None:
-        """Samples: the second half of a step."""
-        mask_of = {int(row): masks[at] for at, row in enumerate(step.constrained)} if masks is not None else {}
+    def finish(self, step: Step, hashes: list[list[int]], outcome: Outcome, masks: Mask | None) -> None:
+        """Samples and verifies: the second half of a step."""
+        mask_of, at = {}, 0
+        for row in step.constrained.tolist() if masks is not None else ():
+            mask_of[row] = masks[at : at + 1 + _num_drafts(step, row)]  # type: ignore[index]
+            at += len(mask_of[row])
+        if masks is not None and at != len(masks):
+            self._note(step, f"it has {at} constrained samples and {len(masks)} masks")
         scored = []
         for row in np.flatnonzero(step.samples).tolist():
             slot = int(step.slots[row])
             if self._pooling:
-                outcome.embeddings[row] = np.array([hashes[row] % 1009, self._length[slot]], np.float32)
+                outcome.embeddings[row] = np.array([hashes[row][0] % 1009, self._length[slot]], np.float32)
                 continue
-            token = pick(hashes[row], self.limits.vocab_size, mask_of.get(row))
-            self._last[slot] = token
-            outcome.tokens[row, 0] = token
-            outcome.counts[row] = 1
-            if self._setups[slot].logprobs is not None:
-                length = int(self._length[slot])
-                pages = self._table[slot, : -(-length // self.limits.page_size)]
-                scored.append((row, token, score(self._kv[pages].reshape(-1)[:length], token)))
+            scored += self._verify(step, row, slot, hashes[row], outcome, mask_of.get(row))
+            if self._propose is not None:
+                said = [*self._prefix(slot, int(self._length[slot])).tolist(), int(self._last[slot])]
+                self._drafts[slot] = self._propose(said)
+                if outcome.drafts is None:
+                    outcome.drafts = np.zeros((step.num_rows, len(self._drafts[slot])), np.int32)
+                outcome.drafts[row] = self._drafts[slot]
         outcome.output_logprobs = _arrays(scored) if scored else None
+
+    def _verify(
+        self, step: Step, row: int, slot: int, hashes: list[int], outcome: Outcome, masks: Mask | None
+    ) -> list[tuple[int, int, float]]:
+        """Yields the row's tokens up to the first that is not its next draft. Returns the scores of all of its samples."""
+        length = int(self._length[slot])
+        prefix, num_drafts = self._prefix(slot, length), len(hashes) - 1
+        drawn: list[int] = []
+        goes_on, count = True, 0
+        for place, hashed in enumerate(hashes):
+            goes_on = goes_on and (place == 0 or drawn[-1] == prefix[length - num_drafts + place - 1])
+            token = pick(hashed, self.limits.vocab_size, masks[place] if masks is not None and goes_on else None)
+            drawn.append(token)
+            count += goes_on
+        if row < step.num_decodes and self._yields is not None:
+            count = self._yields(count)
+        outcome.tokens[row, : len(drawn)] = drawn
+        outcome.counts[row] = count
+        if row < step.num_decodes:
+            self._length[slot] = length - num_drafts - (0 if count else 1) + max(count - 1, 0)
+        if count:
+            self._last[slot] = drawn[count - 1]
+        if self._setups[slot].logprobs is None:
+            return []
+        return [(row, t, score(prefix[: length - num_drafts + place], t)) for place, t in enumerate(drawn)]
 
     def waited(self, launched: OracleLaunched) -> Outcome:
         if not self._unsettled or self._unsettled[0] is not launched:
@@ -278,14 +340,18 @@ class OracleRunner:
             (int(step.num_query.sum()) != len(step.tokens), "tokens and num_query differ"),
             (rows == 0 or bool((step.num_query < 1).any()), "a row brings no token"),
             (len(step.tokens) > limits.max_step_tokens, f"{len(step.tokens)} tokens are too many"),
-            (bool((step.num_query[: step.num_decodes] != 1).any()), "a decode row brings several tokens"),
+            (len(step.drafts) not in (0, step.num_decodes), "its drafts are not those of its decode rows"),
+            (
+                bool((step.num_query[: step.num_decodes] != (1 + step.drafts if len(step.drafts) else 1)).any()),
+                "a decode row brings other tokens than its newest and its drafts",
+            ),
             (not step.samples[: step.num_decodes].all(), "a decode row does not sample"),
             (bool((step.context + step.num_query > limits.context_length).any()), "a row outgrows the context"),
             (len(step.table_at) != len(step.table_pages), "table writes differ in length"),
             (bool(((step.table_pages < 1) | (step.table_pages >= limits.num_pages)).any()), "no such page"),
             (bool(((step.table_at < 0) | (step.table_at >= self._table.size)).any()), "no such table entry"),
             (len(set(step.table_at.tolist())) != len(step.table_at), "a table entry is written twice"),
-            (bool(((step.tokens < 0) & (step.tokens != FROM_DEVICE)).any()), "no such token"),
+            (bool((step.tokens[step.num_decode_tokens :] < 0).any()), "no such token"),
         ):
             if bad:
                 self._note(step, what)
@@ -308,15 +374,22 @@ class OracleRunner:
         shared = step.shared
         if shared is None:
             return
-        seen: set[int] = set()
-        for group, tokens in enumerate(shared.num_tokens.tolist()):
-            rows = shared.rows[shared.start[group] : shared.start[group + 1]]
-            pages = self._table[step.slots[rows], : tokens // self.limits.page_size]
-            if tokens % self.limits.page_size or (pages != pages[0]).any() or seen & set(rows.tolist()):
-                self._note(step, f"group {group} does not share {tokens} tokens")
-            if (step.context[rows] < tokens).any() or rows.max() >= step.num_decodes or len(rows) < 2:
-                self._note(step, f"group {group} is not one of decode rows that long")
-            seen |= set(rows.tolist())
+        page_size = self.limits.page_size
+        reached = np.zeros((2, step.num_rows), np.int32)  # levels and tokens
+        for span, (level, first, last) in enumerate(zip(shared.level, shared.first, shared.last, strict=True)):
+            rows = shared.rows[shared.start[span] : shared.start[span + 1]]
+            pages = self._table[step.slots[rows], : last // page_size]
+            if first % page_size or last % page_size or first >= last or (pages != pages[0]).any():
+                self._note(step, f"span {span} does not share tokens {first} to {last}")
+            if (reached[0, rows] != level).any() or (reached[1, rows] != first).any() or len(set(rows.tolist())) < 2:
+                self._note(step, f"span {span} does not follow the spans before it")
+            if (step.context[rows] < last).any() or rows.max() >= step.num_decodes:
+                self._note(step, f"span {span} is not one of decode rows that long")
+            reached[0, rows], reached[1, rows] = level + 1, last
+
+
+def _num_drafts(step: Step, row: int) -> int:
+    return int(step.drafts[row]) if row < len(step.drafts) else 0
 
 
 def _arrays(scored: list[tuple[int, int, float]]) -> LogprobArrays:

@@ -24,6 +24,7 @@ import msgspec
 import psutil
 
 from bough.bench.http_stream import StreamingClient
+from bough.config.command_line import CommandParser
 from bough.config.server_args import build_config
 from bough.core.errors import BoughError
 
@@ -237,7 +238,7 @@ def verdict(numbers: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bough bench frontend", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (%(default)s)")

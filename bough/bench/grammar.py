@@ -19,12 +19,13 @@ from typing import Any
 
 from bough.bench.engine_settings import NOTE, parse_with_settings
 from bough.bench.schemas import RECORD, SCHEMAS, Json
+from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
 from bough.engine_api import Engine
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench grammar",
         usage="bough bench grammar [MODEL] [options]",
         description=__doc__,

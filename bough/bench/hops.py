@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bough.config.command_line import CommandParser
 from bough.engine_api import Engine
 from bough.launch import Programs
 
@@ -43,7 +44,7 @@ _HOPS = ("call to engine", "engine to launch", "device", "device to sent", "sent
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench hops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--device-ms", type=float, default=4.4, help="a step's time on the device (%(default)s)")

@@ -18,7 +18,7 @@ from bough.bench.fake_runner import NullLaunched, NullRunner
 from bough.cache.prefix import PrefixCache
 from bough.config.hf import open_checkpoint
 from bough.core.messages import Generate, ToDetokenizer, ToEngine, Tokens
-from bough.core.step import Launched, Mask, Outcome, RunnerLimits, Step
+from bough.core.step import Launched, Mask, Outcome, RunnerLimits, SpanCosts, Step
 from bough.engine.inbox import Outbox
 from bough.engine.outbox import open_outbox
 from bough.ipc import Inbox, Launch, Status, run_child, write_status
@@ -128,14 +128,15 @@ def serve(launch: Launch, file: Path, device_s: float, spin_s: float) -> None:
         pages_per_slot=CONTEXT // PAGE_SIZE,
         context_length=CONTEXT,
         max_step_tokens=STEP_TOKENS,
-        vocab_size=checkpoint.facts.vocab,
+        vocab_size=checkpoint.vocab,
+        spans=SpanCosts(),
     )
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, spin_s=spin_s)
     limits = Limits.of(runner_limits, launch.config.scheduler)
     cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size)
     queues = Queues(limits)
     runner, watch = observe(
-        TimedRunner(runner_limits, device_s, stamps), launch.config, endpoints, queues, cache, Device("cpu"), None
+        TimedRunner(runner_limits, device_s, stamps), launch.config, launch, queues, cache, Device("cpu"), None
     )
     loop = Loop(
         runner=runner,

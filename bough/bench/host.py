@@ -24,12 +24,13 @@ from bough.bench.fake_runner import NullRunner
 from bough.bench.paced_runner import PacedRunner
 from bough.bench.schemas import SCHEMAS
 from bough.cache.prefix import PrefixCache
+from bough.config.command_line import CommandParser
 from bough.config.concerns import SchedulerConfig
 from bough.config.hf import open_checkpoint
 from bough.core.errors import ConfigError
 from bough.core.messages import Generate, ToDetokenizer, ToEngine, pack_ids
 from bough.core.sampling import GrammarSpec, SamplingParams
-from bough.core.step import Runner, RunnerLimits
+from bough.core.step import Runner, RunnerLimits, SpanCosts
 from bough.engine.control import Hooks
 from bough.engine.loop import Laps, Loop
 from bough.grammar import Grammars, Settings, Vocabulary
@@ -152,6 +153,7 @@ def _runner_limits(rows: int, context: int, page_size: int, vocab_size: int) -> 
         context_length=context,
         max_step_tokens=max(8192, 2 * rows),
         vocab_size=vocab_size,
+        spans=SpanCosts(),
     )
 
 
@@ -199,7 +201,7 @@ def measure_paced(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bough bench host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024])
@@ -240,7 +242,7 @@ def _main_grammar(options: argparse.Namespace) -> None:
     if options.device_ms < 0 or options.queueing_us < 0:
         raise ConfigError(what="times must not be negative", why="the device waits for nobody")
     checkpoint = open_checkpoint(options.model, load_format="dummy")
-    vocab_size = checkpoint.facts.vocab
+    vocab_size = checkpoint.vocab
     grammars = Grammars(
         Settings(backend=options.grammar_backend),
         lambda: Vocabulary(load_tokenizer(checkpoint), vocab_size, checkpoint.eos_ids),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,26 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SharedGroups
+from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, SpanTensors
 from bough.kernels.attention.triton_backend import TritonAttention
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """An attention layer (see `bough.kernels.attention.inputs.Spec`)."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    layer: int = 0
-    scale: float = 0.09
-    window: int | None = None
-    softcap: float | None = None
-    v_head_dim: int | None = None
-    causal: bool = True
+def layer_of(num_heads: int, num_kv_heads: int, head_dim: int, layer: int = 0) -> AttentionSpec:
+    """An attention layer."""
+    return AttentionSpec(layer, num_heads, num_kv_heads, head_dim, scale=0.09)
 
 
-LLAMA_8B = Layer(32, 8, 128)
+LLAMA_8B = layer_of(32, 8, 128)
 
 
 @dataclass(slots=True)
@@ -37,7 +27,7 @@ class Setup:
     """A step's attention, ready to run on each of a few copies of its KV."""
 
     inputs: AttentionInputs
-    spec: Layer
+    spec: AttentionSpec
     q: Tensor
     kv_bytes: int
     flops: float
@@ -49,7 +39,7 @@ class Setup:
         calls: list[Callable[[], object]] = []
         kv = self.q[:, : self.spec.num_kv_heads]
         for layer in range(len(self.inputs.k_caches)):
-            spec = Layer(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, layer)
+            spec = layer_of(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, layer)
             calls.append(partial(backend.attend, spec, self.q, kv, kv))
         calls[0]()
         return calls * max(1, 8 // len(calls))
@@ -63,27 +53,29 @@ class Setup:
         cos_sin = torch.ones((self.inputs.max_kv, self.spec.head_dim), device=self.q.device)
         calls: list[Callable[[], object]] = []
         for layer in range(len(self.inputs.k_caches)):
-            spec = Layer(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, layer)
+            spec = layer_of(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, layer)
             calls.append(partial(backend.forward_rope, spec, self.q, kv, kv, positions, cos_sin))
         calls[0]()
         return calls * max(1, 8 // len(calls))
 
 
 def decode_inputs(
-    batch: int, low: int, high: int, page_size: int, spec: Layer, device: torch.device, *, copies: int
+    batch: int, low: int, high: int, page_size: int, spec: AttentionSpec, device: torch.device, *, copies: int
 ) -> Setup:
     lengths = np.random.default_rng(0).integers(low, high + 1, batch)
     return _setup([(1, int(length) - 1) for length in lengths], page_size, spec, device, copies)
 
 
-def extend_inputs(rows: list[tuple[int, int]], page_size: int, spec: Layer, device: torch.device) -> Setup:
+def extend_inputs(rows: list[tuple[int, int]], page_size: int, spec: AttentionSpec, device: torch.device) -> Setup:
     """Rows of (queries, context). Fresh rows go through the paged kernel too."""
     setup = _setup(rows, page_size, spec, device, 1)
     setup.inputs.host = None
     return setup
 
 
-def _setup(rows: list[tuple[int, int]], page_size: int, spec: Layer, device: torch.device, copies: int) -> Setup:
+def _setup(
+    rows: list[tuple[int, int]], page_size: int, spec: AttentionSpec, device: torch.device, copies: int
+) -> Setup:
     query = np.array([row[0] for row in rows], np.int32)
     context = np.array([row[1] for row in rows], np.int32)
     kv_len = query + context
@@ -127,17 +119,36 @@ def _setup(rows: list[tuple[int, int]], page_size: int, spec: Layer, device: tor
     )
 
 
-def share_prefixes(inputs: AttentionInputs, *, groups: int, num_tokens: int) -> None:
-    """Makes equal groups of consecutive rows share their first tokens."""
-    rows = inputs.num_rows
-    each = rows // groups
-    span = num_tokens // inputs.page_size
-    for group in range(groups):
-        members = slice(group * each, (group + 1) * each)
-        inputs.page_table[members, :span] = inputs.page_table[group * each, :span]
-    device = inputs.page_table.device
-    inputs.shared = SharedGroups(
-        rows_S=torch.arange(rows, dtype=torch.int32, device=device),
-        start_G1=torch.arange(0, rows + 1, each, dtype=torch.int32, device=device),
-        num_tokens_G=torch.full((groups,), num_tokens, dtype=torch.int32, device=device),
+Spans = list[tuple[int, int, int, Sequence[int]]]
+"""(level, first and last KV token, rows), levels ascending."""
+
+
+def equal_spans(levels: Sequence[tuple[int, int]], rows: int) -> Spans:
+    """Spans of a regular tree over `rows` rows: (spans, tokens of each) by level."""
+    spans: Spans = []
+    first = 0
+    for level, (count, tokens) in enumerate(levels):
+        each = rows // count
+        spans += [(level, first, first + tokens, range(n * each, (n + 1) * each)) for n in range(count)]
+        first += tokens
+    return spans
+
+
+def share_spans(inputs: AttentionInputs, spans: Spans) -> None:
+    """Makes rows of a step share spans: they read the pages of the first of them."""
+    for _, first, last, rows in spans:
+        stretch = slice(first // inputs.page_size, last // inputs.page_size)
+        inputs.page_table[list(rows), stretch] = inputs.page_table[rows[0], stretch]
+
+    def ints(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=inputs.page_table.device)
+
+    inputs.shared = SpanTensors(
+        rows_M=ints(row for *_, rows in spans for row in rows),
+        start_S1=ints(np.cumsum([0, *(len(rows) for *_, rows in spans)]).tolist()),
+        first_S=ints(first for _, first, _, _ in spans),
+        last_S=ints(last for _, _, last, _ in spans),
+        level_S=ints(level for level, *_ in spans),
+        levels=spans[-1][0] + 1,
+        num_tokens=inputs.num_tokens,
     )

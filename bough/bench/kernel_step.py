@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.bench.kernel_inputs import LLAMA_8B, Layer, decode_inputs
+from bough.bench.kernel_inputs import LLAMA_8B, decode_inputs, layer_of
 from bough.kernels import launching
 from bough.kernels.activation import silu_mul
 from bough.kernels.attention.triton_backend import TritonAttention
@@ -66,7 +66,7 @@ def decode_step(batch: int, device: torch.device, *, skinny: bool, pdl: bool) ->
         for index, (qkv, out, gate_up, down) in enumerate(weights.layers):
             project = linear if skinny else F.linear
             q, k, v = project(x, qkv).view(batch, 48, 128).split([32, 8, 8], 1)
-            spec = Layer(32, 8, 128, index % len(setup.inputs.k_caches))
+            spec = layer_of(32, 8, 128, index % len(setup.inputs.k_caches))
             x = project(backend.forward_rope(spec, q, k, v, positions, cos_sin), out)
             x, residual = add_rms_norm(x, residual, weights.norm, 1e-5)
             hidden = linear_silu_mul(x, gate_up) if skinny else silu_mul(F.linear(x, gate_up))

@@ -9,7 +9,6 @@ its error and the others go on. `tune` (not run by default) measures the linear 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -19,12 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.bench.kernel_inputs import LLAMA_8B, decode_inputs, extend_inputs, share_prefixes
+from bough.bench.kernel_inputs import LLAMA_8B, decode_inputs, equal_spans, extend_inputs, layer_of, share_spans
+from bough.config.command_line import CommandParser
 from bough.kernels.activation import reference as activation_reference, silu_mul
 from bough.kernels.attention import triton_backend
 from bough.kernels.attention.fresh import attend_fresh
@@ -36,7 +37,7 @@ from bough.kernels.moe import Routing, fused_experts, routed_experts, topk_softm
 from bough.kernels.norm import add_rms_norm, reference as norm_reference
 from bough.kernels.rotary import reference as rotary_reference, rope_and_write
 from bough.kernels.sampling import argmax, reference as sampling_reference, sample
-from bough.kernels.step_start import reference as start_reference, start_step
+from bough.kernels.step_start import SlotState, reference as start_reference, start_step
 
 BANDWIDTH = 4.2e12
 """Bytes a second an H200 reads; floors are relative to it."""
@@ -269,14 +270,52 @@ def bench_prefill() -> Report:
         )
 
 
+SPAN_SHAPES = (Shape(64, 64, 4, 3, 2), Shape(64, 64, 4, 2, 3), Shape(128, 64, 8, 3, 1), Shape(32, 64, 4, 3, 2))
+SPAN_CASES: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
+    (4, ((2, 1024),)),
+    (16, ((8, 1024),)),
+    (16, ((4, 4096),)),
+    (64, ((1, 512),)),
+    (64, ((32, 1024),)),
+    (128, ((1, 2048), (32, 1024))),
+    (256, ((1, 960),)),
+    (256, ((16, 1856),)),
+    (256, ((1, 960), (16, 896))),
+    (256, ((1, 960), (16, 896), (64, 256))),
+    (256, ((128, 1024),)),
+    (512, ((8, 2048),)),
+)
+"""Rows, and (spans, tokens of each) by level."""
+
+
 def bench_shared() -> Report:
-    setup = decode_inputs(512, 2048 + 128, 2048 + 192, 64, LLAMA_8B, cuda(), copies=1)
-    apart = time_us(setup.layers())
-    share_prefixes(setup.inputs, groups=8, num_tokens=2048)
-    own_bytes = setup.kv_bytes - 504 * 2048 * 4096
-    for shape in (Shape(64, 64, 4, 3, 1), Shape(128, 64, 8, 3, 1), Shape(64, 64, 4, 3, 2), Shape(128, 128, 8, 2, 1)):
-        took = _with_shape(["SHARED"], shape, setup.layers)
-        yield Row("shared", f"8 x 64 rows, {_short(asdict(shape))}", took, own_bytes / BANDWIDTH * 1e6, apart)
+    """Rotation, KV write and attention of decode rows that share spans, beside the same rows read one by one and what
+    `span_costs` says both take: its constants come from here."""
+    for spec in (LLAMA_8B, layer_of(32, 4, 128), layer_of(32, 32, 128)):
+        for rows, levels in SPAN_CASES if spec is LLAMA_8B else SPAN_CASES[1:8:3]:
+            spans = equal_spans(levels, rows)
+            shared_tokens = spans[-1][2]
+            setup = decode_inputs(rows, shared_tokens + 64, shared_tokens + 192, 64, spec, cuda(), copies=2)
+            apart = time_us(setup.whole_layers(hopper=True))
+            share_spans(setup.inputs, spans)
+            costs = triton_backend.span_costs(spec, 2)
+            saved = rows * shared_tokens * costs.per_row_token(1) - costs.fixed_ns
+            for _, first, last, members in spans:
+                count = len(members)
+                saved -= (last - first) * costs.per_span_token(count) + costs.per_span(count)
+            token_bytes = spec.num_kv_heads * spec.head_dim * 4
+            read = setup.kv_bytes - token_bytes * (
+                rows * shared_tokens - sum(last - first for _, first, last, _ in spans)
+            )
+            shapes = SPAN_SHAPES if spec is LLAMA_8B else SPAN_SHAPES[:1]
+            timed = {
+                shape: _with_shape(["SHARED"], shape, partial(setup.whole_layers, hopper=True)) for shape in shapes
+            }
+            note = " ".join(f"{_short(asdict(shape))}:{us:.1f}" for shape, us in timed.items())
+            case = f"{rows} rows, {spec.num_kv_heads} KV heads, " + " ".join(f"{n} x {t}" for n, t in levels)
+            took = timed[SPAN_SHAPES[0]]
+            expected = f"saves {apart - took:.1f} us, expected {saved / 1e3:.1f}; "
+            yield Row("shared", case, took, read / BANDWIDTH * 1e6, apart, expected + note)
 
 
 FILTERS = (("plain", -1, 1.0, 0.0), ("top_p 0.95", -1, 0.95, 0.0), ("top_k 50", 50, 1.0, 0.0), ("all", 50, 0.9, 0.02))
@@ -302,12 +341,24 @@ def bench_sampling() -> Report:
 
 def bench_start() -> Report:
     for rows in (1, 64, 256):
-        table = torch.zeros(1 << 20, dtype=torch.int32, device=cuda())
-        at, slots = (torch.randperm(most, device=cuda())[:rows] for most in (len(table), 1024))
-        ids, last_token = torch.full_like(slots, -1), torch.arange(1024, device=cuda())
-        sets = [(table, at, at.to(torch.int32), ids, slots, last_token)] * 8
+        state = SlotState.make(1024, 1024, cuda())
+        places = torch.randperm(state.page_table.numel(), device=cuda())[:rows]
+        slots = torch.randperm(1024, device=cuda())[:rows]
+        tokens = {name: torch.zeros_like(slots) for name in ("positions_T", "loc_T", "counter_L")}
+        inputs = SimpleNamespace(
+            table_at_U=places,
+            table_pages_U=places.to(torch.int32),
+            derived=torch.full((3,), rows, dtype=torch.int32, device=cuda()),
+            ids_T=torch.full_like(slots, -1),
+            token_slots_T=slots,
+            kv_len_R=torch.ones_like(slots, dtype=torch.int32),
+            slots_R=slots.to(torch.int32),
+            sample_slots_L=slots,
+            **tokens,
+        )
+        sets = [(state, inputs, 64)] * 8
         took, reference = over(start_step, sets), over(start_reference.start_step, sets)
-        yield Row("start", f"table writes and ids of {rows} rows", took, 0.1, reference)
+        yield Row("start", f"table writes, ids and places of {rows} rows", took, 0.1, reference)
 
 
 def bench_moe() -> Report:
@@ -333,6 +384,19 @@ def bench_moe() -> Report:
     yield Row("moe", "topk_softmax T=64", over(topk_softmax, [(logits, per_token, True)] * 4), 0.1)
 
 
+def bench_experts() -> Report:
+    from bough.bench.kernel_experts import parts, prepare, ways
+
+    prepare(cuda())
+    even = [(tokens, False) for tokens in (16384, 8192, 4096, 2048, 1024, 512, 256, 128)]
+    for tokens, skewed in (*even, (16384, True)):
+        for timed in ways(cuda(), tokens, skewed=skewed, compare=tokens in (16384, 1024)):
+            rate = f"{timed.flops / timed.us / 1e6:.0f} TFLOP/s, error {timed.error:.1e}"
+            yield Row("experts", timed.case, timed.us, timed.flops / MATRIX_RATE * 1e6, None, rate)
+    for timed in chain(parts(cuda(), 16384), parts(cuda(), 1024)):
+        yield Row("experts", timed.case, timed.us, timed.flops / MATRIX_RATE * 1e6)
+
+
 def bench_step() -> Report:
     from bough.bench.kernel_step import decode_step
 
@@ -353,6 +417,7 @@ BENCHES: dict[str, Callable[[], Report]] = {
     "shared": bench_shared,
     "sampling": bench_sampling,
     "moe": bench_moe,
+    "experts": bench_experts,
     "start": bench_start,
     "step": bench_step,
     "tune": bench_tune,
@@ -360,7 +425,7 @@ BENCHES: dict[str, Callable[[], Report]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", nargs="*", choices=[*BENCHES, []], help="default: all but tune")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     options = parser.parse_args(arguments)

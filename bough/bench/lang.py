@@ -29,6 +29,7 @@ from bough.bench.engine_settings import NOTE, parse_with_settings
 from bough.bench.http_stream import StreamingClient
 from bough.bench.lang_programs import Language, PlainClient, Side, Sizes, Texts, make_texts
 from bough.bench.load import run_async
+from bough.config.command_line import CommandParser
 from bough.core.errors import BoughError, ConfigError
 
 Json = dict[str, Any]
@@ -170,7 +171,7 @@ def shortfalls(report: dict[str, Json]) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench lang",
         usage="bough bench lang [MODEL] [options]",
         description=__doc__,
@@ -178,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--base-url", default="", metavar="URL", help="a bough server; default: start one")
+    made.add_argument("--base-url", "--url", default="", metavar="URL", help="a bough server; default: start one")
     made.add_argument("--api-key", default="", metavar="KEY")
     for name, default in ((f.name, f.default) for f in Sizes.__dataclass_fields__.values()):
         made.add_argument(

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from bough.bench.engine_settings import NOTE, parse_with_settings
+from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
 from bough.engine_api import Engine
 
@@ -23,7 +24,7 @@ Json = dict[str, Any]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench latency",
         usage="bough bench latency [MODEL] [options]",
         description=__doc__,

@@ -65,9 +65,9 @@ class PacedRunner:
     def launch(self, step: Step) -> PacedLaunched:
         for setup in step.setups:
             self._params.fill(setup)
-        plain = self._params.gather(step)
-        layout = Layout(Sizes(tokens=step.num_tokens, rows=max(step.num_rows, 1), writes=len(step.table_at)))
-        self._packer.pack(step, plain, layout, np.empty(layout.num_bytes, np.uint8))
+        samples = self._params.gather(step)
+        layout = Layout(Sizes(step.num_tokens, max(step.num_rows, 1), samples.count, writes=len(step.table_at)))
+        self._packer.pack(step, samples, layout, np.empty(layout.num_bytes, np.uint8))
         launched = PacedLaunched(self, step)
         self._queue(self._forward_s)
         if not launched.needs_masks:

@@ -23,9 +23,17 @@ _NAMES = {
     "e2e": "whole request",
 }
 _BUSY = 0.85
+"""Share of a core from which the client counts as the limit."""
 _LATE_MS = 25.0
-_SLACK = 1.05
+"""Milliseconds by which its timers may fire late."""
+_KEPT_UP = 0.95
+"""Share of the offered rate that a server which keeps up reaches at least, between its first and its last answer."""
+_SPANS = 2.0
+"""Arrivals must go on for this many times as long as a request takes, or the run says nothing about a steady state."""
+_SLOWED = 1.5
+"""How much longer late requests take than early ones if a queue grows."""
 _FULL = 0.9
+"""Share of the cap that counts as full."""
 
 
 def goodput_limits(given: Sequence[str]) -> dict[str, float]:
@@ -69,7 +77,10 @@ def summarise(
         "peak_output_throughput": _peak(done),
         "concurrency": sum(each.ended_s - each.sent_s for each in result.outcomes) / duration,
         "max_in_flight": max(in_flight(result.outcomes)[1], default=0),
-        "expected_duration": _expected_s(result.outcomes),
+        "offered_throughput": _per_second([each.due_s for each in result.outcomes]),
+        "steady_throughput": _per_second([each.ended_s for each in done]),
+        "arrival_span": _span_s([each.due_s for each in result.outcomes]),
+        "slowdown": _slowdown(result.outcomes),
         "client_busy": result.busy,
         "client_lag_ms": result.lag_ms,
     }
@@ -159,23 +170,45 @@ def in_flight(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
 
 
 def verdict(facts: Json, *, rate: float, max_concurrency: int) -> tuple[str, str]:
-    """("client" | "server" | "rate" | "cap", the sentence that says why)."""
+    """(client, rate, short, cap or server; the sentence that says why)."""
     busy, lag_ms = facts["client_busy"], facts["client_lag_ms"]
     if busy > _BUSY or lag_ms > _LATE_MS:
         why = f"it used {100 * busy:.0f} % of a core and its timers fired {lag_ms:.0f} ms late"
         return "client", f"the client was the limit: {why}; use more --client-processes, or another machine"
-    if not math.isinf(rate) and facts["duration"] <= facts["expected_duration"]:
-        return "rate", f"the offered rate was the limit: the server kept up with {rate:g} requests/s; raise it"
     if max_concurrency and facts["concurrency"] >= _FULL * max_concurrency:
         return "cap", f"the server, with {max_concurrency} requests at once: the cap was full all the time"
-    return "server", f"the server was the limit (the client used {100 * busy:.0f} % of a core)"
+    if math.isinf(rate):
+        return "server", f"the server was the limit (the client used {100 * busy:.0f} % of a core)"
+    offered, steady = facts["offered_throughput"], facts["steady_throughput"]
+    rates = f"{facts['request_throughput']:.2f} of the {offered:.2f} requests/s offered were answered"
+    long_enough = facts["arrival_span"] >= _SPANS * facts["median_e2e_ms"] / 1000
+    if steady >= _KEPT_UP * offered and long_enough:
+        return "rate", f"the server kept up: {rates}; raise --request-rate to find its limit"
+    if facts["slowdown"] < _SLOWED and not long_enough:
+        return (
+            "short",
+            f"the run was too short to tell: {rates}, most of it was its end; use more --num-prompts",
+        )
+    return "server", f"the server was the limit: {rates}, and late ones took {facts['slowdown']:.1f} times as long"
 
 
-def _expected_s(outcomes: Sequence[Outcome]) -> float:
-    """How long the run takes on a server that keeps up: until the last arrival, then as long as early requests took."""
+def _span_s(times_s: Sequence[float]) -> float:
+    return max(times_s, default=0.0) - min(times_s, default=0.0)
+
+
+def _per_second(times_s: Sequence[float]) -> float:
+    """Events per second between the first and the last; 0 if they came at once."""
+    span_s = _span_s(times_s)
+    return (len(times_s) - 1) / span_s if span_s > 0 else 0.0
+
+
+def _slowdown(outcomes: Sequence[Outcome]) -> float:
+    """How much longer the last quarter of the requests took than the first, from when they were due: medians."""
     ordered = sorted(outcomes, key=lambda each: each.due_s)
-    early = [each.ended_s - each.due_s for each in ordered[: max(1, len(ordered) // 4)]]
-    return _SLACK * (ordered[-1].due_s + float(np.percentile(early, 90))) if ordered else 0.0
+    quarter = max(1, len(ordered) // 4)
+    took = [each.ended_s - each.due_s for each in ordered]
+    early, late = (float(np.median(part)) if part else 0.0 for part in (took[:quarter], took[-quarter:]))
+    return late / early if early > 0 else 1.0
 
 
 def show(facts: Json, title: str) -> str:
@@ -184,7 +217,7 @@ def show(facts: Json, title: str) -> str:
     rows = [
         ("completed", f"{facts['completed']} of {total}"),
         ("duration", f"{facts['duration']:.2f} s"),
-        ("requests/s", f"{facts['request_throughput']:.2f}"),
+        ("requests/s", f"{facts['request_throughput']:.2f}{_offer(facts)}"),
         ("input tokens/s", f"{facts['input_throughput']:,.1f}"),
         ("output tokens/s", f"{facts['output_throughput']:,.1f}{_peak_told(facts)}"),
         ("in flight", f"mean {facts['concurrency']:.1f}, most {facts['max_in_flight']}"),
@@ -207,6 +240,11 @@ def show(facts: Json, title: str) -> str:
             lines.append(f"  {label:<28}" + "".join(f"{number:>10.2f}" for number in numbers))
     lines += [f"  failed {count} x: {error}" for error, count in facts["errors"].items()]
     return "\n".join([*lines, "", f"  verdict: {facts['verdict']}"])
+
+
+def _offer(facts: Json) -> str:
+    offered = facts["offered_throughput"]
+    return f"   (of {offered:.2f} offered)" if offered else ""
 
 
 def _peak_told(facts: Json) -> str:

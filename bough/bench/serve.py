@@ -21,6 +21,7 @@ from bough.bench.http_stream import StreamingClient
 from bough.bench.load import Call, Outcome, Share, ShareOutcome, arrivals, drive, run_async
 from bough.bench.prompts import BenchPrompt, Vocabulary, add_dataset_flags, describe, make_prompts
 from bough.bench.report import confidence, goodput_limits, histogram, need_matplotlib, plot, show, summarise
+from bough.config.command_line import CommandParser
 from bough.core.errors import BoughError, ConfigError
 from bough.tokenizer import Tokenizer, load_tokenizer
 
@@ -28,11 +29,11 @@ Json = dict[str, Any]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = made.add_argument_group("which server")
-    where.add_argument("--base-url", default="", metavar="URL", help="default: http://HOST:PORT")
+    where.add_argument("--base-url", "--url", default="", metavar="URL", help="default: http://HOST:PORT")
     where.add_argument("--host", default="127.0.0.1")
     where.add_argument("--port", type=int, default=30000)
     where.add_argument("--backend", choices=ALIASES, default="native", metavar="NAME",

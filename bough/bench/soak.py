@@ -32,7 +32,8 @@ import numpy as np
 import psutil
 
 from bough.bench.http_stream import StreamingClient
-from bough.config.hf import default_model_path
+from bough.config.command_line import CommandParser
+from bough.config.default_model import default_model_path
 from bough.core.errors import BoughError
 
 MOST_BYTES_A_REQUEST = 1024.0
@@ -277,7 +278,7 @@ def verdict(seen: dict[str, Any], *, clients: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bough bench soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="", help="a model to serve; default: a tiny random one")

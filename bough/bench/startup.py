@@ -15,12 +15,13 @@ import time
 from typing import Any
 
 from bough.bench.engine_settings import NOTE, parse_with_settings
+from bough.config.command_line import CommandParser
 
 Json = dict[str, Any]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench startup",
         usage="bough bench startup [MODEL] [options]",
         description=__doc__,

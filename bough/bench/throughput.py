@@ -14,6 +14,7 @@ from typing import Any
 from bough.bench.engine_settings import NOTE, parse_with_settings
 from bough.bench.prompts import BenchPrompt, Vocabulary, add_dataset_flags, describe, make_prompts
 from bough.bench.report import confidence
+from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
 from bough.engine_api import Engine
 
@@ -21,7 +22,7 @@ Json = dict[str, Any]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="bough bench throughput",
         usage="bough bench throughput [MODEL] [options]",
         description=__doc__,

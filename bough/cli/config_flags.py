@@ -7,15 +7,29 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from bough.config.flags import ALIASES, NOT_SETTINGS, Setting, groups, lookup, settings, show_value, unknown_name
+from bough.config.flags import (
+    ALIASES,
+    VALUE_WORDS,
+    Setting,
+    abbreviated,
+    groups,
+    is_setting,
+    lookup,
+    parse_value,
+    settings,
+    show_value,
+    unknown_name,
+)
 from bough.config.presets import PURPOSES
 from bough.config.server_args import Loaded, load_config
+from bough.config.sglang import ACTING, MAPPED, is_switch, refused, take
+from bough.config.sglang_refused import REFUSALS
 from bough.core.errors import ConfigError
 
-_OWN = ("config", "profile", "dump_config", "help")
+_OWN = ("config", "profile", "dump_config", "help", "verbose")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +41,15 @@ class Parsed:
     """Print the configuration instead of starting."""
 
 
+class _Gather(argparse.Action):
+    """A list that is given in parts: each use of the flag adds to it, and each may have several members."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        more = parse_value(lookup(self.dest)[0], values, f"--{self.dest.replace('_', '-')}")
+        assert isinstance(more, tuple)
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *more])
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises `ConfigError` where argparse would exit."""
 
@@ -36,8 +59,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Parsed:
     """Reads `[MODEL] --flags` over variables, file and profile. Raises `ConfigError`."""
-    parser = _build()
-    namespace, unknown = parser.parse_known_args(list(argv))
+    expanded, notes = _expand(argv)
+    parser = _build(expanded)
+    namespace, unknown = parser.parse_known_args(expanded)
+    for name, value in vars(namespace).items():
+        if name not in _OWN and name != "MODEL" and not is_setting(name):
+            take(name, value, "--" + name.replace("_", "-"))  # refused before anything is said about its values
     for argument in unknown:
         if argument.startswith("-"):
             raise unknown_name(argument)
@@ -52,6 +79,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Pars
     _refuse_conflicts(given, positional)
     if positional is not None:
         given["model"] = positional
+    if own["verbose"]:
+        if "log_level" in given:
+            raise ConfigError(
+                what="-v and --log-level both set the log level", why="-v is --log-level debug", fix="keep one of them"
+            )
+        given["log_level"] = "debug"
     loaded = load_config(
         given,
         environ=os.environ if environ is None else environ,
@@ -59,7 +92,32 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Pars
         profile=own["profile"] or "",
         as_flags=True,
     )
+    loaded = replace(loaded, notes=(*notes, *loaded.notes))
     return Parsed(loaded=loaded, dump_config=bool(own["dump_config"]))
+
+
+def _expand(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command line with abbreviated flags written out, and what to say about them."""
+    expanded: list[str] = []
+    notes: list[str] = []
+    for argument in argv:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or not name or _is_flag(name):
+            expanded.append(argument)
+            continue
+        meant = abbreviated(name)
+        if meant is not None:
+            whole = "--" + meant.replace("_", "-")
+            notes.append(f"{flag} is read as {whole}")
+            argument = whole + equals + value
+        expanded.append(argument)
+    return expanded, notes
+
+
+def _is_flag(name: str) -> bool:
+    plain = name.removeprefix("no_")
+    return name in _OWN or is_setting(name) or is_switch(name) is not None or (plain != name and is_setting(plain))
 
 
 def wants_help(argv: Sequence[str]) -> str | None:
@@ -76,6 +134,8 @@ def help_text(command: str, about: str, topic: str) -> str:
     """The help of all flags, of one group, or of those that a word occurs in."""
     if topic == "markdown":
         return markdown().rstrip("\n")
+    if topic == "sglang":
+        return sglang_markdown().rstrip("\n")
     chosen = list(settings().values())
     if topic in groups():
         chosen = [setting for setting in chosen if setting.group == topic]
@@ -118,9 +178,43 @@ def markdown() -> str:
         for setting in settings().values():
             if setting.group == group:
                 lines.append(_table_row(setting))
-    accepted = ", ".join("`--" + name.replace("_", "-") + f"` ({why})" for name, why in NOT_SETTINGS.items())
-    lines += ["", f"Accepted because they ask for what always happens: {accepted}."]
+    lines += ["", "SGLang's flags, and what becomes of each: [SGLang's flags](sglang_flags.md)."]
     return "\n".join(lines) + "\n"
+
+
+def sglang_markdown() -> str:
+    """What becomes of each of SGLang's flags, as docs/sglang_flags.md holds it."""
+    acting = [name for name in sorted({*ACTING, *MAPPED, *refused()}) if is_setting(name) or name == "config"]
+    lines = [
+        "# SGLang's flags", "",
+        "What becomes of each, as of SGLang 0.5.23 and some releases before it. Generated by "
+        "`bough serve --help=sglang > docs/sglang_flags.md`.", "",
+        "## Flags that act", "",
+    ]  # fmt: skip
+    same = [name for name in acting if name not in ALIASES]
+    lines += ["By the same name: " + ", ".join(map(_code, same)) + ".", "", "| flag | is |", "|---|---|"]
+    for name in acting:
+        if name in ALIASES:
+            alias = ALIASES[name]
+            lines.append(f"| {_code(name)} | {_code(('no_' if alias.inverted else '') + alias.target)} |")
+    lines += ["", "Values that are read as others:", "", "| flag | value | is read as |", "|---|---|---|"]
+    for setting, words in VALUE_WORDS.items():
+        for word, meant in words.items():
+            why = f": {meant.note}" if meant.note else ""
+            lines.append(f"| {_code(setting)} | `{word}` | `{meant.value}`{why} |")
+    lines += ["", "## Flags that are mapped", "", "Each use is said at the start.", "", "| flag | |", "|---|---|"]
+    lines += [f"| {_code(name)} | {entry.said} |" for name, entry in MAPPED.items() if not is_setting(name)]
+    lines += ["", "## Flags that are refused", "", "A flag at SGLang's own default is let through.", ""]
+    for why, fix, flags in REFUSALS:
+        names = [flag.partition("=")[0] for flag in flags.split()]
+        names = [name for name in names if not is_setting(name)]
+        if names:
+            lines.append(f"- {why[:1].upper()}{why[1:]} ({fix}): {', '.join(map(_code, names))}.")
+    return "\n".join(lines) + "\n"
+
+
+def _code(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
 
 
 def _table_row(setting: Setting) -> str:
@@ -141,24 +235,35 @@ def spellings(setting: Setting) -> list[str]:
     return [first, *("--" + name.replace("_", "-") for name in aliases)]
 
 
-def _build() -> argparse.ArgumentParser:
+def _build(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of every setting, and of those flags of SGLang's that `argv` has."""
     parser = _Parser(prog="bough", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("MODEL", nargs="?")
     parser.add_argument("--config")
     parser.add_argument("--profile")
     parser.add_argument("--dump-config", action="store_true")
+    parser.add_argument("-v", "--verbose", action="store_true")
     for name in settings():
         _add(parser, name, settings()[name])
     for name, alias in ALIASES.items():
         _add(parser, name, settings()[alias.target], switch_only=alias.inverted)
-    for name in NOT_SETTINGS:
-        parser.add_argument("--" + name.replace("_", "-"), dest=name, action="store_true")
+    present = {argument.partition("=")[0].removeprefix("--") for argument in argv if argument.startswith("--")}
+    for name in sorted(each.replace("-", "_") for each in present):
+        switch = is_switch(name)
+        if switch is not None and not is_setting(name):
+            flag = "--" + name.replace("_", "-")
+            if switch:
+                parser.add_argument(flag, dest=name, action="store_true")
+            else:
+                parser.add_argument(flag, dest=name, nargs="?")
     return parser
 
 
 def _add(parser: argparse.ArgumentParser, name: str, setting: Setting, switch_only: bool = False) -> None:
     flag = "--" + name.replace("_", "-")
-    if setting.kind != "bool":
+    if setting.kind == "list":
+        parser.add_argument(flag, dest=name, action=_Gather)
+    elif setting.kind != "bool":
         parser.add_argument(flag, dest=name)
     elif switch_only:
         parser.add_argument(flag, dest=name, action="store_true")
@@ -170,7 +275,7 @@ def _refuse_conflicts(given: Mapping[str, Any], positional: str | None) -> None:
     """Two spellings of one setting are one too many."""
     seen: dict[str, str] = {"model": "the model's place"} if positional is not None else {}
     for name in given:
-        if name in NOT_SETTINGS:
+        if not is_setting(name):  # one of SGLang's
             continue
         setting, _ = lookup(name)
         shown = "--" + name.replace("_", "-")
@@ -195,6 +300,7 @@ def _general_help() -> list[str]:
         ("--config FILE", "Read settings from a YAML file: one `name: value` a line."),
         ("--profile NAME", "; ".join(f"{name}: {purpose}" for name, purpose in PURPOSES.items()) + "."),
         ("--dump-config", "Print the settings as a YAML file, and exit."),
+        ("-v, --verbose", 'The same as --log-level debug: how each "auto" was decided, and the memory plan.'),
     ]
     intro = [
         "Every flag is also a variable (--port: BOUGH_PORT) and a line in the file of --config (port: 8000).",
@@ -229,7 +335,7 @@ def _placeholder(setting: Setting) -> str:
         joined = "|".join(setting.choices)
         return joined if len(joined) <= 40 else "NAME"
     names = {"int": "N", "float": "X", "text": "TEXT", "list": "A,B"}
-    return names[setting.kind]
+    return "NAME=KEY" if setting.name == "api_key" else names[setting.kind]
 
 
 def _entry(name: str, text: str) -> list[str]:

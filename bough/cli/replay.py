@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bough.cli.remote import Remote, add_arguments
+from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayResult:
     """How a replay went."""
 
     statuses: Counter[int] = field(default_factory=Counter)
@@ -39,17 +39,22 @@ class Outcome:
     wall_s: float = 0.0
 
 
-def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    made = CommandParser(
         prog="bough replay",
         description="Sends recorded requests again and compares how they went. Exit status 1: some status has changed.",
     )
-    parser.add_argument("files", nargs="+", help="files that a server with --dump-dir wrote, or their directory")
-    add_arguments(parser)
-    parser.add_argument("--speed", type=float, default=1.0, help="1: as recorded; 10: ten times as fast; 0: at once")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests under way at most (%(default)s)")
-    parser.add_argument("--limit", type=int, default=0, help="send only so many")
-    arguments = parser.parse_args(list(argv))
+    made.add_argument("files", metavar="FILE", nargs="+", help="a file that --dump-dir wrote, or its directory")
+    add_arguments(made)
+    made.add_argument("--speed", type=float, default=1.0, metavar="X",
+                      help="1: as recorded; 10: ten times as fast; 0: at once")  # fmt: skip
+    made.add_argument("--concurrency", type=int, default=64, metavar="N", help="most requests at once (%(default)s)")
+    made.add_argument("--limit", type=int, default=0, metavar="N", help="send the first N requests only")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(list(argv))
     lines = sorted(read(arguments.files), key=lambda line: line.time)
     lines = lines[: arguments.limit or None]
     if not lines:
@@ -94,11 +99,11 @@ def _line(text: str, where: str) -> Line:
         ) from error
 
 
-async def replay(lines: Sequence[Line], url: str, key: str, *, speed: float, at_once: int) -> Outcome:
+async def replay(lines: Sequence[Line], url: str, key: str, *, speed: float, at_once: int) -> ReplayResult:
     """Sends every line once."""
     import httpx
 
-    outcome = Outcome()
+    outcome = ReplayResult()
     gate = asyncio.Semaphore(max(1, at_once))
     headers = {"authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
@@ -128,7 +133,7 @@ async def replay(lines: Sequence[Line], url: str, key: str, *, speed: float, at_
     return outcome
 
 
-def report(lines: Sequence[Line], outcome: Outcome) -> str:
+def report(lines: Sequence[Line], outcome: ReplayResult) -> str:
     """What to print."""
     then, now = sorted(line.seconds for line in lines), sorted(outcome.seconds)
     rows = [

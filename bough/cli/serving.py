@@ -10,19 +10,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import bough
 from bough.cli.progress import Progress
-from bough.config.check import check_exposure, is_loopback
+from bough.config.check import check_exposure, has_keys, is_loopback
 from bough.config.concerns import Config, MediaConfig
+from bough.config.default_model import BETTER_MODELS, DEFAULT_MODEL_NAME
+from bough.config.keys import load_keys
+from bough.config.memory_plan import show_bytes
 from bough.core.errors import BoughError
-from bough.entrypoints.http.sockets import bind, bind_all
+from bough.entrypoints.http.sockets import bind, bind_server, network_address
+from bough.entrypoints.http.tls import Certificates
+from bough.ipc.group import GroupEnded
 from bough.launch import Running, located, start
+from bough.observability.json_lines import JsonText
+from bough.observability.switches import Reload, tell_all
 
 if TYPE_CHECKING:
+    from bough.entrypoints.http.node import NodeDoor
     from bough.entrypoints.http.worker import Worker
-    from bough.entrypoints.service import Service
+    from bough.entrypoints.service import Served, Service
 
 _log = logging.getLogger(__name__)
 
@@ -45,21 +54,33 @@ class LocalServer:
         process is started if the address can't be had or must not be."""
         check_exposure(config)
         check_media(config)
+        load_keys(config.server)
+        Certificates.wanted(config.server)
         self.config = config
         if config.server.grpc_port:
             # A taken port is found out now.
             bind(config.server.host, config.server.grpc_port, flag="--grpc-port").close()
-        self._sockets = sockets or bind_all(config.server.host, config.server.port, config.server.api_workers)
-        self.port: int = self._sockets[0].getsockname()[1]
+        self._owns_socket_file = bool(config.server.uds) and sockets is None
+        self._sockets = sockets or bind_server(config.server)
+        self.port: int = 0 if config.server.uds else self._sockets[0].getsockname()[1]
         for sock in self._sockets:
             sock.set_inheritable(True)
         self._began = time.perf_counter()
-        self._progress = None if quiet else Progress()
-        progress = None if self._progress is None else self._progress.downloading(config.model.model)
-        self._running: Running = start(
-            located(config, progress), listen_fds=[sock.fileno() for sock in self._sockets[1:]], quarantine=quarantine
+        stream = JsonText("api0") if config.log.log_format == "json" else None
+        self._progress = None if quiet else Progress(stream)
+        progress = (
+            None
+            if self._progress is None
+            else self._progress.reporting(f"downloading {config.model.model or DEFAULT_MODEL_NAME}")
         )
-        self._worker: Worker | None = None
+        found, checkpoint = located(config, progress)
+        self._running: Running = start(
+            found,
+            listen_fds=[sock.fileno() for sock in self._sockets[1:]],
+            quarantine=quarantine,
+            checkpoint=checkpoint,
+        )
+        self._worker: Worker | NodeDoor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BoughError | None = None
         self._asked = 0
@@ -73,20 +94,32 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        host = self.config.server.host
+        """Where it can be called: the path of a Unix socket is not part of it."""
+        server = self.config.server
+        host, scheme = server.host, "https" if server.ssl_certfile else "http"
+        if server.uds:
+            return f"{scheme}://localhost"
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
-    async def run(self, opened: Callable[[Service], None]) -> None:
-        """Serves until `stop`. Raises the error that the server failed with."""
-        from bough.entrypoints.http.worker import Worker
-
+    async def run(self, opened: Callable[[Service | None], None]) -> None:
+        """Serves until `stop`. Raises the error that the server failed with. `opened` hears None on a machine that takes no
+        requests."""
         self._loop = asyncio.get_running_loop()
-        self._worker = Worker(self._running.config, self._running.endpoints, 0, self._sockets[0])
-        self._running.on_failure(self._failed)
         try:
-            await self._worker.run(self._ready(), opened, warm_up=not self.config.server.skip_server_warmup)
+            if self.config.parallel.node_rank:
+                from bough.entrypoints.http.node import NodeDoor
+
+                self._worker = door = NodeDoor(self._running.config, self._sockets[0])
+                self._running.on_failure(self._failed)
+                await door.run(self._ready(), lambda: opened(None))
+            else:
+                from bough.entrypoints.http.worker import Worker
+
+                self._worker = worker = Worker(self._running.config, self._running.endpoints, 0, self._sockets[0])
+                self._running.on_failure(self._failed)
+                await worker.run(self._ready(), opened, warm_up=not self.config.server.skip_server_warmup)
         finally:
             if self._progress is not None:
                 self._progress.done()
@@ -99,6 +132,16 @@ class LocalServer:
         self._asked, self._last_asked = max(1, self._asked), 0.0
         self.stop()
 
+    def reload(self) -> None:
+        """Has every process read its files again: keys, and whatever else is registered for it. Returns at once."""
+        directory = self._running.endpoints.path("")
+
+        def pass_on() -> None:
+            heard = tell_all(directory, Reload())
+            _log.info("SIGHUP was passed on to: %s", ", ".join(heard) or "no process")
+
+        threading.Thread(target=pass_on, name="reload", daemon=True).start()
+
     def stop(self) -> None:
         """Drains; a second call ends at once. Safe in signal handlers and other threads."""
         now = time.monotonic()
@@ -106,6 +149,7 @@ class LocalServer:
             return
         self._asked += 1
         self._last_asked = now
+        self._leave_sockets()
         drain_s = self.config.server.drain_timeout_s if self._asked == 1 else 0.0
         self._stopper = threading.Thread(target=self._running.stop, args=(drain_s,), daemon=True)
         self._stopper.start()
@@ -114,25 +158,33 @@ class LocalServer:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 self._loop.call_soon_threadsafe(lambda: worker.drain(now=at_once))
 
+    def _leave_sockets(self) -> None:
+        """Leaves the sockets of the other API workers to them: until then, another worker can take a dead one's over."""
+        for sock in self._sockets[1:]:
+            sock.close()
+
     @property
     def seconds(self) -> float:
         """Since the start."""
         return time.perf_counter() - self._began
 
     async def _ready(self) -> dict[str, Any]:
-        facts = await asyncio.to_thread(self._running.wait_ready, self._progress)
-        for sock in self._sockets[1:]:
-            sock.close()  # the workers have inherited them
-        return facts
+        return await asyncio.to_thread(self._running.wait_ready, self._progress)
 
     def _failed(self, error: BoughError) -> None:
-        """Called in another thread when a process has died."""
+        """Called in another thread when a process has died, or the group of machines has ended."""
+        if isinstance(error, GroupEnded):
+            self.stop_now()
+            return
         self._error = error
         if self._loop is not None and self._worker is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 asyncio.run_coroutine_threadsafe(self._worker.fail(error), self._loop)
 
     def _end(self) -> None:
+        self._leave_sockets()
+        if self._owns_socket_file:
+            Path(self.config.server.uds).expanduser().unlink(missing_ok=True)
         self._running.stop()
         if self._stopper is not None:
             self._stopper.join()
@@ -146,9 +198,13 @@ def check_media(config: Config) -> None:
         Door(config.media)
 
 
-def banner(server: LocalServer, service: Service) -> str:
+def banner(server: LocalServer, service: Service | None) -> str:
     """The last thing printed at start-up: what runs where, who may use it, and a line to try it with."""
-    config, served = server.config, service.served
+    config = server.config
+    if service is None:
+        parallel = config.parallel
+        return f"machine {parallel.node_rank} of {parallel.nnodes} is ready; requests go to machine 0"
+    served = service.served
     facts = served.facts
     url = server.url
     place = f"{facts.get('device', 'cpu')}, {facts.get('dtype', '')}".rstrip(", ")
@@ -158,6 +214,7 @@ def banner(server: LocalServer, service: Service) -> str:
         ("API", f"{url}/v1  (OpenAI), {url}{native}  (native)"),
         ("docs", f"{url}/docs" if config.server.ui else f"{url}/openapi.json"),
         ("model", f"{served.name} on {place}; context {served.context_length:,} tokens"),
+        ("weights", _weights(served)),
         ("key", _key_state(config)),
     ]
     if config.server.grpc_port:
@@ -166,10 +223,20 @@ def banner(server: LocalServer, service: Service) -> str:
         rows.insert(2, ("metrics", f"{url}/metrics"))
     if config.server.ui:
         rows.insert(1, ("playground", f"{url}/ui"))
+    kept = facts.get("kv_tokens", 0)
+    if kept and not pools:
+        rows.insert(-1, ("KV cache", f"{kept:,} tokens  (-v shows the memory plan and how settings were decided)"))
+    reachable = "" if is_loopback(config.server.host) else network_address()
+    if reachable and config.server.host in ("0.0.0.0", "::"):
+        scheme = url.partition("://")[0]
+        rows.insert(1, ("network", f"{scheme}://{reachable}:{server.port}  (this machine's address for others)"))
     if served.sampling_defaults:
         told = ", ".join(f"{name} {value}" for name, value in served.sampling_defaults.items())
         rows.append(("sampling", f"the model's own defaults: {told}  (--sampling-defaults openai for OpenAI's)"))
-    header = '-H "authorization: Bearer $BOUGH_API_KEY" ' if config.server.api_key else ""
+    if not config.model.model:
+        better = BETTER_MODELS.get(facts.get("device", "cpu"), BETTER_MODELS["cpu"])
+        rows.append(("next", f"a better model: bough serve {better}"))
+    header = '-H "authorization: Bearer $BOUGH_API_KEY" ' if has_keys(config.server) else ""
     route, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     if served.tokenizer is None or served.tokenizer.chat_template is None:
         route, body = "/v1/completions", '{"prompt": "The sky is blue because", "max_tokens": 32}'
@@ -177,14 +244,26 @@ def banner(server: LocalServer, service: Service) -> str:
         route, body = "/generate", '{"input_ids": [1, 2, 3]}'
     if pools:
         route, body = "/v1/classify" if pools == "classify" else "/v1/embeddings", '{"input": "The sky is blue."}'
+    if config.server.uds:
+        rows.insert(0, ("socket", config.server.uds))
     lines = [f"bough {bough.__version__} is ready after {server.seconds:.1f} s", ""]
     lines += [f"  {name:<10} {text}" for name, text in rows]
-    lines += ["", f"  curl {url}{route} {header}-H 'content-type: application/json' -d '{body}'", ""]
+    how = f"--unix-socket {config.server.uds} " if config.server.uds else ""
+    lines += ["", f"  curl {how}{url}{route} {header}-H 'content-type: application/json' -d '{body}'", ""]
     return "\n".join(lines)
 
 
+def _weights(served: Served) -> str:
+    """The format of the weights' files, and the type of most of them."""
+    if not served.stored_as:
+        return "none read: they are drawn at random"
+    name = "GGUF" if served.format == "gguf" else served.format
+    size = next((row[1] for row in served.facts.get("memory", ()) if row[0] == "weights"), 0)
+    return f"{name}, {served.stored_as}" + (f", {show_bytes(size)} in memory" if size else "")
+
+
 def _key_state(config: Config) -> str:
-    if config.server.api_key:
+    if has_keys(config.server):
         return "required (Authorization: Bearer ...)"
     if is_loopback(config.server.host):
         return "none: only this machine can connect"
@@ -194,18 +273,22 @@ def _key_state(config: Config) -> str:
 class Runs(Protocol):
     """A server, or whoever runs several."""
 
-    async def run(self, opened: Callable[[Service], None]) -> None: ...
+    async def run(self, opened: Callable[[Service | None], None]) -> None: ...
 
     def stop(self) -> None: ...
 
+    def reload(self) -> None: ...
 
-def run_until_signalled(server: Runs, opened: Callable[[Service], None]) -> int:
-    """Serves in the main thread; Ctrl-C and SIGTERM drain, a second one ends at once. Returns the exit status."""
+
+def run_until_signalled(server: Runs, opened: Callable[[Service | None], None]) -> int:
+    """Serves in the main thread; Ctrl-C and SIGTERM drain, a second one ends at once; SIGHUP has files read again. Returns
+    the exit status."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.stop)
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
         await server.run(opened)
 
     run_in_loop(main())

@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bough.cli.serving import LocalServer
 from bough.config.check import check_exposure
 from bough.config.concerns import Config
 from bough.core.errors import BoughError
-from bough.entrypoints.http.sockets import bind_all
+from bough.entrypoints.http.sockets import bind_server
 from bough.observability.log import log_level
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Supervisor:
         """Raises `ConfigError` before any process is started if the address can't be had or must not be."""
         check_exposure(config)
         self.config = config
-        self._sockets = bind_all(config.server.host, config.server.port, config.server.api_workers)
+        self._sockets = bind_server(config.server)
         self._seen: Counter[int] = Counter()
         self._crashes: list[float] = []
         self._stopping = False
@@ -47,11 +48,11 @@ class Supervisor:
         """The last that has opened."""
         self.server = self._start()
 
-    async def run(self, opened: Callable[[Service], None]) -> None:
+    async def run(self, opened: Callable[[Service | None], None]) -> None:
         """Serves until `stop`. Raises the error of a server that never became ready, or of the last of many crashes."""
         was_open = False
 
-        def on_open(service: Service) -> None:
+        def on_open(service: Service | None) -> None:
             nonlocal was_open
             self._service = service
             if not self._crashes:
@@ -74,11 +75,17 @@ class Supervisor:
         finally:
             for sock in self._sockets:
                 sock.close()
+            if self.config.server.uds:
+                Path(self.config.server.uds).expanduser().unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Drains; a second call ends at once."""
         self._stopping = True
         self.server.stop()
+
+    def reload(self) -> None:
+        """Has every process read its files again."""
+        self.server.reload()
 
     def _start(self) -> LocalServer:
         quarantine = frozenset(each for each, times in self._seen.items() if times >= CRASHES_TO_QUARANTINE)

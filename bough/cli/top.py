@@ -2,74 +2,85 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bough.cli.remote import Remote, add_arguments
+from bough.config.command_line import CommandParser
 from bough.core.errors import Forbidden
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_BAR = 24
+_WIDE = 100
+"""Columns from which bars and ids are long. Everything fits 80."""
+_BAR, _LONG_BAR = 12, 24
+_ID, _LONG_ID = 12, 34
 
 
-def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    made = CommandParser(
         prog="bough top",
         description="Watches a running server. Ctrl-C ends it.",
         epilog="The list of requests needs the admin key where the server has one.",
     )
-    add_arguments(parser)
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (%(default)s)")
-    parser.add_argument("--once", action="store_true", help="look once, print, and end")
-    parser.add_argument("--rows", type=int, default=20, help="requests shown at most (%(default)s)")
-    arguments = parser.parse_args(list(argv))
+    add_arguments(made)
+    made.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (%(default)s)"
+    )
+    made.add_argument("--once", action="store_true", help="look once, print, and end")
+    made.add_argument("--rows", type=int, default=20, metavar="N", help="requests shown at most (%(default)s)")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(list(argv))
     watcher = Watcher(Remote(arguments.url, arguments.api_key, timeout_s=5.0), arguments.rows)
     from rich.console import Console
     from rich.live import Live
 
+    console = Console()
     if arguments.once:
-        Console().print(watcher.look())
+        console.print(watcher.look(console.width))
         return 0
-    with Live(watcher.look(), auto_refresh=False, screen=True) as live:
+    with Live(watcher.look(console.width), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(max(0.1, arguments.interval))
-            live.update(watcher.look(), refresh=True)
+            live.update(watcher.look(console.width), refresh=True)
 
 
 class Watcher:
-    """Asks the server and draws what it says."""
+    """Asks the server and draws its answer."""
 
     def __init__(self, remote: Remote, most_rows: int) -> None:
         self._remote = remote
         self._most_rows = most_rows
         self._sections = "core,memory,queues,requests"
 
-    def look(self) -> RenderableType:
-        """One picture. Raises `BoughError` where the server does not answer."""
+    def look(self, width: int) -> RenderableType:
+        """One picture for a terminal of `width` columns. Raises `BoughError` if the server does not answer."""
         try:
-            told = self._remote.get("/v1/loads", include=self._sections)
+            report = self._remote.get("/v1/loads", include=self._sections)
         except Forbidden:
             self._sections = "core,memory,queues"
-            told = self._remote.get("/v1/loads", include=self._sections)
-        return picture(told, url=self._remote.url, most_rows=self._most_rows)
+            report = self._remote.get("/v1/loads", include=self._sections)
+        return picture(report, url=self._remote.url, most_rows=self._most_rows, width=width)
 
 
-def picture(told: dict[str, Any], *, url: str, most_rows: int) -> RenderableType:
-    """The answer of /v1/loads, drawn."""
+def picture(report: dict[str, Any], *, url: str, most_rows: int, width: int = 120) -> RenderableType:
+    """The answer of /v1/loads, drawn for a terminal of `width` columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    load = told["loads"][0]
+    load = report["loads"][0]
     state = "paused" if load["paused"] else "running" if load["num_running_reqs"] else "idle"
     style = "bold green" if state == "running" else "bold"
     head = Text.assemble(
-        ("bough top", "bold"), f"  {told['model']}  {url}  {told['version']}  ", (state, style), overflow="fold"
+        ("bough top", "bold"), f"  {report['model']}  {url}  {report['version']}  ", (state, style), overflow="fold"
     )
+    length = _LONG_BAR if width >= _WIDE else _BAR
     numbers = Table.grid(padding=(0, 2))
     for _ in range(3):
         numbers.add_column(justify="left", no_wrap=True)
@@ -89,35 +100,47 @@ def picture(told: dict[str, Any], *, url: str, most_rows: int) -> RenderableType
          f"{load['prompt_throughput']:,.0f} prompt tok/s, {step_ms:.1f} ms a decode step"),
         ("so far", f"{totals['requests']:,} requests", None,
          f"{totals['generation_tokens']:,} tokens, {totals['retractions']} retracted, {totals['oom']} out of memory"),
+        *_drafts(load.get("speculative", {})),
     ):  # fmt: skip
-        numbers.add_row(name, str(value), bar(drawn) if drawn is not None else "", more)
+        numbers.add_row(name, str(value), bar(drawn, length) if drawn is not None else "", more)
     parts: list[RenderableType] = [head, Text(), numbers]
-    if "requests" in told:
-        parts += [Text(), requests_table(told["requests"], most_rows)]
+    if "requests" in report:
+        parts += [Text(), requests_table(report["requests"], most_rows, width)]
     return Group(*parts)
 
 
-def bar(share: float) -> str:
-    filled = round(_BAR * min(max(share, 0.0), 1.0))
-    return "█" * filled + "░" * (_BAR - filled)
+def _drafts(told: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
+    """The line about speculative decoding, where there have been drafts."""
+    if not told.get("draft_tokens"):
+        return []
+    rate = told["accepted_tokens"] / told["draft_tokens"]
+    more = f"{told['accepted_tokens']:,} of {told['draft_tokens']:,} drafts right so far"
+    return [("drafts", f"{told['accept_length']:.2f} tok/step", rate, more)]
 
 
-def requests_table(rows: list[dict[str, Any]], most: int) -> RenderableType:
-    """Requests one by one."""
+def bar(share: float, length: int) -> str:
+    """A bar of `length` characters, filled to a share between 0 and 1."""
+    filled = round(length * min(max(share, 0.0), 1.0))
+    return "█" * filled + "░" * (length - filled)
+
+
+def requests_table(rows: list[dict[str, Any]], most: int, width: int) -> RenderableType:
+    """Requests one by one, at most `most` of them."""
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    id_length = _LONG_ID if width >= _WIDE else _ID
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("request", "phase"):
-        table.add_column(name, no_wrap=True, max_width=34)
-    for name in ("prompt", "cached", "shared", "out", "limit", "seconds", "tok/s"):
+        table.add_column(name, no_wrap=True)
+    for name in ("prompt", "cached", "shared", "out", "limit", "s", "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:most]:
         pace = row["output_tokens"] / row["seconds"] if row["seconds"] > 0 else 0.0
         table.add_row(
-            str(row.get("rid") or "-")[:34], row["phase"], f"{row['prompt_tokens']:,}", f"{row['cached_tokens']:,}",
+            str(row.get("rid") or "-")[:id_length], row["phase"], f"{row['prompt_tokens']:,}", f"{row['cached_tokens']:,}",
             f"{row['shared_tokens']:,}", f"{row['output_tokens']:,}", f"{row['output_limit']:,}", f"{row['seconds']:.1f}",
             f"{pace:.1f}",
         )  # fmt: skip
     if len(rows) > most:
-        table.add_row(f"and {len(rows) - most} more", *[""] * 8)
+        table.add_row(f"+ {len(rows) - most} more", *[""] * 8)
     return table

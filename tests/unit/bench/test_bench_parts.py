@@ -16,7 +16,7 @@ from bough.bench.http_stream import StreamingClient
 from bough.bench.load import Outcome, ShareOutcome
 from bough.bench.prompts import Vocabulary, add_dataset_flags, make_prompts
 from bough.bench.report import confidence, histogram, in_flight, summarise
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.core.errors import ConfigError
 from bough.tokenizer import load_tokenizer
 
@@ -215,7 +215,11 @@ def test_the_verdict_names_the_limit() -> None:
     late = [outcome(at * 0.1, at * 0.3 + 0.05, at * 0.3 + 0.2, 4) for at in range(40)]
     assert summary(steady)["limit"] == "server"
     assert summary(steady, rate=10.0)["limit"] == "rate"
+    assert "10.00 requests/s offered" in summary(steady, rate=10.0)["verdict"]
     assert summary(late, rate=10.0)["limit"] == "server"
+    assert "3.36 of the 10.00 requests/s offered" in summary(late, rate=10.0)["verdict"]
+    slow_from_the_start = [outcome(at * 0.25, at * 0.25 + 1.0, at * 0.25 + 6.0, 4) for at in range(20)]
+    assert summary(slow_from_the_start, rate=4.0)["limit"] == "short", "1.9 of 4 a second is not keeping up"
     assert summary(steady, rate=10.0, busy=0.97)["limit"] == "client"
     assert summary(steady, rate=10.0, lag_ms=80.0)["limit"] == "client"
     assert summary(steady, max_concurrency=2)["limit"] == "cap"

@@ -11,7 +11,7 @@ import pytest
 
 from bough.bench import host
 from bough.bench.paced_runner import PacedRunner
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from bough.core.step import RunnerLimits, Step
 
 LIMITS = RunnerLimits(

@@ -72,7 +72,7 @@ def test_a_whole_session(
 
 
 def test_markdown_on_a_terminal(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.answer_markdown(Conversation(server.url, ""), "hi")
+    chat.show_markdown(Conversation(server.url, "").ask("hi"))
     assert "heard 1." in capsys.readouterr().out
 
 
@@ -122,9 +122,9 @@ def test_what_is_no_picture_is_refused(
     lines = iter([*commands, "/clear", "hello", "/history", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     assert chat.run(["--url", server.url]) == 0
-    printed = capsys.readouterr().out
-    assert "can't read" in printed
-    assert "no picture of a kind that is taken" in printed
+    printed, errors = capsys.readouterr()
+    assert "can't read" in errors
+    assert "no picture of a kind that is taken" in errors
     assert "(1 with the next question)" in printed
     assert "user: hello\nassistant: heard 1.\n" in printed
     with pytest.raises(BoughError, match="no picture"):
@@ -140,3 +140,68 @@ def test_a_picture_by_its_url_passes_the_door(server: FakeServer) -> None:
     with pytest.raises(BoughError, match="nothing is fetched from 127"):
         talk.attach(server.url + "/ui/app.js")
     assert len(server.engine.seen) == before
+
+
+def interrupted(talk: Conversation, text: str, after: int) -> list[str]:
+    """Asks, and presses Ctrl-C once `after` pieces have come."""
+    shown: list[str] = []
+
+    def show(pieces: Iterator[tuple[str, str]]) -> None:
+        for _ in range(after):
+            shown.append(next(pieces)[1])
+        raise KeyboardInterrupt
+
+    chat.answer(talk.ask(text), show)
+    return shown
+
+
+def test_an_interrupted_answer_is_kept(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(server.url, "")
+    assert interrupted(talk, "one", after=1) == ["heard 1"]
+    assert talk.messages == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "heard 1"}]
+    assert "/retry" in capsys.readouterr().out
+    assert "".join(text for _, text in talk.ask("two")) == "heard 2.", "and the conversation goes on"
+    assert interrupted(Conversation(server.url, ""), "one", after=0) == []
+
+
+def test_a_question_is_asked_again(server: FakeServer) -> None:
+    talk = Conversation(server.url, "", system="Be brief.")
+    with pytest.raises(BoughError, match="nothing to ask again"):
+        talk.retry()
+    list(talk.ask("one"))
+    list(talk.ask("two"))
+    before = list(talk.messages)
+    assert "".join(text for _, text in talk.retry()) == "heard 2.", "not as a third"
+    assert talk.messages == before
+
+
+def test_system_message_and_saved_conversations(server: FakeServer, tmp_path: Path) -> None:
+    talk = Conversation(server.url, "")
+    list(talk.ask("one"))
+    assert chat.command(talk, "/system Answer in French.")
+    assert [message["role"] for message in talk.messages] == ["system", "user", "assistant"]
+    assert chat.command(talk, "/system Be brief.")
+    assert [message["content"] for message in talk.messages] == ["Be brief.", "one", "heard 1."]
+    assert chat.command(talk, f"/save {tmp_path}/talk.json")
+    assert json.loads((tmp_path / "talk.json").read_text()) == {"model": "fake", "messages": talk.messages}
+    assert chat.command(talk, f"/save {tmp_path}/talk.md")
+    assert "**user**\n\none" in (tmp_path / "talk.md").read_text()
+    with pytest.raises(BoughError, match="can't write"):
+        chat.command(talk, f"/save {tmp_path}/no/such/place.md")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["one"], "one"),
+        (["one \\", "two\\", "three"], "one\ntwo\nthree"),
+        (['"""one', "", "  two", 'three"""'], "one\n\n  two\nthree"),
+        (['"""', "one", '"""'], "one"),
+        (['"""one"""'], "one"),
+    ],
+)
+def test_messages_of_several_lines(typed: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(typed)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert chat.read_message(on_terminal=False) == message
+    assert next(lines, None) is None

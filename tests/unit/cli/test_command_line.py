@@ -49,16 +49,24 @@ def test_flags_reach_the_configuration() -> None:
     assert not parsed.dump_config
 
 
+_FITTING = {
+    "pp_async_batch_depth": "0", "pp_max_micro_batch_size": "0",
+    "node_rank": "0", "api_workers": "1", "nnodes": "1", "log_requests_level": "1", "ep_size": "1", "dp_size": "1",
+    "speculative_config": '{"method": "ngram"}', "dist_timeout_s": "60",    "dist_init_addr": "", "root_path": "/llm",
+}  # fmt: skip
+"""Values of settings that don't take the common ones."""
+
+
 @pytest.mark.parametrize("name", [*settings(), *ALIASES])
 def test_every_spelling_is_a_flag(name: str) -> None:
     alias = ALIASES.get(name)
     setting = settings()[alias.target if alias else name]
     samples = {"int": "1024", "float": "0.5", "text": "{}", "list": "x", "choice": (setting.choices or ("",))[0]}
     value = [] if setting.kind == "bool" else [samples[setting.kind]]
-    if setting.name in ("node_rank", "api_workers", "nnodes"):
-        value = ["0" if setting.name == "node_rank" else "1"]
-    if setting.name == "dist_init_addr":
-        value = [""]
+    if setting.name in _FITTING:
+        value = [_FITTING[setting.name]]
+    elif setting.name.startswith("speculative_") and setting.kind == "int":
+        value = ["4"]
     flag = "--" + name.replace("_", "-")
     assert setting.name in parse([flag, *value], environ={}).loaded.origins
 
@@ -76,7 +84,7 @@ def test_every_spelling_is_a_flag(name: str) -> None:
         (["--profile", "fast"], "unknown profile", ""),
         (["--config", "/no/such.yaml"], "can't read", ""),
         (["--dtype", "bfloat61"], "--dtype is 'bfloat61'", "bfloat16"),
-        (["--quantization", "awq"], "--quantization is 'awq'", "auto"),
+        (["--quantization", "zip"], "--quantization is 'zip'", "auto"),
     ],
 )
 def test_refusals_name_the_remedy(arguments: list[str], what: str, fix: str) -> None:
@@ -134,7 +142,7 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 2
     assert main.main(["sevre"]) == 2
     assert "bough serve" in capsys.readouterr().err
-    assert main.main(["serve", "--prot", "1"]) == 1
+    assert main.main(["serve", "--prot", "1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: unknown option --prot\n  why: ")
     assert "fix: did you mean --port?" in error
@@ -175,14 +183,14 @@ def test_launch_server_is_serve() -> None:
 
 def test_serving_the_network_without_a_key_is_refused() -> None:
     done = bough("serve", "--host", "0.0.0.0", "--port", "0")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "without a key" in done.stderr
     assert "--insecure" in done.stderr
 
 
 def test_a_missing_model_is_refused_quickly() -> None:
     done = bough("serve", "/no/such/model", "--port", "0")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: there is no model at /no/such/model")
 
 
@@ -193,7 +201,7 @@ def test_a_taken_port_is_refused_before_anything_starts() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = bough("serve", "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "can't listen on" in done.stderr
 
 
@@ -241,8 +249,9 @@ def test_doctor_finds_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFi
     ("changed", "flags", "told"),
     [
         ({"architectures": ["NopeForCausalLM"]}, [], "no implementation of NopeForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq"}}, [], "quantised with 'awq'"),
-        ({}, ["--tp-size", "3"], "4 attention heads can't be split over 3 ranks"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, [], "quantised with 'aqlm'"),
+        ({}, ["--tp-size", "5"], "4 attention heads can't be split over 5 ranks"),
+        ({}, ["--load-format", "dummy", "--dummy-routing", "uniform"], "the model has no experts"),
         ({}, [], ""),
     ],
 )
@@ -266,7 +275,7 @@ def test_doctor_plans_what_the_engine_will() -> None:
     """The same memory for the same settings; only what others leave free changes from moment to moment."""
     config = parse(["--device", "cpu", "--max-total-tokens", "4096"], {}).loaded.config
     told = [each.what for each in doctor.fits(config)]
-    for what, size, _ in decide(config, detect("cpu"))[1].plan.rows():
+    for what, size, _ in decide(config, detect("cpu")).resolved.plan.rows():
         if what in ("weights", "KV cache", "activations"):
             row = f"  {what:<12} {show_bytes(size):>10}"
             assert any(line.startswith(row) for line in told), (row, told)
@@ -303,7 +312,7 @@ def test_doctor_tries_the_door_for_media(tmp_path: Path, capsys: pytest.CaptureF
     "flags", [["--allowed-media-domains", "http://x"], ["--allowed-local-media-path", "/nowhere/at/all"]]
 )
 def test_media_flags_that_can_not_be_meant_stop_a_server(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["serve", "--port", "0", *flags]) == 1
+    assert main.main(["serve", "--port", "0", *flags]) == 2
     assert "media" in capsys.readouterr().err
 
 
@@ -314,13 +323,13 @@ def test_a_taken_port_names_its_own_flag(capsys: pytest.CaptureFixture[str]) -> 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main.main(["serve", "--port", "0", "--grpc-port", str(port)]) == 1
+        assert main.main(["serve", "--port", "0", "--grpc-port", str(port)]) == 2
     assert "example --grpc-port" in capsys.readouterr().err
 
 
 def test_a_place_for_crash_bundles_is_tried_before_a_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert main.main(["serve", "--port", "0", "--crash-dir", str(tmp_path / "file")]) == 1
+    assert main.main(["serve", "--port", "0", "--crash-dir", str(tmp_path / "file")]) == 2
     assert "--crash-dir" in capsys.readouterr().err
     make_directory(tmp_path / "crashes")
     assert (tmp_path / "crashes").stat().st_mode & 0o777 == 0o700
@@ -345,3 +354,11 @@ def test_doctor_is_quick_and_needs_no_torch(known: bool, tmp_path: Path) -> None
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=150, check=True, capture_output=True, env=environ)
     assert known or (tmp_path / "bough" / "cpu_dtype.json").exists()
+
+
+def test_v_is_the_debug_level() -> None:
+    assert parse(["-v"], {}).loaded.config.log.log_level == "debug"
+    assert parse(["m", "--verbose"], {}).loaded.config.log.log_level == "debug"
+    assert parse([], {}).loaded.config.log.log_level == "info"
+    with pytest.raises(ConfigError, match="-v and --log-level both"):
+        parse(["-v", "--log-level", "error"], {})

@@ -42,22 +42,33 @@ ROW = {
 
 def drawn(told: dict[str, Any], rows: int = 20, width: int = 110) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(picture(told, url="http://x", most_rows=rows))
+    console.print(picture(told, url="http://x", most_rows=rows, width=width))
     return console.export_text()
 
 
 def test_top_draws_the_numbers() -> None:
     text = drawn(LOADS | {"requests": [ROW] * 25})
     for piece in ("tiny", "3 of 8", "1 in prefill", "50.0 %", "5,000 of 10,000 tokens", "25.0 %", "321 tok/s", "12.5 ms",
-                  "4,321 tokens, 5 retracted, 6 out of memory", "abc", "10.0", "and 5 more"):  # fmt: skip
+                  "4,321 tokens, 5 retracted, 6 out of memory", "abc", "10.0", "+ 5 more"):  # fmt: skip
         assert piece in text, piece
     assert "█" * 12 + "░" * 12 in text, "half of the memory"
 
 
 def test_top_fits_a_terminal_of_eighty_columns() -> None:
-    lines = drawn(LOADS, width=80).splitlines()
+    large = {
+        "num_running_reqs": 256, "max_running_requests": 1024, "num_waiting_reqs": 12_345, "num_waiting_tokens": 8_388_608,
+        "num_used_tokens": 781_234, "max_total_num_tokens": 880_000, "gen_throughput": 27_911.0,
+        "prompt_throughput": 99_999.0,
+    }  # fmt: skip
+    row = ROW | {"rid": "a" * 32, "phase": "prefilling", "prompt_tokens": 131_072, "cached_tokens": 131_056,
+                 "shared_tokens": 131_008, "output_tokens": 16_384, "output_limit": 16_384, "seconds": 1234.5}  # fmt: skip
+    lines = drawn({**LOADS, "loads": [LOADS["loads"][0] | large], "requests": [row]}, width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
+    assert lines[-1].split() == [
+        "a" * 12, "prefilling", "131,072", "131,056", "131,008", "16,384", "16,384", "1234.5", "13.3"
+    ]  # fmt: skip
+    lines = lines[:-3]
     assert [line.split()[0] for line in lines[2:] if line[:1].strip()] == [
         "running",
         "queued",
@@ -158,9 +169,9 @@ def test_a_dump_needs_a_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", '{"time": 1}', "[]", '{"time":1,"path":"/x","status":200,"seconds":1,"body":3}'])
 def test_files_that_are_no_dump(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.jsonl").write_text(text)
-    assert main(["replay", str(tmp_path / "x.jsonl")]) == 1
+    assert main(["replay", str(tmp_path / "x.jsonl")]) == 2
     assert "is no recorded request" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "missing.jsonl")]) == 1
+    assert main(["replay", str(tmp_path / "missing.jsonl")]) == 2
 
 
 def test_replay_keeps_the_pace_and_tells_what_changed() -> None:

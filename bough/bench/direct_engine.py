@@ -1,0 +1,137 @@
+"""An engine in this process, without servers and messages between processes: a model with dummy weights, the scheduler and
+the loop, turned by the caller. Prompts can be made to be cached without computing them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bough.cache.prefix import PrefixCache
+from bough.config.server_args import build_config
+from bough.core.errors import Aborted
+from bough.core.messages import Generate, ToDetokenizer, ToEngine, pack_ids
+from bough.core.sampling import SamplingParams
+from bough.core.step import I64
+from bough.distributed.mesh import Mesh
+from bough.engine.build import load_model, make_runner, open_device
+from bough.engine.decide import decide
+from bough.engine.loop import Loop
+from bough.platform.facts import detect
+from bough.runner.model_runner import ModelRunner
+from bough.scheduler.accept import abort_all
+from bough.scheduler.limits import Limits
+from bough.scheduler.queues import Queues
+
+
+class _Mailbox:
+    """Gives its messages once, and takes answers that are read by nothing."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.messages: list[ToEngine] = []
+
+    def drain(self, block_s: float) -> list[ToEngine]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def send(self, message: ToDetokenizer) -> None:
+        pass
+
+
+class DirectEngine:
+    """Serves one model of dummy weights, configured as `bough serve` would be with `settings`."""
+
+    def __init__(self, config: dict[str, Any], folder: Path, **settings: Any) -> None:
+        """`config`: of the model, written to `folder`."""
+        (folder / "config.json").write_text(json.dumps(config))
+        wanted = build_config(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, log_level="warning", **settings
+        )
+        checkpoint, facts, _, resolved = decide(wanted, detect(wanted.device.device))
+        self.config = resolved.config
+        device = open_device(self.config, 0)
+        model = load_model(checkpoint, self.config, resolved.plan, device, Mesh.tensor(0, 1))
+        runner = make_runner(model, self.config, resolved.plan, device, facts)
+        assert isinstance(runner, ModelRunner), "it generates"
+        self.runner = runner
+        self.device = device.torch_device
+        self.vocab = facts.vocab
+        limits = Limits.of(runner.limits, self.config.scheduler)
+        self.limits = limits
+        self.cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size)
+        self.queues = Queues(limits)
+        self._mailbox = _Mailbox()
+        self._next_id = 0
+        self._loop = Loop(
+            runner=runner,
+            queues=self.queues,
+            cache=self.cache,
+            limits=limits,
+            inbox=self._mailbox,
+            outbox=self._mailbox,
+            depth=1 if self.config.scheduler.overlap_schedule else 0,
+        )
+
+    def fill_kv(self) -> None:
+        """Random numbers in all pages, since attention over zeros takes less power."""
+        for cache in (*self.runner.forward.pool.keys, *self.runner.forward.pool.values):
+            if cache.dtype.itemsize > 1:
+                cache.normal_()
+
+    def pretend_cached(self, prompt: I64) -> None:
+        """Puts a prompt's full pages into the tree as if they had been computed."""
+        key = prompt[: len(prompt) // self.cache.page_size * self.cache.page_size]
+        found = self.cache.match_prefix("", key, len(key))
+        node, _ = self.cache.lock("", key, found.num_tokens)
+        rest = key[found.num_tokens :]
+        own = self.cache.alloc(len(rest) // self.cache.page_size)
+        node = self.cache.insert(node, rest, own, step=-1).node
+        self.cache.release(node, np.empty(0, np.int32))
+
+    def submit(self, prompts: list[I64], sampling: SamplingParams) -> None:
+        """Queues requests whose answers are sent whole."""
+        for prompt in prompts:
+            self._next_id += 1
+            ids = pack_ids(prompt.astype(np.int32))
+            ask = Generate(id=self._next_id, rid=str(self._next_id), prompt=ids, sampling=sampling, stream=False)
+            self._mailbox.messages.append(ask)
+
+    def turn(self) -> None:
+        with torch.inference_mode():
+            self._loop.turn()
+
+    def finish(self) -> None:
+        """Turns until nothing is left to do."""
+        while not self.queues.idle or self._mailbox.messages:
+            self.turn()
+        self.turn()
+
+    def settle_down(self) -> None:
+        """Captures the graphs that were missed, as a server would in its next idle moment."""
+        if self.runner.graphs is not None:
+            with torch.inference_mode():
+                while self.runner.graphs.capture_one_wanted():
+                    pass
+
+    def timed_turns(self, count: int) -> float:
+        """Seconds per turn. Only device work of these turns counts, as long as one step is in flight at both ends."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.turn()
+        return (time.perf_counter() - begin) / count
+
+    def flush(self) -> None:
+        """Forgets all cached prompts."""
+        self.cache.flush()
+
+    def drop_all(self) -> None:
+        """Ends all requests, and forgets all cached prompts."""
+        abort_all(self.queues, self.cache, Aborted(what="measured"), now=time.monotonic())
+        self.finish()
+        self.flush()
