@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.ready
 
-.PHONY: setup serve test test-long test-gpu test-clients check fix soak bench docs clean
+.PHONY: mutate setup serve test test-long test-gpu test-clients check fix soak bench docs clean
 
 setup: $(STAMP)
 
@@ -33,10 +33,16 @@ test-gpu: setup
 # Frameworks that clients use, in an environment of their own: they pin what bough pins otherwise.
 test-clients: setup
 	test -x .venv-clients/bin/python || python3 -m venv .venv-clients
-	.venv-clients/bin/pip install -q litellm mcp instructor langchain-openai "pydantic-ai-slim[openai]" pytest pytest-timeout
-	test -d .venv-clients/node/node_modules/openai || npm install --silent --prefix .venv-clients/node openai
+	.venv-clients/bin/pip install -q litellm mcp instructor langchain-openai langgraph "pydantic-ai-slim[openai]" pytest pytest-timeout
+	test -d .venv-clients/node/node_modules/@openai/codex || \
+		npm install --silent --prefix .venv-clients/node openai @openai/codex @anthropic-ai/claude-code
 	LITELLM_LOCAL_MODEL_COST_MAP=True BOUGH_PYTHON=$(PY) BOUGH_NODE_MODULES=.venv-clients/node/node_modules \
 		.venv-clients/bin/python -m pytest tests/clients -c /dev/null --rootdir tests/clients --confcutdir tests/clients -q
+
+# Realistic faults, one at a time, in a copy of the code: do the tests notice? `make mutate ONLY="ipc cache" MINUTES=20`.
+ONLY ?=
+mutate: setup
+	$(PY) tests/mutants/mutate.py $(ONLY) $(if $(filter command line environment,$(origin MINUTES)),--minutes $(MINUTES))
 
 check: setup
 	.venv/bin/ruff check .
