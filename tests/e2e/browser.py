@@ -81,6 +81,10 @@ class Playground:
         self.look("light")
         driver.get(f"{url}/ui")
         driver.execute_script("localStorage.clear(); sessionStorage.clear()")
+        driver.execute_async_script(
+            "const done = arguments[0]; const gone = indexedDB.deleteDatabase('bough');"
+            "gone.onsuccess = gone.onerror = gone.onblocked = () => done()"
+        )
         driver.get(f"{url}/ui")
         driver.get_log("browser")
 

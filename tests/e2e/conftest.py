@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 import bough
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -31,8 +31,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     """The default model, which knows when to stop talking."""
     port = free_port()
     server = Server(
-        {"device": "cpu", "context_length": 1024}, "--admin-api-key", "s4cret", "--grpc-port", str(port),
-        "--batch-dir", str(tmp_path_factory.mktemp("batches")),
+        {"device": "cpu", "context_length": 1024, "speculative_algorithm": "NGRAM"},
+        "--admin-api-key", "s4cret", "--grpc-port", str(port), "--batch-dir", str(tmp_path_factory.mktemp("batches")),
     )  # fmt: skip
     yield server, port
     server.end()

@@ -48,7 +48,7 @@ def check(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         {"messages": []},
         {"messages": [{"role": "nobody", "content": "Hi"}]},
         {"messages": USER, "logit_bias": {"49152": 1}},
-        {"messages": USER, "stop_token_ids": [-1]},
+        {"messages": USER, "stop_token_ids": ["one"]},
         {"messages": USER, "stop_regex": "("},
         {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
         {"messages": USER, "max_tokens": 10**9},

@@ -79,13 +79,14 @@ def differences(answers: list[dict[str, Any]], start: int = 0) -> Floats:
         inputs, outputs = meta["input_token_logprobs"], meta["output_token_logprobs"]
         assert [entry[1] for entry in inputs] == prompt[start:]
         assert [entry[1] for entry in outputs] == output
-        assert start > 0 or inputs[0][0] is None, "nothing predicts the first token"
+        assert inputs[0][0] is None, "the first has none"
         for name, first, tokens in (("input", start, prompt[start:]), ("output", len(prompt), output)):
             own = meta[f"{name}_token_logprobs"]
             tops, given = meta[f"{name}_top_logprobs"], meta[f"{name}_token_ids_logprobs"]
             assert len(own) == len(tops) == len(given) == len(tokens)
             for at, token in enumerate(tokens):
-                if first + at == 0:
+                if name == "input" and at == 0:
+                    assert tops[at] is given[at] is None
                     continue
                 row = rows[first + at - 1]
                 found.append(own[at][0] - row[token])

@@ -1,20 +1,16 @@
-"""The whole way through real processes: the default model's answers are transformers' on the same weights, and two ranks
-answer as one does."""
+"""The whole way through real processes: the default model's answers are transformers' on the same weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import torch
-from tiny import make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import bough
 from bough.config.hf import open_checkpoint
 from bough.tokenizer import load_tokenizer
 from bough.weights.from_gguf import open_gguf
@@ -76,26 +72,3 @@ def test_thirty_two_prompts_through_the_official_client(make_server: Callable[..
     reply = client.completions.create(model=model, prompt=PROMPTS, max_tokens=NEW_TOKENS, temperature=0)
     texts = [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
     assert texts == [tokenizer.decode(ids) for ids in expected]
-
-
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe"])
-def test_two_ranks_answer_as_one(case: str, tmp_path: Path) -> None:
-    make_tiny(case, tmp_path)
-    prompts = [[5, 17, 99, 3, 64, 2, 120, 33], [42], [100, 90, 80, 70, 60, 50, 40]]
-    greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-
-    def answers(ranks: int) -> list[list[int]]:
-        with bough.Engine(
-            model_path=str(tmp_path),
-            tp_size=ranks,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            device="cpu",
-            max_total_tokens=2048,
-            log_level="warning",
-        ) as engine:
-            replies = engine.generate(input_ids=prompts, sampling_params=greedy)
-        assert isinstance(replies, list)
-        return [reply["output_ids"] for reply in replies]
-
-    assert answers(2) == answers(1)

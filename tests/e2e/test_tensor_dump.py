@@ -99,7 +99,7 @@ def test_two_runs_agree_however_they_were_chunked(dumps: tuple[Path, list[int]],
 def test_where_two_runs_part_is_named(dumps: tuple[Path, list[int]], tmp_path: Path) -> None:
     first = file(dumps[0], "dump-whole")
     told = load_file(first)
-    for name in ("layers.1.out", "layers.1", "layers.2"):
+    for name in ("layers.1.attn.out", "layers.1", "layers.2"):
         told[name] = told[name] + 0.3 * np.abs(told[name]).max()
     told["ids"][22] = 1  # sampled otherwise from there on
     changed = tmp_path / "changed.safetensors"
@@ -110,12 +110,12 @@ def test_where_two_runs_part_is_named(dumps: tuple[Path, list[int]], tmp_path: P
     )  # fmt: skip
     assert ended.returncode == 1, ended.stderr
     assert ended.stdout.startswith("22 tokens in common")
-    assert "they part at layers.1.out" in ended.stdout
+    assert "they part at layers.1.attn.out" in ended.stdout
     ended = subprocess.run(
         [sys.executable, "-m", "bough", "debug", "compare", str(first), str(changed), "--json"],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert json.loads(ended.stdout)["differs"] == ["layers.1.out", "layers.1", "layers.2"]
+    assert json.loads(ended.stdout)["differs"] == ["layers.1.attn.out", "layers.1", "layers.2"]
 
 
 def test_what_is_no_dump_is_refused(dumps: tuple[Path, list[int]], tmp_path: Path) -> None:

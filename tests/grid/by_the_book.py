@@ -158,7 +158,10 @@ class Book:
         if fields.get("return_logprob"):
             if start >= 0:
                 assert end.cached_tokens <= max(start - 1, 0) or start >= len(prompt)
-            self.check_scores(asked, logits, shaped, params, start)
+            if limit == 0:  # the token that would come is scored, not given
+                shaped = [self.shape(logits[len(prompt) - 1], prompt, [], params)]
+            if limit or not (fields.get("processed_logprobs") and (params.constrained or fields.get("thinking"))):
+                self.check_scores(asked, logits, shaped, params, start)
         else:
             assert whole.logprobs is None
             assert whole.prompt_logprobs is None
@@ -177,7 +180,9 @@ class Book:
         assert meta["completion_tokens"] == len(asked.output)
         assert meta["prompt_tokens"] == len(asked.prompt)
         if asked.fields.get("return_logprob"):
-            assert [entry[1] for entry in meta["output_token_logprobs"]] == asked.output
+            scored = [entry[1] for entry in meta["output_token_logprobs"]]
+            assert scored == asked.output or (not asked.output and len(scored) <= 1)
+            assert meta["output_token_logprobs_length"] == len(scored)
         pieces = asked.as_json(incremental=True)
         assert "".join(piece["text"] for piece in pieces) == whole.text
         assert [token for piece in pieces for token in piece["output_ids"]] == asked.output
@@ -266,6 +271,9 @@ class Book:
             must = thinking.must()
             if must is not None:
                 logits = np.where(np.arange(VOCAB) == must, logits, -math.inf)
+                shaped[at] = logits
+            elif thinking.on and grammar is not None and not params.ignore_eos and EOS not in thinking.mark:
+                logits = np.where(np.arange(VOCAB) == EOS, -math.inf, logits)
                 shaped[at] = logits
             if matcher is not None:
                 mask = np.empty(-(-VOCAB // 32), np.int32)
@@ -372,14 +380,14 @@ class Book:
     def check_scores(self, asked: Asked, logits: Floats, shaped: list[Floats], params: Params, start: int) -> None:
         prompt, output = asked.prompt, asked.output
         raw = [log_softmax(row) for row in logits]
-        scored = raw[len(prompt) - 1 : len(prompt) - 1 + len(output)]
+        scored = raw[len(prompt) - 1 : len(prompt) - 1 + len(shaped)]
         if asked.fields.get("processed_logprobs"):
             warmth = 1.0 if params.temperature == 0.0 or params.top_k == 1 else params.temperature
             scored = [log_softmax(row / warmth) for row in shaped]
         got = asked.whole.logprobs
-        if output:
+        if output or (shaped and not asked.cut):
             assert got is not None, "no log-probabilities"
-            self._compare(got, output, list(scored), asked)
+            self._compare(got, output or got.token_ids, list(scored), asked)
         else:
             assert got is None
         got = asked.whole.prompt_logprobs

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from drafting import Answers, drafter
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
@@ -23,7 +24,7 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.core.sampling import SamplingParams
-from bough.core.step import RunnerLimits
+from bough.core.step import RunnerLimits, SpanCosts
 from bough.engine.attention import attention_factory
 from bough.engine.loop import Loop
 from bough.layers.batch import Model, attention_specs
@@ -54,6 +55,8 @@ class Setup:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     """None: `dtype`."""
+    k_scales: Sequence[float] = ()
+    v_scales: Sequence[float] = ()
     device: str = "cpu"
     graphs: bool = False
     num_slots: int = 8
@@ -62,6 +65,8 @@ class Setup:
     eviction: EvictionPolicy = "lru"
     conservativeness: float = 1.0
     """Small: more rows are admitted than memory will do for, and retracted."""
+    drafts: str = "none"
+    """Where drafts come from (see drafting.py)."""
 
 
 @dataclass
@@ -105,7 +110,8 @@ class Mailbox:
 class InProcess:
     """An engine over `model`, set up one way."""
 
-    def __init__(self, model: Model, vocab_size: int, setup: Setup) -> None:
+    def __init__(self, model: Model, vocab_size: int, setup: Setup, answers: Answers | None = None) -> None:
+        """`answers`: what requests will be answered, for drafts that know it."""
         assert isinstance(model, torch.nn.Module)
         device = Device("cuda" if setup.device == "cuda" else "cpu")
         slots, per_slot = setup.num_slots, -(-setup.context_length // setup.page_size)
@@ -118,14 +124,23 @@ class InProcess:
             max_step_tokens=max(setup.chunk_tokens, slots),
             vocab_size=vocab_size,
         )
-        shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim) for s in attention_specs(model)]
+        shapes = [
+            KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in attention_specs(model)
+        ]
         pool = KVPool(
-            shapes, self.limits.num_pages, setup.page_size, setup.kv_dtype or setup.dtype, device.torch_device
+            shapes,
+            self.limits.num_pages,
+            setup.page_size,
+            setup.kv_dtype or setup.dtype,
+            device.torch_device,
+            setup.k_scales,
+            setup.v_scales,
         )
         factory = attention_factory(setup.attention, device.torch_device)
         runner = ModelRunner(
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0
         )  # fmt: skip
+        spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(
             num_slots=slots,
             num_pages=self.limits.num_pages,
@@ -140,10 +155,11 @@ class InProcess:
             priority=setup.priority,
             conservativeness=setup.conservativeness,
             tpot_target_ms=0.0,
-            group_min_tokens=setup.page_size if setup.shared_spans else 2**30,
-            group_min_saved=0 if setup.shared_spans else 2**30,
+            spans=spans if setup.shared_spans else None,
+            max_step_drafts=64,
         )
         self.queues = Queues(limits)
+        self.queues.drafter = drafter(setup.drafts, slots, overlaps=setup.overlap, answers=answers)
         self.cache = PrefixCache(
             num_pages=limits.num_pages, page_size=setup.page_size, enabled=setup.radix_cache, policy=setup.eviction
         )  # fmt: skip

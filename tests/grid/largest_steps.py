@@ -15,7 +15,6 @@ from bough.core.step import RunnerLimits, SlotSetup, Step
 from bough.distributed.mesh import SINGLE
 from bough.engine.build import load_model, make_runner, open_device, warm_up
 from bough.engine.decide import decide
-from bough.engine.pooling import pooling_of
 from bough.platform import detect
 from bough.runner.model_runner import ModelRunner
 from bough.runner.pooling import PoolingRunner
@@ -93,10 +92,9 @@ def made_to_pool(folder: Path, device: str, **settings: Any) -> tuple[PoolingRun
 
 def _made(folder: Path, device: str, **settings: Any) -> tuple[ModelRunner | PoolingRunner, MemoryPlan]:
     config = build_config(model=str(folder), load_format="dummy", device=device, **settings)
-    checkpoint, resolved = decide(config, detect(config.device.device))
+    checkpoint, facts, pooling, resolved = decide(config, detect(config.device.device))
     machine = open_device(resolved.config, 0)
-    pooling = pooling_of(resolved.config, checkpoint)
     model = load_model(checkpoint, resolved.config, resolved.plan, machine, SINGLE, pooling)
-    runner = make_runner(model, resolved.config, resolved.plan, machine, checkpoint, pooling)
+    runner = make_runner(model, resolved.config, resolved.plan, machine, facts, pooling)
     warm_up(runner, resolved.config)
     return runner, resolved.plan

@@ -8,6 +8,7 @@ import pytest
 import torch
 from in_process import GREEDY, InProcess, Setup
 from tiny import CASES, SIZES, make_tiny
+from transformers import PreTrainedModel
 
 from bough.config.hf import open_checkpoint
 from bough.layers.batch import Model
@@ -19,36 +20,47 @@ PLAIN = Setup(overlap=False, radix_cache=False, context_length=128)
 IN_SEVENS = Setup(chunk_tokens=7, page_size=4, context_length=128)
 
 
+Family = tuple[Model, list[list[int]], list[list[int]]]
+
+
 @pytest.fixture(scope="module", params=CASES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, list[list[int]]]:
-    """A tiny model, and transformers' answers."""
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A tiny model, transformers' greedy answers, and its own to each prompt alone."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     reference = make_tiny(request.param, folder)
     model = build_model(
         open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"), context_length=128
     )
-    answers = []
-    for prompt in PROMPTS:
-        out = reference.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=GREEDY.max_new_tokens,
-            min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        answers.append(out[0, len(prompt) :].tolist())
-    return model, answers
+    plain = engine(model, PLAIN)
+    alone = [plain.generate([prompt])[0] for prompt in PROMPTS]
+    return model, [greedy(reference, prompt, guess) for prompt, guess in zip(PROMPTS, alone, strict=True)], alone
+
+
+def greedy(reference: PreTrainedModel, prompt: list[int], guess: list[int]) -> list[int]:
+    """What transformers answers. One pass over a guess shows whether it is that, step by step; generating takes 64."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*prompt, *guess]])).logits[0, len(prompt) - 1 : -1]
+    if len(guess) == GREEDY.max_new_tokens and logits.argmax(-1).tolist() == guess:
+        return guess
+    out = reference.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=GREEDY.max_new_tokens,
+        min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer
 
 
 def engine(model: Model, setup: Setup) -> InProcess:
     return InProcess(model, SIZES["vocab_size"], setup)
 
 
-def test_alone(family: tuple[Model, list[list[int]]]) -> None:
-    model, expected = family
-    alone = engine(model, PLAIN)
-    assert [alone.generate([prompt])[0] for prompt in PROMPTS] == expected
+def test_alone(family: Family) -> None:
+    _, expected, alone = family
+    assert alone == expected
 
 
-def test_in_a_ragged_batch_and_again_from_the_cache(family: tuple[Model, list[list[int]]]) -> None:
-    model, expected = family
+def test_in_a_ragged_batch_and_again_from_the_cache(family: Family) -> None:
+    model, expected, _ = family
     shared = engine(model, IN_SEVENS)
     assert shared.generate(PROMPTS) == expected
     ids = [shared.submit(prompt) for prompt in PROMPTS[::-1]]
@@ -59,7 +71,7 @@ def test_in_a_ragged_batch_and_again_from_the_cache(family: tuple[Model, list[li
     assert max(end.cached_tokens for end in ends if end is not None) >= len(COMMON), "the second time hits the tree"
 
 
-def test_after_a_retraction(family: tuple[Model, list[list[int]]]) -> None:
-    model, expected = family
+def test_after_a_retraction(family: Family) -> None:
+    model, expected, _ = family
     retracted = engine(model, IN_SEVENS)
     assert retracted.generate_with_a_retraction(PROMPTS) == expected

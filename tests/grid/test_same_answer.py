@@ -12,7 +12,7 @@ from in_process import InProcess, Setup
 from pairwise import pairwise_cover
 from tiny import make_tiny
 
-from bough.config.concerns import CacheConfig, DeviceConfig, SchedulerConfig
+from bough.config.concerns import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
 from bough.config.hf import open_checkpoint
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
@@ -29,6 +29,7 @@ AXES = {
     "stream": [True, False],
     "policy": ["auto", "lpm", "dfs-weight", "lof", "shortest-prefill-first"],
     "company": ["alone", "batch", "cached", "retracted", "tiny pool"],
+    "drafts": ["none", "ngram", "known", "adaptive"],
 }
 
 # Flags that change how an answer is computed -> the axis that switches them.
@@ -45,23 +46,37 @@ FLAG_AXES = {
     "stream_interval": "stream",
     "custom_kernels": "attention",
     "safe_mode": "overlap",
+    "speculative_algorithm": "drafts",
+    "speculative_adaptive": "drafts",
 }
 # Flags that can't change an answer, or are covered elsewhere -> why.
 OTHER_FLAGS = {
     "radix_eviction_policy": "tests/sim evicts under every policy with an oracle model",
     "max_queued_requests": "admission",
     "max_queued_tokens": "admission",
+    "max_queue_wait_s": "admission",
     "schedule_conservativeness": "admission; tests/sim",
     "tpot_target_ms": "sizes of chunks, which the axis chunk_tokens varies",
     "small_request_share": "sizes of chunks",
     "priority_scheduling": "tests/sim preempts",
     "priority_preemption_threshold": "tests/sim preempts",
+    "priority_preemption": "tests/sim preempts, or not",
+    "max_prefill_tokens": "sizes of chunks",
     "device": "tests/gpu",
     "mem_fraction_static": "sizes of the pool",
     "cuda_graph": "tests/gpu",
     "cuda_graph_max_tokens": "tests/gpu",
     "cpu_threads": "threads split rows, not sums",
     "deterministic": "tests/e2e/test_deterministic.py",
+    "speculative_config": "vLLM's spelling of the other flags",
+    "speculative_num_draft_tokens": "tests/sim drafts any number of them",
+    "speculative_ngram_min_match_window_size": "which drafts there are, not which are right",
+    "speculative_ngram_max_match_window_size": "which drafts there are, not which are right",
+    "speculative_ngram_external_corpus_max_tokens": "which drafts there are, not which are right",
+    "speculative_suffix_max_tree_depth": "which drafts there are, not which are right",
+    "speculative_suffix_max_spec_factor": "which drafts there are, not which are right",
+    "speculative_suffix_min_token_prob": "which drafts there are, not which are right",
+    "speculative_ngram_capacity": "which drafts there are, not which are right",
 }
 
 COMMON = [(7 * i + 3) % 120 + 3 for i in range(37)]
@@ -91,13 +106,14 @@ def family(request, tmp_path_factory) -> tuple[Model, list[list[int]]]:
     return model, answers
 
 
-def answers_of(model: Model, combination: dict[str, object]) -> list[list[int]]:
+def answers_of(model: Model, combination: dict[str, object], known: list[list[int]]) -> list[list[int]]:
     options = dict(combination)
     company = options.pop("company")
     if company == "tiny pool":
         tokens = len(COMMON) + 3 + NEW_TOKENS + 30
         options["num_pages"] = -(-tokens // int(str(options["page_size"]))) + 3
-    engine = InProcess(model, 131, Setup(**options))  # type: ignore[arg-type]
+    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, known, strict=True)}
+    engine = InProcess(model, 131, Setup(**options), answers)  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
     if company == "alone":
         return [engine.generate([prompt], greedy)[0] for prompt in PROMPTS]
@@ -112,7 +128,7 @@ def answers_of(model: Model, combination: dict[str, object]) -> list[list[int]]:
 def test_every_pair_of_features_keeps_the_answer(family, number):
     model, expected = family
     combination = pairwise_cover(AXES)[number]
-    assert answers_of(model, combination) == expected, combination
+    assert answers_of(model, combination, expected) == expected, combination
 
 
 def test_scores_stay_under_chunks_hits_and_batches(family):
@@ -139,6 +155,7 @@ def test_scores_stay_under_chunks_hits_and_batches(family):
         (Setup(chunk_tokens=7), True),
         (Setup(page_size=1, attention="cpu"), True),
         (Setup(chunk_tokens=7, radix_cache=False, stream=False), False),
+        (Setup(drafts="ngram"), True),
     ):
         other = scores(setup, warm)
         assert torch.allclose(torch.tensor(other), torch.tensor(plain), atol=1e-4), setup
@@ -152,6 +169,8 @@ def test_the_cover_has_every_pair():
 
 
 def test_every_flag_of_the_engine_is_on_the_grid_or_excused():
-    flags = {f.name for concern in (CacheConfig, SchedulerConfig, DeviceConfig) for f in fields(concern)}
+    flags = {
+        f.name for concern in (CacheConfig, SchedulerConfig, DeviceConfig, SpeculativeConfig) for f in fields(concern)
+    }
     assert flags == FLAG_AXES.keys() | OTHER_FLAGS.keys()
     assert set(FLAG_AXES.values()) <= AXES.keys()

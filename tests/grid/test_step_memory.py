@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,14 @@ def test_counting_counts() -> None:
     assert counting.peak == 8000
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("custom", [False, True], ids=["torch", "compiled"])
+def _cases() -> Iterator[Any]:
+    """All of them; those that are not needed to see each pair of values together are for the slow tests."""
+    for (s, shape), (t, steps), (c, kernels) in product(*map(enumerate, (SHAPES, STEPS, ("torch", "compiled")))):
+        marks = [pytest.mark.long] if (s + t + c) % 2 else []
+        yield pytest.param(shape, steps, kernels == "compiled", marks=marks, id=f"{kernels}-{steps}-{shape}")
+
+
+@pytest.mark.parametrize(("shape", "steps", "custom"), _cases())
 def test_no_step_takes_more_than_was_kept(tmp_path: Path, shape: str, steps: str, custom: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE | SHAPES[shape]))
     runner, plan = made(

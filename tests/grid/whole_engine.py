@@ -29,6 +29,7 @@ from bough.grammar.matcher import TokenMatcher
 from bough.grammar.queue import _Ready
 from bough.intake.intake import Intake
 from bough.intake.native import NativeAnswer, native_batch
+from bough.intake.replicas import Replicas
 from bough.intake.request import Request
 from bough.intake.stream import Stream, merge
 from bough.layers.batch import Model
@@ -304,7 +305,7 @@ class WholeEngine:
             context_length=setup.context_length,
             vocab_size=VOCAB,
         )
-        self.intake._outbox = self.wire  # type: ignore[assignment]
+        self.intake._replicas = Replicas([self.wire], [], "prefix")  # type: ignore[list-item]
         self.asked: list[Asked] = []
         self._by_id: dict[int, Asked] = {}
         self._call = 10**9

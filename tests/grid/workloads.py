@@ -88,6 +88,7 @@ def make_setup(rng: random.Random) -> Setup:
         priority=rng.random() < 0.3,
         eviction=rng.choice(["lru", "lfu", "fifo", "mru", "priority"]),
         conservativeness=rng.choice([1.0, 0.3, 0.05]),
+        drafts=rng.choice(["none", "ngram", "ngram", "adaptive"]),
     )
 
 

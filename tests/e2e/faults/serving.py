@@ -17,7 +17,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from bough.config.hf import default_model_path
+from bough.config.default_model import default_model_path
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +46,10 @@ LONG = body(tokens=ENDLESS)
 class Server:
     """Started at once; `url` answers when the constructor returns."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, wait: bool = True) -> None:
+    def __init__(
+        self, *flags: str, environ: dict[str, str] | None = None, wait: bool = True, descriptors: int = 0
+    ) -> None:
+        """`descriptors`: how many each of its processes may have open, if not as many as usual."""
         self._directory = tempfile.TemporaryDirectory()
         model = Path(self._directory.name, "model")
         model.mkdir()
@@ -58,13 +61,21 @@ class Server:
             "--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1",
             "--no-custom-kernels", "--max-total-tokens", str(PAGES), *flags,
         ]  # fmt: skip
+        if descriptors:
+            command = ["bash", "-c", f'ulimit -n {descriptors}; exec "$@"', "bash", *command]
         self.process = subprocess.Popen(
             command, stdout=self._file, stderr=subprocess.STDOUT, cwd=ROOT, process_group=0,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
         )  # fmt: skip
         self.url = ""
         if wait:
-            found = until(lambda: re.search(r"(http://127\.0\.0\.1:\d+)/v1", self.log()) or self._dead(), 240)
+            found = until(
+                lambda: (
+                    re.search(r"(https?://(?:127\.0\.0\.1:\d+|localhost))(?:/v1|\", \"model\")", self.log())
+                    or self._dead()
+                ),
+                240,
+            )
             assert found, self.log()
             self.url = found[1]
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module", params=["", "s3cret"], ids=["no key", "key"])
 def started(request: pytest.FixtureRequest):
-    flags = ["--api-key", request.param] if request.param else []
+    flags = ["--api-key", request.param, "-v"] if request.param else []
     with Server("--context-length", "192", *flags) as server:
         yield server, request.param
 
@@ -28,6 +28,7 @@ def test_every_address_of_the_banner_answers(started: tuple[Server, str]) -> Non
     assert re.search(r"bough [\d.]+ is ready after [\d.]+ s", told)
     assert ("required" if key else "only this machine can connect") in re.search(r"  key +(.*)", told)[1]
     assert re.search(r"  model +\S+ on cpu, float32; context 192 tokens", told)
+    assert re.search(r"  weights +none read: they are drawn at random", told)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(headers=headers, follow_redirects=True, timeout=60) as client:
         for name in ("playground", "docs", "metrics"):
@@ -56,6 +57,9 @@ def test_the_decisions_and_the_memory_table_can_be_asked_for(started: tuple[Serv
     info = httpx.get(f"{server.url}/server_info", headers=headers, timeout=60).json()["engine"]
     names = [row[0] for row in info["memory"]]
     assert names == ["weights", "KV cache", "graphs", "activations", "other", "free"]
-    assert all(re.search(rf"^{name} +[\d.-]+ \w+", told, re.MULTILINE) for name in names), "and it is in the log"
-    assert "requests of the full 192 tokens fit at once" in told
+    verbose = bool(key)
+    in_log = [bool(re.search(rf"^ *{name} +[\d.-]+ [KMGT]?i?B", told, re.MULTILINE)) for name in names[1:]]
+    assert in_log == [verbose] * len(in_log), "the log has the table under -v only"
+    assert ("requests of the full 192 tokens fit at once" in told) == verbose
+    assert ("decided: page_size" in told) == verbose
     assert any(line.startswith("page_size") and "(" in line for line in info["decisions"])

@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ROOT, Server, body
 
-from bough.observability.metrics import METRICS
+from bough.observability.metrics import KEY_METRICS, METRICS
 from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -44,6 +44,7 @@ def test_every_query_finds_its_metrics(steady: Server) -> None:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             series.setdefault(sample.name, set()).update(sample.labels)
+    series |= {f"bough:{metric.name}": {"key"} for metric in KEY_METRICS}  # which only servers with keys have
     found = list(queries())
     assert len(found) > 30
     for where, expression in found:
@@ -115,3 +116,15 @@ def share_missed(steady: Server, first: int) -> float:
     total = sum(span["ms"] for span in told["spans"])
     whole = 1e3 * float(asked.json()["meta_info"]["e2e_latency"])
     return abs(whole - total) / max(whole, 40)
+
+
+def test_a_dead_server_is_an_alert() -> None:
+    """It tells nothing: what Prometheus itself knows must do."""
+    rules = {
+        rule["alert"]: rule["expr"]
+        for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    }
+    job = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())["scrape_configs"][0]["job_name"]
+    parts = {part.strip() for part in rules["BoughNotReady"].split(" or ")}
+    assert {f'up{{job="{job}"}} == 0', f'absent(up{{job="{job}"}})', "bough:up == 0"} == parts

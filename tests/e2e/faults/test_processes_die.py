@@ -107,31 +107,48 @@ def test_supervision_restarts_and_quarantines(tmp_path: Path) -> None:
         assert server.process.wait(120) in (0, 1)
 
 
-def test_a_stopped_engine_is_found_by_the_watchdog_and_comes_back() -> None:
-    with Server("--watchdog-timeout", "1") as server:
-        engine = server.children["engine"]
+def test_stopped_processes_are_found_by_the_watchdog_and_come_back() -> None:
+    with Server("--watchdog-timeout", "1.5", "--api-workers", "2") as server:
+        children = server.children
 
-        def stopped_s() -> float:
+        def status(path: str = "/health") -> int:
+            """Of an API worker that answers: a connection may meet the one that is stopped."""
+            for _ in range(20):
+                try:
+                    return httpx.get(server.url + path, timeout=0.5).status_code
+                except httpx.HTTPError:
+                    continue
+            return 0
+
+        def stopped_s(name: str) -> float:
             """How long it takes to be found out."""
-            assert until(lambda: server.status() == 200, 60)
-            os.kill(engine, signal.SIGSTOP)
+            assert until(lambda: status() == 200, 60)
+            os.kill(children[name], signal.SIGSTOP)
             began = time.monotonic()
-            assert until(lambda: server.status() == 503, 60)
+            assert until(lambda: status() == 503, 60)
             took_s = time.monotonic() - began
-            assert server.status("/livez") == 503
-            readings = server.metrics()
-            assert readings["heartbeat_age_seconds"] >= 1, "the numbers of a stuck engine can be read"
-            assert readings["up"] == 0
-            os.kill(engine, signal.SIGCONT)
-            assert until(lambda: server.status() == 200, 60)
+            assert status("/livez") == 503
+            if name == "engine":
+                readings = server.metrics()
+                assert readings["heartbeat_age_seconds"] >= 1, "the numbers of a stuck engine can be read"
+                assert readings["up"] == 0
+            os.kill(children[name], signal.SIGCONT)
+            assert until(lambda: status() == 200, 60)
             return took_s
 
-        assert quickest(stopped_s, 3) < 3
-        assert server.ask(body()).status_code == 200
+        for name in ("engine", "detokenizer", "entrypoints.http"):
+            assert quickest(lambda name=name: stopped_s(name), 4) < 4, name  # type: ignore[misc]
+            assert server.ask(body()).status_code == 200
+        worker = children["entrypoints.http"]
+        os.kill(worker, signal.SIGKILL)
+        assert until(lambda: server.children.get("entrypoints.http", worker) != worker, 60), "another takes its place"
+        assert "it is started again" in server.log()
+        assert [server.ask(body()).status_code for _ in range(8)] == [200] * 8, "no connection is refused meanwhile"
+        assert server.process.poll() is None
 
 
-def test_a_stuck_engine_is_replaced_under_supervision() -> None:
-    with Server("--supervise", "--watchdog-timeout", "5", "--admin-api-key", "b0ss") as server:
+def test_a_stuck_engine_and_a_stuck_detokenizer_are_replaced_under_supervision() -> None:
+    with Server("--supervise", "--watchdog-timeout", "4", "--admin-api-key", "b0ss") as server:
 
         def logging(**fields: Any) -> dict[str, Any]:
             headers = {"authorization": "Bearer b0ss"}
@@ -148,6 +165,12 @@ def test_a_stuck_engine_is_replaced_under_supervision() -> None:
         assert "had not moved" in server.log()
         kept = logging()
         assert (kept["log_level"], kept["log_requests"]) == ("debug", True), "as it was changed before"
+        detokenizer = server.children["detokenizer"]
+        os.kill(detokenizer, signal.SIGSTOP)
+        assert gone(detokenizer, 60)
+        assert until(lambda: server.status("/readyz") == 200, 120), server.log()
+        assert server.ask(body()).status_code == 200
+        assert "the detokenizer had not moved" in server.log()
 
 
 def test_a_second_sigterm_ends_at_once() -> None:

@@ -1,0 +1,117 @@
+"""Bodies as large as the server takes, made to be hard to read: nobody else waits for them, and their memory comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import psutil
+import pytest
+from serving import Server, quickest
+
+from tests.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SIZE = 15 * 1024 * 1024
+WORDS = b"The quick brown fox jumps over 12 lazy dogs, and then it sleeps. "
+
+
+def filled(head: bytes, filler: bytes, tail: bytes, size: int = SIZE) -> bytes:
+    return head + filler * ((size - len(head) - len(tail)) // len(filler)) + tail
+
+
+BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    "a long text": ("/tokenize", lambda: filled(b'{"prompt": "', WORDS, b'"}', SIZE // 8), 200),
+    "a text without words": ("/tokenize", lambda: filled(b'{"prompt": "', b"a", b'"}'), 400),
+    "escapes": ("/generate", lambda: filled(b'{"text": "', b"\\n\\u00e9", b'"}'), 400),
+    "two million ids": ("/detokenize", lambda: b'{"tokens": [' + b"1234," * 2_000_000 + b"1]}", 200),
+    "eight million ids": ("/detokenize", lambda: filled(b'{"tokens": [', b"1,", b"1]}"), 400),
+    "objects": ("/v1/completions", lambda: filled(b'{"prompt": "a", "x": [', b"{},", b"1]}"), 400),
+    "depth": ("/generate", lambda: filled(b'{"text": "a", "x": [', b"[" * 58 + b"]" * 58 + b",", b"1]}"), 400),
+    "texts": ("/v1/responses", lambda: filled(b'{"input": "a", "x": [', b'"ab",', b"1]}"), 400),
+}
+LONG = {"the longest text": ("/tokenize", lambda: filled(b'{"prompt": "', WORDS, b'"}'), 200)}
+
+
+class Probes:
+    """Asks again and again, over several connections, and notes how long each answer took."""
+
+    def __init__(self, server: Server) -> None:
+        self.seconds: list[float] = []
+        self._url = server.url
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(4)]
+
+    def __enter__(self) -> Probes:
+        for thread in self._threads:
+            thread.start()
+        assert until(lambda: len(self.seconds) > 8, 60)
+        self.seconds.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._over.is_set():
+                began = time.monotonic()
+                client.get("/livez")
+                self.seconds.append(time.monotonic() - began)
+                time.sleep(0.005)
+
+    @property
+    def p99_s(self) -> float:
+        return sorted(self.seconds)[int(0.99 * len(self.seconds))]
+
+
+def api_memory(server: Server) -> int:
+    """Bytes that the API workers have: the server's own process, and its second worker."""
+    pids = [server.process.pid, server.children["entrypoints.http"]]
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids)
+
+
+@pytest.fixture(scope="module")
+def warm(steady: Server) -> Server:
+    """A server whose workers have what they make once: tables of the tokenizer, threads, and so on."""
+    words = filled(b'{"prompt": "', WORDS, b'"}', 300_000)
+    ids = b'{"tokens": [' + b"1234," * 60_000 + b"1]}"
+    for _ in range(16):  # connections: the kernel gives each to one of the two workers
+        for path, raw in (("/tokenize", words), ("/detokenize", ids), ("/generate", b'{"text": 1}')):
+            httpx.post(steady.url + path, content=raw, timeout=120)
+    return steady
+
+
+@pytest.mark.parametrize("kind", [*BODIES, *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
+def test_large_bodies_hold_nobody_up(warm: Server, kind: str) -> None:
+    path, make, status = {**BODIES, **LONG}[kind]
+    raw = make()
+    assert len(raw) <= 16 * 1024 * 1024
+    before, most = api_memory(warm), 0
+
+    def p99_s() -> float:
+        nonlocal most
+        done = threading.Event()
+        replies: list[httpx.Response] = []
+
+        def send() -> None:
+            replies.append(httpx.post(warm.url + path, content=raw, timeout=120))
+            done.set()
+
+        with Probes(warm) as probes:
+            thread = threading.Thread(target=send, daemon=True)
+            thread.start()
+            while not done.wait(0.05):
+                most = max(most, api_memory(warm))
+            thread.join(60)
+        assert replies[0].status_code == status, replies[0].text[:300]
+        return probes.p99_s
+
+    assert quickest(p99_s, 0.1) < 0.1
+    assert most - before < 8 * len(raw), "while it is read"
+    assert until(lambda: api_memory(warm) - before < len(raw), 60), "afterwards"
