@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
+from bough.config.default_model import default_model_path
 from bough.config.gguf_header import read_gguf_header
-from bough.config.hf import default_model_path
 from bough.tokenizer.gguf import tokenizer_from_gguf
 
 VOCAB_SIZE = 128_256
