@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -103,6 +104,9 @@ class Bodies:
 
     def _trim(self) -> None:
         self._trimming = None
+        # The error of a refused body and its traceback refer to each other, and to the body. Everything that was there at
+        # start-up is frozen, so that this takes milliseconds.
+        gc.collect()
         asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
 
