@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import json
 
-from bough.config.concerns import AUTO, Auto, Config, ServerConfig
+from bough.config.concerns import AUTO, Auto, Config, ParallelConfig, ServerConfig
+from bough.config.experts import TRIVIAL
 from bough.config.flags import settings, show_value
 from bough.config.hosts import LEAST_SECRET
 from bough.config.layout import Layout
@@ -204,6 +205,7 @@ def _parallel(config: Config) -> None:
             fix=f"choose --tp-size and --pp-size so that their product is a multiple of {parallel.nnodes}",
             param="nnodes",
         )
+    _experts(parallel)
     _in_range("pp_max_micro_batch_size", parallel.pp_max_micro_batch_size, 0, None)
     _in_range("pp_async_batch_depth", parallel.pp_async_batch_depth, 0, 64)
     if parallel.pp_size > 1:
@@ -243,6 +245,35 @@ def _parallel(config: Config) -> None:
             why="everybody who can reach the port could take part otherwise",
             fix="set the same BOUGH_DIST_SECRET (or --dist-secret) on every machine",
             param="dist_secret",
+        )
+
+
+def _experts(parallel: ParallelConfig) -> None:
+    _in_range("ep_num_redundant_experts", parallel.ep_num_redundant_experts, 0, 4096)
+    _in_range("eplb_rebalance_num_iterations", parallel.eplb_rebalance_num_iterations, 1, None)
+    _in_range("eplb_rebalance_layers_per_chunk", parallel.eplb_rebalance_layers_per_chunk, 0, None)
+    name = "eplb_min_rebalancing_utilization_threshold"
+    _in_range(name, parallel.eplb_min_rebalancing_utilization_threshold, 0, 1)
+    spread = {
+        "moe_a2a_backend": parallel.moe_a2a_backend != "none",
+        "ep_num_redundant_experts": parallel.ep_num_redundant_experts > 0,
+        "eplb": parallel.eplb,
+        "init_expert_location": parallel.init_expert_location not in ("", TRIVIAL),
+    }
+    asked = [name for name, is_asked in spread.items() if is_asked]
+    if asked and parallel.ep_size == 1:
+        raise ConfigError(
+            what=f"{asked[0]} is set, all experts are on every rank",
+            why="ep_size is 1",
+            fix="add --ep-size, or leave it out",
+            param=asked[0],
+        )
+    if parallel.ep_dispatch_algorithm == "static" and parallel.moe_a2a_backend != "alltoall":
+        raise ConfigError(
+            what="ep_dispatch_algorithm is static, all ranks compute the same tokens",
+            why=f"with --moe-a2a-backend {parallel.moe_a2a_backend} they must choose the same copy of an expert",
+            fix="use --moe-a2a-backend alltoall, or leave it out",
+            param="ep_dispatch_algorithm",
         )
 
 

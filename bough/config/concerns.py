@@ -38,6 +38,8 @@ Quantization = Literal[
     "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8",
 ]  # fmt: skip
 LoadBalance = Literal["prefix", "round_robin", "total_requests", "total_tokens"]
+MoeDispatch = Literal["none", "allgather", "alltoall"]
+CopyChoice = Literal["dynamic", "static"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 SpeculativeAlgorithm = Literal["none", "NGRAM", "SUFFIX"]
 
@@ -136,6 +138,28 @@ class ParallelConfig:
     """Ranks that split each layer."""
     ep_size: int = 1
     """Of the ranks that split each layer, groups that hold different experts; the ranks of a group split each of theirs."""
+    moe_a2a_backend: MoeDispatch = "none"
+    """How tokens reach the ranks of their experts: `none`, every rank computes its experts for all tokens and one sum over
+    the ranks combines them; `allgather`, results are gathered by token and added in the order of the router's choice;
+    `alltoall`, the same, and tokens are sent only to the ranks of their experts."""
+    ep_num_redundant_experts: int = 0
+    """Slots for experts beyond one per expert, in each layer, over all ranks: experts with much work get copies."""
+    ep_dispatch_algorithm: CopyChoice = "dynamic"
+    """Which copy of an expert computes a token: `dynamic`, each in turn; `static`, each rank always asks the same one, its
+    own if it has one."""
+    init_expert_location: str = "trivial"
+    """Where experts are at the start: `trivial`, in order; or a JSON file (or object) with `physical_to_logical_map`, the
+    expert of each slot by layer, or with `logical_count`, tokens by expert, by which they are spread evenly."""
+    eplb: bool = False
+    """Count tokens by expert, and from time to time move experts between ranks so that all have as much to compute."""
+    eplb_rebalance_num_iterations: int = 1000
+    """Steps between two moves of experts."""
+    eplb_rebalance_layers_per_chunk: int = 0
+    """Layers whose experts move in one step, so that no step waits for all of them; 0: all layers."""
+    eplb_min_rebalancing_utilization_threshold: float = 1.0
+    """Experts are moved only if the mean load of ranks was at most this part of the largest."""
+    expert_distribution_recorder_mode: Literal["none", "stat"] = "none"
+    """`stat`: count tokens by expert for metrics and /dump_expert_distribution_record, also without --eplb."""
     pp_size: int = 1
     """Stages, each of which holds some of the layers and their KV; each has --tp-size ranks."""
     pp_max_micro_batch_size: int = 0

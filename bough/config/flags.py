@@ -72,6 +72,7 @@ ALIASES: Mapping[str, Alias] = {
     "tensor_parallel_size": Alias("tp_size"),
     "ep": Alias("ep_size"),
     "expert_parallel_size": Alias("ep_size"),
+    "enable_eplb": Alias("eplb"),
     "pp": Alias("pp_size"),
     "pipeline_parallel_size": Alias("pp_size"),
     "dp": Alias("dp_size"),
@@ -131,9 +132,6 @@ NOT_THERE: Mapping[str, str] = {
     "attn_dp": "attention replicas within one engine (DP attention)",
     "attn_cp": "context parallelism",
     "context_parallel": "context parallelism",
-    "a2a_backend": "dispatching tokens to the ranks of their experts",
-    "eplb": "moving experts between ranks (EPLB)",
-    "redundant_experts": "moving experts between ranks (EPLB)",
     "two_batch_overlap": "two-batch overlap",
     "use_ray": "placing ranks by Ray",
 }
@@ -182,6 +180,24 @@ VALUE_WORDS: Mapping[str, Mapping[str, Word]] = {
     },
 }  # fmt: skip
 """Other servers' words for values, by setting."""
+
+REFUSED_VALUES: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "moe_a2a_backend": {
+        name: (f"{what}, which is not part of bough and was never run with it", "use allgather or alltoall")
+        for name, what in {
+            "deepep": "DeepEP's kernels need NVSHMEM or NCCL Gin and Hopper GPUs",
+            "deepep_v2": "DeepEP's kernels need NVSHMEM or NCCL Gin and Hopper GPUs",
+            "mooncake": "Mooncake's exchange needs RDMA",
+            "nixl": "NIXL's exchange needs RDMA",
+            "mori": "MoRI's kernels need AMD GPUs",
+            "flashinfer": "FlashInfer's exchange needs NVLink between hosts",
+            "megamoe": "that kernel needs Blackwell GPUs",
+            "pplx": "Perplexity's kernels need NVSHMEM",
+            "ascend_fuseep": "that kernel needs Ascend NPUs",
+        }.items()
+    }
+}
+"""Other servers' values that are refused: why, and what to use instead."""
 
 NEVER_SPLIT = frozenset({"api_key"})
 """Lists whose members may have commas in them: several are given by several flags, or as a list in the file."""
@@ -290,6 +306,9 @@ def parse_value(setting: Setting, raw: object, origin: str) -> Value:
         case "choice":
             if isinstance(raw, str) and raw in setting.choices:
                 return raw
+            refused = REFUSED_VALUES.get(setting.name, {}).get(str(raw))
+            if refused is not None:
+                raise ConfigError(what=f"{origin} is {raw!r}", why=refused[0], fix=refused[1], param=setting.name)
             near = difflib.get_close_matches(str(raw), setting.choices, n=1)
             raise ConfigError(
                 what=f"{origin} is {raw!r}",

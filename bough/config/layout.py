@@ -29,6 +29,10 @@ class Layout:
     """Ranks that share the context of long prompts, within a replica of attention."""
     ep: int = 1
     """Groups of ranks that hold different experts, within `tp`."""
+    redundant: int = 0
+    """Slots for experts beyond one per expert, in each layer."""
+    whole_shared: bool = False
+    """Every rank has all of the shared experts, and computes them for its own part of the tokens."""
 
     def __post_init__(self) -> None:
         for names, parts in (("--attn-dp-size x --attn-cp-size", self.dp * self.cp), ("--ep-size", self.ep)):
@@ -41,7 +45,13 @@ class Layout:
 
     @classmethod
     def of(cls, config: ParallelConfig) -> Layout:
-        return cls(pp=config.pp_size, tp=config.tp_size, ep=config.ep_size)
+        return cls(
+            pp=config.pp_size,
+            tp=config.tp_size,
+            ep=config.ep_size,
+            redundant=config.ep_num_redundant_experts,
+            whole_shared=config.moe_a2a_backend != "none",
+        )
 
     @property
     def size(self) -> int:

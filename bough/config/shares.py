@@ -100,12 +100,26 @@ def rank_ffn(ffn: FeedForward, layout: Layout, rank: int) -> FeedForward:
             return replace(ffn, intermediate=width(units))
         case Moe():
             units = cut(ffn.intermediate, layout.units, place["units"], "inner units of an expert")
-            experts = cut(ffn.num_experts, layout.ep, place["ep"], "experts", flag="--ep-size")
+            experts = expert_slots(ffn.num_experts, layout.redundant, layout.ep, place["ep"])
             shared = ffn.shared_intermediate
-            if shared:
+            if shared and not layout.whole_shared:
                 shared = width(cut(shared, layout.tp, place["tp"], "inner units of the shared expert"))
             held = width(experts)
             return replace(ffn, num_experts=held, intermediate=width(units), shared_intermediate=shared)
+
+
+def expert_slots(num_experts: int, redundant: int, size: int, rank: int) -> slice:
+    """The slots of a rank, each of which holds one expert. Raises ConfigError if ranks would have none, or if there are
+    redundant ones and ranks would not have equally many."""
+    if redundant and (num_experts + redundant) % size:
+        fitting = -num_experts % size
+        raise ConfigError(
+            what=f"{num_experts} experts and {redundant} copies can't be spread evenly over {size} groups of ranks",
+            why="with copies, each group holds equally many",
+            fix=f"choose --ep-num-redundant-experts {fitting}, or {fitting + size}",
+            param="ep_num_redundant_experts",
+        )
+    return cut(num_experts + redundant, size, rank, "experts", flag="--ep-size")
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
@@ -136,7 +150,8 @@ def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
             mine = rank_ffn(layer.ffn, layout, rank)
             total += mine.num_parameters(facts.hidden)
             if isinstance(layer.ffn, Moe) and isinstance(mine, Moe):
-                total += facts.hidden * (layer.ffn.num_experts - mine.num_experts)  # the router is whole on each rank
+                # The router is whole on each rank, and knows nothing of copies.
+                total += facts.hidden * (layer.ffn.num_experts - mine.num_experts)
     return total
 
 

@@ -263,6 +263,13 @@ class Corpus(Struct, frozen=True, kw_only=True, tag="corpus"):
     """More of it follows, in another message."""
 
 
+class ExpertRecord(Struct, frozen=True, tag="expert_record"):
+    """Tokens by expert, counted from `start` to `stop` (or to now); the reply to `dump` has them."""
+
+    call: CallId
+    action: Literal["start", "stop", "dump"]
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Finish what is running within `drain_s`, then end."""
 
@@ -283,6 +290,7 @@ ToEngine = (
     | Resume
     | Profile
     | Corpus
+    | ExpertRecord
     | Shutdown
 )
 

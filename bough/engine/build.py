@@ -20,11 +20,12 @@ from msgspec import to_builtins
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import Config
+from bough.config.experts import PLAIN_EXPERTS, ExpertPlan
 from bough.config.hf import Checkpoint
 from bough.config.hosts import nodes_of_ranks
 from bough.config.layout import Layout
 from bough.config.memory_plan import MemoryPlan
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import largest_step
 from bough.config.shares import stage_layers, uneven_heads
@@ -39,6 +40,8 @@ from bough.engine.agree import agree, part_of
 from bough.engine.attention import attention_factory, span_costs
 from bough.engine.decide import Decided, decide
 from bough.engine.early import Early
+from bough.engine.expert_balance import BalanceRules, ExpertBalancer, has_mixtures
+from bough.engine.expert_plan import plan_experts
 from bough.engine.grammars import grammars_of
 from bough.engine.held import Held, exchange, of_rank
 from bough.engine.loop import Loop
@@ -161,10 +164,12 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
                 timeout_s=parallel.dist_timeout_s, say=_log.info if rank == 0 else None,
             )  # fmt: skip
     with start.phase("loading weights", 0.2, until=0.8) as tell:
-        model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell)
+        experts = plan_experts(parallel, facts)
+        model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell, experts)
     with start.phase("laying out memory", 0.8):
         runner = make_runner(model, config, resolved.plan, device, facts, pooling, kv_scales(checkpoint, config, facts))
     assert isinstance(model, torch.nn.Module)
+    balancer = balance_rank(runner, model, mesh, config, facts) if experts.records else None
     held = exchange(of_rank(rank, model, runner.pool), store, layout.size)
     with start.phase("warming up", 0.9):
         warm_up(runner, config)
@@ -178,7 +183,7 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
                 others = open_channel(store, launch.endpoints, parallel, launch.generation)
                 if layout.pp > 1:
                     outcomes = open_outcomes(store, launch.endpoints, parallel, others)
-            serve_steps(launch, start, decided, runner, others, held, patience, outcomes)
+            serve_steps(launch, start, decided, runner, others, held, patience, outcomes, balancer)
         else:
             source = open_source(
                 store, launch.endpoints, parallel, rank, ToWorker, launch.generation, spin_s=_spin_s(device)
@@ -224,6 +229,7 @@ def load_model(
     mesh: Mesh,
     pooling: PoolingFacts | None = None,
     progress: Progress | None = None,
+    experts_plan: ExpertPlan = PLAIN_EXPERTS,
 ) -> Model:
     return build_model(
         checkpoint,
@@ -240,6 +246,7 @@ def load_model(
         first_layer_table=config.model.first_layer_table == "on",
         progress=progress,
         model_impl=config.model.model_impl,
+        experts_plan=experts_plan,
     )
 
 
@@ -321,6 +328,20 @@ def make_runner(
     return runner
 
 
+def balance_rank(
+    runner: ModelRunner | PoolingRunner, model: Model, mesh: Mesh, config: Config, facts: ModelFacts
+) -> ExpertBalancer | None:
+    """Counts tokens by expert on this rank from now on, and moves experts if that was asked for."""
+    mixtures = [layer.ffn for layer in facts.layers if isinstance(layer.ffn, Moe)]
+    if not isinstance(runner, ModelRunner) or not isinstance(model, torch.nn.Module) or not has_mixtures(model):
+        return None  # a stage may have none
+    groups = max(mixture.scored.groups if mixture.scored is not None else 1 for mixture in mixtures)
+    rules = BalanceRules.of(config.parallel)
+    balancer = ExpertBalancer(model, mesh.dp, rules, groups=groups, num_nodes=config.parallel.nnodes)
+    runner.before_step = balancer.before_step
+    return balancer
+
+
 def _check_room(plan: MemoryPlan, device: Device) -> None:
     """The plan was made from headers; now the weights are really there."""
     if not device.is_async:
@@ -363,6 +384,7 @@ def serve_steps(
     held: Sequence[Held],
     patience: Patience,
     outcomes: StepSource | None = None,
+    balancer: ExpertBalancer | None = None,
 ) -> None:
     """Rank 0: takes requests until it is asked to stop. `others`: the way to the other ranks, if there are any; `held`: what
     each rank has loaded; `patience`: how long this one waits for the others; `outcomes`: what the last stage samples, if
@@ -400,6 +422,10 @@ def serve_steps(
     )
     hooks = watch.hooks()
     hooks.corpus = corpora_of(drafter)
+    if balancer is not None:
+        hooks.experts = balancer.record
+        hooks.extra_info = lambda: {"experts": balancer.info()}
+        watch.watch_experts(balancer)
     loop = Loop(
         runner=runner,
         queues=queues,

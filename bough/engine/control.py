@@ -13,6 +13,7 @@ from bough.core.errors import Aborted, BoughError
 from bough.core.messages import (
     AbortByName,
     Corpus,
+    ExpertRecord,
     FlushCache,
     GetInfo,
     Join,
@@ -33,7 +34,18 @@ from bough.scheduler.snapshot import snapshot
 
 Info = dict[str, Any]
 ControlMessage = (
-    AbortByName | FlushCache | GetInfo | Look | Join | Recall | Pause | Resume | Profile | Corpus | Shutdown
+    AbortByName
+    | FlushCache
+    | GetInfo
+    | Look
+    | Join
+    | Recall
+    | Pause
+    | Resume
+    | Profile
+    | Corpus
+    | ExpertRecord
+    | Shutdown
 )
 
 
@@ -58,6 +70,8 @@ class Hooks(Struct, kw_only=True):
     """Starts or stops a profile; returns what to tell about it, or raises `BoughError`."""
     corpus: Callable[[Corpus], Info] | None = None
     """Adds, removes or lists texts to draft from; returns what to tell about it, or raises `BoughError`."""
+    experts: Callable[[ExpertRecord], Info] | None = None
+    """Counts tokens by expert; returns what to tell about it."""
     extra_info: Callable[[], Info] | None = None
     """More for `GetInfo`: what the process knows and the loop does not."""
 
@@ -106,6 +120,8 @@ class Control:
                 self._reply(message.call, *self._profile(message))
             case Corpus():
                 self._reply(message.call, *self._corpus(message))
+            case ExpertRecord():
+                self._reply(message.call, *self._experts(message))
             case Shutdown():
                 self._queues.draining = True
                 self.stop_by_s = now + message.drain_s
@@ -142,6 +158,11 @@ class Control:
             return "", self._hooks.corpus(message)
         except BoughError as error:
             return error.sentence(), {}
+
+    def _experts(self, message: ExpertRecord) -> tuple[str, Info]:
+        if self._hooks.experts is None:
+            return "tokens are not counted by expert (--expert-distribution-recorder-mode stat)", {}
+        return "", self._hooks.experts(message)
 
     def _pause(self, message: Pause, now: float) -> Info:
         queues, cache = self._queues, self._cache

@@ -14,6 +14,7 @@ from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
 from bough.core.errors import ConfigError
+from bough.engine.expert_plan import plan_experts
 from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.pooling import pooling_of, pooling_settings, without_kv
 from bough.models.registry import facts_of, module_of
@@ -93,6 +94,7 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
             fix="leave --ep-size out",
             param="ep_size",
         )
+    plan_experts(config.parallel, facts)
     if config.model.dummy_routing == "uniform" and not any(isinstance(layer.ffn, Moe) for layer in facts.layers):
         raise ConfigError(
             what="dummy_routing is uniform, the model has no experts",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from msgspec import structs
 
@@ -17,6 +18,19 @@ _RATE_OVER_S = 1.0
 """Shortest time over which throughput is measured."""
 
 FreeBytes = Callable[[], tuple[int, int]]
+
+
+class ExpertLoad(Protocol):
+    """What is known of the ranks' load, where they hold different experts."""
+
+    @property
+    def balancedness(self) -> float: ...
+
+    @property
+    def moves(self) -> int: ...
+
+    @property
+    def moved_experts(self) -> int: ...
 
 
 class EngineMeter:
@@ -33,6 +47,8 @@ class EngineMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`free_bytes`: (free, total) memory of the device; `utilization`: its share in use. None: not worth asking for."""
+        self.experts: ExpertLoad | None = None
+        """How even the load of ranks is, where that is counted."""
         self._queues = queues
         self._cache = cache
         self._free_bytes = free_bytes
@@ -49,7 +65,8 @@ class EngineMeter:
             "failed_steps_total", "oom_total",
             "computed_prompt_tokens_total", "retracted_requests_total", "forced_tokens_total", "cut_grammars_total",
             "page_repairs_total", "spec_accept_length", "spec_accept_rate", "spec_verify_total",
-            "spec_draft_tokens_total", "spec_accepted_tokens_total",
+            "spec_draft_tokens_total", "spec_accepted_tokens_total", "expert_balancedness", "expert_rebalances_total",
+            "expert_moves_total",
         )  # fmt: skip
         self._cells = {name: sheet.cell(name) for name in names}
         self._phases = {phase: sheet.cell("engine_seconds_total", phase) for phase in PHASES}
@@ -93,6 +110,10 @@ class EngineMeter:
             cells["spec_accepted_tokens_total"].set(counters.accepted_tokens)
             for cell, count in zip(self._places, counters.accepted_at, strict=True):
                 cell.set(count)
+        if self.experts is not None:
+            cells["expert_balancedness"].set(self.experts.balancedness)
+            cells["expert_rebalances_total"].set(self.experts.moves)
+            cells["expert_moves_total"].set(self.experts.moved_experts)
         for phase, seconds in structs.asdict(laps).items():
             self._phases[phase].set(seconds)
 

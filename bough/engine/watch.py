@@ -15,7 +15,7 @@ from bough.config.concerns import Config
 from bough.core.step import Runner
 from bough.engine.control import Hooks
 from bough.engine.loop import Loop
-from bough.engine.meter import EngineMeter
+from bough.engine.meter import EngineMeter, ExpertLoad
 from bough.engine.profile import Profiler
 from bough.engine.recorder import FaultyRunner, Quarantine, RecordingRunner
 from bough.ipc import Launch, read_quarantine
@@ -53,6 +53,10 @@ class Watch:
 
     def hooks(self) -> Hooks:
         return Hooks(heartbeat=self.beat, report=self.report, profile=self._profiler.handle)
+
+    def watch_experts(self, load: ExpertLoad) -> None:
+        """Writes how even the load of ranks is, too."""
+        self._meter.experts = load
 
     def follow(self, loop: Loop) -> None:
         """This is the loop whose turns are watched."""

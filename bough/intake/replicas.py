@@ -205,4 +205,6 @@ def _together(values: list[Any]) -> Any:
         return merged(values)
     if isinstance(first, list) and all(type(each) is int for value in values for each in value):
         return [sum(column) for column in zip(*values, strict=False)]
+    if isinstance(first, list) and all(isinstance(each, list) for value in values for each in value):
+        return [_together(list(column)) for column in zip(*values, strict=False)]
     return first

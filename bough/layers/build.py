@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bough.config.experts import PLAIN_EXPERTS, ExpertPlan
 from bough.distributed.mesh import SINGLE, Mesh
 from bough.quantization.read import LayerKind
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part, Scheme
@@ -22,6 +23,8 @@ class Build:
     context_length: int
     """Longest sequence that will be computed: rotary tables end there."""
     mesh: Mesh = SINGLE
+    experts_plan: ExpertPlan = PLAIN_EXPERTS
+    """Where experts are, and how tokens reach them."""
 
     def matrix(self, name: str, parts: Sequence[Part], kind: LayerKind = "linear") -> Matrix:
         """An empty matrix of the layer `name`, as the scheme stores it."""

@@ -11,27 +11,39 @@ from torch import Tensor, nn
 
 from bough.config.model_facts import Activation, Moe
 from bough.core.errors import ConfigError
+from bough.distributed.mesh import SINGLE
 from bough.kernels.moe import Routing, topk_softmax
 from bough.layers.build import Build
 from bough.layers.choice import Choice
+from bough.layers.dispatch import Routed, make_dispatch
+from bough.layers.expert_table import ExpertTable
 from bough.layers.linear import GateUpLinear, ReplicatedLinear, RowLinear
 from bough.layers.norm import RMSNorm
 from bough.layers.stream import Input, Normed, value_of
 from bough.quantization.scheme import ExpertShape, ExpertWeights
 from bough.quantization.unquantized import DenseMatrix, Unquantized
-from bough.weights.slots import Slot, pass_over
+from bough.weights.slots import Slot, also_into, pass_over
 
 
 class Experts(nn.Module):
-    """A layer's experts: this rank's on the axis `ep`, and of each of them its share of the inner units."""
+    """A layer's experts: those in this rank's slots, and of each of them its share of the inner units."""
 
-    def __init__(self, facts: Moe, hidden: int, build: Build) -> None:
+    def __init__(self, facts: Moe, hidden: int, build: Build, mixture: int = 0) -> None:
+        """`mixture`: the layer's number among the model's mixtures."""
         super().__init__()
         units = build.mesh.units.slice(facts.intermediate, "inner units of an expert")
-        mine = build.mesh.ep.slice(facts.num_experts, "experts", "--ep-size")
+        plan = build.experts_plan
+        self.table = ExpertTable(
+            plan.slots_of(mixture, facts.num_experts),
+            facts.num_experts,
+            build.mesh.ep,
+            build.device,
+            moves=plan.moves,
+            copies=plan.copies,
+        )
+        mine = self.table.mine
         self.num_experts = facts.num_experts
-        self.first: int = mine.start
-        self.has_all = mine.stop - mine.start == facts.num_experts
+        self.has_all = self.table.is_plain and mine.stop - mine.start == facts.num_experts
         self.shape = ExpertShape(
             mine.stop - mine.start,
             hidden,
@@ -49,10 +61,12 @@ class Experts(nn.Module):
         self.stack = self.build.experts(name, self.shape)
 
     def slots(self) -> dict[str, Slot]:
-        """Those of all experts: what other ranks hold is passed over, unread."""
+        """Those of all experts: an expert of several slots fills them all, and what other ranks hold is passed over,
+        unread."""
         mine = self.stack.weight_slots()
         if self.has_all:
             return mine
+        held = self.table.slots[self.table.mine].tolist()
         slots: dict[str, Slot] = {}
         for name, slot in mine.items():
             number, dot, rest = name.partition(".")
@@ -63,16 +77,16 @@ class Experts(nn.Module):
                     fix="leave out --ep-size",
                     param="ep_size",
                 )
-            slots[f"{self.first + int(number)}.{rest}"] = slot
+            taken = f"{held[int(number)]}.{rest}"
+            slots[taken] = also_into(slots[taken], slot) if taken in slots else slot
             if number == "0":
-                held = range(self.first, self.first + self.shape.num_experts)
                 others = (expert for expert in range(self.num_experts) if expert not in held)
                 slots |= {f"{expert}.{rest}": replace(slot, put=pass_over, check=None) for expert in others}
         return slots
 
-    def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
-        """This rank's share of the sum over each token's experts."""
-        return self.stack.forward(x_TD, weights_Tk, ids_Tk if self.has_all else ids_Tk - self.first)
+    def forward(self, x_TD: Tensor, weights_Tk: Tensor, slots_Tk: Tensor) -> Tensor:
+        """This rank's share of the sum over each token's experts, by their slots here; other numbers are of no slot."""
+        return self.stack.forward(x_TD, weights_Tk, slots_Tk)
 
     def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """As `forward`, of the norm of x + residual, whose experts are chosen by it; and x + residual."""
@@ -82,7 +96,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router and experts, and the shared expert where there is one."""
 
-    def __init__(self, facts: Moe, hidden: int, build: Build) -> None:
+    def __init__(self, facts: Moe, hidden: int, build: Build, mixture: int = 0) -> None:
+        """`mixture`: the layer's number among the model's mixtures."""
         super().__init__()
         self.axis = build.mesh.tp
         self.experts_per_token = facts.experts_per_token
@@ -97,11 +112,18 @@ class MixtureOfExperts(nn.Module):
             self.choose = Choice(facts, build)
             dense = replace(dense, dtype=torch.float32)
         self.router = ReplicatedLinear(hidden, facts.num_experts, dense, bias=facts.router_bias)
-        self.experts = Experts(facts, hidden, build)
+        self.experts = Experts(facts, hidden, build, mixture)
+        plan = build.experts_plan
+        self.dispatch = make_dispatch(plan.dispatch, build.mesh, self.experts.table)
+        self.chosen_E: Tensor | None = None
+        """int64 [E]: tokens that chose each expert, where they are counted."""
+        if plan.records:
+            self.chosen_E = torch.zeros(facts.num_experts, dtype=torch.int64, device=build.device)
         self.shared: SharedExpert | None = None
         if facts.shared_intermediate:
             gate = ReplicatedLinear(hidden, 1, replace(dense, dtype=build.dtype)) if facts.shared_gated else None
-            self.shared = SharedExpert(hidden, facts.shared_intermediate, facts.activation, build, gate)
+            whole = build if plan.dispatch == "none" else replace(build, mesh=SINGLE)
+            self.shared = SharedExpert(hidden, facts.shared_intermediate, facts.activation, whole, gate)
 
     def forward(self, x: Input) -> Tensor:
         """What is added to the stream. Norm, router and experts take one launch where the device has one for them."""
@@ -111,13 +133,15 @@ class MixtureOfExperts(nn.Module):
         weights_Tk, ids_Tk = self._chosen(x_TD, x)
         if self.forced_ids is not None:
             ids_Tk = _without_padding(_lines(self.forced_ids, len(x_TD)), x)
+        if self.chosen_E is not None:
+            count_chosen(self.chosen_E, ids_Tk)
+        slots_Tk = self.experts.table.slot_ids(ids_Tk)
         if self.facts.weighs_input:
-            out_TD = self.experts(x_TD * weights_Tk.to(x_TD.dtype), torch.ones_like(weights_Tk), ids_Tk)
+            weighed_TD = x_TD * weights_Tk.to(x_TD.dtype)
+            routed = Routed(weighed_TD, torch.ones_like(weights_Tk), slots_Tk, x_TD)
         else:
-            out_TD = self.experts(x_TD, weights_Tk, ids_Tk)
-        if self.shared is not None:
-            out_TD = out_TD + self.shared(x_TD)
-        return self.axis.talk.all_reduce(out_TD)
+            routed = Routed(x_TD, weights_Tk, slots_Tk, x_TD)
+        return self.dispatch(routed, self.experts, self.shared)
 
     def _chosen(self, x_TD: Tensor, of: Input) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int32 [T, k]). Padding chooses none, so that no expert is read for it."""
@@ -162,6 +186,12 @@ def route_uniformly(model: nn.Module, seed: int) -> None:
             tables[key] = drawn.to(device=router_ED.device, dtype=torch.int32)
         first = _BETWEEN_LAYERS * place
         mixture.forced_ids = tables[key][first : first + _FORCED]
+
+
+def count_chosen(counts_E: Tensor, ids_Tk: Tensor) -> None:
+    """Adds the tokens that chose each expert; -1 is none."""
+    ids = ids_Tk.reshape(-1).long()
+    counts_E.scatter_add_(0, ids.clamp(min=0), (ids >= 0).to(counts_E.dtype))
 
 
 def _without_padding(ids_Tk: Tensor, of: Input) -> Tensor:

@@ -52,7 +52,8 @@ class Parts:
         if ffn is None:
             raise ConfigError(what=f"layer {index} of {self.facts.architecture} has no feed-forward block")
         if isinstance(ffn, Moe):
-            return MixtureOfExperts(ffn, self.facts.hidden, self.build)
+            mixture = sum(isinstance(layer.ffn, Moe) for layer in self.facts.layers[:index])
+            return MixtureOfExperts(ffn, self.facts.hidden, self.build, mixture)
         kind = GatedMlp if ffn.gated else Mlp
         return kind(ffn, self.facts.hidden, self.build)
 

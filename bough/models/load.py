@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bough.config.concerns import DummyRouting, DummyWeights, ModelImpl
+from bough.config.experts import PLAIN_EXPERTS, ExpertPlan
 from bough.config.hf import Checkpoint
 from bough.config.pooling_facts import PoolingFacts
 from bough.distributed.mesh import SINGLE, Mesh
@@ -44,13 +45,14 @@ def build_model(
     first_layer_table: bool = False,
     progress: Progress | None = None,
     model_impl: ModelImpl = "auto",
+    experts_plan: ExpertPlan = PLAIN_EXPERTS,
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
     `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights,
     which are drawn as `dummy_weights` says, and route tokens as `dummy_routing` says. With `pooling` it is a `PooledModel`.
     `first_layer_table`: see `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not
-    read. `model_impl`: see `ModelConfig`.
+    read. `model_impl`: see `ModelConfig`. `experts_plan`: where experts are, and how tokens reach them.
     """
     facts = facts_of(checkpoint.config, model_impl)
     if facts.through_transformers:
@@ -63,6 +65,7 @@ def build_model(
         device=device,
         context_length=context_length or facts.max_context,
         mesh=mesh,
+        experts_plan=experts_plan,
     )
     model: nn.Module = architecture.make(facts, build)
     place_weights(model)

@@ -92,6 +92,9 @@ METRICS: tuple[Metric, ...] = (
         "spec_accepted_by_position_total", "counter", "Drafts that were right, by their place behind the newest token.",
         "engine", {"position": DRAFT_PLACES},
     ),
+    Metric("expert_balancedness", "gauge", "Mean load of ranks with different experts / the largest, of late.", "engine"),
+    Metric("expert_rebalances_total", "counter", "Times experts were moved between ranks.", "engine"),
+    Metric("expert_moves_total", "counter", "Experts that were moved from one rank to another.", "engine"),
     Metric("cut_grammars_total", "counter", "Constrained answers cut by their limit of tokens.", "engine"),
     Metric("page_repairs_total", "counter", "Times the page account was not whole and was set right.", "engine"),
     Metric(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.packed_linear import Codes
-from bough.kernels.packed_moe import PackedExperts, pack_experts, packed_experts
+from bough.kernels.packed_moe import PackedExperts, expert_tensors, pack_experts, packed_experts
 from bough.quantization.loading import PartLoader, Source, dequantised, joined
 from bough.quantization.scheme import ExpertShape, ExpertWeights
 from bough.quantization.unquantized import DenseExperts
@@ -90,6 +90,12 @@ class CodedExperts(ExpertWeights):
             assert self.plain is not None, "weights are there once loading has finished"
             return self.plain.forward(x_TD, weights_Tk, ids_Tk)
         return packed_experts(x_TD, self.packed, weights_Tk, ids_Tk, self.shape.activation)
+
+    def expert_tensors(self) -> list[list[Tensor]]:
+        if self.packed is not None:
+            return expert_tensors(self.packed)
+        assert self.plain is not None, "weights are there once loading has finished"
+        return self.plain.expert_tensors()
 
 
 class DequantisedExperts(DenseExperts):

@@ -112,6 +112,11 @@ class ExpertWeights(nn.Module, ABC):
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         """As `kernels.moe.fused_experts` -> [T, D]: this rank's share of the sum over each token's experts."""
 
+    @abstractmethod
+    def expert_tensors(self) -> list[list[Tensor]]:
+        """By expert: views of all tensors that are kept of it, scales too, in the same order for each; once loaded. An
+        expert whose tensors are overwritten by another's becomes that expert."""
+
     def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """As `kernels.moe.routed_experts`: `forward` of the norm of x + residual, whose experts are chosen by it; and
         x + residual."""

@@ -128,6 +128,9 @@ class DenseExperts(ExpertWeights):
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         return fused_experts(x_TD, self.gate_up_E2FD, self.down_EDF, weights_Tk, ids_Tk, self.shape.activation)
 
+    def expert_tensors(self) -> list[list[Tensor]]:
+        return [list(each) for each in zip(self.gate_up_E2FD, self.down_EDF, strict=True)]
+
     def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         return routed_experts(x_TD, residual_TD, routing, self.gate_up_E2FD, self.down_EDF, self.shape.activation)
 
@@ -158,6 +161,10 @@ class BiasedExperts(DenseExperts):
         return biased_experts(
             x_TD, self.gate_up_E2FD, self.down_EDF, biases, weights_Tk, ids_Tk, gate.alpha, gate.limit
         )  # fmt: skip
+
+    def expert_tensors(self) -> list[list[Tensor]]:
+        biases = zip(self.gate_up_bias_E2F, self.down_bias_ED, strict=True)
+        return [[*each, *its] for each, its in zip(super().expert_tensors(), biases, strict=True)]
 
     def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         return ExpertWeights.routed(self, x_TD, residual_TD, routing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,8 @@ class ModelRunner:
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
         self.hidden = HiddenSlots()
         self.copies = PageCopies(pool)
+        self.before_step: Callable[[], None] | None = None
+        """Called before every step, on every rank."""
         self._stages = Stages(device, stage_bytes(limits))
         self.graphs: Graphs | None = None
         if graph_max_tokens and device.is_async:
@@ -74,6 +76,8 @@ class ModelRunner:
 
     @without_gradients
     def launch(self, step: Step) -> Launched:
+        if self.before_step is not None:
+            self.before_step()
         for setup in step.setups:
             self.params.fill(setup)
             self.shaper.assign(setup)

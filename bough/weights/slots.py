@@ -4,7 +4,7 @@ copies the share its rank holds."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -36,6 +36,16 @@ class Slot:
 
 def pass_over(stored: Stored) -> None:
     """Fills nothing: the tensor is another rank's."""
+
+
+def also_into(slot: Slot, other: Slot) -> Slot:
+    """A slot that fills another one of the same kind, too, with the same tensor."""
+
+    def put(stored: Stored) -> None:
+        slot.put(stored)
+        other.put(stored)
+
+    return replace(slot, put=put)
 
 
 @runtime_checkable

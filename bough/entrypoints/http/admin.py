@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.core.errors import InvalidRequest
+from bough.core.errors import Conflict, InvalidRequest
+from bough.core.messages import ExpertRecord
 from bough.entrypoints.http.body import S, as_kind, read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import json_reply
@@ -48,6 +49,23 @@ def configure_logging(service: Service) -> Handler:
         asked = await _optional(request, LoggingRequest, service)
         processes = await service.switch_logging(asked)
         told = {"log_level": log_level(), "log_requests": service.log_requests, "processes": processes}
+        return json_reply({"success": True, **told})
+
+    return handle
+
+
+def record_experts(action: Literal["start", "stop", "dump"], service: Service) -> Handler:
+    """Counts tokens by layer and expert; `dump` tells them, and where experts are. Replicas' counts are summed."""
+
+    async def handle(request: Request) -> Response:
+        parallel = service.config.parallel
+        if not parallel.eplb and parallel.expert_distribution_recorder_mode == "none":
+            raise Conflict(
+                what="tokens are not counted by expert",
+                why="expert_distribution_recorder_mode is none",
+                fix="start the server with --expert-distribution-recorder-mode stat, or --eplb",
+            )
+        told = await service.intake.call(lambda call: ExpertRecord(call, action))
         return json_reply({"success": True, **told})
 
     return handle

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,18 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
         paths=("/list_external_corpora",), methods=("GET",), make=corpora.list_corpora, admin=True,
         about="Such texts, and how many tokens they have.",
+    ),
+    RouteSpec(
+        paths=("/start_expert_distribution_record",), methods=("GET", "POST"), make=partial(admin.record_experts, "start"),
+        admin=True, about="Begin to count tokens by expert.",
+    ),
+    RouteSpec(
+        paths=("/stop_expert_distribution_record",), methods=("GET", "POST"), make=partial(admin.record_experts, "stop"),
+        admin=True, about="End the count.",
+    ),
+    RouteSpec(
+        paths=("/dump_expert_distribution_record",), methods=("GET", "POST"), make=partial(admin.record_experts, "dump"),
+        admin=True, about="Tokens by layer and expert, as --init-expert-location takes them.",
     ),
     RouteSpec(
         paths=("/stop_profile",), methods=("POST",), make=admin.stop_profile, admin=True, about="End the recording."

@@ -15,7 +15,7 @@ from torch import Tensor
 from bough.kernels.choices import Choice, Choices, cuda
 from bough.kernels.packed_linear import Codes
 
-__all__ = ["PackedExperts", "pack_experts", "packed_experts"]
+__all__ = ["PackedExperts", "expert_tensors", "pack_experts", "packed_experts"]
 
 _IMPLEMENTATIONS = Choices(
     Choice("triton", f"{__name__}.triton", needs=cuda()),
@@ -49,3 +49,10 @@ def packed_experts(
     """As `moe.fused_experts`, [T, D]."""
     out: Tensor = experts.functions.packed_experts(x_TD, experts, topk_weights_Tk, topk_ids_Tk, activation)
     return out
+
+
+def expert_tensors(experts: PackedExperts) -> list[list[Tensor]]:
+    """By expert: views of all that is kept of it (codes, scales, zero points, orders), in the same order for each. An expert
+    whose tensors are overwritten by another's becomes that expert."""
+    found: list[list[Tensor]] = experts.functions.expert_tensors(experts)
+    return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.moe.reference import ACTIVATIONS
-from bough.kernels.packed_linear import Codes, pack_codes, packed_linear
+from bough.kernels.packed_linear import Codes, PackedWeight, pack_codes, packed_linear
 from bough.kernels.packed_moe import PackedExperts
 
 
@@ -33,3 +33,15 @@ def packed_experts(
         part = packed_linear(hidden, down).float() * topk_weights_Tk[token, choice].float().unsqueeze(1)
         out.index_add_(0, token, part)
     return out.to(x_TD.dtype)
+
+
+def expert_tensors(experts: PackedExperts) -> list[list[Tensor]]:
+    return [[tensor for weight in pair for tensor in _tensors(weight)] for pair in experts.handle]
+
+
+def _tensors(weight: PackedWeight) -> list[Tensor]:
+    codes = weight.handle if isinstance(weight.handle, Codes) else None
+    inside: list[Tensor | None] = [*weight.data, weight.order]
+    if codes is not None:
+        inside = [codes.values_OD, codes.scale_OG, codes.zero_OG, codes.row_scale_O, codes.group_of_D, codes.order_D]
+    return [tensor for tensor in inside if tensor is not None]

@@ -120,6 +120,25 @@ def pack_experts(gate_up: Sequence[Codes], down: Sequence[Codes]) -> PackedExper
     return PackedExperts((*first.tensors, *second.tensors), sys.modules[__name__], held)
 
 
+def expert_tensors(experts: PackedExperts) -> list[list[Tensor]]:
+    held: _Stacks = experts.handle
+    found: list[list[Tensor]] = [[] for _ in range(held.num_experts)]
+    for stacked in (held.gate_up, held.down):
+        by_row = [each for each in (stacked.codes, stacked.row_scales) if each is not None]
+        by_column = [
+            each for each in (stacked.scales, stacked.zeros) if each is not None
+        ]  # [groups, rows of all experts]
+        pieces = [each.chunk(held.num_experts, 0) for each in by_row]
+        pieces += [each.chunk(held.num_experts, 1) for each in by_column]
+        for expert, parts in enumerate(zip(*pieces, strict=True)):
+            found[expert] += parts
+    if held.hopper is not None:
+        scales = held.hopper.gate_up_scale_E2F, held.hopper.down_scale_ED
+        for expert, parts in enumerate(zip(*(each for each in scales if each is not None), strict=True)):
+            found[expert] += parts
+    return found
+
+
 def _stacked(parts: Sequence[Codes]) -> DeviceCodes | None:
     """All experts' weights as one; None if they differ, or if activations would have to be put in another order."""
     first = replace(parts[0], inputs=None)

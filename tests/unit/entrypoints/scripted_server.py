@@ -20,6 +20,7 @@ from bough.core.messages import (
     Corpus,
     Delta,
     End,
+    ExpertRecord,
     FlushCache,
     Generate,
     GetInfo,
@@ -148,7 +149,7 @@ class FakeEngine:
             case Corpus(call=call, corpus_id=name, tokens=tokens):
                 counts = [(name, len(tokens) // 4)] if name else []
                 self.intake._calls[call].set_result(Reply(call=call, body={"corpora": counts}))
-            case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile() | Recall():
+            case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile() | Recall() | ExpertRecord():
                 self.calls.append(message)
                 error = self.flush_error if isinstance(message, FlushCache) else ""
                 body = INFO if isinstance(message, GetInfo) else {"fake": True}

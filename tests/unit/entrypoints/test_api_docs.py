@@ -29,7 +29,9 @@ def servers() -> Iterator[dict[str, FakeServer]]:
     """A server that generates, one that embeds, one that classifies."""
     facts = {"family": "Qwen3", "modes": ["last"], "width": 4, "labels": ["safe", "hate", "violence", "spam"]}
     with (
-        serving(admin_api_key="s4cret", speculative_algorithm="NGRAM") as generates,
+        serving(
+            admin_api_key="s4cret", speculative_algorithm="NGRAM", expert_distribution_recorder_mode="stat"
+        ) as generates,
         serving(facts={"pooling": {"task": "embed", **facts}}, admin_api_key="s4cret") as embeds,
         serving(facts={"pooling": {"task": "classify", **facts}}, admin_api_key="s4cret") as classifies,
     ):
