@@ -53,7 +53,7 @@ class DirectEngine:
         wanted = build_config(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, log_level="warning", **settings
         )
-        checkpoint, facts, _, resolved = decide(wanted, detect(wanted.device.device))
+        checkpoint, facts, _, resolved, _ = decide(wanted, detect(wanted.device.device))
         self.config = resolved.config
         device = open_device(self.config, 0)
         model = load_model(checkpoint, self.config, resolved.plan, device, Mesh.tensor(0, 1))

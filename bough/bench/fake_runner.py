@@ -111,10 +111,10 @@ class OracleRunner:
         fail_launch: Callable[[Step], Exception | None] | None = None,
         fail_wait: Callable[[Step], Exception | None] | None = None,
         yields: Callable[[int], int] | None = None,
-        propose: Callable[[list[int]], list[int]] | None = None,
+        propose: Callable[[list[int], int], list[int]] | None = None,
     ) -> None:
         """`yields`: takes how many tokens a decode row could yield, and says how many it does. `propose`: takes a row's
-        tokens and gives the drafts that the device has for it then."""
+        tokens and a number, and gives as many drafts that the device then has for it."""
         self.limits = limits
         self._yields = yields
         self._propose = propose
@@ -274,13 +274,25 @@ class OracleRunner:
                 outcome.embeddings[row] = np.array([hashes[row][0] % 1009, self._length[slot]], np.float32)
                 continue
             scored += self._verify(step, row, slot, hashes[row], outcome, mask_of.get(row))
-            if self._propose is not None:
-                said = [*self._prefix(slot, int(self._length[slot])).tolist(), int(self._last[slot])]
-                self._drafts[slot] = self._propose(said)
-                if outcome.drafts is None:
-                    outcome.drafts = np.zeros((step.num_rows, len(self._drafts[slot])), np.int32)
-                outcome.drafts[row] = self._drafts[slot]
+            self._leave_drafts(step, row, slot, outcome)
         outcome.output_logprobs = _arrays(scored) if scored else None
+
+    def _leave_drafts(self, step: Step, row: int, slot: int, outcome: Outcome) -> None:
+        """What a proposer does behind a row that samples. Like one, it writes to the room behind the row's tokens."""
+        if self._propose is None or step.proposals < 0:
+            return
+        length, size = int(self._length[slot]), self.limits.page_size
+        pages = self._table[slot, -(-length // size) : int(step.room[row]) // size]
+        self._check_writes(step, slot, set(pages.tolist()))
+        self._kv[pages] = _NOTHING
+        said = [*self._prefix(slot, length).tolist(), int(self._last[slot])]
+        had = self._drafts.get(slot, [])
+        left = self._propose(said, step.proposals) if outcome.counts[row] else (had + [0] * step.proposals)
+        self._drafts[slot] = left[: step.proposals]
+        if step.proposals:
+            if outcome.drafts is None:
+                outcome.drafts = np.zeros((step.num_rows, step.proposals), np.int32)
+            outcome.drafts[row] = self._drafts[slot]
 
     def _verify(
         self, step: Step, row: int, slot: int, hashes: list[int], outcome: Outcome, masks: Mask | None

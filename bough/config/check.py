@@ -10,7 +10,7 @@ from bough.config.experts import TRIVIAL
 from bough.config.flags import settings, show_value
 from bough.config.hosts import LEAST_SECRET
 from bough.config.layout import Layout
-from bough.config.speculation import MOST_DRAFT_TOKENS
+from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, draft_numbers
 from bough.core.errors import ConfigError
 
 
@@ -290,6 +290,8 @@ def _speculative(config: Config) -> None:
     _in_range(
         "speculative_ngram_external_corpus_max_tokens", asked.speculative_ngram_external_corpus_max_tokens, 0, 2**31
     )
+    _in_range("speculative_num_steps", asked.speculative_num_steps, 1, MOST_DRAFT_TOKENS - 1)
+    _draft_model(config)
     if asked.speculative_algorithm == "none":
         return
     if config.model.is_embedding:
@@ -319,6 +321,35 @@ def _speculative(config: Config) -> None:
             why="a dump has one entry a token, and drafts that are wrong would be among them",
             fix="leave one of them out: tokens are the same with and without drafts",
             param="tensor_dump_dir",
+        )
+
+
+def _draft_model(config: Config) -> None:
+    """What drafts on the device is named, and nothing else is."""
+    asked = config.speculative
+    method, path = asked.speculative_algorithm, asked.speculative_draft_model_path
+    if method in ON_DEVICE:
+        draft_numbers(asked)
+        if not path and method != "NEXTN":
+            raise ConfigError(
+                what=f"--speculative-algorithm {method} without --speculative-draft-model-path",
+                why="its drafts come from a checkpoint of its own",
+                fix="name one that was made for this model, or choose NGRAM, which needs none",
+                param="speculative_draft_model_path",
+            )
+    elif path:
+        raise ConfigError(
+            what=f"--speculative-draft-model-path with --speculative-algorithm {method}",
+            why="nothing would load it",
+            fix=f"choose one of {', '.join(sorted(ON_DEVICE))}, or leave the path out",
+            param="speculative_draft_model_path",
+        )
+    elif asked.speculative_num_steps is not AUTO:
+        raise ConfigError(
+            what=f"--speculative-num-steps with --speculative-algorithm {method}",
+            why="nothing drafts step by step",
+            fix="use --speculative-num-draft-tokens",
+            param="speculative_num_steps",
         )
 
 

@@ -41,7 +41,9 @@ LoadBalance = Literal["prefix", "round_robin", "total_requests", "total_tokens"]
 MoeDispatch = Literal["none", "allgather", "alltoall"]
 CopyChoice = Literal["dynamic", "static"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-SpeculativeAlgorithm = Literal["none", "NGRAM", "SUFFIX"]
+SpeculativeAlgorithm = Literal[
+    "none", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLASH"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +244,23 @@ class SpeculativeConfig:
 
     speculative_algorithm: SpeculativeAlgorithm = "none"
     """Where drafts come from: NGRAM looks for the end of a text earlier in it and in texts that were served before; SUFFIX
-    does so too, and drafts what followed most often, as long as that is likely."""
+    does so too, and drafts what followed most often, as long as that is likely; STANDALONE is a small model of the same
+    tokenizer; EAGLE (1 and 2), EAGLE3 and MEDUSA are heads on the model's hidden states, NEXTN the layers that some
+    checkpoints bring along for it (MTP); DFLASH drafts a block in one pass."""
+    speculative_draft_model_path: str = ""
+    """Directory or hub id of what drafts on the device: the small model, the heads. NEXTN: the model's own, by default."""
+    speculative_draft_model_revision: str = ""
+    """Branch, tag or commit of a hub id."""
+    speculative_draft_load_format: LoadFormat = "auto"
+    """Format of its weights; `dummy` makes random ones. auto: as --load-format."""
+    speculative_draft_model_quantization: Quantization = "auto"
+    """Weight scheme of what drafts, like --quantization."""
+    speculative_num_steps: int | Auto = AUTO
+    """Drafts that are made on the device, one behind the other. auto: 4, MEDUSA as many as there are heads, DFLASH as many
+    as a block has."""
     speculative_num_draft_tokens: int | Auto = AUTO
     """Tokens that a step verifies of one request at most: its newest token and drafts behind it. auto: NGRAM 12,
-    SUFFIX 17."""
+    SUFFIX 17, others one more than --speculative-num-steps."""
     speculative_adaptive: bool = True
     """Verify only as many drafts as pay, by how often they are right and what steps take; otherwise always as many as there
     are."""

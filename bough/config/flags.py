@@ -108,6 +108,7 @@ ALIASES: Mapping[str, Alias] = {
     "stream_response_default_include_usage": Alias("stream_usage"),
     "disable_priority_preemption": Alias("priority_preemption", inverted=True),
     "speculative_algo": Alias("speculative_algorithm"),
+    "speculative_draft_model": Alias("speculative_draft_model_path"),
 }
 
 NEARLY: Mapping[str, str] = {
@@ -174,7 +175,16 @@ VALUE_WORDS: Mapping[str, Mapping[str, Word]] = {
         },
     },
     "grammar_backend": {"outlines": Word("auto", "the same constraints are enforced by xgrammar or llguidance")},
-    "speculative_algorithm": {"ngram": Word("NGRAM"), "suffix": Word("SUFFIX"), "NONE": Word("none")},
+    "speculative_algorithm": {
+        "NONE": Word("none"),
+        **{
+            name.lower(): Word(name)
+            for name in ("NGRAM", "SUFFIX", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLASH")
+        },
+        **{name: Word("EAGLE", "both are the same head") for name in ("EAGLE2", "eagle2")},
+        **{name: Word("NEXTN", "that is its name here") for name in ("MTP", "mtp")},
+    },
+    "speculative_draft_model_quantization": {"unquant": Word("none")},
     "log_requests_level": {
         level: Word("1", "texts are never logged; --dump-dir keeps whole requests") for level in ("2", "3")
     },

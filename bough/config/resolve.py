@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 from bough.config.concerns import AUTO, Config, DType, KvDType, Quantization
 from bough.config.hosts import ranks_per_node
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
-from bough.config.speculation import draft_tokens, drafts_of_step
+from bough.config.speculation import ON_DEVICE, draft_numbers, draft_tokens, drafts_of_step
 from bough.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -108,6 +108,10 @@ class ModelPlanFacts:
     """Of all weights, what the fullest rank holds; None: an equal part..."""
     rank_kv_values: int | None = None
     """...and how many of `kv_values_per_token`; None: those of its part of the key-value heads."""
+    tapped_values: int = 0
+    """Values of a token that are kept beside the stream, for what drafts from them."""
+    most_draft_steps: int | None = None
+    """Drafts that what drafts on the device can make; None: any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,13 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         decisions["chunked_prefill_size"] = Decision(chunk, "--max-prefill-tokens")
     threads = settle("cpu_threads", device.cpu_threads, AUTO, choose_threads(machine, config))
     tpot = settle("tpot_target_ms", config.scheduler.tpot_target_ms, AUTO, choose_tpot_target(machine))
-    drafted = config.speculative.speculative_num_draft_tokens
+    drafted, passes = config.speculative.speculative_num_draft_tokens, config.speculative.speculative_num_steps
+    if config.speculative.speculative_algorithm in ON_DEVICE:
+        numbers = draft_numbers(config.speculative, model.most_draft_steps)
+        passes = settle("speculative_num_steps", passes, AUTO, Decision(numbers.steps, numbers.because))
+    config = replace(
+        config, speculative=replace(config.speculative, speculative_num_steps=0 if passes is AUTO else passes)
+    )
     if config.speculative.speculative_algorithm != "none":
         drafted = settle("speculative_num_draft_tokens", drafted, AUTO, Decision(*draft_tokens(config.speculative)))
     elif drafted is AUTO:
@@ -531,7 +541,7 @@ def activation_bytes(
     `gathers`: longest context, where attention copies keys and values out of their pages. `drafts`: logits beyond one a row.
     """
     per_token = 4 * model.hidden_size + (2 * model.attention_width + 3 * model.ffn_size) // ranks
-    layer = step_tokens * per_token * item_bytes
+    layer = step_tokens * (per_token + model.tapped_values) * item_bytes
     if gathers:
         keys = max(gathers, GATHERED_KEYS)
         layer += ATTENTION_MASK_BYTES + 2 * keys * (model.attention_width // ranks) * item_bytes

@@ -39,17 +39,16 @@ REFUSALS: Final = (
         """,
     ),
     Refusal(
-        "drafts come from texts here (--speculative-algorithm NGRAM or SUFFIX): there are no draft models yet",
-        "leave it out",
+        "there is no such way of drafting here",
+        "choose another --speculative-algorithm, or leave it out",
         """
         decoupled_spec_bind_endpoint= decoupled_spec_connect_endpoints= decoupled_spec_rank= decoupled_spec_role=null
-        uno_lora_path= speculative_draft_model_path= speculative_draft_model= speculative_draft_model_revision=
-        speculative_draft_load_format= speculative_dflash_block_size= speculative_domino_candidate_pool_size=2048
+        uno_lora_path= speculative_dflash_block_size= speculative_domino_candidate_pool_size=2048
         speculative_dspark_block_size= speculative_dspark_sps_table_path= speculative_dspark_confidence_sts_path=
         speculative_dspark_align_verify_tokens_to_graph_tier speculative_token_map=
         speculative_draft_attention_backend= speculative_dsa_topk_backend=sgl-kernel speculative_draft_kv_cache_dtype=
         speculative_draft_window_size= speculative_draft_sink_size= speculative_moe_runner_backend=
-        speculative_moe_a2a_backend= speculative_enable_w4a4_mxfp4_megamoe speculative_draft_model_quantization=
+        speculative_moe_a2a_backend= speculative_enable_w4a4_mxfp4_megamoe
         enable_multi_layer_eagle
         """,
     ),
@@ -57,7 +56,7 @@ REFUSALS: Final = (
         "drafts are one chain, as long as --speculative-num-draft-tokens says",
         "use --speculative-num-draft-tokens",
         """
-        speculative_num_steps= speculative_eagle_topk=1 speculative_ngram_min_bfs_breadth=1
+        speculative_eagle_topk=1 speculative_ngram_min_bfs_breadth=1
         speculative_ngram_max_bfs_breadth=1 speculative_ngram_match_type=BFS
         """,
     ),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Final, NamedTuple
 
-from bough.config.concerns import AUTO, SpeculativeConfig
+from bough.config.concerns import AUTO, SpeculativeAlgorithm, SpeculativeConfig
 from bough.core.errors import ConfigError
 
 MOST_DRAFT_TOKENS = 64
@@ -13,6 +14,12 @@ MOST_DRAFT_TOKENS = 64
 STEP_DRAFTS = {"cuda": 512, "cpu": 128}
 """Drafts of all rows of a step at most, by device: beyond, products take as long as drafts would save."""
 _NGRAM_TOKENS, _SUFFIX_TOKENS = 12, 17
+ON_DEVICE: Final[frozenset[SpeculativeAlgorithm]] = frozenset(
+    {"STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLASH"}
+)
+"""Algorithms whose drafts are computed beside the model."""
+_STEPS: Final = 4
+"""Drafts of a row at most, where what drafts could make any number; how many of them pay is learned."""
 _METHODS = {"ngram": "NGRAM", "suffix": "SUFFIX"}
 """vLLM's names of algorithms."""
 _VLLM_NAMES = {
@@ -56,10 +63,53 @@ def _bad_config(origin: str, what: str, why: str) -> ConfigError:
     return ConfigError(what=f"{origin} {what}", why=why, fix=fix, param="speculative_config")
 
 
+class DraftNumbers(NamedTuple):
+    """How drafts are made on the device."""
+
+    steps: int
+    tokens: int
+    """Of a row, verified in a step: its newest one and drafts."""
+    because: str
+
+
+def draft_numbers(config: SpeculativeConfig, most: int | None = None) -> DraftNumbers:
+    """Of an algorithm that drafts on the device. `most`: drafts that it can make; None: any number.
+
+    Raises `ConfigError` for numbers that contradict one another.
+    """
+    steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
+    if steps is not AUTO and tokens is not AUTO and tokens != steps + 1:
+        raise ConfigError(
+            what=f"--speculative-num-steps {steps} and --speculative-num-draft-tokens {tokens} contradict one another",
+            why="each step makes one draft, and the newest token is verified with them",
+            fix=f"use --speculative-num-draft-tokens {steps + 1}, or leave one of them out",
+            param="speculative_num_draft_tokens",
+        )
+    if steps is not AUTO:
+        numbers = DraftNumbers(steps, steps + 1, "--speculative-num-steps")
+    elif tokens is not AUTO:
+        numbers = DraftNumbers(tokens - 1, tokens, "--speculative-num-draft-tokens")
+    elif most is not None:
+        return DraftNumbers(most, most + 1, "as many as the checkpoint drafts")
+    else:
+        return DraftNumbers(_STEPS, _STEPS + 1, "fewer are made where they do not pay")
+    if most is not None and numbers.steps > most:
+        raise ConfigError(
+            what=f"{numbers.steps} drafts were asked for, the checkpoint makes {most}",
+            why=f"{config.speculative_algorithm} has a part of its own for each draft",
+            fix=f"use --speculative-num-steps {most}",
+            param="speculative_num_steps",
+        )
+    return numbers
+
+
 def draft_tokens(config: SpeculativeConfig) -> tuple[int, str]:
     """`speculative_num_draft_tokens` where it is left open, and why."""
     if config.speculative_algorithm == "none":
         return 1, "there are no drafts"
+    if config.speculative_algorithm in ON_DEVICE:
+        numbers = draft_numbers(config)
+        return numbers.tokens, numbers.because
     if config.speculative_algorithm == "SUFFIX":
         return _SUFFIX_TOKENS, "drafts end by themselves where they are unlikely"
     return _NGRAM_TOKENS, "what follows a match is often right for long; wrong drafts are not made for long"

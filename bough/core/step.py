@@ -33,6 +33,8 @@ FROM_DEVICE = -1
 FIRST_DRAFT = -2
 """In `Step.tokens` of decode rows: the first draft that a proposer on the device left for the slot. `FIRST_DRAFT - i` is
 draft i."""
+NO_PROPOSER = -1
+"""As `Step.proposals`: the proposer does not run in this step, or there is none."""
 
 
 def _no_rows() -> I32:
@@ -160,6 +162,12 @@ class Step(Struct, kw_only=True):
     following: I32 = _no_rows()
     """For each row of `prompt_logprobs`: the prompt token after its chunk, which its last position scores; -1: none."""
     shared: SharedSpans | None = None
+    proposals: int = NO_PROPOSER
+    """Drafts that the proposer on the device leaves for each row that samples; 0: it only keeps up with the rows' tokens."""
+    room: I32 = _no_rows()
+    """Where a proposer runs, per row: the KV tokens that its pages hold. It may write beyond the row's own within them."""
+    following_ids: I32 = _no_rows()
+    """Where a proposer runs, per row: the prompt token behind its last query token. 0 where the row samples one."""
 
     @property
     def num_rows(self) -> int:
@@ -195,8 +203,8 @@ class Outcome(Struct, kw_only=True):
     counts: I32
     """0 to 1 + drafts. A decode row that yields nothing is as it was before the step."""
     drafts: npt.NDArray[np.int32] | None = None
-    """[rows, most drafts]: what a proposer on the device left for the rows' slots; None where there is none, or nobody
-    asked: the host needs them for masks."""
+    """[rows, `Step.proposals`]: what the proposer on the device left for the rows' slots, which the host needs for masks;
+    None where it left nothing."""
     output_logprobs: LogprobArrays | None = None
     """In the order of rows, and of each row's tokens. A row may have more positions than it yields tokens."""
     prompt_logprobs: LogprobArrays | None = None

@@ -29,16 +29,17 @@ from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import largest_step
 from bough.config.shares import stage_layers, uneven_heads
-from bough.config.speculation import drafts_of_step
+from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
-from bough.core.step import Runner, RunnerLimits
+from bough.core.step import NO_PROPOSER, Runner, RunnerLimits
 from bough.distributed.join import join_mesh
 from bough.distributed.mesh import SINGLE, Mesh
 from bough.distributed.shared_memory import Patience
 from bough.engine.agree import agree, part_of
 from bough.engine.attention import attention_factory, span_costs
 from bough.engine.decide import Decided, decide
+from bough.engine.dtypes import DTYPES
 from bough.engine.early import Early
 from bough.engine.expert_balance import BalanceRules, ExpertBalancer, has_mixtures
 from bough.engine.expert_plan import plan_experts
@@ -49,7 +50,7 @@ from bough.engine.outbox import open_outbox
 from bough.engine.pipeline import PipelineRunner, open_outcomes, open_sink, run_stage, sampling_rank
 from bough.engine.places import device_index, sharing
 from bough.engine.pooling import pooling_limits, told
-from bough.engine.speculation import corpora_of, drafter_of
+from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_draft
 from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
@@ -76,13 +77,6 @@ from bough.weights.load import Progress
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
 _TELL_EVERY_S = 0.2
 WARM_STEPS = ((1, 1), (8, 8), (64, 64), (256, 256), (64, 1), (256, 8), (192, 64), (512, 65))
 """Steps (tokens, rows) whose graphs are captured before the engine is ready: decode sizes, and small extends..."""
@@ -143,7 +137,7 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         elif parallel.dp_size > 1:
             agreed = partial(part_of, sharing=sharing(launch))
         decided = decide(launch.config, early.facts(), agreed, read_checkpoint(launch.server))
-    checkpoint, facts, pooling, resolved = decided
+    checkpoint, facts, pooling, resolved, draft = decided
     config = resolved.config
     if not config.device.custom_kernels:
         forbid_custom_kernels()
@@ -166,8 +160,10 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
     with start.phase("loading weights", 0.2, until=0.8) as tell:
         experts = plan_experts(parallel, facts)
         model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell, experts)
+        drafts = None if draft is None else load_draft(draft, model, config, resolved.plan, device, mesh, facts)
     with start.phase("laying out memory", 0.8):
-        runner = make_runner(model, config, resolved.plan, device, facts, pooling, kv_scales(checkpoint, config, facts))
+        scales = kv_scales(checkpoint, config, facts)
+        runner = make_runner(model, config, resolved.plan, device, facts, pooling, scales, drafts)
     assert isinstance(model, torch.nn.Module)
     balancer = balance_rank(runner, model, mesh, config, facts) if experts.records else None
     held = exchange(of_rank(rank, model, runner.pool), store, layout.size)
@@ -233,7 +229,7 @@ def load_model(
 ) -> Model:
     return build_model(
         checkpoint,
-        dtype=_DTYPES[config.model.dtype],
+        dtype=DTYPES[config.model.dtype],
         device=device.torch_device,
         mesh=mesh,
         load_format=config.model.load_format,
@@ -265,6 +261,7 @@ def make_runner(
     facts: ModelFacts,
     pooling: PoolingFacts | None = None,
     scales: KvScales | None = None,
+    drafts: LoadedDraft | None = None,
 ) -> ModelRunner | PoolingRunner:
     assert isinstance(model, torch.nn.Module)
     stages, stage = (model.pp.size, model.pp.rank) if isinstance(model, Decoder) else (1, 0)
@@ -281,12 +278,15 @@ def make_runner(
     num_pages = plan.num_pages + 1  # page 0 is nobody's
     _check_room(plan, device)
     specs = [] if whole else attention_specs(model)
+    ropes = facts.ropes[mine.start : mine.stop]
+    if drafts is not None:
+        specs, ropes = specs + attention_specs(drafts.network), ropes + drafts.facts.model.ropes
     shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
-    scales = scales or KvScales()
+    scales = (scales or KvScales()).padded(len(specs))
     values = [
         k if spec.latent else v for spec, k, v in zip(specs, scales.keys, scales.values, strict=bool(scales.keys))
     ]
-    kv_dtype = _DTYPES[config.model.kv_cache_dtype]
+    kv_dtype = DTYPES[config.model.kv_cache_dtype]
     pool = KVPool(shapes, num_pages, page_size, kv_dtype, device.torch_device, scales.keys, values)
     device.reserve(plan.activation_bytes)
     running = config.scheduler.max_running_requests
@@ -320,8 +320,10 @@ def make_runner(
         device,
         graph_max_tokens=graph_tokens(config) if stages == 1 else 0,
         processors=load_processors(config.model.logit_processors),
-        mover=Mover(pool, facts.ropes[mine.start : mine.stop], plan.context_length, device.torch_device),
+        mover=Mover(pool, ropes, plan.context_length, device.torch_device),
         samples=stage == stages - 1,
+        proposer=None if drafts is None else drafts.proposer,
+        most_drafts=drafts_of_row(config.speculative) if drafts is not None else 0,
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
         runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which
@@ -360,19 +362,32 @@ def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
     if runner.graphs is not None:
         most = min(graph_tokens(config), runner.limits.num_slots)
         with torch.inference_mode():
-            runner.graphs.warm_up(
-                [
-                    Extents(tokens, rows, rows, max_query=1 if rows == tokens else tokens)
-                    for tokens, rows in WARM_STEPS
-                    if rows <= most
-                ]
-            )
+            runner.graphs.warm_up(_warm_steps(config, runner, most))
         if isinstance(runner, ModelRunner):
             runner.copies.capture()
         runner.graphs.want([size for size in LATER_GRAPHS if size <= most])
         runner.graphs.want([size for size in SHARED_GRAPHS if size <= most], shared=True)
         for step in rehearsals(runner.limits):
             runner.launch(step).wait()
+
+
+def _warm_steps(config: Config, runner: ModelRunner | PoolingRunner, most: int) -> list[Extents]:
+    """Steps of at most `most` rows whose graphs are captured first; with those that verify drafts, where some are made."""
+    drafts = drafts_of_row(config.speculative)
+    proposals = drafts if isinstance(runner, ModelRunner) and runner.forward.proposer is not None else NO_PROPOSER
+    steps = [
+        Extents(tokens, rows, rows, max_query=1 if rows == tokens else tokens, proposals=proposals)
+        for tokens, rows in WARM_STEPS
+        if rows <= most
+    ]
+    if proposals > 0:
+        width = 1 + drafts
+        steps += [
+            Extents(rows * width, rows, rows * width, width, width, proposals)
+            for tokens, rows in WARM_STEPS
+            if rows == tokens and rows * width <= graph_tokens(config) and rows <= most
+        ]
+    return steps
 
 
 def serve_steps(
@@ -413,7 +428,7 @@ def serve_steps(
         enabled=config.cache.radix_cache,
     )
     queues = Queues(limits, grammars_of(config, checkpoint, limits.vocab_size))
-    drafter = drafter_of(config, limits)
+    drafter = drafter_of(config, limits, decided)
     queues.drafter = drafter
     if config.log.tensor_dump_dir:
         runner = _dumping(runner, local, queues, config)
@@ -478,7 +493,7 @@ def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues,
 
 def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
     """What the other processes and `/server_info` may know."""
-    checkpoint, facts, pooling, resolved = decided
+    checkpoint, facts, pooling, resolved, _ = decided
     plan = resolved.plan
     return {
         "model": checkpoint.name,

@@ -14,6 +14,7 @@ from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
 from bough.core.errors import ConfigError
+from bough.engine.draft import Draft, draft_of, with_draft
 from bough.engine.expert_plan import plan_experts
 from bough.engine.facts import machine_facts, plan_facts
 from bough.engine.pooling import pooling_of, pooling_settings, without_kv
@@ -29,6 +30,7 @@ class Decided(NamedTuple):
     facts: ModelFacts
     pooling: PoolingFacts | None
     resolved: Resolved
+    draft: Draft | None = None
 
 
 def decide(
@@ -60,7 +62,9 @@ def decide(
     if pooling is not None:
         config = pooling_settings(config, pooling, checkpoint, facts, device.kind)
         planned = without_kv(planned) if pooling.whole else planned
-    return Decided(checkpoint, facts, pooling, resolve(config, machine, planned))
+    draft = draft_of(config, checkpoint, facts)
+    planned = with_draft(planned, draft, config, Layout.of(config.parallel))
+    return Decided(checkpoint, facts, pooling, resolve(config, machine, planned), draft)
 
 
 def _check_through_transformers(config: Config, pooling: PoolingFacts | None) -> None:

@@ -236,7 +236,7 @@ class Loop:
         step = entry.flight.step
         self.queues.cost.observe(spent_ms, step.num_tokens - step.num_decode_tokens)
         if self.queues.drafter is not None and step.num_tokens == step.num_decode_tokens:
-            self.queues.drafter.timed(step.num_rows, step.num_tokens, spent_ms)
+            self.queues.drafter.timed(step.num_rows, step.num_tokens, spent_ms, step.proposals)
         self._settled_s = now
         if entry.flight.chunks:
             self.queues.grow_prefills()

@@ -44,12 +44,15 @@ Heads = tuple[Tensor, Tensor, Tensor]
 class Attention(nn.Module):
     """Grouped-query attention over this rank's heads: projections, head norms, rotation, and the KV between them."""
 
-    def __init__(self, facts: Gqa, layer: int, hidden: int, rope: Rope | None, build: Build) -> None:
-        """`layer`: its place in the KV cache. `rope`: the tables of `facts.rope`, which layers share."""
+    def __init__(
+        self, facts: Gqa, layer: int, hidden: int, rope: Rope | None, build: Build, *, in_dim: int | None = None
+    ) -> None:
+        """`layer`: its place in the KV cache. `rope`: the tables of `facts.rope`, which layers share. `in_dim`: the width
+        of what it reads, if it is not that of the stream."""
         super().__init__()
         self.facts = facts
         heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self.qkv = QKVLinear(hidden, *heads, build, bias=facts.qkv_bias)
+        self.qkv = QKVLinear(in_dim or hidden, *heads, build, bias=facts.qkv_bias)
         axis = build.mesh.heads
         self.share = axis.head_share(facts.num_heads, facts.num_kv_heads)
         mine = self.share.heads

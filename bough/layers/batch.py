@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeGuard
 
 import torch
@@ -10,7 +10,16 @@ from torch import Tensor
 
 from bough.kernels.attention.inputs import AttentionSpec
 
-__all__ = ["AttentionBackend", "AttentionSpec", "Batch", "Model", "RotatingBackend", "attention_specs", "rotates"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionSpec",
+    "Batch",
+    "Model",
+    "RotatingBackend",
+    "Taps",
+    "attention_specs",
+    "rotates",
+]
 
 
 class AttentionBackend(Protocol):
@@ -56,6 +65,16 @@ def rotates(backend: AttentionBackend) -> TypeGuard[RotatingBackend]:
 
 
 @dataclass(slots=True)
+class Taps:
+    """States of the stream that are read between a model's layers, of all tokens."""
+
+    layers: tuple[int, ...]
+    """Ascending: the stream as it enters these layers; the number of layers: as it leaves the last one."""
+    states: list[Tensor] = field(default_factory=list)
+    """[T, D] each, in the order of `layers`, once the pass has been made."""
+
+
+@dataclass(slots=True)
 class Batch:
     """One forward pass."""
 
@@ -74,6 +93,8 @@ class Batch:
     """...and bool [T, 1]: where it is negative, once something has asked (`Stream.is_padding_T1`)."""
     embeds_TD: Tensor | None = None
     """Replaces the embedding of `ids_T` where given (multimodal input)."""
+    taps: Taps | None = None
+    """None: nothing is read between the layers."""
     segments_T: Tensor | None = None
     """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
 

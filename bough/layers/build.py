@@ -25,6 +25,8 @@ class Build:
     mesh: Mesh = SINGLE
     experts_plan: ExpertPlan = PLAIN_EXPERTS
     """Where experts are, and how tokens reach them."""
+    first_layer: int = 0
+    """Where the KV of the model's first layer lies in the cache: behind that of the model which it drafts for."""
 
     def matrix(self, name: str, parts: Sequence[Part], kind: LayerKind = "linear") -> Matrix:
         """An empty matrix of the layer `name`, as the scheme stores it."""

@@ -39,11 +39,14 @@ class StackedBlocks:
     def __call__(self, model: Decoder, stream: Stream, batch: Batch) -> None:
         at_once = None
         if isinstance(batch.attention, CpuAttention):
-            at_once = self._stack(stream.x_TD, batch.positions_T, batch.attention)
+            cuts = () if batch.taps is None else batch.taps.layers
+            at_once = self._stack.tapped(stream.x_TD, batch.positions_T, batch.attention, cuts)
         if at_once is None:
             one_by_one(model, stream, batch)
-        else:
-            stream.x_TD, stream.residual_TD = at_once
+            return
+        (stream.x_TD, stream.residual_TD), states = at_once
+        if batch.taps is not None:
+            batch.taps.states += states
 
 
 def parts_of(block: nn.Module) -> BlockParts | None:

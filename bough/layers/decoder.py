@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
 from bough.layers.attention import Attention
-from bough.layers.batch import Batch
+from bough.layers.batch import Batch, Taps
 from bough.layers.build import Build
 from bough.layers.elsewhere import Elsewhere
 from bough.layers.embedding import Head, Table, VocabEmbedding
@@ -140,9 +140,22 @@ class Decoder(nn.Module):
 
 
 def one_by_one(model: Decoder, stream: Stream, batch: Batch) -> None:
+    if batch.taps is not None:
+        _tapped(model, stream, batch, batch.taps)
+        return
     for block in model.layers:
         if not isinstance(block, Elsewhere):
             block(stream, batch)
+
+
+def _tapped(model: Decoder, stream: Stream, batch: Batch, taps: Taps) -> None:
+    """The same, with the stream read between some of the layers. There are no stages where it is."""
+    for number, block in enumerate(model.layers):
+        if number in taps.layers:
+            taps.states.append(stream.tap())
+        block(stream, batch)
+    if len(model.layers) in taps.layers:
+        taps.states.append(stream.tap())
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -38,13 +38,13 @@ class Parts:
         """A norm of the stream."""
         return make_norm(self.facts.norm, self.facts.hidden, self.build)
 
-    def attention(self, index: int) -> Attention | LatentAttention:
-        """The attention of a layer that has nothing else."""
+    def attention(self, index: int, *, in_dim: int | None = None) -> Attention | LatentAttention:
+        """The attention of a layer that has nothing else. `in_dim`: as in `Attention`."""
         (mixer,) = self.layer(index).mixers
-        place = index - self.stage.start
+        place = self.build.first_layer + index - self.stage.start
         if isinstance(mixer, Mla):
             return LatentAttention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build)
-        return Attention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build)
+        return Attention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build, in_dim=in_dim)
 
     def feed_forward(self, index: int) -> nn.Module:
         """Dense or a mixture of experts, as the layer has it."""

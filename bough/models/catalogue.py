@@ -52,6 +52,7 @@ GROUPS: Final = (
             "GraniteForCausalLM": "ibm-granite/granite-3.3-8b-instruct",
             "HeliumForCausalLM": "kyutai/helium-1-2b",
             "HunYuanDenseV1ForCausalLM": "tencent/Hunyuan-7B-Instruct",
+            "MiMoForCausalLM": "XiaomiMiMo/MiMo-7B-RL (tests/models/test_draft_heads.py)",
             "Ministral3ForCausalLM": "the text part of mistralai/Ministral-3-8B-Instruct-2512",
             "MinistralForCausalLM": "mistralai/Ministral-8B-Instruct-2410",
             "NemotronForCausalLM": "nvidia/Minitron-8B-Base",

@@ -46,13 +46,15 @@ def build_model(
     progress: Progress | None = None,
     model_impl: ModelImpl = "auto",
     experts_plan: ExpertPlan = PLAIN_EXPERTS,
+    first_layer: int = 0,
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
     `context_length` bounds the sequences that will be computed (default: the model's own); `seed` is that of dummy weights,
     which are drawn as `dummy_weights` says, and route tokens as `dummy_routing` says. With `pooling` it is a `PooledModel`.
     `first_layer_table`: see `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not
-    read. `model_impl`: see `ModelConfig`. `experts_plan`: where experts are, and how tokens reach them.
+    read. `model_impl`: see `ModelConfig`. `experts_plan`: where experts are, and how tokens reach them. `first_layer`: as in
+    `Build`.
     """
     facts = facts_of(checkpoint.config, model_impl)
     if facts.through_transformers:
@@ -66,6 +68,7 @@ def build_model(
         context_length=context_length or facts.max_context,
         mesh=mesh,
         experts_plan=experts_plan,
+        first_layer=first_layer,
     )
     model: nn.Module = architecture.make(facts, build)
     place_weights(model)

@@ -34,6 +34,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "MistralForCausalLM": "bough.models.mistral",
     "Qwen2ForCausalLM": "bough.models.qwen2",
     "Qwen3ForCausalLM": "bough.models.qwen3",
+    "MiMoForCausalLM": "bough.models.mimo",
     "GemmaForCausalLM": "bough.models.gemma",
     "Gemma2ForCausalLM": "bough.models.gemma2",
     "Gemma3ForCausalLM": "bough.models.gemma3",
@@ -155,6 +156,14 @@ def find_architecture(name: str) -> Architecture:
     """The architecture called `name`. Raises `UnsupportedModel`."""
     module = _import(name)
     return Architecture(module.make, module.WEIGHTS)
+
+
+def block_of(name: str) -> Callable[..., nn.Module]:
+    """What makes a block of the architecture `name`: its module's `block`, or where that says nothing else, Llama's."""
+    from bough.layers.blocks import PreNormBlock
+
+    found: Callable[..., nn.Module] = vars(_import(name)).get("block", PreNormBlock)
+    return found
 
 
 def _import(name: str) -> ModuleType:

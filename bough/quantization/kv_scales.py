@@ -22,6 +22,13 @@ class KvScales:
     keys: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
 
+    def padded(self, num_layers: int) -> KvScales:
+        """With 1 for layers behind the model's own, which draft."""
+        if not self.keys:
+            return self
+        more = (1.0,) * (num_layers - len(self.keys))
+        return KvScales(self.keys + more, self.values + more)
+
 
 def find_kv_scales(checkpoint: Checkpoint, num_layers: int, path: str = "") -> KvScales:
     """From the JSON file at `path`, or from the checkpoint. Raises `ConfigError` or `WeightsError` for scales that can't be.

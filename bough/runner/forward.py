@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bough.core.step import MOST_LEVELS
+from bough.core.step import MOST_LEVELS, NO_PROPOSER
 from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SpanTensors, Tail
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
@@ -20,6 +20,7 @@ from bough.kernels.step_start import SlotState, start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.inputs import StepTensors
+from bough.runner.proposing import Bounds, Drafting, Proposer, Read, nobody, sampled_rows
 
 AttentionFactory = Callable[[AttentionInputs], AttentionBackend]
 
@@ -43,12 +44,23 @@ class Extent:
 class Forward:
     """Binds the model, its KV and the device state."""
 
-    def __init__(self, model: Model, pool: KVPool, state: SlotState, attention: AttentionFactory) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        state: SlotState,
+        attention: AttentionFactory,
+        proposer: Proposer | None = None,
+    ) -> None:
         self.model = model
+        self.proposer = proposer
         self.pool = pool
         self.state = state
         self.narrows = True
         """The last layer computes no more than what is read (off where somebody watches the layers)."""
+        self._last_layer: int | None = None
+        if proposer is not None:  # whose layers come behind the model's
+            self._last_layer = len(pool.keys) - proposer.num_layers - 1
         self._attention = attention
         self._pages = state.page_table.view(-1)
 
@@ -56,11 +68,18 @@ class Forward:
         """Writes pages at flat places of the page table, ahead of a step."""
         self._pages.scatter_(0, at_U, pages_U)
 
-    def hidden(self, tensors: StepTensors, extent: Extent, at: Tensor | None, segments: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        tensors: StepTensors,
+        extent: Extent,
+        at: Tensor | None,
+        segments: Tensor | None = None,
+        read: Read | None = None,
+    ) -> Tensor:
         """Makes the step's page-table writes, and gives hidden states after the final norm at token indices `at` (all
-        tokens: None)."""
+        tokens: None). `read` gets what a proposer will need."""
         if at is not None and not len(at):
-            return self.hidden(tensors, extent, at.new_zeros(1), segments)[:0]
+            return self.hidden(tensors, extent, at.new_zeros(1), segments, read)[:0]
         state, ids = self.state, tensors.ids_T
         start_step(state, tensors, self.pool.page_size)
         shared = None
@@ -90,18 +109,27 @@ class Forward:
             shared=shared,
             host=extent.host,
         )
-        if self.narrows and at is not None and extent.host is not None and len(at) <= len(ids) * TAIL_SHARE:
-            inputs.tail = Tail(at, partial(_rows_of, at, tensors, replace(inputs)))  # not itself: that would be a cycle
+        whole = read is not None and read.reads.hidden
+        if self.narrows and at is not None and not whole and _is_small(at, len(ids), extent):
+            # A copy of the inputs: with themselves it would be a cycle.
+            inputs.tail = Tail(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
+        if read is not None:
+            read.inputs = inputs
         batch = Batch(
             ids_T=ids,
             positions_T=tensors.positions_T,
             attention=self._attention(inputs),
-            logits_at=at,
+            logits_at=None if whole else at,
             num_tokens=len(ids),
             loc_T=tensors.loc_T if extent.host is None else None,
             segments_T=segments,
+            taps=None if read is None else read.taps,
         )
-        return self.model.forward(batch)
+        hidden = self.model.forward(batch)
+        if read is None or not whole:
+            return hidden
+        read.hidden_TD = hidden
+        return hidden if at is None else hidden[at]
 
     def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
         """int64 [L]: one token a sample."""
@@ -126,6 +154,41 @@ class Forward:
     ) -> Tensor:
         """[rows, 1 + width]: how many tokens each row yields, and what it drew: the slots go on from there."""
         return verify(self.state, tensors, drawn_L, num_rows, width, blocked_L)
+
+    def reading(self, proposals: int) -> Read | None:
+        """What `hidden` is given in a step with so many proposals."""
+        return Read.of(self.proposer.reads) if self.proposer is not None and proposals != NO_PROPOSER else None
+
+    def propose(
+        self, read: Read, tensors: StepTensors, drawn_L: Tensor, result: Tensor, bounds: Bounds, count: int
+    ) -> Tensor:
+        """Leaves `count` drafts in the slots of the rows that sample. `result`: what `keep` or `verify` gave.
+
+        Returns [rows, 1 + width + count]: as `verify` gives it, and behind it the drafts that the slots have now; without
+        drafts the `result` itself.
+        """
+        assert self.proposer is not None, "steps of a runner without one have no proposals"
+        state, num_rows = self.state, len(result)
+        yields_R = result[:, 0] if result.ndim == 2 else None
+        state.room.scatter_(0, tensors.slots_R.long(), tensors.room_R.long())
+        if num_rows:
+            rows = sampled_rows(state, tensors, drawn_L, num_rows, yields_R)
+        else:
+            rows, count = nobody(state, tensors), 0
+        drafts = self.proposer.propose(Drafting(count, read, rows, bounds, tensors, drawn_L, state, self._attention))
+        if not count:
+            return result
+        state.drafts[:, :count].index_copy_(0, rows.slots_R, torch.stack(drafts, 1))
+        if yields_R is None:
+            left = state.drafts[tensors.sample_slots_L[:num_rows], :count]
+            return torch.cat((torch.ones_like(left[:, :1]), result[:, None], left), 1)
+        first = tensors.sample_start_R1[:num_rows].long().clamp_max(len(drawn_L) - 1)
+        return torch.cat((result, state.drafts[tensors.sample_slots_L[first], :count]), 1)
+
+
+def _is_small(at: Tensor, num_tokens: int, extent: Extent) -> bool:
+    """Whether the tokens that are read are few enough to narrow the last layer to them."""
+    return extent.host is not None and len(at) <= num_tokens * TAIL_SHARE
 
 
 def _rows_of(at: Tensor, tensors: StepTensors, inputs: AttentionInputs) -> AttentionInputs:

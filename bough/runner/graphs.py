@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bough.core.step import MOST_LEVELS
+from bough.core.step import MOST_LEVELS, NO_PROPOSER
 from bough.runner.capture import capture
 from bough.runner.forward import Extent, Forward
 from bough.runner.inputs import Layout, Sizes, StepTensors
+from bough.runner.proposing import Bounds, Read
 
 Kind = Literal["sampled", "logits"]
 """`sampled` ends in tokens; `logits` ends in logits, for steps whose rows need more than a plain draw."""
@@ -50,6 +51,8 @@ class GraphKey(NamedTuple):
     shared: bool
     decode: bool
     """No row has more than `width` tokens; otherwise any mixture."""
+    proposals: int = NO_PROPOSER
+    """As `Step.proposals`. Where a proposer runs, `decode` is of steps whose rows all decode."""
 
 
 class Extents(NamedTuple):
@@ -62,6 +65,7 @@ class Extents(NamedTuple):
     """Samples of the row that has most of them."""
     max_query: int = 1
     """Query tokens of the row that has most of them."""
+    proposals: int = NO_PROPOSER
 
 
 @dataclass(slots=True)
@@ -73,8 +77,10 @@ class Captured:
     tensors: StepTensors
     graph: torch.cuda.CUDAGraph
     result: Tensor
-    """Tokens [samples], where there are drafts [rows, 1 + width] as `Forward.verify` gives it; or logits [samples,
-    vocab]."""
+    """Tokens [samples], where there are drafts [rows, 1 + width] as `Forward.verify` gives it, where a proposer leaves some
+    as `Forward.propose` gives it; or logits [samples, vocab]."""
+    read: Read | None = None
+    """For the proposer, where it runs behind the graph."""
 
     def replay(self, packed: Tensor) -> None:
         """Queues a step whose inputs are packed in pinned memory."""
@@ -164,7 +170,7 @@ class Graphs:
             rows = self._padded(size.rows) or tokens
         if size.samples > samples:
             samples = self._padded(size.samples) or tokens
-        return GraphKey(tokens, rows, samples, width, kind, shared, decode)
+        return GraphKey(tokens, rows, samples, width, kind, shared, decode, size.proposals)
 
     def _padded(self, count: int) -> int | None:
         """The next captured size; None: there is none as large."""
@@ -180,6 +186,7 @@ class Graphs:
             if other.kind == key.kind
             and other.shared == key.shared
             and other.decode == key.decode
+            and other.proposals == key.proposals
             and (other.width == 1) == (key.width == 1)
             and key.width <= other.width
             and key.tokens <= other.tokens <= most
@@ -208,16 +215,24 @@ class Graphs:
         )
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, result = capture(lambda: self._run(tensors, extent, key), self._pool)
-        return Captured(layout, buffer, tensors, graph, result)
+        graph, (result, read) = capture(lambda: self._run(tensors, extent, key), self._pool)
+        return Captured(layout, buffer, tensors, graph, result, read)
 
-    def _run(self, tensors: StepTensors, extent: Extent, key: GraphKey) -> Tensor:
+    def _run(self, tensors: StepTensors, extent: Extent, key: GraphKey) -> tuple[Tensor, Read | None]:
         forward = self._forward
-        logits = forward.model.logits(forward.hidden(tensors, extent, tensors.sample_at_L))
+        read = forward.reading(key.proposals)
+        hidden = forward.hidden(tensors, extent, tensors.sample_at_L, read=read)
+        if read is not None:
+            read.sampled_LD = hidden
+        logits = forward.model.logits(hidden)
         if key.kind == "logits":
-            return logits
+            return logits, read
         drawn = forward.draw(logits, tensors)
-        return forward.keep(drawn, tensors) if key.width == 1 else forward.verify(drawn, tensors, key.rows, key.width)
+        result = forward.keep(drawn, tensors) if key.width == 1 else forward.verify(drawn, tensors, key.rows, key.width)
+        if read is None:
+            return result, None
+        bounds = Bounds(kv_len=None, max_kv=self._context_length, only_decodes=key.decode, greedy=False)
+        return forward.propose(read, tensors, drawn, result, bounds, key.proposals), None
 
     def _make_idle(self, tensors: StepTensors) -> None:
         """Inputs under which a run touches nothing that matters."""

@@ -65,6 +65,10 @@ class StepTensors:
     span_first_R: Tensor
     span_last_R: Tensor
     span_level_R: Tensor
+    room_R: Tensor
+    """KV tokens that the row's pages hold; set in steps with a proposer only, like..."""
+    following_R: Tensor
+    """...the prompt token behind the row's last query token."""
     span_rows_M: Tensor
     """The spans' rows, span after span."""
     table_pages_U: Tensor
@@ -87,7 +91,7 @@ class StepArrays:
     starts: npt.NDArray[np.int32]
     """query_start, span_start, sample_start"""
     rows: npt.NDArray[np.int32]
-    """kv_len, slots, span_first, span_last, span_level"""
+    """kv_len, slots, span_first, span_last, span_level, room, following"""
     span_rows: npt.NDArray[np.int32]
     table_pages: npt.NDArray[np.int32]
     derived: npt.NDArray[np.int32]
@@ -98,7 +102,7 @@ class StepArrays:
 _T, _R, _R1, _L, _U, _M, _COUNTS = range(7)
 _BLOCKS: tuple[tuple[type[Any], int, torch.dtype, tuple[tuple[int, int], ...]], ...] = (
     (np.int64, 8, torch.int64, ((4, _T), (5, _L), (1, _U))),
-    (np.int32, 4, torch.int32, ((3, _R1), (5, _R), (1, _M), (1, _U), (1, _COUNTS))),
+    (np.int32, 4, torch.int32, ((3, _R1), (7, _R), (1, _M), (1, _U), (1, _COUNTS))),
     (np.float32, 4, torch.float32, ((3, _L),)),
 )
 """By type and its size: how many arrays of which length each block has, in the order of `StepTensors`."""
@@ -162,7 +166,7 @@ class Packer:
         self._token_padding = np.array([[0], [0], [num_slots], [-1]])
         self._sample_padding = np.array([[0], [num_slots], [1], [0], [0]])
         self._filter_padding = np.array([[0.0], [1.0], [0.0]])
-        self._row_padding = np.array([[0], [num_slots], [0], [0], [0]])
+        self._row_padding = np.array([[0], [num_slots], [0], [0], [0], [0], [0]])
         self._write_padding = num_slots * pages_per_slot
 
     def write_table(self, step: Step) -> None:
@@ -202,6 +206,11 @@ class Packer:
         if decodes < num_rows:
             rows[0, decodes:num_rows] += step.context[decodes:]
         rows[1, :num_rows] = step.slots
+        if len(step.room):
+            rows[5, :num_rows] = step.room
+            rows[6, :num_rows] = step.following_ids
+        else:
+            rows[5:, :num_rows] = 0
         _pad(rows, num_rows, self._row_padding)
         _pad(starts, num_rows + 1, step.num_tokens)
         shared = step.shared
@@ -214,7 +223,7 @@ class Packer:
             rows[2, :num_spans] = shared.first
             rows[3, :num_spans] = shared.last
             rows[4, :num_spans] = shared.level
-            rows[2:, num_spans:] = 0
+            rows[2:5, num_spans:] = 0
             into.span_rows[0, :num_members] = shared.rows
             into.span_rows[0, num_members:] = 0
 

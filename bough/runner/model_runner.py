@@ -25,6 +25,7 @@ from bough.runner.hidden import HiddenSlots, HiddenWanted
 from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.moves import Mover
+from bough.runner.proposing import Bounds, Proposer, Read
 from bough.runner.staging import Stage, Stages
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, RichSamples, Shaper, apply_masks
@@ -46,17 +47,20 @@ class ModelRunner:
         processors: Mapping[str, LogitProcessor] | None = None,
         mover: Mover | None = None,
         samples: bool = True,
+        proposer: Proposer | None = None,
+        most_drafts: int = 0,
     ) -> None:
         """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
-        what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`."""
+        what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`. `proposer` leaves the
+        drafts of `Step.proposals`, at most `most_drafts` per row."""
         self.samples = samples
         self.limits = limits
         self.mover = mover
         self.machine = device
         self.device = device.torch_device
-        state = SlotState.make(limits.num_slots, limits.pages_per_slot, self.device)
+        state = SlotState.make(limits.num_slots, limits.pages_per_slot, self.device, most_drafts=most_drafts)
         self.pool = pool
-        self.forward = Forward(model, pool, state, attention)
+        self.forward = Forward(model, pool, state, attention, proposer)
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
@@ -107,8 +111,10 @@ class ModelRunner:
 
     def _replay(self, graphs: Graphs, step: Step, samples: Samples, stage: Stage) -> Launched | None:
         is_plain = not len(samples.rich) and not len(step.constrained)
-        size = Extents(step.num_tokens, step.num_rows, samples.count, samples.width)
-        if step.num_rows < step.num_tokens:
+        size = Extents(step.num_tokens, step.num_rows, samples.count, samples.width, proposals=step.proposals)
+        if step.proposals >= 0 and step.num_decodes < step.num_rows:
+            size = size._replace(max_query=step.num_tokens + 1)  # a proposer treats prompts otherwise than decode rows
+        elif step.num_rows < step.num_tokens:
             size = size._replace(max_query=int(step.num_query.max()))
         captured = graphs.serve(size, "sampled" if is_plain else "logits", step.shared is not None)
         if captured is None:
@@ -120,6 +126,7 @@ class ModelRunner:
         self.packer.pack(step, samples, captured.layout, room.array, writes_table=writes_table)
         captured.replay(room.tensor)
         launched = LaunchedStep(self, step, samples, captured.tensors, stage)
+        launched.read = captured.read
         if is_plain:
             launched.finish(captured.result[: len(samples.rows)])
         else:
@@ -150,8 +157,9 @@ class ModelRunner:
         num_scored = len(at)
         if states is not None:
             at = torch.cat([at, upload(states.at, self.device)])
-        hidden = self.forward.hidden(tensors, extent, at if self.samples else None)
         launched = LaunchedStep(self, step, samples, tensors, stage)
+        launched.read = self.forward.reading(step.proposals)
+        hidden = self.forward.hidden(tensors, extent, at if self.samples else None, read=launched.read)
         if not self.samples:
             return launched
         if states is not None:
@@ -159,11 +167,14 @@ class ModelRunner:
             launched.hidden = states
         if scored is not None:
             launched.prompt_scores = self._score_prompt(hidden[num_samples:num_scored], scored)
+        if launched.read is not None:
+            launched.read.sampled_LD = hidden[:num_samples]
         if num_samples:
             logits = self.forward.model.logits(hidden[:num_samples])
             launched.have_logits(logits)
         else:
-            launched.finish(torch.empty(0, dtype=torch.int64, device=self.device))
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            launched.finish(launched.propose(nothing, nothing))
         return launched
 
     def _scored_positions(self, step: Step) -> _Scored | None:
@@ -204,6 +215,17 @@ class ModelRunner:
         return [self.params.setups[int(samples.slots[i])] for i in samples.rich]
 
 
+def bounds_of(step: Step, samples: Samples) -> Bounds:
+    """What is known of a step's sampling rows before it runs."""
+    kv_len = step.context + step.num_query
+    return Bounds(
+        kv_len=kv_len[samples.rows] if len(samples.rows) else np.ones(1, np.int32),
+        max_kv=int(kv_len.max()),
+        only_decodes=step.num_decodes == step.num_rows,
+        greedy=not samples.floats[0].any(),
+    )
+
+
 class _Scored:
     __slots__ = ("at", "rows", "specs", "targets")
 
@@ -229,6 +251,8 @@ class LaunchedStep:
         """Rows with a list of allowed tokens, and whether anything is left of it."""
         self.prompt_scores: Scores | None = None
         self.hidden: HiddenWanted | None = None
+        self.read: Read | None = None
+        """For the proposer, where one runs."""
 
     @property
     def step(self) -> Step:
@@ -271,14 +295,19 @@ class LaunchedStep:
         tokens = np.full((self._step.num_rows, self._samples.width), -1, np.int32)
         counts = self._step.samples.astype(np.int32)
         self._stage.wait()
+        drafts = None
         if result.ndim == 1:
             tokens[rows, 0] = result
         else:
             counts[rows] = result[:, 0]
             tokens[rows] = result[:, 1 : 1 + tokens.shape[1]]
+            if self._step.proposals > 0:
+                drafts = np.zeros((self._step.num_rows, self._step.proposals), np.int32)
+                drafts[rows] = result[:, -self._step.proposals :]
         return Outcome(
             tokens=tokens,
             counts=counts,
+            drafts=drafts,
             output_logprobs=self._host(self._scores),
             prompt_logprobs=self._host(self.prompt_scores),
             hidden_states=self.hidden.by_row() if self.hidden is not None else {},
@@ -318,7 +347,15 @@ class LaunchedStep:
         if rich is not None:
             runner.shaper.advance(rich, result)
             self._score(raw, logits, drawn, setups)
-        self.finish(result)
+        self.finish(self.propose(drawn, result))
+
+    def propose(self, drawn_L: Tensor, result: Tensor) -> Tensor:
+        """Has drafts made for the next step. Returns `result` with them behind it, where there are any."""
+        step, samples = self._step, self._samples
+        if self.read is None:
+            return result
+        bounds = bounds_of(step, samples)
+        return self._runner.forward.propose(self.read, self._tensors, drawn_L, result, bounds, step.proposals)
 
     def _blocked(self, logits: Tensor, setups: list[SlotSetup]) -> Tensor | None:
         """bool [L]: samples for which nothing is left of a list of allowed tokens; None: no row has such a list."""

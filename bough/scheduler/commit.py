@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from bough.cache.prefix import PrefixCache
 from bough.core.messages import LogprobSpec
-from bough.core.step import FROM_DEVICE, I32, I64, SlotSetup, Step
+from bough.core.step import FROM_DEVICE, I32, I64, NO_PROPOSER, SlotSetup, Step
 from bough.scheduler.leave import retract
 from bough.scheduler.limits import Limits
 from bough.scheduler.plan import StepPlan
@@ -67,19 +67,21 @@ class _Arrays:
         self.context: list[int] = []
         self.samples: list[bool] = []
         self.tokens: list[I32] = []
+        self.following_ids: list[int] = []
         self.table_at: list[I64] = []
         self.table_pages: list[I32] = []
         self.setups: list[SlotSetup] = []
         self.tails: list[tuple[int, int]] = []
         """Slots whose first page of their own begins as a copy, and of which page."""
 
-    def add(self, slot: int, context: int, tokens: I32, *, samples: bool) -> int:
-        """Returns the row's number in the step. `tokens` may be a view."""
+    def add(self, slot: int, context: int, tokens: I32, *, samples: bool, following_id: int = 0) -> int:
+        """Returns the row's number in the step. `tokens` may be a view. `following_id`: as in `Step.following_ids`."""
         self.slots.append(slot)
         self.num_query.append(len(tokens))
         self.context.append(context)
         self.samples.append(samples)
         self.tokens.append(tokens)
+        self.following_ids.append(following_id)
         return self.num_decodes + len(self.slots) - 1
 
 
@@ -126,11 +128,23 @@ def commit(
     if arrays.tails:
         step.copy_from = np.array([page for _, page in arrays.tails], np.int32)
         step.copy_to = np.array([queues.slots.private_pages(slot)[0] for slot, _ in arrays.tails], np.int32)
+    if queues.drafter is not None:
+        _mark_proposals(step, where, plan, queues, arrays)
     flight = Flight(step, where, chunks, tails)
     _mark_scored(flight)
     if queues.gates:
         _mark_constrained(flight, queues)
     return flight
+
+
+def _mark_proposals(step: Step, where: I64, plan: StepPlan, queues: Queues, arrays: _Arrays) -> None:
+    """Says what a proposer on the device does in the step, and notes how many drafts rows will have."""
+    slots = queues.slots
+    slots.num_proposed[where[step.samples]] = max(plan.proposals, 0)
+    if plan.proposals != NO_PROPOSER:
+        step.proposals = plan.proposals
+        step.room = slots.num_pages[where] * np.int32(queues.limits.page_size)
+        step.following_ids = _column(len(plan.decodes), 0, arrays.following_ids, np.int32)
 
 
 _T = TypeVar("_T", bound=np.generic)
@@ -209,7 +223,7 @@ def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
     slots.kv_high[slot] = slots.kv_settled[slot] = row.computed
     slots.out_high[slot] = slots.out_low[slot] = slots.out_settled[slot] = num_output
     slots.out_limit[slot] = job.limit
-    slots.num_decoded[slot] = slots.num_drafts[slot] = slots.num_accepted[slot] = 0
+    slots.num_decoded[slot] = slots.num_drafts[slot] = slots.num_accepted[slot] = slots.num_proposed[slot] = 0
     slots.min_new[slot] = job.ask.sampling.min_new_tokens
     slots.set_stops(slot, job.stops)
     slots.last_step[slot] = -1
@@ -272,7 +286,7 @@ def _give_pages(
     pages = cache.alloc(at + sum(count for _, count in wants))
     if at:
         column = slots.num_pages[growing]
-        if len(plan.drafts):  # a row may get several pages
+        if at > np.count_nonzero(plan.num_new_pages):  # some rows get several
             first = np.cumsum(plan.num_new_pages) - plan.num_new_pages
             column = column + (np.arange(at) - first.repeat(plan.num_new_pages)).astype(np.int32)
         slots.table[growing, column] = pages[:at]
@@ -393,8 +407,10 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
         slot, job, count = row.slot, row.job, share.num_tokens
         is_last = share.left == 0
         samples = is_last and (job.limit > 0 or job.scores_next or bool(job.ask.pool))
-        tokens = slots.history[slot, row.computed : row.computed + count]
-        at = arrays.add(slot, row.computed, tokens, samples=samples)
+        end = row.computed + count
+        following_id = 0 if is_last else int(slots.history[slot, end])
+        tokens = slots.history[slot, row.computed : end]
+        at = arrays.add(slot, row.computed, tokens, samples=samples, following_id=following_id)
         chunks.append(ChunkRow(at, slot, job, row.key, row.computed, count, is_last))
         row.computed += count
         slots.kv_high[slot] = row.computed

@@ -40,6 +40,16 @@ class Drafter(Protocol):
         """Drafts for the rows of a step: at most `most[row]` each, and `num_tokens` in all. None: none are worth it."""
         ...
 
+    def proposals(self, num_rows: int) -> int:
+        """Drafts that the proposer on the device leaves for each row of a step in which `num_rows` rows decode;
+        `core.step.NO_PROPOSER`: it does not run, or there is none."""
+        ...
+
+    def reach(self, proposals: int) -> int:
+        """KV tokens behind a row's own that the proposer writes while it makes so many drafts. Without pages for them its
+        drafts are less often right."""
+        ...
+
     def begin(self, slot: int, job: Job) -> None:
         """A request has got the slot."""
         ...
@@ -49,8 +59,8 @@ class Drafter(Protocol):
         tokens are in the history."""
         ...
 
-    def timed(self, num_rows: int, num_tokens: int, ms: float) -> None:
-        """A step of decode rows alone took so long."""
+    def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
+        """A step of decode rows alone, in which `proposals` drafts were left, took so long."""
         ...
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 from msgspec import Struct
 
 from bough.cache.prefix import CacheView
-from bough.core.step import I32, I64, Bool
-from bough.scheduler.drafting import Drafter
+from bough.core.step import I32, I64, NO_PROPOSER, Bool
+from bough.scheduler.drafting import Drafter, Offer
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
 from bough.scheduler.prefill import LOOK_AHEAD, Room, Share, plan_prefill
@@ -38,6 +38,8 @@ class StepPlan(Struct):
     """Per decode row: drafts that it brings in; empty: no row has any."""
     draft_tokens: I32 = _NO_DRAFTS
     """Those drafts, row after row."""
+    proposals: int = NO_PROPOSER
+    """Drafts that the proposer on the device leaves for the rows' next step."""
     runs: list[Run] = []
     shares: list[Share] = []
     retract: list[int] = []
@@ -64,6 +66,8 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     """Decodes first, within memory; then prefill within what is left of the token budget."""
     wants_prefill = bool(queues.prefilling or len(queues.waiting))
     plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
+    if queues.drafter is not None:
+        plan.proposals = queues.drafter.proposals(len(plan.decodes))
     num_decodes = len(plan.decodes) + len(plan.runs)
     decode_pages = plan.num_decode_pages
     pages = cache.num_available - decode_pages
@@ -84,6 +88,8 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         plan.shares = prefill.shares
         if prefill.preempt:
             _take_out(plan, prefill.preempt)
+        elif queues.drafter is not None:
+            _plan_ahead(plan, limits, queues.drafter.reach(plan.proposals), prefill.num_pages_left)
     if part_ms is not None:
         taken = sum(share.num_tokens for share in plan.shares if share.is_slow)
         owed_ms = queues.owed_ms + taken * queues.cost.prefill_token_ms - part_ms
@@ -254,28 +260,56 @@ def _micro_batch(queues: Queues, limits: Limits, rows: I64) -> I64:
 def _plan_drafts(
     plan: StepPlan, queues: Queues, drafter: Drafter, limits: Limits, *, pages: int, wants_prefill: bool
 ) -> None:
-    """Adds drafts to the rows that decode, as far as memory, tokens and the rows' own limits allow."""
+    """Adds drafts to the rows that decode, and pages for what a proposer writes behind them, as far as memory, tokens and
+    the rows' own limits allow: pages that certain tokens need come first, then those of drafts."""
+    offer = _offered(plan, queues, drafter, limits, wants_prefill=wants_prefill)
+    pages -= sum(run.num_new_pages for run in plan.runs)
+    reach = drafter.reach(drafter.proposals(len(plan.decodes)))
+    for given, ahead in ((offer, reach), (offer, 0), (None, reach)):
+        if given is None and not ahead:
+            continue
+        num_new = _new_pages(plan, queues, limits, given, ahead)
+        if int(num_new.sum()) <= pages:
+            plan.num_new_pages = num_new
+            if given is not None:
+                plan.drafts, plan.draft_tokens = given.counts, given.tokens
+            return
+
+
+def _offered(plan: StepPlan, queues: Queues, drafter: Drafter, limits: Limits, *, wants_prefill: bool) -> Offer | None:
+    """Drafts that the step has tokens for."""
     slots, rows = queues.slots, plan.decodes
-    taken_tokens, taken_pages = len(rows), plan.num_decode_pages
-    for run in plan.runs:
-        taken_tokens += len(run.tokens)
-        taken_pages += run.num_new_pages
-    spare = limits.max_step_tokens - taken_tokens
+    spare = limits.max_step_tokens - len(rows) - sum(len(run.tokens) for run in plan.runs)
     if wants_prefill:
         spare -= max(1, min(limits.min_chunk_tokens, limits.max_step_tokens // 4))
     spare = min(spare, limits.max_step_drafts)
     most = np.minimum(slots.out_limit[rows] - slots.out_low[rows], limits.context_length - slots.kv_high[rows]) - ONE
     if spare <= 0 or not np.count_nonzero(most > 0):
-        return
-    offer = drafter.offer(queues, rows, np.maximum(most, 0), spare)
-    if offer is None:
-        return
-    held = slots.num_pages[rows] * limits.page_size
-    over = slots.kv_high[rows] + offer.counts + ONE - held
-    num_new = np.maximum(-(-over // limits.page_size), 0).astype(np.int32)
-    if int(num_new.sum()) + taken_pages - plan.num_decode_pages > pages:
-        return  # what is left is for tokens that are certain
-    plan.num_new_pages, plan.drafts, plan.draft_tokens = num_new, offer.counts, offer.tokens
+        return None
+    return drafter.offer(queues, rows, np.maximum(most, 0), spare)
+
+
+def _new_pages(plan: StepPlan, queues: Queues, limits: Limits, offer: Offer | None, ahead: int) -> I32:
+    """Per row: the pages that it lacks for its newest token, its drafts and `ahead` tokens behind them."""
+    slots, rows = queues.slots, plan.decodes
+    tokens = slots.kv_high[rows] + (ONE if offer is None else offer.counts + ONE)
+    if ahead:
+        tokens = np.minimum(tokens + np.int32(ahead), np.maximum(tokens, limits.context_length))
+    missing: I32 = -(-tokens // limits.page_size) - slots.num_pages[rows]
+    return np.maximum(missing, 0, dtype=np.int32, casting="unsafe")
+
+
+def _plan_ahead(plan: StepPlan, limits: Limits, reach: int, left: int) -> None:
+    """Prompts that end in the step get pages for what a proposer writes behind them, of the `left` ones."""
+    size = limits.page_size
+    for share in plan.shares:
+        if reach and share.left == 0:
+            had = share.num_new_pages(size)
+            share.ahead = max(0, min(reach, limits.context_length - len(share.row.key)))
+            more = share.num_new_pages(size) - had
+            if more > left:
+                share.ahead = more = 0
+            left -= more
 
 
 def _within_tokens(queues: Queues, limits: Limits, rows: I64, *, wants_prefill: bool) -> I64:

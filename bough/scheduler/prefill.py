@@ -41,13 +41,15 @@ class Share(Struct):
     """What its row has to compute, from its slot on, takes a while by itself."""
     tail_page: int = 0
     """Holds what lies between the last page border and `start`, to be copied; 0: nothing does."""
+    ahead: int = 0
+    """Tokens behind its own that it has pages for, too."""
 
     @property
     def left(self) -> int:
         return len(self.row.key) - self.start - self.num_tokens
 
     def num_new_pages(self, page_size: int) -> int:
-        return max(0, -(-(self.start + self.num_tokens) // page_size) - self.held)
+        return max(0, -(-(self.start + self.num_tokens + self.ahead) // page_size) - self.held)
 
 
 class Room(Struct):
@@ -68,6 +70,8 @@ class PrefillPlan(Struct):
 
     shares: list[Share] = []
     preempt: list[int] = []
+    num_pages_left: int = 0
+    """Of those that the step had for prompts."""
 
 
 def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: Room) -> PrefillPlan:
@@ -93,6 +97,7 @@ def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: Room) -
     if not sharing.plan.preempt:
         sharing.admit()
     sharing.spend_rest()
+    sharing.plan.num_pages_left = sharing.pages
     return sharing.plan
 
 

@@ -47,6 +47,8 @@ class SlotTable:
         """...how many there were..."""
         self.num_accepted: I32 = np.zeros(n, np.int32)
         """...and how many were right."""
+        self.num_proposed: I32 = np.zeros(n, np.int32)
+        """Drafts that the row's latest step leaves on the device."""
         self.min_new: I32 = np.zeros(n, np.int32)
         self.stop_ids: npt.NDArray[np.int32] = np.full((n, NUM_STOP_IDS), NO_TOKEN, np.int32)
         self.more_stops: dict[int, frozenset[int]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bough.core.step import I32, I64, Bool
+from bough.core.step import I32, I64, NO_PROPOSER, Bool
 from bough.scheduler.drafting import Offer
 from bough.scheduler.queues import Job, Queues
 from bough.speculative.acceptance import F64, Acceptance
@@ -80,6 +80,12 @@ class HostDrafter:
             return None
         tokens = np.concatenate([guess.tokens[:count] for guess, count in zip(guesses, counts.tolist(), strict=True)])
         return Offer(counts, tokens.astype(np.int32))
+
+    def proposals(self, num_rows: int) -> int:
+        return NO_PROPOSER
+
+    def reach(self, proposals: int) -> int:
+        return 0
 
     def _counts(self, survival: list[F64], num_tokens: int) -> I32:
         num_rows = len(survival)
@@ -175,7 +181,7 @@ class HostDrafter:
         else:
             self.serial = drafted > _CLEAR_GAIN * plain
 
-    def timed(self, num_rows: int, num_tokens: int, ms: float) -> None:
+    def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         self.costs.add(num_rows, num_tokens, ms, serial=self.serial)
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from bough.core.step import I32
 from bough.scheduler.drafting import Drafter
 from bough.speculative.acceptance import F64
+from bough.speculative.device import DeviceDrafter
 from bough.speculative.guesses import NO_GUESS, Guess
 from bough.speculative.host import HostDrafter
 from bough.speculative.ngram import NgramGuesser
@@ -39,8 +40,13 @@ class KnownGuesser:
         pass
 
 
-def drafter(kind: str, num_slots: int, *, overlaps: bool, answers: Answers | None = None) -> Drafter | None:
+def drafter(
+    kind: str, num_slots: int, *, overlaps: bool, answers: Answers | None = None, most_drafts: int = 0
+) -> Drafter | None:
     match kind:
+        case "device" | "device-adaptive":
+            adaptive = kind == "device-adaptive"
+            return DeviceDrafter(most_drafts, num_slots, adaptive=adaptive, reach=lambda count: max(count, 0))
         case "ngram":
             ngram = NgramGuesser(most=5, least_match=1, most_match=8, capacity_tokens=10_000)
             return HostDrafter(ngram, num_slots, overlaps=overlaps, adaptive=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from drafting import Answers, drafter
@@ -31,8 +32,17 @@ from bough.layers.batch import Model, attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.platform import Device
 from bough.runner.model_runner import ModelRunner
+from bough.runner.proposing import Proposer
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
+
+
+class DraftsOnDevice(NamedTuple):
+    """A proposer, and the network whose layers keep KV behind the model's."""
+
+    proposer: Proposer
+    network: torch.nn.Module
+
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
 
@@ -67,6 +77,8 @@ class Setup:
     """Small: more rows are admitted than memory will do for, and retracted."""
     drafts: str = "none"
     """Where drafts come from (see drafting.py)."""
+    most_drafts: int = 3
+    """Of a row, that a proposer on the device leaves."""
 
 
 @dataclass
@@ -110,8 +122,15 @@ class Mailbox:
 class InProcess:
     """An engine over `model`, set up one way."""
 
-    def __init__(self, model: Model, vocab_size: int, setup: Setup, answers: Answers | None = None) -> None:
-        """`answers`: what requests will be answered, for drafts that know it."""
+    def __init__(
+        self,
+        model: Model,
+        vocab_size: int,
+        setup: Setup,
+        answers: Answers | None = None,
+        proposer: DraftsOnDevice | None = None,
+    ) -> None:
+        """`answers`: what requests will be answered, for drafts that know it. `proposer`: makes drafts on the device."""
         assert isinstance(model, torch.nn.Module)
         device = Device("cuda" if setup.device == "cuda" else "cpu")
         slots, per_slot = setup.num_slots, -(-setup.context_length // setup.page_size)
@@ -124,9 +143,8 @@ class InProcess:
             max_step_tokens=max(setup.chunk_tokens, slots),
             vocab_size=vocab_size,
         )
-        shapes = [
-            KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in attention_specs(model)
-        ]
+        specs = attention_specs(model) + ([] if proposer is None else attention_specs(proposer.network))
+        shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
         pool = KVPool(
             shapes,
             self.limits.num_pages,
@@ -137,8 +155,9 @@ class InProcess:
             setup.v_scales,
         )
         factory = attention_factory(setup.attention, device.torch_device)
-        runner = ModelRunner(
-            model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0
+        runner = self.runner = ModelRunner(
+            model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0,
+            proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(
@@ -159,7 +178,9 @@ class InProcess:
             max_step_drafts=64,
         )
         self.queues = Queues(limits)
-        self.queues.drafter = drafter(setup.drafts, slots, overlaps=setup.overlap, answers=answers)
+        self.queues.drafter = drafter(
+            setup.drafts, slots, overlaps=setup.overlap, answers=answers, most_drafts=setup.most_drafts
+        )
         self.cache = PrefixCache(
             num_pages=limits.num_pages, page_size=setup.page_size, enabled=setup.radix_cache, policy=setup.eviction
         )  # fmt: skip

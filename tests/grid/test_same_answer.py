@@ -6,9 +6,10 @@ from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
 
+import proposing
 import pytest
 import torch
-from in_process import InProcess, Setup
+from in_process import DraftsOnDevice, InProcess, Setup
 from pairwise import pairwise_cover
 from tiny import make_tiny
 
@@ -29,7 +30,7 @@ AXES = {
     "stream": [True, False],
     "policy": ["auto", "lpm", "dfs-weight", "lof", "shortest-prefill-first"],
     "company": ["alone", "batch", "cached", "retracted", "tiny pool"],
-    "drafts": ["none", "ngram", "known", "adaptive"],
+    "drafts": ["none", "ngram", "known", "adaptive", "device"],
 }
 
 # Flags that change how an answer is computed -> the axis that switches them.
@@ -68,6 +69,11 @@ OTHER_FLAGS = {
     "cuda_graph_max_tokens": "tests/gpu",
     "cpu_threads": "threads split rows, not sums",
     "deterministic": "tests/e2e/test_deterministic.py",
+    "speculative_draft_model_path": "the axis drafts has models and heads of its own",
+    "speculative_draft_model_revision": "which file is loaded",
+    "speculative_draft_load_format": "which drafts there are, not which are right",
+    "speculative_draft_model_quantization": "which drafts there are, not which are right",
+    "speculative_num_steps": "tests/sim drafts any number of them",
     "speculative_config": "vLLM's spelling of the other flags",
     "speculative_num_draft_tokens": "tests/sim drafts any number of them",
     "speculative_ngram_min_match_window_size": "which drafts there are, not which are right",
@@ -91,8 +97,8 @@ NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_moe"])
-def family(request, tmp_path_factory) -> tuple[Model, list[list[int]]]:
-    """A tiny model and transformers' greedy answers to PROMPTS."""
+def family(request, tmp_path_factory) -> tuple[Model, list[list[int]], dict[str, DraftsOnDevice]]:
+    """A tiny model, transformers' greedy answers to PROMPTS, and what drafts for it on the device."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     reference = make_tiny(request.param, folder)
     model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
@@ -103,17 +109,21 @@ def family(request, tmp_path_factory) -> tuple[Model, list[list[int]]]:
             min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         answers.append(out[0, len(prompt) :].tolist())
-    return model, answers
+    drafts = proposing.eagle3(folder, model) if request.param == "gemma3" else proposing.itself(folder, 131)
+    return model, answers, {"device": drafts}
 
 
-def answers_of(model: Model, combination: dict[str, object], known: list[list[int]]) -> list[list[int]]:
+def answers_of(
+    model: Model, combination: dict[str, object], known: list[list[int]], drafts: dict[str, DraftsOnDevice]
+) -> list[list[int]]:
     options = dict(combination)
     company = options.pop("company")
     if company == "tiny pool":
         tokens = len(COMMON) + 3 + NEW_TOKENS + 30
         options["num_pages"] = -(-tokens // int(str(options["page_size"]))) + 3
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, known, strict=True)}
-    engine = InProcess(model, 131, Setup(**options), answers)  # type: ignore[arg-type]
+    proposer = drafts.get(str(options["drafts"]))
+    engine = InProcess(model, 131, Setup(**options), answers, proposer)  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
     if company == "alone":
         return [engine.generate([prompt], greedy)[0] for prompt in PROMPTS]
@@ -126,19 +136,19 @@ def answers_of(model: Model, combination: dict[str, object], known: list[list[in
 
 @pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))
 def test_every_pair_of_features_keeps_the_answer(family, number):
-    model, expected = family
+    model, expected, drafts = family
     combination = pairwise_cover(AXES)[number]
-    assert answers_of(model, combination, expected) == expected, combination
+    assert answers_of(model, combination, expected, drafts) == expected, combination
 
 
 def test_scores_stay_under_chunks_hits_and_batches(family):
     """Log-probabilities of prompt and output, against the plainest run."""
-    model, _ = family
+    model, _, drafts = family
     greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
     spec = LogprobSpec(start=3, top=2)
 
     def scores(setup: Setup, warm: bool) -> list[float]:
-        engine = InProcess(model, 131, setup)
+        engine = InProcess(model, 131, setup, proposer=drafts.get(setup.drafts))
         if warm:
             engine.generate(PROMPTS, greedy)
         ids = [engine.submit(prompt, greedy, spec) for prompt in PROMPTS[::2]]
@@ -156,6 +166,7 @@ def test_scores_stay_under_chunks_hits_and_batches(family):
         (Setup(page_size=1, attention="cpu"), True),
         (Setup(chunk_tokens=7, radix_cache=False, stream=False), False),
         (Setup(drafts="ngram"), True),
+        (Setup(drafts="device"), True),
     ):
         other = scores(setup, warm)
         assert torch.allclose(torch.tensor(other), torch.tensor(plain), atol=1e-4), setup

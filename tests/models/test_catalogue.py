@@ -27,4 +27,5 @@ def test_every_model_file_is_compared_with_transformers() -> None:
     prefixes = {prefix for table in tables for prefix, _ in table.values()}
     compared = {ARCHITECTURES["GPT2LMHeadModel" if each == "GPT2" else f"{each}ForCausalLM"] for each in prefixes}
     texts = {module for name, module in ARCHITECTURES.items() if name.endswith("ForConditionalGeneration")}
-    assert compared | texts == set(ARCHITECTURES.values()), "see test_text_of.py for models that also see"
+    others = {"bough.models.mimo"}  # transformers has no class for it: test_draft_heads.py compares it with Qwen2's
+    assert compared | texts | others == set(ARCHITECTURES.values()), "see test_text_of.py for models that also see"

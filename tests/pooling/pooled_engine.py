@@ -70,7 +70,7 @@ class PooledEngine:
     def __init__(self, folder: Path | str, **settings: Any) -> None:
         options = {"dtype": "float32", "device": "cpu", "custom_kernels": False, "cpu_threads": 1, **settings}
         decided = decide(build_config(model_path=str(folder), **options), detect(options["device"]))
-        self.checkpoint, facts, self.pooling, resolved = decided
+        self.checkpoint, facts, self.pooling, resolved, _ = decided
         self.config = resolved.config
         device = open_device(self.config, 0)
         assert self.pooling is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bough.bench.fake_runner import pick, prefix_hash
-from bough.core.step import FIRST_DRAFT, I32, I64, Bool
+from bough.core.step import FIRST_DRAFT, I32, I64, NO_PROPOSER, Bool
 from bough.scheduler.constrain import Gate
 from bough.scheduler.drafting import Offer
 from bough.scheduler.queues import Job, Queues
@@ -53,8 +53,14 @@ class Counting:
         self.learned += int(drafts.sum())
         self.accepted += int(accepted.sum())
 
-    def timed(self, num_rows: int, num_tokens: int, ms: float) -> None:
+    def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         self.times += 1
+
+    def proposals(self, num_rows: int) -> int:
+        return NO_PROPOSER
+
+    def reach(self, proposals: int) -> int:
+        return 0
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:
         assert self.begun.pop(slot) == job.id
@@ -87,15 +93,24 @@ class HostDrafter(Counting):
 class DeviceDrafter(Counting):
     """The runner has the drafts; they may be verified in a step that is planned before they are known."""
 
-    def __init__(self, most: int = 3) -> None:
+    def __init__(self, most: int = 3, *, rests: bool = False) -> None:
+        """`rests`: the proposer does not run in some steps, and leaves fewer drafts in others."""
         super().__init__()
         self.most = most
+        self.rests = rests
+
+    def proposals(self, num_rows: int) -> int:
+        return (7 * num_rows + len(self.begun)) % (self.most + 2) - 1 if self.rests else self.most
+
+    def reach(self, proposals: int) -> int:
+        return max(0, 2 * proposals)
 
     def waits(self, queues: Queues, slots: I64) -> Bool:
         return np.zeros(len(slots), np.bool_)
 
     def offer(self, queues: Queues, slots: I64, most: I32, num_tokens: int) -> Offer | None:
-        counts = np.minimum(most, np.minimum(self.most, (slots + queues.next_step) % (self.most + 1))).astype(np.int32)
+        wanted = np.minimum(queues.slots.num_proposed[slots], (slots + queues.next_step) % (self.most + 1))
+        counts = np.minimum(most, wanted).astype(np.int32)
         counts[np.cumsum(counts) > num_tokens] = 0
         if not counts.any():
             return None
@@ -103,5 +118,5 @@ class DeviceDrafter(Counting):
         return Offer(counts, (FIRST_DRAFT - place).astype(np.int32))
 
 
-def proposer(most: int, right: float) -> Callable[[list[int]], list[int]]:
-    return lambda tokens: continuation(tokens, most, right)
+def proposer(right: float) -> Callable[[list[int], int], list[int]]:
+    return lambda tokens, count: continuation(tokens, count, right)

@@ -189,7 +189,7 @@ class Sim:
         fail_wait: Callable[[Step], Exception | None] | None = None,
         drafter: Drafter | None = None,
         yields: Callable[[int], int] | None = None,
-        propose: Callable[[list[int]], list[int]] | None = None,
+        propose: Callable[[list[int], int], list[int]] | None = None,
         **limits: object,
     ) -> None:
         self.runner_limits = RunnerLimits(

@@ -29,7 +29,7 @@ def drafting(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         made["drafter"] = HostDrafter(most, right, draw(st.sampled_from([0.0, 0.7, 1.0])))
     else:
-        made |= {"drafter": DeviceDrafter(most), "propose": proposer(most, right)}
+        made |= {"drafter": DeviceDrafter(most, rests=draw(st.booleans())), "propose": proposer(right)}
     lazy, rng = draw(st.sampled_from([0.0, 0.3, 0.7])), random.Random(draw(st.integers(0, 99)))
     made["yields"] = lambda count: rng.randint(0, count) if rng.random() < lazy else count
     return made
@@ -93,7 +93,7 @@ def test_constrained_and_scored_requests_and_failed_steps(
 def test_right_drafts_save_steps(where: str, depth: int) -> None:
     drafts: dict[str, Any] = {"drafter": HostDrafter(3, 1.0, 1.0)}
     if where == "device":
-        drafts = {"drafter": DeviceDrafter(3), "propose": proposer(3, 1.0)}
+        drafts = {"drafter": DeviceDrafter(3), "propose": proposer(1.0)}
         drafts["drafter"].offer = lambda q, slots, most, n: _all_of(q, slots, most)
     sim = Sim(depth=depth, num_pages=128, context_length=200, **drafts)
     clients = [sim.ask([i, *PROMPT], max_new=60) for i in range(3)]
@@ -112,7 +112,7 @@ def _all_of(queues: Any, slots: Any, most: Any) -> Any:
     from bough.core.step import FIRST_DRAFT
     from bough.scheduler.drafting import Offer
 
-    counts = np.minimum(most, 3).astype(np.int32)
+    counts = np.minimum(most, queues.slots.num_proposed[slots]).astype(np.int32)
     place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return Offer(counts, (FIRST_DRAFT - place).astype(np.int32)) if counts.any() else None
 

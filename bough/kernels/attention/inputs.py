@@ -88,6 +88,8 @@ class Tail:
     """int64 [L] indices into T."""
     inputs: Callable[[], AttentionInputs]
     """Makes the same tokens rows of one query each. Called by the last layer: the first must not wait for it."""
+    layer: int | None = None
+    """The layer that is the last; None: the one whose KV is the last in the pool."""
 
 
 @dataclass(slots=True)

@@ -227,7 +227,10 @@ class TritonAttention:
 
     def _tail(self, spec: Spec) -> Tail | None:
         inputs = self._step()
-        return inputs.tail if spec.causal and spec.layer == len(inputs.k_caches) - 1 else None
+        tail = inputs.tail
+        if tail is None or not spec.causal:
+            return None
+        return tail if spec.layer == (len(inputs.k_caches) - 1 if tail.layer is None else tail.layer) else None
 
     def _step(self) -> AttentionInputs:
         if self._inputs is None:

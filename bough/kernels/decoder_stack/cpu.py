@@ -89,17 +89,42 @@ class DecoderStack:
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, attention: CpuAttention) -> tuple[Tensor, Tensor] | None:
         """(what the last block adds, the stream without it) in the dtype of x; None where this step can't be run so."""
-        loaded = library()
+        made = self.tapped(x_TD, positions_T, attention, ())
+        return None if made is None else made[0]
+
+    def tapped(
+        self, x_TD: Tensor, positions_T: Tensor, attention: CpuAttention, cuts: Sequence[int]
+    ) -> tuple[tuple[Tensor, Tensor], list[Tensor]] | None:
+        """((what the last block adds, the stream without it), the stream as it enters the blocks `cuts`), all in the dtype
+        of x; None where this step can't be run so. A cut may stand behind the last block."""
         inputs = attention.inputs
-        if loaded is None or inputs.k_scales or inputs.k_caches[0].dtype not in DTYPES:
+        if library() is None or inputs.k_scales or inputs.k_caches[0].dtype not in DTYPES:
             return None
         if inputs.k_caches is not self._caches:
             self._point_at(inputs.k_caches, inputs.v_caches)
         x = x_TD.to(torch.float32).contiguous()
+        states: list[Tensor] = []
+        first = 0
+        for cut in cuts:
+            if cut > first:
+                added, stream = self._run(x, positions_T, attention, first, cut)
+                if cut == len(self._parts):
+                    return (added.to(x_TD.dtype), stream.to(x_TD.dtype)), [*states, (added + stream).to(x_TD.dtype)]
+                x, first = added.add_(stream), cut
+            states.append(x.to(x_TD.dtype, copy=True))
+        added, stream = self._run(x, positions_T, attention, first, len(self._parts))
+        return (added.to(x_TD.dtype), stream.to(x_TD.dtype)), states
+
+    def _run(
+        self, x: Tensor, positions_T: Tensor, attention: CpuAttention, first: int, last: int
+    ) -> tuple[Tensor, Tensor]:
+        """Blocks `first` to `last` - 1 of float32 `x`."""
+        loaded = library()
+        assert loaded is not None, "called where there is one"
         added, stream = torch.empty_like(x), torch.empty_like(x)
         loaded.bough_decoder_stack(
-            self._address,
-            len(self._parts),
+            self._address + first * ctypes.sizeof(_Block),
+            last - first,
             attention.step_address,
             positions_T.data_ptr(),
             x.data_ptr(),
@@ -108,7 +133,7 @@ class DecoderStack:
             x.shape[0],
             x.shape[1],
         )
-        return added.to(x_TD.dtype), stream.to(x_TD.dtype)
+        return added, stream
 
     def _point_at(self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
         for block, parts in zip(self._blocks, self._parts, strict=True):

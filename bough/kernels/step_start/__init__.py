@@ -35,6 +35,8 @@ class SlotState:
     """int64 [slots + 1]: output tokens of the row: the number of its next draw, and of its place in its stream of noise."""
     drafts: Tensor
     """int64 [slots + 1, most drafts]: tokens that a proposer on the device expects to follow `last_token`."""
+    room: Tensor
+    """int64 [slots + 1]: KV tokens that the row's pages hold, for a proposer that writes beyond `kv_len`."""
 
     @staticmethod
     def make(num_slots: int, pages_per_slot: int, device: torch.device, *, most_drafts: int = 0) -> SlotState:
@@ -47,6 +49,7 @@ class SlotState:
             kv_len=zeros(),
             num_output=zeros(),
             drafts=zeros(most_drafts),
+            room=zeros(),
         )
 
 

@@ -57,6 +57,13 @@ _FITTING = {
 """Values of settings that don't take the common ones."""
 
 
+_TOGETHER = {
+    "speculative_draft_model_path": ["--speculative-algorithm", "EAGLE3"],
+    "speculative_num_steps": ["--speculative-algorithm", "NEXTN"],
+}
+"""Settings that mean nothing without another."""
+
+
 @pytest.mark.parametrize("name", [*settings(), *ALIASES])
 def test_every_spelling_is_a_flag(name: str) -> None:
     alias = ALIASES.get(name)
@@ -68,7 +75,8 @@ def test_every_spelling_is_a_flag(name: str) -> None:
     elif setting.name.startswith("speculative_") and setting.kind == "int":
         value = ["4"]
     flag = "--" + name.replace("_", "-")
-    assert setting.name in parse([flag, *value], environ={}).loaded.origins
+    more = _TOGETHER.get(setting.name, [])
+    assert setting.name in parse([flag, *value, *more], environ={}).loaded.origins
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def made(folder: Path, ranks: int) -> ModelRunner:
         model=str(folder), load_format="dummy", device="cpu", custom_kernels=False, max_total_tokens=256,
         skip_tokenizer_init=True, tp_size=ranks, tensor_dump_dir=str(folder / "dumps"),
     )  # fmt: skip
-    checkpoint, facts, _, resolved = decide(config, detect("cpu"))
+    checkpoint, facts, _, resolved, _ = decide(config, detect("cpu"))
     device = open_device(resolved.config, 0)
     model = load_model(checkpoint, resolved.config, resolved.plan, device, SINGLE)
     runner = make_runner(model, resolved.config, resolved.plan, device, facts)

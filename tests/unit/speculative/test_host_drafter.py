@@ -42,7 +42,7 @@ def run(
     """Steps take 1 ms and `token_ms` for each token."""
     drafter = HostDrafter(Seer(right), 8, overlaps=depth > 0, adaptive=adaptive)
     timed = drafter.timed
-    drafter.timed = lambda rows, tokens, ms: timed(rows, tokens, 1.0 + token_ms * tokens)  # type: ignore[method-assign]
+    drafter.timed = lambda rows, tokens, ms, left: timed(rows, tokens, 1.0 + token_ms * tokens, left)  # type: ignore[method-assign]
     sim = Sim(depth=depth, drafter=drafter, num_pages=200, context_length=200)
     for first in range(0, requests, 2):
         clients = [sim.ask([first + i, *PROMPT], max_new=40) for i in range(2)]

@@ -1,0 +1,138 @@
+"""What drafts on the device, found and compared with its target before any weight is loaded. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from bough.config.concerns import Config
+from bough.config.draft_facts import DraftFacts, DraftMethod, misfit, read_draft
+from bough.config.hf import Checkpoint, open_checkpoint
+from bough.config.layout import Layout
+from bough.config.model_facts import ModelFacts
+from bough.config.resolve import ModelPlanFacts
+from bough.config.shares import rank_kv_values
+from bough.config.speculation import ON_DEVICE
+from bough.core.errors import ConfigError
+from bough.engine.facts import plan_facts
+from bough.models.nextn import names_of
+from bough.models.registry import facts_of
+
+_FEW_TOKENS = 16
+"""Ids that stand for other texts at most, in tokenizers that count as the same: reserved ones are renamed."""
+
+
+class Draft(NamedTuple):
+    """A checkpoint that drafts."""
+
+    checkpoint: Checkpoint
+    facts: DraftFacts
+
+
+def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | None:
+    """What the configuration names; None: nothing drafts on the device. Raises `ConfigError` where it can't draft for the
+    target."""
+    asked = config.speculative
+    method = asked.speculative_algorithm
+    if method not in ON_DEVICE:
+        return None
+    if facts.through_transformers and method != "STANDALONE":
+        raise ConfigError(
+            what=f"--speculative-algorithm {method} can't be had with a model that runs through transformers",
+            why="its hidden states are not seen between the layers",
+            fix="use --speculative-algorithm STANDALONE or NGRAM",
+            param="speculative_algorithm",
+        )
+    if method == "NEXTN":
+        names_of(facts.architecture)
+    draft = target
+    if asked.speculative_draft_model_path:
+        load_format = asked.speculative_draft_load_format
+        draft = open_checkpoint(
+            asked.speculative_draft_model_path,
+            revision=asked.speculative_draft_model_revision,
+            load_format=config.model.load_format if load_format == "auto" else load_format,
+            download_dir=config.model.download_dir,
+        )
+    drafts_by: DraftMethod = method  # type: ignore[assignment]
+    whole = None
+    if method == "STANDALONE":
+        whole = facts_of(draft.config, "bough")
+        _same_tokens(target, draft)
+    return Draft(draft, read_draft(drafts_by, draft, facts, whole))
+
+
+def with_draft(planned: ModelPlanFacts, draft: Draft | None, config: Config, layout: Layout) -> ModelPlanFacts:
+    """The target's plan with what its draft takes: weights, KV beside its own, and states that are kept for it."""
+    if draft is None:
+        return planned
+    checkpoint, facts = draft
+    kv_values = max(rank_kv_values(facts.model, layout, rank) for rank in range(layout.size)) if facts.layers else 0
+    dense, packed_bytes, packed_params = _num_weights(draft), 0, 0
+    if facts.method == "STANDALONE":
+        model = replace(config.model, quantization=config.speculative.speculative_draft_model_quantization)
+        alone = plan_facts(checkpoint, facts.model, model, keep_blocks=planned.packed_bytes > 0, layout=layout)
+        dense, packed_bytes, packed_params = alone.dense_params, alone.packed_bytes, alone.packed_params
+    return replace(
+        planned,
+        dense_params=planned.dense_params + dense,
+        packed_bytes=planned.packed_bytes + packed_bytes,
+        packed_params=planned.packed_params + packed_params,
+        kv_values_per_token=planned.kv_values_per_token + sum(mixer.kv_values for mixer in facts.model.mixers),
+        rank_kv_values=None if planned.rank_kv_values is None else planned.rank_kv_values + kv_values,
+        tapped_values=(len(facts.taps) + 1) * planned.hidden_size,
+        most_draft_steps=facts.most_steps,
+    )
+
+
+def _num_weights(draft: Draft) -> int:
+    """Of a head. All tensors of a checkpoint that brings one along have been counted as the model's."""
+    checkpoint, facts = draft
+    if checkpoint.kind == "config-only":
+        return facts.num_parameters()
+    if facts.method == "NEXTN":
+        return 0
+    return sum(
+        math.prod(tensor.shape)
+        for name, tensor in checkpoint.tensors.items()
+        if not name.removeprefix("model.").startswith("embed_tokens.") and not name.endswith("t2d")
+    )
+
+
+def _same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
+    """Raises `ConfigError` if ids stand for other texts. Where a tokenizer can't be read as a list, nothing is compared."""
+    theirs, its = _tokens(target), _tokens(draft)
+    if theirs is None or its is None:
+        return
+    common = theirs.keys() & its.keys()
+    others = sum(theirs[token] != its[token] for token in common)
+    others += abs(len(theirs) - len(common)) if len(common) < min(len(theirs), len(its)) // 2 else 0
+    if others > _FEW_TOKENS:
+        raise misfit(
+            draft,
+            f"{draft.name} has another tokenizer than {target.name}",
+            f"{others:,} of {len(common):,} ids stand for different tokens",
+        )
+
+
+def _tokens(checkpoint: Checkpoint) -> dict[int, str] | None:
+    """Texts by id."""
+    for header in checkpoint.gguf:
+        listed = header.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(listed, list):
+            return dict(enumerate(map(str, listed)))
+    path = Path(checkpoint.tokenizer) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        read = json.loads(path.read_bytes())
+        vocab = read["model"]["vocab"]
+        pairs = vocab.items() if isinstance(vocab, dict) else ((token, at) for at, (token, _) in enumerate(vocab))
+        found = {int(at): str(token) for token, at in pairs}
+        found |= {int(added["id"]): str(added["content"]) for added in read.get("added_tokens", [])}
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found

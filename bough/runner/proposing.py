@@ -1,0 +1,329 @@
+"""The seam between the runner and what drafts on the device: a `Proposer` is called at the end of a step, when its tokens
+have been drawn, and leaves drafts for the next one in the slots.
+
+T tokens of all rows of the step, R rows that sample (perhaps padded), D width of the target's stream, V vocabulary. Nothing
+here reads from the device, and every shape is known before the step runs, so that a graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bough.core.step import I32
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, Tail
+from bough.kernels.sampling import argmax, sample
+from bough.kernels.step_start import SlotState
+from bough.layers.batch import AttentionBackend, Batch, Taps
+from bough.runner.inputs import StepTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a proposer needs to know of the target's forward pass, of all tokens of a step."""
+
+    layers: tuple[int, ...] = ()
+    """As `Taps.layers`."""
+    hidden: bool = False
+    """Whether it reads the states after the last layer: those after the final norm, or a tap behind the layer."""
+    sampled: bool = False
+    """Whether it reads the states after the final norm of tokens behind which something is sampled."""
+
+
+@dataclass(slots=True)
+class Read:
+    """The same of one forward pass, filled while it is made."""
+
+    reads: Reads
+    taps: Taps | None = None
+    hidden_TD: Tensor | None = None
+    sampled_LD: Tensor | None = None
+    inputs: AttentionInputs | None = None
+    """As the target's layers had it."""
+
+    @staticmethod
+    def of(reads: Reads) -> Read:
+        return Read(reads, Taps(reads.layers) if reads.layers else None)
+
+
+class Proposer(Protocol):
+    """Drafts from what the target has computed. Its own layers keep their KV in the target's pool, behind its layers."""
+
+    @property
+    def reads(self) -> Reads: ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep KV."""
+        ...
+
+    def propose(self, step: Drafting) -> list[Tensor]:
+        """`step.count` drafts for each row: int64 [R] each, the next token's first. Also computes its own KV of the step's
+        tokens, and does only that if none are wanted."""
+        ...
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """The rows of a step that sample, as they are once their tokens have been drawn."""
+
+    index_R: Tensor
+    """int64: the sample of each that counts last."""
+    at_R: Tensor
+    """int64: the last query token of each that counts, as an index of the step's tokens."""
+    slots_R: Tensor
+    """int64; the spare slot for rows that yield nothing, and for padding."""
+    kv_len_R: Tensor
+    """int64: KV tokens. The newest token is not among them: it stands at this position."""
+    last_R: Tensor
+    """int64: the newest token."""
+    counter_R: Tensor
+    """int64: output tokens, the number of the next draw."""
+    sampling: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    """Temperature, top_k, top_p, min_p and seed of each."""
+
+
+@dataclass(slots=True)
+class Bounds:
+    """What the host knows of a step's rows that sample."""
+
+    kv_len: I32 | None
+    """KV tokens of each after the step, at most; None in a captured graph."""
+    max_kv: int
+    only_decodes: bool
+    """No row has a part of a prompt, or forced tokens."""
+    greedy: bool
+    """All of them take the likeliest token."""
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A step at its end, as a proposer sees it."""
+
+    count: int
+    """Drafts that are wanted of each row."""
+    read: Read
+    rows: SampledRows
+    bounds: Bounds
+    tensors: StepTensors
+    drawn_L: Tensor
+    state: SlotState
+    attend: Callable[[AttentionInputs], AttentionBackend]
+
+    @property
+    def hidden_TD(self) -> Tensor:
+        """The target's states after its final norm."""
+        assert self.read.hidden_TD is not None, "asked for by `Reads.hidden`"
+        return self.read.hidden_TD
+
+    @property
+    def hidden_RD(self) -> Tensor:
+        """The target's states after its final norm, of the tokens behind which rows drew their newest."""
+        sampled_LD = self.read.sampled_LD
+        assert sampled_LD is not None, "asked for by `Reads.sampled`"
+        return sampled_LD[self.rows.index_R] if len(sampled_LD) else sampled_LD
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The target's states at `Reads.layers`."""
+        assert self.read.taps is not None, "asked for by `Reads.layers`"
+        return self.read.taps.states
+
+    def following_ids(self) -> Tensor:
+        """int64 [T]: the token behind each of the step's tokens: drawn where the row samples there, else the row's next."""
+        tensors, spare = self.tensors, len(self.state.room) - 1
+        num_tokens = len(tensors.ids_T)
+        following = torch.cat((tensors.ids_T[1:], tensors.ids_T[:2]))  # one place more, for padding
+        start, end = tensors.query_start_R1[:-1], tensors.query_start_R1[1:]
+        last = torch.where(end > start, end - 1, num_tokens).long()
+        following.scatter_(0, last, tensors.following_R.long())
+        slots_L = tensors.sample_slots_L[: len(self.drawn_L)]
+        drawn_at = torch.where(slots_L == spare, num_tokens, tensors.sample_at_L[: len(self.drawn_L)])
+        return following.scatter_(0, drawn_at, self.drawn_L)[:num_tokens]
+
+    def moved_on(self, ids_T: Tensor, last_R: Tensor) -> Tensor:
+        """int64 [T]: one token further in each row than `ids_T`, which ends with `last_R` in rows that sample."""
+        num_tokens = len(ids_T)
+        further = torch.cat((ids_T[1:], ids_T[:2]))
+        spare = self.rows.slots_R == len(self.state.room) - 1
+        return further.scatter_(0, self.rows.at_R.masked_fill(spare, num_tokens), last_R)[:num_tokens]
+
+    def keeping(self) -> tuple[Batch, Sequence[Tensor], Sequence[Tensor]]:
+        """Where keys and values of the step's tokens go: a batch that attends to nothing, and the caches by layer."""
+        given, tensors = self.read.inputs, self.tensors
+        assert given is not None, "the target's pass has been made"
+        batch = Batch(tensors.ids_T, tensors.positions_T, self.attend(given), loc_T=tensors.loc_T)
+        return batch, given.k_caches, given.v_caches
+
+    def whole(self, ids_T: Tensor, last_layer: int | None) -> Batch:
+        """All tokens of the step at their positions, under other ids. `last_layer` may leave out what no row ends with;
+        None: all states are read."""
+        tensors, given = self.tensors, self.read.inputs
+        assert given is not None, "the target's pass has been made"
+        inputs = replace(given, tail=None)
+        if self.bounds.kv_len is not None and last_layer is not None:
+            inputs.tail = Tail(self.rows.at_R, lambda: self._row_inputs(self.rows.kv_len_R - 1), last_layer)
+        return Batch(
+            ids_T=ids_T,
+            positions_T=tensors.positions_T,
+            attention=self.attend(inputs),
+            logits_at=None if last_layer is None else self.rows.at_R,
+            num_tokens=len(ids_T),
+            loc_T=tensors.loc_T if self.bounds.kv_len is None else None,
+        )
+
+    def behind(self, ids_R: Tensor, place: int) -> Batch:
+        """One token of each row, `place` positions behind its KV: 0 is that of its newest token."""
+        positions_R = self.rows.kv_len_R + place
+        inputs = self._row_inputs(positions_R, 1 + place)
+        return Batch(
+            ids_T=ids_R,
+            positions_T=positions_R,
+            attention=self.attend(inputs),
+            num_tokens=len(ids_R),
+            loc_T=inputs.loc_T if self.bounds.kv_len is None else None,
+        )
+
+    def block(self, ids_RQ: Tensor) -> Batch:
+        """Tokens of each row from its newest on, for layers that look both ways. The states of all but the first of each
+        row are read."""
+        rows, size = self.rows, ids_RQ.shape[1]
+        places = torch.arange(size, device=ids_RQ.device)
+        positions = (rows.kv_len_R[:, None] + places).flatten()
+        inputs = self._row_inputs(rows.kv_len_R + (size - 1), size)
+        starts = size * inputs.query_start_R1
+        loc = self._locations(rows.slots_R.repeat_interleave(size), positions)
+        host = inputs.host
+        if host is not None:
+            host = HostLengths(num_query_R=size * host.num_query_R, context_R=host.context_R - np.int32(size - 1))
+        inputs = replace(inputs, query_start_R1=starts, loc_T=loc, max_query=size, host=host)
+        return Batch(
+            ids_T=ids_RQ.flatten(),
+            positions_T=positions,
+            attention=self.attend(inputs),
+            logits_at=(starts[:-1, None].long() + places[1:]).flatten(),
+            num_tokens=len(positions),
+            loc_T=loc if self.bounds.kv_len is None else None,
+        )
+
+    def last_two(self) -> Batch:
+        """Of each row the last query token that counts, and its newest token behind it: the states are the latter's.
+
+        Where a row has no page for its newest token, both see one token less.
+        """
+        rows, tensors = self.rows, self.tensors
+        inputs = self._row_inputs(rows.kv_len_R, 1)
+        starts = 2 * inputs.query_start_R1
+        ids = torch.stack((tensors.ids_T[rows.at_R], rows.last_R), 1).flatten()
+        positions = torch.stack((rows.kv_len_R - 1, rows.kv_len_R), 1).flatten()
+        spare = rows.slots_R == len(self.state.room) - 1
+        loc = torch.stack((tensors.loc_T[rows.at_R].masked_fill(spare, -1), inputs.loc_T), 1).flatten()
+        host = inputs.host
+        if host is not None:
+            host = HostLengths(num_query_R=2 * host.num_query_R, context_R=np.maximum(host.context_R - 1, 0))
+        # A row of two queries has at least two KV tokens.
+        inputs = replace(
+            inputs, query_start_R1=starts, loc_T=loc, kv_len_R=inputs.kv_len_R.clamp_min(2), max_query=2, host=host
+        )
+        return Batch(
+            ids_T=ids,
+            positions_T=positions,
+            attention=self.attend(inputs),
+            logits_at=torch.arange(1, len(ids), 2, device=ids.device),
+            num_tokens=len(ids),
+            loc_T=loc if self.bounds.kv_len is None else None,
+        )
+
+    def draw(self, logits_RV: Tensor, place: int) -> Tensor:
+        """int64 [R]: what each row would draw `place` tokens behind its newest from these logits, with the noise that the
+        target will draw with there: so both agree as often as their probabilities allow."""
+        if self.bounds.greedy:
+            return argmax(logits_RV)
+        temperature, top_k, top_p, min_p, seed = self.rows.sampling
+        return sample(logits_RV, temperature, top_k, top_p, min_p, seed, self.rows.counter_R + place)
+
+    def _row_inputs(self, positions_R: Tensor, more: int = 0) -> AttentionInputs:
+        """Of one query token a row. It is not kept where the row has no page for it, and then does not see itself."""
+        given, rows, state = self.read.inputs, self.rows, self.state
+        assert given is not None, "the target's pass has been made"
+        slots = rows.slots_R
+        room = state.room[slots]
+        spare = slots == len(state.room) - 1
+        host = None
+        if self.bounds.kv_len is not None:
+            context = self.bounds.kv_len + np.int32(more - 1)
+            host = HostLengths(num_query_R=np.ones_like(context), context_R=context)
+        return AttentionInputs(
+            query_start_R1=torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device),
+            kv_len_R=torch.minimum(positions_R + 1, room).masked_fill(spare, 1).clamp_min(1).to(torch.int32),
+            slots_R=slots.to(torch.int32),
+            page_table=given.page_table,
+            loc_T=self._locations(slots, positions_R),
+            page_size=given.page_size,
+            max_query=1,
+            max_kv=self.bounds.max_kv + more,
+            k_caches=given.k_caches,
+            v_caches=given.v_caches,
+            k_scales=given.k_scales,
+            v_scales=given.v_scales,
+            host=host,
+        )
+
+    def _locations(self, slots_Q: Tensor, positions_Q: Tensor) -> Tensor:
+        """int64 [Q]: where these positions of slots lie in the pages; -1 where there is no page for them."""
+        given = self.read.inputs
+        assert given is not None, "the target's pass has been made"
+        table, size, room = given.page_table, given.page_size, self.state.room
+        place = (positions_Q // size).clamp_max(table.shape[1] - 1)
+        loc = table[slots_Q, place].long() * size + positions_Q % size
+        nowhere = (positions_Q >= room[slots_Q]) | (slots_Q == len(room) - 1)
+        return loc.masked_fill(nowhere, -1)
+
+
+def nobody(state: SlotState, tensors: StepTensors) -> SampledRows:
+    """Of a step in which no row samples: one of padding."""
+    zero = tensors.ids_T.new_zeros(1)
+    ones = torch.ones(1, device=zero.device)
+    return SampledRows(
+        index_R=zero,
+        at_R=zero,
+        slots_R=zero + (len(state.room) - 1),
+        kv_len_R=zero + 1,
+        last_R=zero,
+        counter_R=zero,
+        sampling=(0 * ones, zero, ones, 0 * ones, zero),
+    )
+
+
+def sampled_rows(
+    state: SlotState, tensors: StepTensors, drawn_L: Tensor, num_rows: int, yields_R: Tensor | None
+) -> SampledRows:
+    """`yields_R`: how many tokens each row yields; None: each of them one, which is its only sample."""
+    if yields_R is None:
+        index = torch.arange(num_rows, device=drawn_L.device)
+        slots = tensors.sample_slots_L[:num_rows]
+    else:
+        first = tensors.sample_start_R1[:num_rows].long()
+        index = (first + (yields_R - 1).clamp_min(0)).clamp_max(len(drawn_L) - 1)
+        slots = tensors.sample_slots_L[index].masked_fill(yields_R == 0, len(state.room) - 1)
+    at = tensors.sample_at_L[index]
+    return SampledRows(
+        index_R=index,
+        at_R=at,
+        slots_R=slots,
+        kv_len_R=tensors.positions_T[at] + 1,
+        last_R=drawn_L[index],
+        counter_R=tensors.counter_L[index] + 1,
+        sampling=(
+            tensors.temperature_L[index],
+            tensors.top_k_L[index],
+            tensors.top_p_L[index],
+            tensors.min_p_L[index],
+            tensors.seed_L[index],
+        ),
+    )
