@@ -13,21 +13,33 @@ CASES = Path(__file__).with_name("triton_cases.py")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(900)  # an interpreter is slow, more so on a busy machine
-@pytest.mark.parametrize(
-    "ops",
-    [
-        "norm,activation,rotary",
-        "linear,moe,grouping",
-        "packed,packed_moe",
-        "attention,shared,tail,rope",
-        "sampling,masks,pages,start,end,plan",
-    ],
-)
+GROUPS = [
+    "norm,activation,rotary",
+    "linear,moe,grouping",
+    "packed,packed_moe",
+    "attention,shared,tail,rope",
+    "sampling,masks,pages,start,end,plan",
+]
+
+
+@pytest.mark.parametrize("ops", [",".join(GROUPS[:3]), ",".join(GROUPS[3:])])
 def test_agree_with_their_references(ops: str) -> None:
+    """Every kernel, each shape, dtype and option at least once."""
+    agree(ops, "few")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)  # an interpreter is slow, more so on a busy machine
+@pytest.mark.parametrize("ops", GROUPS)
+def test_agree_in_every_combination(ops: str) -> None:
+    agree(ops)
+
+
+def agree(ops: str, *options: str) -> None:
     seed = zlib.crc32(ops.encode()) % 2**31
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", str(CASES), ops, str(seed)]
+    command = [sys.executable, "-W", "ignore", str(CASES), ops, str(seed), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == len(ops.split(","))
     assert min(int(line.split()[0]) for line in done.stdout.splitlines()) > 0

@@ -1,6 +1,8 @@
 """Every Triton kernel against its reference: one table of cases, run small by the interpreter and large on a GPU.
 
-    TRITON_INTERPRET=1 python triton_cases.py OP,... SEED        (the CPU; without the variable set, a GPU)
+    TRITON_INTERPRET=1 python triton_cases.py OP,... SEED [few]        (the CPU; without the variable set, a GPU)
+
+`few`: each shape, dtype and option at least once, not every combination of them.
 
 Inputs are fresh random numbers of the seed; memory the kernels get from torch.empty is filled with NaN (or the largest
 integer) first, so that what isn't written shows.
@@ -49,11 +51,12 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Bed:
-    """Where and how large."""
+    """The device, the size of the inputs, and whether every combination of the cases' axes runs."""
 
     device: torch.device
     large: bool
     rng: random.Random
+    few: bool = False
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -64,6 +67,13 @@ class Bed:
         if self.large:
             return list(product(first, second))
         return [(first[at % len(first)], second[at % len(second)]) for at in range(max(len(first), len(second)))]
+
+    def cover(self, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Every combination of the axes' members; with `few`, so few that every member occurs."""
+        if not self.few:
+            return list(product(*axes))
+        longest = max(len(axis) for axis in axes)
+        return [tuple(axis[at % len(axis)] for axis in axes) for at in range(longest)]
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, device=self.device) * scale).to(dtype)
@@ -152,13 +162,12 @@ def _activation(bed: Bed, name: str, width: int, dtype: torch.dtype) -> None:
 
 
 def rotary_cases(bed: Bed) -> Cases:
-    for dtype in bed.dtypes:
-        for width, rotated in ((128, 128), (128, 64), (80, 32)) if bed.large else ((32, 32), (32, 8), (24, 12)):
-            for heads, kv_heads in ((32, 8), (28, 4), (3, 1)) if bed.large else ((4, 2), (9, 3)):
-                for interleaved in (False, True):
-                    cache = bed.rng.choice((dtype, FLOAT8))
-                    name = f"rope {heads}/{kv_heads}x{width}:{rotated} {dtype} cache {cache} interleaved {interleaved}"
-                    yield name, partial(_rotary, bed, heads, kv_heads, width, rotated, dtype, cache, interleaved)
+    widths = ((128, 128), (128, 64), (80, 32)) if bed.large else ((32, 32), (32, 8), (24, 12))
+    groups = ((32, 8), (28, 4), (3, 1)) if bed.large else ((4, 2), (9, 3))
+    for dtype, (width, rotated), (heads, kv_heads), interleaved in bed.cover(bed.dtypes, widths, groups, (False, True)):
+        cache = bed.rng.choice((dtype, FLOAT8))
+        name = f"rope {heads}/{kv_heads}x{width}:{rotated} {dtype} cache {cache} interleaved {interleaved}"
+        yield name, partial(_rotary, bed, heads, kv_heads, width, rotated, dtype, cache, interleaved)
 
 
 def _rotary(
@@ -234,12 +243,9 @@ def linear_cases(bed: Bed) -> Cases:
             skinny.Config(64, 32, 4, 3, 0, split=2),
             skinny.Config(16, 32, 4, 3, 0),
         ]
-    for dtype in bed.dtypes[:2]:
-        for shape in shapes:
-            for config in configs:
-                if bed.large and not _fits(shape[0], config):
-                    continue
-                yield f"skinny {shape} {config} {dtype}", partial(_linear, bed, shape, config, dtype)
+    for dtype, shape, config in bed.cover(bed.dtypes[:2], shapes, configs):
+        if not bed.large or _fits(shape[0], config):
+            yield f"skinny {shape} {config} {dtype}", partial(_linear, bed, shape, config, dtype)
 
 
 def _fits(tokens: int, config: skinny.Config) -> bool:
@@ -332,21 +338,21 @@ def attention_cases(bed: Bed) -> Cases:
         if bed.large
         else [layer_of(4, 2, 16), layer_of(3, 1, 24, v_head_dim=8)]
     )
+    kinds = ("plain", "window", "softcap", "both ways", "chunk", "sinks and slopes")
+    for dtype, layer, kind in bed.cover(bed.dtypes, layers, kinds):
+        page = bed.rng.choice((1, 16, 32, 64, 128) if bed.large else (1, 4, 16, 32))
+        cache = FLOAT8 if bed.large and kind == "plain" and bed.rng.random() < 0.5 else dtype
+        spec = {
+            "plain": layer,
+            "window": replace(layer, window=bed.rng.randrange(5, 60)),
+            "softcap": replace(layer, softcap=5.0),
+            "both ways": replace(layer, causal=False),
+            "chunk": replace(layer, chunk=bed.rng.randrange(5, 60)),
+            "sinks and slopes": with_sinks(bed, layer),
+        }[kind]
+        name = f"attention {kind} {layer} page {page} {dtype} cache {cache}"
+        yield name, partial(_attention, bed, spec, page, dtype, cache)
     for dtype in bed.dtypes:
-        for layer in layers:
-            for kind in ("plain", "window", "softcap", "both ways", "chunk", "sinks and slopes"):
-                page = bed.rng.choice((1, 16, 32, 64, 128) if bed.large else (1, 4, 16, 32))
-                cache = FLOAT8 if bed.large and kind == "plain" and bed.rng.random() < 0.5 else dtype
-                spec = {
-                    "plain": layer,
-                    "window": replace(layer, window=bed.rng.randrange(5, 60)),
-                    "softcap": replace(layer, softcap=5.0),
-                    "both ways": replace(layer, causal=False),
-                    "chunk": replace(layer, chunk=bed.rng.randrange(5, 60)),
-                    "sinks and slopes": with_sinks(bed, layer),
-                }[kind]
-                name = f"attention {kind} {layer} page {page} {dtype} cache {cache}"
-                yield name, partial(_attention, bed, spec, page, dtype, cache)
         latents = (
             layer_of(16, 1, 576, v_head_dim=512, latent=True)
             if bed.large
@@ -383,10 +389,10 @@ def _attention(bed: Bed, spec: AttentionSpec, page: int, dtype: torch.dtype, cac
 
 
 def plan_cases(bed: Bed) -> Cases:
-    for count in (1, 7, 64, 100, 256, 300, 1024, 1500) if bed.large else (1, 5, 70, 260):
-        for longest in (40, 900, 30_000):
-            for rows in ("decode", "short", "any", "prefixed"):
-                yield f"plan {count} {rows} rows up to {longest}", partial(_plan, bed, count, rows, longest)
+    counts = (1, 7, 64, 100, 256, 300, 1024, 1500) if bed.large else (1, 5, 70, 260)
+    for longest in (40, 900, 30_000):
+        for count, rows in bed.cover(counts, ("decode", "short", "any", "prefixed")):
+            yield f"plan {count} {rows} rows up to {longest}", partial(_plan, bed, count, rows, longest)
 
 
 def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
@@ -518,9 +524,8 @@ def _rope(bed: Bed, spec: AttentionSpec, kind: str, dtype: torch.dtype) -> None:
 
 def tail_cases(bed: Bed) -> Cases:
     layer = layer_of(32, 8, 128) if bed.large else layer_of(4, 2, 16)
-    for dtype in bed.dtypes:
-        for spec in (layer, replace(layer, window=37)):
-            yield f"tail {spec} {dtype}", partial(_tail, bed, spec, dtype)
+    for dtype, spec in bed.cover(bed.dtypes, (layer, replace(layer, window=37))):
+        yield f"tail {spec} {dtype}", partial(_tail, bed, spec, dtype)
 
 
 def _tail(bed: Bed, spec: AttentionSpec, dtype: torch.dtype) -> None:
@@ -654,9 +659,10 @@ def _shared(bed: Bed, spec: AttentionSpec, page: int, tree: _Tree, dtype: torch.
 
 
 def sampling_cases(bed: Bed) -> Cases:
-    for spread, dtype in bed.pairs((0.5, 4.0), (torch.float32, torch.bfloat16)):
-        for vocab in (50, 5000, 128256) if bed.large else (50, 4500, 13_000):
-            yield f"sample {vocab} spread {spread} {dtype}", partial(_sample, bed, vocab, spread, dtype)
+    vocabs = (50, 5000, 128256) if bed.large else (50, 4500, 13_000)
+    draws = bed.pairs((0.5, 4.0), (torch.float32, torch.bfloat16))
+    for (spread, dtype), vocab in bed.cover(draws, vocabs):
+        yield f"sample {vocab} spread {spread} {dtype}", partial(_sample, bed, vocab, spread, dtype)
 
 
 def _sample(bed: Bed, vocab: int, spread: float, dtype: torch.dtype) -> None:
@@ -843,10 +849,8 @@ def moe_cases(bed: Bed) -> Cases:
         shapes = [(1, 128, 8, 2048, 768), (64, 128, 8, 2048, 768), (300, 8, 2, 512, 320), (1000, 64, 6, 1000, 200)]
     else:
         shapes = [(1, 8, 2, 64, 32), (7, 8, 3, 48, 40), (40, 5, 2, 64, 64)]
-    for dtype in bed.dtypes:
-        for shape in shapes:
-            for limit in (4096, 16):
-                yield f"experts {shape} {dtype} one program up to {limit}", partial(_moe, bed, shape, dtype, limit)
+    for dtype, shape, limit in bed.cover(bed.dtypes, shapes, (4096, 16)):
+        yield f"experts {shape} {dtype} one program up to {limit}", partial(_moe, bed, shape, dtype, limit)
 
 
 def _moe(bed: Bed, shape: tuple[int, int, int, int, int], dtype: torch.dtype, limit: int) -> None:
@@ -885,9 +889,8 @@ def grouping_cases(bed: Bed) -> Cases:
     shapes = [(1, 128, 8, 2048, 64), (4000, 128, 8, 2048, 256), (600, 6, 2, 1000, 128)] if bed.large else [
         (37, 5, 2, 48, 64), (150, 7, 3, 40, 128), (1, 4, 2, 64, 256),
     ]  # fmt: skip
-    for shape in shapes:
-        for fp8 in (False, True):
-            yield f"grouping {shape} fp8 {fp8}", partial(_grouping, bed, shape, fp8)
+    for shape, fp8 in bed.cover(shapes, (False, True)):
+        yield f"grouping {shape} fp8 {fp8}", partial(_grouping, bed, shape, fp8)
 
 
 def _grouping(bed: Bed, shape: tuple[int, int, int, int, int], fp8: bool) -> None:
@@ -1035,14 +1038,14 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
 }
 
 
-def run(op: str, device: torch.device, seed: int, part: int = 0, parts: int = 1) -> int:
+def run(op: str, device: torch.device, seed: int, part: int = 0, parts: int = 1, *, few: bool = False) -> int:
     """Runs the cases of an operation, or one of `parts` of them, and returns how many there were; raises with the case's
     name at the first failure."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     torch.utils.deterministic.fill_uninitialized_memory = True
     count = 0
-    cases = OPS[op](Bed(device, device.type == "cuda", random.Random(seed)))
+    cases = OPS[op](Bed(device, device.type == "cuda", random.Random(seed), few))
     for name, check in islice(cases, part, None, parts):
         try:
             check()
@@ -1054,7 +1057,6 @@ def run(op: str, device: torch.device, seed: int, part: int = 0, parts: int = 1)
 
 if __name__ == "__main__":
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    where = torch.device("cpu" if interpreted else "cuda")
     for operation in sys.argv[1].split(","):
-        print(
-            run(operation, torch.device("cpu" if interpreted else "cuda"), int(sys.argv[2])), operation, "cases agree"
-        )
+        print(run(operation, where, int(sys.argv[2]), few="few" in sys.argv[3:]), operation, "cases agree")
