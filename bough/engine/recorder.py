@@ -1,18 +1,14 @@
-"""Runners around the runner: one keeps the flight record, one makes steps fail on purpose, for tests of what follows."""
+"""A runner around the runner that keeps the flight record, and what is done with the records of crashes."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Mapping
 from zlib import crc32
 
 import msgspec
 import numpy as np
-import torch
 
-from bough.core.errors import ConfigError, Quarantined
+from bough.core.errors import Quarantined
 from bough.core.messages import Generate
 from bough.core.step import Launched, Mask, Outcome, Runner, Step
 from bough.observability.flight import FlightRecorder
@@ -99,59 +95,3 @@ class _Recorded:
         outcome = self._inner.wait()
         self._recorder.settled(self._inner.step.index)
         return outcome
-
-
-# -- failing on purpose ---------------------------------------------------------------------------
-
-FAULTS_VARIABLE = "BOUGH_FAULTS"
-"""`kind@step[,kind@step...]`: oom, raise, kill, abort (a crash in native code), stop (a hang). `kind@TOKEN:t` strikes the
-first step that brings token id t in."""
-
-
-class FaultyRunner:
-    """A `Runner` whose steps fail as told. For tests only; the launcher's environment is the only way to it."""
-
-    def __init__(self, inner: Runner, faults: list[tuple[str, int, int]]) -> None:
-        """`faults`: (kind, step or -1, token or -1)."""
-        self._inner = inner
-        self._faults = list(faults)
-
-    @classmethod
-    def wanted(cls, inner: Runner, environ: Mapping[str, str]) -> Runner:
-        """The runner itself unless faults are asked for."""
-        text = environ.get(FAULTS_VARIABLE, "")
-        return cls(inner, [_fault(each) for each in text.split(",")]) if text else inner
-
-    def launch(self, step: Step) -> Launched:
-        for fault in self._faults:
-            kind, at, token = fault
-            if step.index == at or (token >= 0 and token in step.tokens):
-                if kind in ("oom", "raise"):
-                    self._faults.remove(fault)
-                _strike(kind)
-        return self._inner.launch(step)
-
-    def clear(self) -> None:
-        self._inner.clear()
-
-
-_SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
-
-
-def _fault(text: str) -> tuple[str, int, int]:
-    kind, _, where = text.strip().partition("@")
-    by_token = where.startswith("TOKEN:")
-    number = where.removeprefix("TOKEN:")
-    if kind not in ("oom", "raise", *_SIGNALS) or not number.isdecimal():
-        raise ConfigError(
-            what=f"{FAULTS_VARIABLE} has {text!r}", why="it is kind@step or kind@TOKEN:id", fix="for example oom@3"
-        )
-    return (kind, -1, int(number)) if by_token else (kind, int(number), -1)
-
-
-def _strike(kind: str) -> None:
-    if kind == "oom":
-        raise torch.OutOfMemoryError("no memory, on purpose")
-    if kind == "raise":
-        raise RuntimeError("failed on purpose")
-    os.kill(os.getpid(), _SIGNALS[kind])

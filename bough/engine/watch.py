@@ -17,7 +17,7 @@ from bough.engine.control import Hooks
 from bough.engine.loop import Loop
 from bough.engine.meter import EngineMeter, ExpertLoad
 from bough.engine.profile import Profiler
-from bough.engine.recorder import FaultyRunner, Quarantine, RecordingRunner
+from bough.engine.recorder import Quarantine, RecordingRunner
 from bough.ipc import Launch, read_quarantine
 from bough.observability.flight import FlightRecorder
 from bough.observability.health import Heartbeat, State
@@ -102,7 +102,6 @@ def observe(
 ) -> tuple[Runner, Watch]:
     """The runner with its flight recorded, and a watch over the loop that will drive it."""
     endpoints = launch.endpoints
-    runner = FaultyRunner.wanted(runner, os.environ)
     runner = RecordingRunner(runner, queues, FlightRecorder(endpoints.flight, queues.limits.num_slots))
     known_bad = read_quarantine(endpoints)
     if known_bad:

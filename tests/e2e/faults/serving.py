@@ -21,6 +21,7 @@ from bough.config.default_model import default_model_path
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
+INJECTED = Path(__file__).with_name("injected")
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 49_152,
@@ -47,9 +48,18 @@ class Server:
     """Started at once; `url` answers when the constructor returns."""
 
     def __init__(
-        self, *flags: str, environ: dict[str, str] | None = None, wait: bool = True, descriptors: int = 0
+        self,
+        *flags: str,
+        environ: dict[str, str] | None = None,
+        wait: bool = True,
+        descriptors: int = 0,
+        step_faults: str = "",
     ) -> None:
-        """`descriptors`: how many each of its processes may have open, if not as many as usual."""
+        """`descriptors`: how many each of its processes may have open, if not as many as usual. `step_faults`: steps that
+        fail on purpose (see injected/sitecustomize.py)."""
+        if step_faults:
+            paths = os.pathsep.join(filter(None, [str(INJECTED), os.environ.get("PYTHONPATH")]))
+            environ = {**(environ or {}), "PYTHONPATH": paths, "BOUGH_FAULTS": step_faults}
         self._directory = tempfile.TemporaryDirectory()
         model = Path(self._directory.name, "model")
         model.mkdir()

@@ -265,8 +265,7 @@ def test_health_does_not_flap_for_minutes(steady: Server, monkeypatch: pytest.Mo
 
 def test_out_of_memory_costs_a_retry_and_then_one_request() -> None:
     """Step 6 runs out of memory once; then every step that brings token 777 in, once more than a request may."""
-    faults = {"BOUGH_FAULTS": "oom@6,oom@TOKEN:777,oom@TOKEN:777,raise@TOKEN:888"}
-    with Server(environ=faults) as server:
+    with Server(step_faults="oom@6,oom@TOKEN:777,oom@TOKEN:777,raise@TOKEN:888") as server:
         lone = server.ask(body([9, 8, 7], tokens=12))
         assert lone.status_code == 200, "the step was tried again"
         assert until(lambda: server.metrics()["oom_total"] == 1, 30)

@@ -84,8 +84,7 @@ def _seconds_until_503(crashes: Path) -> float:
 
 def test_supervision_restarts_and_quarantines(tmp_path: Path) -> None:
     """The engine dies whenever it sees token 777. After two deaths that request is refused, and others are served."""
-    environ = {"BOUGH_FAULTS": "kill@TOKEN:777"}
-    with Server("--supervise", environ=environ) as server:
+    with Server("--supervise", step_faults="kill@TOKEN:777") as server:
         deadly, harmless = body([5, 777, 9]), body([5, 6, 7])
         assert server.ask(harmless).status_code == 200
         for crash in (1, 2):
