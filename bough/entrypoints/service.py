@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from bough.entrypoints.admission import Admission
 from bough.entrypoints.fim import FimFormat
 from bough.entrypoints.keyring import Keyring
 from bough.entrypoints.telemetry import Telemetry
-from bough.intake import Intake, Request, Stream
+from bough.intake import Intake, Pooler, Request, Stream
 from bough.intake.endings import raise_if_failed
 from bough.observability.health import Beat, Pulse, Pulses, State
 from bough.observability.keeper import Keeper
@@ -136,6 +137,17 @@ class Service:
         self._log_directory: Path | None = None
         self._pulse = pulse
         self._others = others or {}
+
+    @functools.cached_property
+    def pooler(self) -> Pooler:
+        """Embeds, classifies and reranks for every route that does. Raises `ConfigError` if the rerank template can't be
+        used."""
+        return Pooler(
+            self.intake,
+            self.served.facts,
+            model=f"{self.served.name} {self.config.model.model}",
+            rerank_template=self.config.server.rerank_template,
+        )
 
     async def run(self, requests: Sequence[Request]) -> AsyncGenerator[News, None]:
         """The news of all requests as they come, until all have ended. Closing it early aborts what is left.

@@ -14,7 +14,6 @@ from bough.entrypoints.grpc.errors import refuse
 from bough.entrypoints.grpc.generate import Exchange, answers, deadline_of, make_request
 from bough.entrypoints.grpc.guard import caller_of
 from bough.entrypoints.grpc.passing import Passing
-from bough.entrypoints.http.pooling.common import pooler_of
 from bough.entrypoints.service import Service
 from bough.intake import PoolOptions
 from bough.intake.caller import Caller
@@ -27,7 +26,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._pooler = pooler_of(service)
+        self._pooler = service.pooler
         self._passing = Passing(service)
 
     # -- generating -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -317,8 +318,9 @@ def make_app(service: Service) -> App:
         handler = spec.make(service)
         direct.update({(method, path): handler for path in spec.paths for method in spec.methods if "{" not in path})
         app.router.routes.extend(Route(path, handler, methods=list(spec.methods)) for path in spec.paths)
-    document = openapi(specs, service.config.server.root_path)
-    app.openapi = lambda: document  # type: ignore[method-assign]
+    # Made when /openapi.json or /docs is first asked for: it takes as long as all other routes together.
+    document = functools.partial(openapi, specs, service.config.server.root_path)
+    app.openapi = functools.cache(document)  # type: ignore[method-assign]
     app.add_exception_handler(Exception, on_error)
     for kind in (BoughError, HTTPException, ClientGone):
         app.add_exception_handler(kind, on_error)

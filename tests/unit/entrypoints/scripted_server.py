@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tokenizers
+import uvicorn.server
 from tokenizers import decoders, models, pre_tokenizers
 
 from bough.config.server_args import load_config
@@ -66,10 +69,7 @@ INFO: dict[str, Any] = {
 
 def byte_tokenizer(template: str | None = CHATML) -> Tokenizer:
     """Token i is byte i; then the special tokens of ChatML."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    by_byte = {_byte_of(letter): letter for letter in alphabet}
-    vocab = {by_byte[byte]: byte for byte in range(256)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=dict(_byte_vocabulary()), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_end|>", "<|im_start|>"])
@@ -77,12 +77,23 @@ def byte_tokenizer(template: str | None = CHATML) -> Tokenizer:
     return Tokenizer(codebook=FastCodebook(tokenizer), eos_id=EOS, eos_ids=(EOS,), chat_template=chat)
 
 
-def _byte_of(letter: str) -> int:
+@functools.cache
+def _byte_vocabulary() -> dict[str, int]:
+    """The letter that byte-level tokenizers write for each byte, and the byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    code = ord(letter)
-    return code if code in printable else others[code - 256]
+    codes = [ord(letter) for letter in sorted(pre_tokenizers.ByteLevel.alphabet())]
+    return {chr(code): code if code in printable else others[code - 256] for code in codes}
 
+
+def _end_at_once() -> None:
+    """uvicorn looks every 0.1 s whether it should end, and then waits 0.1 s more; hundreds of tests start a server."""
+    quick = types.SimpleNamespace(**vars(asyncio))
+    quick.sleep = lambda pause_s: asyncio.sleep(min(pause_s, 0.01))
+    uvicorn.server.asyncio = quick  # type: ignore[assignment]
+
+
+_end_at_once()
 
 Script = Callable[[Generate, str], "Answer"]
 

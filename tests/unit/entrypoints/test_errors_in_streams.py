@@ -40,7 +40,7 @@ def told(body: dict[str, Any]) -> tuple[str, Any]:
 def test_the_words_are_the_routes(path: str) -> None:
     def fail(*_: object) -> Answer:
         end = End(reason="error", message=SAID, status=400, param="max_new_tokens")
-        return Answer(pieces=["a", ""], end=end, delay_s=0.3)
+        return Answer(pieces=["a", ""], end=end, delay_s=0.1)
 
     with serving(fail) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         whole = client.post(path, json={**ROUTES[path], "stream": False})

@@ -10,20 +10,9 @@ from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.pooling.schema import Inputs, PoolingBody
 from bough.entrypoints.http.replies import caller_of, deadline_of
-from bough.entrypoints.service import Service
-from bough.intake import Pooler, PoolOptions
+from bough.intake import PoolOptions
 from bough.intake.pool_texts import WHOLE, Input
 from bough.intake.request import priority_of
-
-
-def pooler_of(service: Service) -> Pooler:
-    """The pooler of a server's routes. Raises `ConfigError` if its rerank template can't be used."""
-    return Pooler(
-        service.intake,
-        service.served.facts,
-        model=f"{service.served.name} {service.config.model.model}",
-        rerank_template=service.config.server.rerank_template,
-    )
 
 
 def options_of(

@@ -13,7 +13,7 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
-from bough.entrypoints.http.pooling.common import inputs_of, options_of, pooler_of, usage
+from bough.entrypoints.http.pooling.common import inputs_of, options_of, usage
 from bough.entrypoints.http.pooling.schema import EmbeddingsRequest, EncodeRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
@@ -23,7 +23,7 @@ from bough.intake.scores import Floats, as_weights
 
 def embeddings(service: Service) -> Handler:
     """POST /v1/embeddings."""
-    server, pooler = service.config.server, pooler_of(service)
+    server, pooler = service.config.server, service.pooler
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, EmbeddingsRequest, most=server.max_body_bytes, strict=server.strict_api)
@@ -75,7 +75,7 @@ def classify(service: Service) -> Handler:
 
 
 def _native(service: Service, *tasks: Any) -> Handler:
-    server, pooler = service.config.server, pooler_of(service)
+    server, pooler = service.config.server, service.pooler
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, EncodeRequest, most=server.max_body_bytes, strict=server.strict_api)

@@ -14,7 +14,7 @@ from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.pooling.categories import Categories
-from bough.entrypoints.http.pooling.common import inputs_of, options_of, pooler_of, usage
+from bough.entrypoints.http.pooling.common import inputs_of, options_of, usage
 from bough.entrypoints.http.pooling.schema import ClassifyRequest, ModerationRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
@@ -24,7 +24,7 @@ from bough.intake.pooled_native import labelled
 
 def classify(service: Service) -> Handler:
     """POST /v1/classify."""
-    server, pooler = service.config.server, pooler_of(service)
+    server, pooler = service.config.server, service.pooler
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, ClassifyRequest, most=server.max_body_bytes, strict=server.strict_api)
@@ -50,7 +50,7 @@ def classify(service: Service) -> Handler:
 
 def moderations(service: Service) -> Handler:
     """POST /v1/moderations: a classifier's labels as OpenAI's categories."""
-    server, pooler = service.config.server, pooler_of(service)
+    server, pooler = service.config.server, service.pooler
     labels = pooler.pooling.labels if pooler.pooling is not None else ()
     categories = Categories.of(server.moderation_categories, labels)
 

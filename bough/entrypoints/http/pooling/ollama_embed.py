@@ -13,7 +13,7 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.ollama.convert import model_name
 from bough.entrypoints.http.openai.chat import Handler
-from bough.entrypoints.http.pooling.common import inputs_of, pooler_of
+from bough.entrypoints.http.pooling.common import inputs_of
 from bough.entrypoints.http.replies import caller_of, client_of, deadline_of, json_reply
 from bough.entrypoints.service import Service
 from bough.intake import PoolOptions
@@ -43,7 +43,7 @@ def embeddings(service: Service) -> Handler:
 
 
 def _handler(service: Service, *, many: bool) -> Handler:
-    server, pooler = service.config.server, pooler_of(service)
+    server, pooler = service.config.server, service.pooler
 
     async def handle(request: Request) -> Response:
         began = time.perf_counter_ns()

@@ -13,7 +13,7 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
-from bough.entrypoints.http.pooling.common import options_of, pooler_of, usage
+from bough.entrypoints.http.pooling.common import options_of, usage
 from bough.entrypoints.http.pooling.schema import RerankRequest, ScoreRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
@@ -24,7 +24,7 @@ from bough.intake.pooled_native import ranked
 
 def rerank(service: Service) -> Handler:
     """POST /v1/rerank: Jina's and Cohere's shape; with `?format=list` the bare list that SGLang answers with."""
-    server, pooler = service.config.server, pooler_of(service)
+    server, pooler = service.config.server, service.pooler
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, RerankRequest, most=server.max_body_bytes, strict=server.strict_api)
@@ -58,7 +58,7 @@ def rerank(service: Service) -> Handler:
 
 def score(service: Service) -> Handler:
     """POST /v1/score: label probabilities of query and items, or similarity of text_1 and text_2."""
-    server, pooler = service.config.server, pooler_of(service)
+    server, pooler = service.config.server, service.pooler
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, ScoreRequest, most=server.max_body_bytes, strict=server.strict_api)
