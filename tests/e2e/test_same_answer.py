@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SUBJECTS = ("the sea", "a bridge", "winter", "copper", "bread", "the moon", "a violin", "trains")
 STARTS = ("Tell me about {}.", "Once upon a time, {} was", "Three facts on {}: 1.", "Q: What is {}? A:")
 PROMPTS = [start.format(subject) for subject in SUBJECTS for start in STARTS]
+FEW = [STARTS[at % 4].format(subject) for at, subject in enumerate(SUBJECTS)]
+"""Eight of them: each subject once, each start twice."""
 NEW_TOKENS = 16
 
 
@@ -33,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def reference_answers(guesses: list[list[int]]) -> list[list[int]]:
+def reference_answers(prompts: list[str], guesses: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of transformers, holding the weights dequantised from the same file.
 
     A guess of which each token is the best one after those before it is what greedy decoding gives: that takes one pass to
@@ -48,7 +50,7 @@ def reference_answers(guesses: list[list[int]]) -> list[list[int]]:
     model.tie_weights()
     tokenizer = load_tokenizer(checkpoint)
     answers = []
-    for prompt, guess in zip(PROMPTS, guesses, strict=True):
+    for prompt, guess in zip(prompts, guesses, strict=True):
         ids = torch.tensor([tokenizer.encode(prompt)])
         best = model(torch.cat([ids, torch.tensor([guess])], 1)).logits[0, ids.shape[1] - 1 : -1].argmax(-1).tolist()
         if best == guess and len(guess) == NEW_TOKENS:
@@ -61,14 +63,15 @@ def reference_answers(guesses: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def test_thirty_two_prompts_through_the_official_client(make_server: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("prompts", [FEW, pytest.param(PROMPTS, marks=pytest.mark.long)], ids=["8", "32"])
+def test_prompts_through_the_official_client(make_server: Callable[..., Any], prompts: list[str]) -> None:
     tokenizer = load_tokenizer(open_checkpoint(""))
     server = make_server({"dtype": "float32", "quantization": "none", "device": "cpu", "cpu_threads": 1})
-    asked = {"text": PROMPTS, "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0}}
+    asked = {"text": prompts, "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0}}
     guesses = [each["output_ids"] for each in httpx.post(f"{server.url}/generate", json=asked, timeout=300).json()]
-    expected = reference_answers(guesses)
+    expected = reference_answers(prompts, guesses)
     client = openai.OpenAI(_strict_response_validation=True, base_url=f"{server.url}/v1", api_key="none")
     model = client.models.list().data[0].id
-    reply = client.completions.create(model=model, prompt=PROMPTS, max_tokens=NEW_TOKENS, temperature=0)
+    reply = client.completions.create(model=model, prompt=prompts, max_tokens=NEW_TOKENS, temperature=0)
     texts = [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
     assert texts == [tokenizer.decode(ids) for ids in expected]

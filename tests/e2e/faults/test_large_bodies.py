@@ -25,15 +25,18 @@ def filled(head: bytes, filler: bytes, tail: bytes, size: int = SIZE) -> bytes:
 
 BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "a long text": ("/tokenize", lambda: filled(b'{"prompt": "', WORDS, b'"}', SIZE // 8), 200),
-    "a text without words": ("/tokenize", lambda: filled(b'{"prompt": "', b"a", b'"}'), 400),
     "escapes": ("/generate", lambda: filled(b'{"text": "', b"\\n\\u00e9", b'"}'), 400),
+    "half a million ids": ("/detokenize", lambda: b'{"tokens": [' + b"1234," * 500_000 + b"1]}", 200),
+    "objects": ("/v1/completions", lambda: filled(b'{"prompt": "a", "x": [', b"{},", b"1]}"), 400),
+}
+LONG: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    "the longest text": ("/tokenize", lambda: filled(b'{"prompt": "', WORDS, b'"}'), 200),
+    "a text without words": ("/tokenize", lambda: filled(b'{"prompt": "', b"a", b'"}'), 400),
     "two million ids": ("/detokenize", lambda: b'{"tokens": [' + b"1234," * 2_000_000 + b"1]}", 200),
     "eight million ids": ("/detokenize", lambda: filled(b'{"tokens": [', b"1,", b"1]}"), 400),
-    "objects": ("/v1/completions", lambda: filled(b'{"prompt": "a", "x": [', b"{},", b"1]}"), 400),
     "depth": ("/generate", lambda: filled(b'{"text": "a", "x": [', b"[" * 58 + b"]" * 58 + b",", b"1]}"), 400),
     "texts": ("/v1/responses", lambda: filled(b'{"input": "a", "x": [', b'"ab",', b"1]}"), 400),
 }
-LONG = {"the longest text": ("/tokenize", lambda: filled(b'{"prompt": "', WORDS, b'"}'), 200)}
 
 
 class Probes:
