@@ -48,35 +48,35 @@ SpeculativeAlgorithm = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, in which form."""
+    """The model and its format."""
 
     model: str = ""
     """Directory, hub id or .gguf file. Empty: the embedded default model, SmolLM2-135M-Instruct."""
     tokenizer: str = ""
     """Directory, hub id or .gguf file of the tokenizer, if it is not the model's."""
     tokenizer_mode: Literal["auto", "slow"] = "auto"
-    """`slow`: the tokenizer written in Python, as transformers has it, instead of the fast one."""
+    """`slow`: use the Python tokenizer of transformers instead of the fast one."""
     revision: str = ""
     """Branch, tag or commit of a hub model."""
     download_dir: str = ""
-    """Directory for models from the hub. Default: the hub's own cache (HF_HOME)."""
+    """Directory for models from the hub. Default: the hub's cache (HF_HOME)."""
     served_model_name: str = ""
-    """Name that clients use, or several with commas between them; the first is the one that is shown. `*` and `?` stand for
-    any characters and for one: claude-*,gpt-* takes the names that Claude Code and Codex send. Default: the model's own."""
+    """Name that clients use, or several, separated by commas; the first one is shown. `*` matches any characters and
+    `?` one: claude-*,gpt-* accepts the names that Claude Code and Codex send. Default: the model's name."""
     load_format: LoadFormat = "auto"
-    """Format of the weights; `dummy` makes seeded random ones of the config's shapes."""
+    """Format of the weights. `dummy`: seeded random weights with the shapes of the config."""
     dummy_weights: DummyWeights = "normal"
-    """How dummy weights are drawn: `normal`, as models begin their training, or `even`, within 0.001 of zero, as vLLM and
-    SGLang draw theirs: for comparisons with them, since what a GPU may spend on a product depends on the numbers in it."""
+    """Distribution of dummy weights: `normal`, as for training, or `even`, uniform within 0.001 of zero, as in vLLM and
+    SGLang. For comparisons with them use `even`, because a GPU's power and so its clock depend on the values."""
     dummy_routing: DummyRouting = "router"
-    """How experts are chosen with dummy weights: by the `router`, which sends most tokens to few of them because random
-    models hardly tell tokens apart, or `uniform`, each token's at random, as traffic of a trained model is close to. The
-    router is computed in any case."""
+    """How experts are chosen with dummy weights: by the `router`, which sends most tokens to few experts because a
+    random model hardly distinguishes tokens, or `uniform`, at random per token, which is closer to a trained model. The
+    router is computed in both cases."""
     model_impl: ModelImpl = "auto"
-    """Whose code computes the model: `bough`, `transformers`, or `auto`: bough's where it has the architecture, else the
-    module of transformers with bough's attention, cache, batches and sampling. Code of checkpoints is never run."""
+    """Implementation of the model: `bough`, `transformers`, or `auto`: bough's if it has the architecture, else the
+    module of transformers with bough's attention, cache, batching and sampling. Code from checkpoints is never run."""
     dtype: DType = "auto"
-    """Type of weights and activations. `half` is float16, `float` float32."""
+    """Type of weights and activations. `half` means float16, `float` means float32."""
     quantization: Quantization = "auto"
     """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load. A checkpoint in floats is quantised while it
     is loaded by `fp8` (a scale per channel), `fp8_block` (per 128 x 128), `int8`, `w8a16`, `int4`, `mxfp8` and `mxfp4`;
@@ -85,51 +85,55 @@ class ModelConfig:
     kv_cache_dtype: KvDType = "auto"
     """Type of cached keys and values. auto: FP8 on a GPU if the checkpoint has scales for it, else that of activations."""
     quantization_param_path: str = ""
-    """JSON file with the scales of keys and values that are cached in 8 bits. Default: the checkpoint's, or 1."""
+    """JSON file with the scales of keys and values cached in 8 bits. Default: those of the checkpoint, or 1."""
     first_layer_table: Literal["auto", "on", "off"] = "auto"
-    """Keep what the first layer projects each token of the vocabulary to, instead of computing it again. Takes memory."""
+    """Keep the first layer's projections of every token of the vocabulary in memory instead of computing them in each
+    step."""
     context_length: int | Auto = AUTO
-    """Longest prompt plus answer, in tokens. auto: the model's own, or what fits the memory."""
+    """Maximum of prompt plus answer, in tokens. auto: the model's maximum, or less if memory is short."""
     chat_template: str = ""
-    """File with a Jinja chat template, or the name of a built-in one. Default: the model's own."""
+    """File with a Jinja chat template, or the name of a built-in one. Default: the model's template."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model's tokenizer, where that needs it; other code of a model is never run."""
+    """Run Python code that comes with the model's tokenizer, if it needs it. Other code of a model is never run."""
     skip_tokenizer_init: bool = False
-    """Take and give token ids only."""
+    """Accept and return token ids only."""
     is_embedding: bool = False
-    """Serve as a pooling model (embeddings, rerank, classification), also where the checkpoint does not say it is one."""
+    """Serve as a pooling model (embeddings, rerank, classification) even if the checkpoint does not say that it is
+    one."""
     pooling: Literal["auto", "cls", "last", "mean", "max", "sparse"] = "auto"
-    """How a pooling model makes one vector of a text's tokens. auto: as the checkpoint says."""
+    """How a pooling model makes one vector of the tokens of a text. auto: as the checkpoint says."""
     json_model_override_args: str = ""
-    """JSON object merged over the model's config."""
+    """JSON object merged into the model's config."""
     logit_processors: tuple[str, ...] = ()
-    """Functions over logits that requests may name, as name=module:attribute; installed packages may bring more."""
+    """Functions on logits that requests may name, as name=module:attribute. Installed packages can add more."""
     seed: int = 0
-    """Seed of dummy weights and of requests that bring none (mixed with their id)."""
+    """Seed of dummy weights, and (mixed with the request id) of requests without a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where it runs, and with which kernels."""
+    """The device and its kernels."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on."""
     mem_fraction_static: float | Auto = AUTO
-    """Share of the device's memory for weights and KV together."""
+    """Share of the device's memory for weights and KV cache together."""
     attention_backend: str = "auto"
-    """Attention kernels: auto, torch; on a CPU cpu; on a GPU triton, and hopper on Hopper GPUs."""
+    """Attention kernels: auto, torch; on a CPU also cpu; on a GPU also triton, and hopper on Hopper GPUs."""
     cuda_graph: bool = True
-    """Replay captured graphs for small steps."""
+    """Replay captured CUDA graphs for small steps."""
     cuda_graph_max_tokens: int | Auto = AUTO
-    """Largest step, in tokens, that is captured. auto: 512, more for narrow models, whose steps are bound by launching."""
+    """Largest step, in tokens, that is captured. auto: 512, or more for narrow models, whose steps are limited by
+    kernel launches."""
     cpu_threads: int | Auto = AUTO
-    """Threads for computing on the CPU. auto: one a physical core."""
+    """Threads that compute on the CPU. auto: one per physical core."""
     custom_kernels: bool = True
-    """Use kernels that are compiled on first use; otherwise PyTorch's own only."""
+    """Use bough's compiled kernels; otherwise only those of PyTorch."""
     deterministic: bool = False
-    """The same bits for a request whatever else is asked: one at a time, no cached prefixes, no graphs. Much slower."""
+    """Return the same bits for a request regardless of other requests: one request at a time, no cached prefixes, no
+    graphs. Much slower."""
     safe_mode: bool = False
-    """Turn off overlap, graphs and custom kernels, to tell a bug of theirs from one of the model."""
+    """Turn off overlap, graphs and custom kernels, to find out whether one of them causes a problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,55 +191,57 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """KV memory and the prefix tree."""
+    """The KV cache and the prefix tree."""
 
     page_size: int | Auto = AUTO
     """Tokens per KV page."""
     max_total_tokens: int | Auto = AUTO
     """KV capacity in tokens. auto: what the memory plan leaves."""
     radix_cache: bool = True
-    """Keep prefixes of finished requests for reuse."""
+    """Keep the KV cache of finished requests for reuse by prompts with the same prefix."""
     radix_eviction_policy: EvictionPolicy = "lru"
-    """Which cached prefix goes first when memory is needed."""
+    """Which cached prefix is evicted first when memory is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs when."""
+    """Queue limits and the order of requests."""
 
     max_running_requests: int | Auto = AUTO
-    """Requests computed at once."""
+    """Maximum number of requests in a batch."""
     max_queued_requests: int = 4096
-    """Requests waiting at most; more get 429."""
+    """Maximum number of waiting requests; above it clients get 429."""
     max_queued_tokens: int = 8_388_608
-    """Prompt tokens waiting at most; more get 429."""
+    """Maximum number of prompt tokens of waiting requests; above it clients get 429."""
     max_queue_wait_s: float = 60.0
-    """Seconds that a new request would have to wait at most, at the pace at which requests have begun of late; if it would
-    be longer, it gets 429. 0: no such bound."""
+    """Maximum expected wait of a new request in seconds, at the rate at which requests have recently started; above it
+    clients get 429. 0: no limit."""
     chunked_prefill_size: int | Auto = AUTO
-    """Prompt tokens computed in one step at most; -1: whole prompts."""
+    """Maximum number of prompt tokens per step; -1: whole prompts."""
     unwatched_prefill_size: int | Auto = AUTO
-    """Prompt tokens in one step, if more, while all answers are sent whole: nobody sees tokens arrive, and it costs less."""
+    """Maximum number of prompt tokens per step, if larger, while no running request streams: larger steps cost less per
+    token, and no client sees tokens arrive late."""
     max_prefill_tokens: int = 0
-    """Bound on both sizes above: prompt tokens in one step at most; 0: none. Prompts computed whole (-1) have no bound."""
+    """Upper limit of the two sizes above; 0: none. It does not apply to whole prompts (-1)."""
     schedule_policy: SchedulePolicy = "auto"
     """Order of waiting requests."""
     schedule_conservativeness: float = 1.0
-    """Above 1 admits fewer requests at once (fewer retractions), below 1 more."""
+    """Above 1, admit fewer requests at once (fewer retractions); below 1, more."""
     overlap_schedule: bool = True
-    """Plan the next step while this one runs."""
+    """Plan the next step while the device computes the current one."""
     tpot_target_ms: float | Auto = AUTO
-    """Prefill chunks shrink so that running requests wait no longer than this between tokens; 0: they don't."""
+    """Shrink prefill chunks so that running requests wait no longer than this between two tokens; 0: no such limit."""
     small_request_share: float = 0.25
-    """Share of each step's prefill budget kept for short prompts while long ones are being computed."""
+    """Share of the prefill budget of each step that is kept for short prompts while long ones are computed."""
     priority_scheduling: bool = False
-    """Order by the requests' priority, and let urgent ones preempt."""
+    """Order requests by their priority, and let urgent ones preempt others."""
     priority_preemption_threshold: int = 10
-    """How much more urgent a waiting request must be to preempt a running one."""
+    """Minimum difference in priority for a waiting request to preempt a running one."""
     priority_preemption: bool = True
-    """Under --priority-scheduling, let urgent requests preempt running ones; otherwise they only go first in the queue."""
+    """With --priority-scheduling, let urgent requests preempt running ones; otherwise they are only first in the
+    queue."""
     stream_interval: int = 1
-    """Tokens between two streamed deltas."""
+    """Tokens per streamed delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,105 +293,112 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The way in."""
+    """The HTTP and gRPC server."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 30000
     """Port to listen on."""
     uds: str = ""
-    """Unix socket to listen on, instead of an address and a port. Its permissions say who may connect."""
+    """Unix socket to listen on, instead of an address and a port. Its file permissions decide who can connect."""
     root_path: str = ""
-    """Path prefix under which a reverse proxy serves this server, whether or not the proxy takes it away: /llm."""
+    """Path prefix under which a reverse proxy serves this server, for example /llm. The proxy may strip it or not."""
     ssl_certfile: str = ""
-    """PEM file with the server's certificate and those of its authorities: the server then speaks HTTPS only."""
+    """PEM file with the server's certificate chain. The server then serves HTTPS only."""
     ssl_keyfile: str = ""
-    """PEM file with the certificate's private key, if it is not in the same file."""
+    """PEM file with the private key, if it is not in the certificate's file."""
     ssl_keyfile_password: str = ""
-    """Password of the key's file. As a flag, other users of the machine can see it: prefer the variable."""
+    """Password of the private key. Other users of the machine can see flags: prefer the environment variable."""
     ssl_ca_certs: str = ""
-    """PEM file with certificates of authorities: clients must show a certificate that one of them has signed."""
+    """PEM file with certificates of authorities. Clients must present a certificate signed by one of them."""
     grpc_port: int = 0
-    """Port for gRPC, on the same address; 0: none. Needs the extra `grpc`."""
+    """Port for gRPC, on the same address; 0: no gRPC. Needs the extra `grpc`."""
     api_workers: int = 1
-    """Front-end processes."""
+    """Number of processes that serve HTTP."""
     api_key: tuple[str, ...] = ()
-    """Key that clients must send as a bearer token: KEY, or NAME=KEY. Given several times, there are several clients, each
-    with files, batches, responses, sessions and request ids of its own."""
+    """Key that clients must send as a bearer token: KEY, or NAME=KEY. Can be given several times, for several clients,
+    each with separate files, batches, responses, sessions and request ids."""
     api_keys_file: str = ""
-    """YAML file with more keys: `name: key`, or `name: {key: ..., requests_per_minute: ..., tokens_per_minute: ...}`, with
-    `sha256` instead of `key` if need be. SIGHUP has it read again."""
+    """YAML file with more keys: `name: key`, or `name: {key: ..., requests_per_minute: ..., tokens_per_minute: ...}`;
+    `sha256` can replace `key`. SIGHUP reloads it."""
     admin_api_key: str = ""
-    """Key for admin routes (pause, profile, logging), which don't exist without it."""
+    """Key for admin routes (pause, profile, logging), which do not exist without it."""
     admin_with_api_key: bool = False
-    """Open the admin routes to the ordinary key, too."""
+    """Allow the ordinary key on admin routes, too."""
     metrics_api_key: str = ""
-    """A key that opens /metrics and nothing else, for Prometheus; the ordinary key opens it anyway."""
+    """Key that is valid for /metrics only, for Prometheus. The ordinary key is valid there, too."""
     metrics_port: int = 0
-    """Serve /metrics, without a key, on a port of its own as well; 0: don't."""
+    """Also serve /metrics, without a key, on this port; 0: no."""
     insecure: bool = False
     """Allow a public address without a key."""
     cors_origins: tuple[str, ...] = ()
-    """Origins that browsers may call from."""
+    """Origins of web pages that may call this server."""
     max_body_bytes: int = 16 * 1024 * 1024
-    """Largest request body."""
+    """Largest request body, in bytes."""
     max_media_body_bytes: int = 64 * 1024 * 1024
     """Largest request body, if more, where the model takes pictures, films or sound: they come as base64 within it."""
     max_body_bytes_in_flight: int = 256 * 1024 * 1024
-    """Bytes of request bodies that an API worker receives at one time, those of up to 64 KiB left out; more get 503."""
+    """Bytes of request bodies that an API worker receives at the same time, without those of up to 64 KiB; above it
+    clients get 503."""
     drain_timeout_s: float = 30.0
-    """On SIGTERM, seconds that running requests get to finish."""
+    """Seconds that running requests have to finish after SIGTERM."""
     watchdog_timeout_s: float = 300.0
-    """Seconds without a beat of the engine's loop after which it counts as stuck."""
+    """Seconds without a heartbeat of the engine's loop after which it counts as stuck."""
     supervise: bool = False
-    """Start a dead or stuck engine again, and refuse requests that it has died of twice."""
+    """Restart an engine that died or is stuck, and refuse requests that were running in two crashes."""
     client_timeout_s: float = 30.0
-    """Seconds that a client gets to send a request's headers, and its body; a body that comes at 16 KiB a second or more may
-    take longer."""
+    """Seconds that a client has to send the headers of a request, and again its body. A body may take longer if it
+    arrives at 16 KiB per second or more."""
     skip_server_warmup: bool = False
-    """Don't run a request before reporting ready."""
+    """Report ready without running a first request."""
     strict_api: bool = False
     """Refuse unknown request fields instead of warning."""
     enable_cache_report: bool = True
-    """Report cached tokens in usage."""
+    """Report cached tokens in `usage`."""
     reasoning_parser: str = "auto"
-    """Format of the model's reasoning sections: a name, auto (by chat template) or none."""
+    """Format of the model's reasoning sections: a name, auto (from the chat template) or none."""
     tool_call_parser: str = "auto"
-    """Format of the model's tool calls: a name, auto (by chat template) or none."""
+    """Format of the model's tool calls: a name, auto (from the chat template) or none."""
     drop_unknown_tools: bool = False
-    """Leave out calls of tools that the request does not offer, instead of passing them on."""
+    """Drop calls of tools that the request does not offer, instead of returning them."""
     completion_template: str = "auto"
-    """Marks for filling in the middle (`suffix`): deepseek_coder, star_coder, qwen_coder, auto (by tokenizer) or none."""
+    """Special tokens for filling in the middle (`suffix`): deepseek_coder, star_coder, qwen_coder, auto (from the
+    tokenizer) or none."""
     sampling_defaults: Literal["model", "openai"] = "model"
-    """Where unset sampling parameters come from: what the model's authors recommend, or OpenAI's defaults."""
+    """Source of sampling parameters that a request does not set: `model`, the recommendation of the model's authors, or
+    `openai`, OpenAI's defaults."""
     preferred_sampling_params: str = ""
-    """JSON object of native sampling parameters for what a request does not set; they come before --sampling-defaults."""
+    """JSON object of native sampling parameters for requests that do not set them; takes precedence over
+    --sampling-defaults."""
     default_chat_template_kwargs: str = ""
-    """JSON object of settings for the chat template, for requests that don't set them: {"enable_thinking": false}."""
+    """JSON object of variables for the chat template, for requests that do not set them: {"enable_thinking": false}."""
     stream_usage: bool = False
-    """Report usage in every OpenAI stream, also where stream_options does not ask for it."""
+    """Report usage in every OpenAI stream, even if stream_options does not ask for it."""
     allow_auto_truncate: bool = False
-    """Cut prompts that are too long at their end, and answers to what is left of the context, instead of refusing them."""
+    """Truncate prompts that are too long at their end, and limit answers to the rest of the context, instead of
+    refusing the request."""
     weight_version: str = "default"
-    """Name of these weights, as meta_info and /model_info report it."""
+    """Version of the weights, as meta_info and /model_info report it."""
     grammar_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"
     """Engine for constrained output. auto: xgrammar, and llguidance (if installed) for grammars that count characters."""
     json_max_whitespace: int = 8
-    """White space in a row that constrained JSON may have between its parts; 0: none, and more is certain ahead of time."""
+    """Maximum number of consecutive white space characters between the parts of constrained JSON; 0: none, so that more
+    tokens are forced."""
     isolate_cache: bool = False
-    """Share cached prefixes within one name of an API key only."""
+    """Share cached prefixes only between requests with the same name of API key."""
     rerank_template: str = "auto"
-    """Prompt with which a generative model reranks: qwen3, plain, or a Jinja file that uses query, document and instruct."""
+    """Prompt for reranking with a generative model: qwen3, plain, or a Jinja file that uses query, document and
+    instruct."""
     moderation_categories: str = ""
-    """JSON object, or a file with one, that maps a classifier's labels to the categories of /v1/moderations."""
+    """JSON object, or a file with one, that maps the labels of a classifier to the categories of /v1/moderations."""
     ui: bool = True
-    """Serve the playground, a page for browsers, at /ui."""
+    """Serve the playground, a web page, at /ui."""
     batch_dir: str = ""
-    """Directory for /v1/files and /v1/batches, which work only with one; batches go on after a restart."""
+    """Directory for /v1/files and /v1/batches, which are off without it. Batches continue after a restart."""
     response_store_size: int = 1024
-    """Responses kept in memory for previous_response_id, retrieval and background runs; 0: none."""
+    """Number of responses kept in memory for previous_response_id, retrieval and background runs; 0: none."""
     incremental_streaming_output: bool = False
-    """/generate streams new text only, instead of all text so far."""
+    """Stream only new text on /generate, instead of the whole text so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,38 +421,39 @@ class MediaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is said, and how."""
+    """Logs, metrics and traces."""
 
     log_level: LogLevel = "info"
-    """Least severe message that is printed."""
+    """Minimum severity of messages that are logged."""
     log_format: Literal["text", "json"] = "text"
-    """Form of log lines."""
+    """Format of log lines."""
     log_file: str = ""
-    """File for log lines, instead of standard error. It may be moved at any time: the next line opens a new one."""
+    """File for log lines, instead of standard error. It can be renamed at any time: the next line opens a new file."""
     log_file_max_bytes: int = 100 * 1024 * 1024
-    """Size from which the log file is moved to FILE.1 and a new one begun; 0: it grows."""
+    """Size at which the log file is renamed to FILE.1 and a new one is started; 0: no limit."""
     log_file_backups: int = 5
-    """Old log files that are kept: FILE.1, the newest, to FILE.N."""
+    """Number of old log files kept: FILE.1, the newest, to FILE.N."""
     log_requests: bool = False
-    """Log each request (never its text)."""
+    """Log each request (but never its text)."""
     log_requests_level: int = 1
-    """What --log-requests says of each: 0: ids, counts and times; 1: its sampling parameters too."""
+    """What --log-requests logs: 0: ids, counts and times; 1: also the sampling parameters."""
     decode_log_interval_s: float = 5.0
-    """Seconds between two lines about throughput."""
+    """Seconds between two log lines about throughput."""
     decode_log_interval: int = 0
-    """Decode steps between two lines about throughput, instead of seconds; 0: go by seconds."""
+    """Decode steps between two log lines about throughput, instead of seconds; 0: use seconds."""
     metrics: bool = True
     """Serve Prometheus metrics at /metrics."""
     otlp_endpoint: str = ""
-    """Where to send OpenTelemetry traces, for example http://localhost:4318. Needs opentelemetry-sdk and its exporter."""
+    """URL of an OpenTelemetry collector for traces, for example http://localhost:4318. Needs opentelemetry-sdk and its
+    exporter."""
     crash_dir: str = ""
-    """Directory for crash bundles: shapes and ids of the last steps, settings, the cause; never text."""
+    """Directory for crash reports: shapes and ids of the last steps, settings, the cause; no text of requests."""
     dump_dir: str = ""
-    """Directory for every request's body, text included, for `bough replay`. Off unless it is given."""
+    """Directory for the bodies of all requests, including their text, for `bough replay`. Off by default."""
     tensor_dump_dir: str = ""
-    """Directory for what each layer makes of requests whose id (rid) begins with "dump-", for `bough debug compare`."""
+    """Directory for the outputs of all layers for requests whose rid begins with "dump-", for `bough debug compare`."""
     profile_dir: str = ""
-    """Directory for profiles. Default: bough-profiles in the system's directory for temporary files."""
+    """Directory for profiles. Default: bough-profiles-UID in the directory for temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
