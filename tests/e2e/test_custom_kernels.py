@@ -14,7 +14,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize(
     ("flags", "compiles"),
-    [({}, True), ({"custom_kernels": False}, False), ({"custom_kernels": True, "safe_mode": True}, False)],
+    [
+        ({}, True),
+        pytest.param({"custom_kernels": False}, False, marks=pytest.mark.long),
+        ({"custom_kernels": True, "safe_mode": True}, False),
+    ],
 )
 def test_nothing_is_compiled_where_it_is_forbidden(
     tiny_settings: dict[str, Any],

@@ -59,7 +59,7 @@ def trials(engine: bough.Engine, count: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("custom", [True, False])
+@pytest.mark.parametrize("custom", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_same_bits_in_any_company(tiny_settings: dict[str, Any], custom: bool) -> None:
     settings = {**tiny_settings, "custom_kernels": custom, "chunked_prefill_size": 64, "deterministic": True}
     with bough.Engine(**settings) as engine:
@@ -67,6 +67,7 @@ def test_the_same_bits_in_any_company(tiny_settings: dict[str, Any], custom: boo
     assert all(other == first for other in others)
 
 
+@pytest.mark.long
 def test_it_is_the_flag_that_does_it(tiny_settings: dict[str, Any]) -> None:
     """Without it the same trials differ in some last bit, or this file shows nothing."""
     settings = {**tiny_settings, "custom_kernels": False, "chunked_prefill_size": 64}

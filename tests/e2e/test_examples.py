@@ -13,11 +13,17 @@ import httpx
 import pytest
 
 import bough as sgl
+from tests.covers import cover
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "backends")
+
+APIS = ("native", "openai-chat", "openai-completion")
+FEW = ["best_of_n", "json_extraction"]
+"""Examples that run on every kind of backend in the short form; `long` runs all of them on all."""
+OTHERS = [name for name in EXAMPLES if name not in FEW]
 
 # All examples in one process, on one engine: their own `use_backend` is told to use it.
 ON_ENGINE = """
@@ -60,14 +66,13 @@ def run_script(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("api", ["native", "openai-chat", "openai-completion"])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(("name", "api"), cover(EXAMPLES, APIS))
 def test_example_on_a_server(name: str, api: str, server_url: str) -> None:
     out = run_script(str(ROOT / "examples" / f"{name}.py"), "--backend-url", server_url, "--api", api)
     assert len(out.splitlines()) >= 2
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_example_on_a_runtime(
     name: str, runtime: sgl.Runtime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,11 +85,12 @@ def test_example_on_a_runtime(
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
-def test_examples_on_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["few", "others"])
+def test_examples_on_an_engine(tmp_path: Path, names: list[str]) -> None:
     script = tmp_path / "on_engine.py"
     script.write_text(ON_ENGINE)
-    out = run_script(str(script), str(ROOT / "examples"), ",".join(EXAMPLES))
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("example ")] == EXAMPLES
+    out = run_script(str(script), str(ROOT / "examples"), ",".join(names))
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("example ")] == names
 
 
 def test_a_batch_shares_its_prefix_on_the_server(server_url: str) -> None:

@@ -134,6 +134,7 @@ def test_the_same_after_cache_hits(engine: bough.Engine) -> None:
         assert np.abs(np.array([a[0] - b[0] for a, b in zip(ours, theirs, strict=True)])).max() <= 1e-4
 
 
+@pytest.mark.long  # the short form has tests/grid/test_same_answer.py
 def test_the_same_in_chunks() -> None:
     plain = {"dtype": "float32", "quantization": "none", "device": "cpu", "max_total_tokens": 4096}
     with bough.Engine(**plain, chunked_prefill_size=8, page_size=4, radix_cache=False) as made:

@@ -29,6 +29,7 @@ def settled(server: Server) -> bool:
     return bool(until(lambda: server.live() == 0))
 
 
+@pytest.mark.long  # the short form has faults/test_clients_misbehave.py
 def test_clients_that_go_away_free_their_memory(server: Server) -> None:
     for stream in (True, False):
         with httpx.Client(timeout=60) as client:
@@ -44,7 +45,7 @@ def test_clients_that_go_away_free_their_memory(server: Server) -> None:
     assert httpx.post(f"{server.url}/generate", json=SHORT, timeout=60).json()["meta_info"]["completion_tokens"] == 4
 
 
-@pytest.mark.parametrize("name", ["engine", "detokenizer"])
+@pytest.mark.parametrize("name", [pytest.param("engine", marks=pytest.mark.long), "detokenizer"])
 def test_a_killed_process_ends_the_server_and_is_named_last(server: Server, name: str) -> None:
     statuses: list[int] = []
 
@@ -69,7 +70,7 @@ def test_a_killed_process_ends_the_server_and_is_named_last(server: Server, name
     assert any(name in line and "killed" in line for line in last[-4:]), last
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_ends_everything(server: Server, number: signal.Signals) -> None:
     children = server.children
     assert set(children) == {"engine", "detokenizer"}
@@ -94,6 +95,7 @@ def test_sigterm_lets_requests_finish(server: Server) -> None:
     assert server.process.wait(60) == 0
 
 
+@pytest.mark.long  # the short form has faults/test_processes_die.py
 def test_children_end_with_a_killed_parent(server: Server) -> None:
     children = server.children
     server.process.kill()
@@ -101,6 +103,7 @@ def test_children_end_with_a_killed_parent(server: Server) -> None:
     assert all(gone(pid, 60) for pid in children.values())
 
 
+@pytest.mark.long  # the short form has faults/test_processes_die.py
 def test_a_stuck_engine_is_found_out_by_its_heartbeat(tiny_settings: dict[str, Any]) -> None:
     server = Server(tiny_settings, "--watchdog-timeout-s", "2")
     try:

@@ -12,6 +12,7 @@ from torch import Tensor
 from bough.kernels.attention import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, reference, torch_backend
 from bough.kernels.attention.cpu import CpuAttention, available
 from bough.kernels.attention.torch_backend import TorchAttention, group_rows
+from tests.covers import cover
 
 BACKENDS = [TorchAttention, pytest.param(CpuAttention, marks=pytest.mark.skipif(not available(), reason="no compiler"))]
 
@@ -238,10 +239,16 @@ def test_similar_rows_are_grouped_and_padding_at_most_doubles() -> None:
     assert len(groups) < 30
 
 
-@pytest.mark.parametrize("spec", [Spec(), Spec(window=9), Spec(softcap=20.0)])
-@pytest.mark.parametrize(("pairs", "keys"), [(1, 1), (300, 60), (4000, 400)])
-def test_large_rows_are_attended_in_turns(monkeypatch: pytest.MonkeyPatch, spec: Spec, pairs: int, keys: int) -> None:
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    cover(
+        {"plain": Spec(), "window": Spec(window=9), "softcap": Spec(softcap=20.0)},
+        {"one": (1, 1), "few": (300, 60), "many": (4000, 400)},
+    ),
+)
+def test_large_rows_are_attended_in_turns(monkeypatch: pytest.MonkeyPatch, spec: Spec, most: tuple[int, int]) -> None:
     """However few pairs may exist at once."""
+    pairs, keys = most
     monkeypatch.setattr(torch_backend, "MAX_PAIRS", pairs)
     monkeypatch.setattr(torch_backend, "MAX_KEYS", keys)
     case = make_case([(1, 70), (1, 66), (50, 0), (41, 30), (45, 20), (3, 100)], spec)

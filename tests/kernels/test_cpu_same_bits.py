@@ -19,6 +19,7 @@ from bough.kernels.cpu_build import library
 from bough.kernels.decoder_stack import BlockParts, Packed
 from bough.kernels.decoder_stack.cpu import DecoderStack
 from bough.kernels.packed_linear import cpu
+from tests.covers import cover
 from tests.kernels.test_cpu_attention import Spec
 from tests.kernels.test_cpu_packed_linear import KINDS, random_weight, with_outliers
 
@@ -154,8 +155,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("layer", "cache_dtype"), cover(LAYERS, [torch.float32, torch.bfloat16, torch.float16]))
 def test_attention(layer: Spec, cache_dtype: torch.dtype) -> None:
     """A prompt at once, in chunks, token by token, among others, with its beginning read for several at once."""
     lengths = (330, 257, 300, 211)

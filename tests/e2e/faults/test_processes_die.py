@@ -146,7 +146,8 @@ def test_stopped_processes_are_found_by_the_watchdog_and_come_back() -> None:
         assert server.process.poll() is None
 
 
-def test_a_stuck_engine_and_a_stuck_detokenizer_are_replaced_under_supervision() -> None:
+@pytest.mark.parametrize("names", [("engine",), pytest.param(("engine", "detokenizer"), marks=pytest.mark.long)])
+def test_stuck_processes_are_replaced_under_supervision(names: tuple[str, ...]) -> None:
     with Server("--supervise", "--watchdog-timeout", "4", "--admin-api-key", "b0ss") as server:
 
         def logging(**fields: Any) -> dict[str, Any]:
@@ -156,20 +157,15 @@ def test_a_stuck_engine_and_a_stuck_detokenizer_are_replaced_under_supervision()
             return told
 
         assert logging(log_level="debug", log_requests=True)["success"]
-        engine = server.children["engine"]
-        os.kill(engine, signal.SIGSTOP)
-        assert gone(engine, 60)
-        assert until(lambda: server.status("/readyz") == 200, 120), server.log()
-        assert server.ask(body()).status_code == 200
-        assert "had not moved" in server.log()
-        kept = logging()
-        assert (kept["log_level"], kept["log_requests"]) == ("debug", True), "as it was changed before"
-        detokenizer = server.children["detokenizer"]
-        os.kill(detokenizer, signal.SIGSTOP)
-        assert gone(detokenizer, 60)
-        assert until(lambda: server.status("/readyz") == 200, 120), server.log()
-        assert server.ask(body()).status_code == 200
-        assert "the detokenizer had not moved" in server.log()
+        for name in names:
+            stuck = server.children[name]
+            os.kill(stuck, signal.SIGSTOP)
+            assert gone(stuck, 60)
+            assert until(lambda: server.status("/readyz") == 200, 120), server.log()
+            assert server.ask(body()).status_code == 200
+            assert f"the {name} had not moved" in server.log()
+            kept = logging()
+            assert (kept["log_level"], kept["log_requests"]) == ("debug", True), "as it was changed before"
 
 
 def test_a_second_sigterm_ends_at_once() -> None:
