@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from bough.config.memory_plan import MemoryPlan
 from bough.core.step import Step
 from bough.runner.model_runner import ModelRunner
 from bough.runner.pooling import PoolingRunner
+from tests.covers import cover
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
@@ -84,14 +84,9 @@ def test_counting_counts() -> None:
     assert counting.peak == 8000
 
 
-def _cases() -> Iterator[Any]:
-    """All of them; those that are not needed to see each pair of values together are for the slow tests."""
-    for (s, shape), (t, steps), (c, kernels) in product(*map(enumerate, (SHAPES, STEPS, ("torch", "compiled")))):
-        marks = [pytest.mark.long] if (s + t + c) % 2 else []
-        yield pytest.param(shape, steps, kernels == "compiled", marks=marks, id=f"{kernels}-{steps}-{shape}")
-
-
-@pytest.mark.parametrize(("shape", "steps", "custom"), _cases())
+@pytest.mark.parametrize(
+    ("shape", "steps", "custom"), cover(list(SHAPES), list(STEPS), {"torch": False, "compiled": True})
+)
 def test_no_step_takes_more_than_was_kept(tmp_path: Path, shape: str, steps: str, custom: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE | SHAPES[shape]))
     runner, plan = made(

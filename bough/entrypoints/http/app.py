@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -50,6 +49,9 @@ from bough.entrypoints.stream import ClientGone
 Make = Callable[[Service], chat.Handler]
 
 VERSION: str = import_module("bough").__version__
+
+_ERRORS: tuple[type[Exception], ...] = (Exception, BoughError, HTTPException, ClientGone)
+"""What `on_error` turns into a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,18 +314,20 @@ def make_app(service: Service) -> App:
     """The ASGI application, keys and limits included. From now on requests are counted."""
     service.start_counting()
     specs = mounted(service)
-    app = FastAPI(title="bough", version=VERSION, docs_url=None, redoc_url=None, debug=False)
+    routes: list[Route] = []
     direct: dict[tuple[str, str], chat.Handler] = {}
     for spec in specs:
         handler = spec.make(service)
         direct.update({(method, path): handler for path in spec.paths for method in spec.methods if "{" not in path})
-        app.router.routes.extend(Route(path, handler, methods=list(spec.methods)) for path in spec.paths)
-    # Made when /openapi.json or /docs is first asked for: it takes as long as all other routes together.
-    document = functools.partial(openapi, specs, service.config.server.root_path)
-    app.openapi = functools.cache(document)  # type: ignore[method-assign]
-    app.add_exception_handler(Exception, on_error)
-    for kind in (BoughError, HTTPException, ClientGone):
-        app.add_exception_handler(kind, on_error)
+        routes += [Route(path, handler, methods=list(spec.methods)) for path in spec.paths]
+    # Made for the first client that asks for it: it takes as long as everything else here.
+    document = functools.cache(functools.partial(openapi, specs, service.config.server.root_path))
+
+    async def describe(_: Request) -> Response:
+        return json_reply(document())
+
+    routes.append(Route("/openapi.json", describe))
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(_ERRORS, on_error))
     origins = service.config.server.cors_origins
     if origins:
         app.add_middleware(
@@ -359,8 +363,7 @@ def make_peer_app(service: Service) -> App:
         Route("/peer/conversations/{id}", responses.kept_conversation(service)),
         Route("/peer/items/{id}", responses.kept_item(service)),
     ]
-    kinds: tuple[type[Exception], ...] = (Exception, BoughError, HTTPException, ClientGone)
-    app = Starlette(routes=[*passed_on, *asked_for], exception_handlers=dict.fromkeys(kinds, on_error))
+    app = Starlette(routes=[*passed_on, *asked_for], exception_handlers=dict.fromkeys(_ERRORS, on_error))
     return PeerDoor(app)
 
 
