@@ -1,4 +1,4 @@
-"""The way out: token ids to text, stop strings and patterns, and the parsers that say what the text means.
+"""Turns token ids into text, finds stop strings and patterns, and runs the reasoning and tool-call parsers.
 
 in: `Began`, `Tokens`, `Reply`. out: `Deltas` to API workers, `StopAt` to the engine. never: torch, scheduling, HTTP.
 """

@@ -1,4 +1,4 @@
-"""One request's way out: its tokens become text, the text is watched for stops and parsed, and deltas leave."""
+"""The output of one request: tokens become text, the text is searched for stops and parsed, and deltas are sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bough.parsers import ResponseParser
 
 
 class Verdict(NamedTuple):
-    """The end as found here; it wins over whatever the engine says later."""
+    """The end of an answer as found in its text. It takes precedence over an end that the engine reports later."""
 
     num_tokens: int
     reason: EndReason
@@ -47,7 +47,8 @@ class PlainAnswer:
 
 
 class TextAnswer:
-    """A request that wants text. `verdict` is set when its end was found in the text; tell the engine then."""
+    """A request that wants text. `verdict` is set when its end is found in the text; the engine must then be
+    informed."""
 
     __slots__ = (
         "_decoder",
@@ -97,7 +98,7 @@ class TextAnswer:
         self._num_tokens = 0
         self._num_scored = 0
         self._reasoned = 0
-        """Tokens up to the last one with which the text was inside the reasoning."""
+        """Number of tokens up to the last one that belongs to the reasoning section."""
         self._unsent = 0
         self._said: list[str] = []
         self._tokens: list[bytes] = []
@@ -108,12 +109,12 @@ class TextAnswer:
         self._embedding = b""
 
     def begin_turn(self, turn: int) -> None:
-        """A turn bounds the work that patterns may take: what they took before it no longer counts."""
+        """Starts a new turn of the loop, and with it a new budget of work for stop patterns."""
         if self._stops is not None:
             self._stops.begin_turn(turn)
 
     def advance(self, ids: Sequence[int], packed: bytes, row: RowOutput | None) -> Delta | None:
-        """Takes a row's news; a delta if it is time for one. With an end in the row, the delta is the last one."""
+        """Adds a row's new tokens. Returns a delta if one is due; if the row has an end, the delta is the last one."""
         if row is None and self._stops is None and self._parser is None and self._every <= 1 and self.verdict is None:
             self._num_tokens += len(ids)
             return Delta(id=self.id, text=self._decoder.feed(ids), tokens=packed)
@@ -122,7 +123,7 @@ class TextAnswer:
             self._take_tokens(ids, packed, row.end if row is not None else None)
         if row is not None:
             self._take_extras(row)
-            if undecided and row.hidden_states is not None:  # where stops are watched, they come token by token
+            if undecided and row.hidden_states is not None:  # with stops, hidden states arrive token by token
                 self._hidden += row.hidden_states
         end = row.end if row is not None else None
         if end is None:
@@ -133,7 +134,7 @@ class TextAnswer:
         return self._delta(self._final(end))
 
     def fail(self, error: BoughError) -> None:
-        """Ends the answer with an error; what was said stays said."""
+        """Ends the answer with an error. Text that was already sent stays."""
         self.verdict = Verdict(self._num_tokens, "error", error=error)
 
     # -- text ------------------------------------------------------------------------------------------------------
@@ -158,14 +159,14 @@ class TextAnswer:
             self._tokens.append(packed)
 
     def _ends_silently(self, ids: Sequence[int], end: End | None) -> bool:
-        """The last token is the stop token itself, which is no part of the text."""
+        """Whether the last token is the stop token itself, which is not part of the text."""
         if end is None or not len(ids) or self._spec.no_stop_trim or end.reason != "stop" or end.matched != ids[-1]:
             return False
         return self._parser is None or self._factory.token_text(ids[-1]) not in self._last_kept
 
     def _finish_text(self, *, was_cut: bool) -> None:
         rest = self._decoder.finish()
-        if was_cut:  # half a character at its end ends nothing
+        if was_cut:  # an incomplete character at its end does not complete a stop
             self._say((self._stops.finish().text if self._stops is not None else "") + rest)
         elif self._stops is not None:
             found = self._stops.feed(rest) if rest else None
@@ -185,7 +186,8 @@ class TextAnswer:
             self._events += self._parser.finish()
 
     def _say_all(self, ids: Sequence[int]) -> None:
-        """Many tokens at once; but alone what may begin or end the reasoning, so that its tokens can be counted."""
+        """Decodes many tokens at once, except tokens that may begin or end the reasoning: those are decoded one by one,
+        so that the tokens of the reasoning can be counted."""
         if self._spec.reasoning_parser is None:
             self._say(self._decoder.feed(ids))
             return
@@ -210,7 +212,7 @@ class TextAnswer:
                 self._events += self._parser.feed(text)
 
     def _count(self, new: int) -> None:
-        """So many new tokens have been said."""
+        """Records that `new` more tokens were decoded."""
         if self._parser is not None and self._parser.in_reasoning:
             self._reasoned = self._num_tokens + new
 
@@ -253,8 +255,9 @@ class TextAnswer:
         )
 
     def _reasoning_tokens(self, end: End, num_tokens: int) -> int:
-        """Of the tokens that are left of an answer. The engine may have gone on, knows the mark by its usual ids, and takes
-        it for one in answers that don't reason."""
+        """Number of reasoning tokens among the answer's remaining tokens. The engine's own count can be wrong: it may
+        have computed past the end, it knows only the usual ids of the end marker, and it counts in answers without
+        reasoning."""
         parser = self._parser if self._spec.reasoning_parser is not None else None
         if parser is not None and not parser.in_reasoning and not self._reasoned:
             return 0

@@ -1,7 +1,8 @@
-"""Token ids to text, a few at a time, never half a character.
+"""Decodes token ids incrementally; never returns part of a character.
 
-Most vocabularies are tables of bytes: text is the bytes joined. For those that are not (their decoders look at neighbours),
-the library decodes a short window before and after each token, and the difference is the news.
+Most vocabularies are tables of bytes: the text is the bytes joined. For other vocabularies (whose decoders look at
+neighbouring tokens) the tokenizer library decodes a short window before and after each token, and the difference is the
+new text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from bough.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MOST_STUMPS = 8
-"""Tokens that may make up one character; beyond, the bytes are broken and shown as such."""
+"""Maximum number of tokens in one character. If more arrive without completing it, the bytes are invalid and decoded as
+U+FFFD."""
 
 
 class TokenDecoder(Protocol):
@@ -26,12 +28,12 @@ class TokenDecoder(Protocol):
         ...
 
     def finish(self) -> str:
-        """What is left: the stump of a character, as U+FFFD."""
+        """The rest of the text: an incomplete character becomes U+FFFD."""
         ...
 
 
 class Tables:
-    """What each id adds to text: as text where it is whole characters, else as bytes."""
+    """What each id adds to the text: a string if it consists of whole characters, else bytes."""
 
     __slots__ = ("spelled", "texts")
 
@@ -64,7 +66,9 @@ class ByteDecoder:
                 if text is not None:
                     return text
             return "".join([self._one(token_id) for token_id in ids])
-        except IndexError:  # an id of the embedding's padding; those before it are read again
+        except (
+            IndexError
+        ):  # an id beyond the vocabulary (padding of the embedding); the ids before it are decoded again
             self._pending = pending
             return "".join([self._one(token_id) for token_id in ids if token_id < len(texts)])
 
@@ -84,8 +88,8 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For all other vocabularies, by the tokenizer's own decoding. `tail`: the prompt's last ids, as left context;
-    `silent`: ids that are no text."""
+    """Decoder for all other vocabularies, by the tokenizer library. `tail`: last ids of the prompt, as left context.
+    `silent`: ids that have no text."""
 
     def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], silent: frozenset[int], spaces: bool) -> None:
         self._tokenizer = tokenizer
@@ -93,7 +97,7 @@ class WindowDecoder:
         self._spaces = spaces
         self._ids = [token_id for token_id in tail if token_id not in silent]
         self._read = len(self._ids)
-        """Ids whose text is out; those before serve as context."""
+        """Number of ids whose text was returned. The last of them serve as context."""
 
     def feed(self, ids: Sequence[int]) -> str:
         return "".join([self._one(token_id) for token_id in ids])
@@ -137,14 +141,14 @@ class DecoderFactory:
             self._tables(True, frozenset())
 
     def make(self, *, skip_special: bool, spaces: bool, keep: frozenset[str], tail: Sequence[int]) -> TokenDecoder:
-        """`keep`: texts of special tokens that stay although special ones are skipped."""
+        """`keep`: special tokens that are decoded although special tokens are skipped."""
         kept = self._tokenizer.special_among(keep)
         if self._spelled is None:
             return WindowDecoder(self._tokenizer, tail, self._tokenizer.silent_ids(skip_special, kept), spaces)
         return ByteDecoder(self._tables(skip_special, kept))
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, special ones by name."""
+        """Text of a single token; the name of a special token."""
         return self._tokenizer.token_text(token_id)
 
     def _make_tables(self, skip_special: bool, kept: frozenset[int]) -> Tables:

@@ -1,4 +1,5 @@
-"""The detokenizer process: all answers, and the loop that takes the engine's messages and sends deltas home."""
+"""The detokenizer process: all answers in progress, and the loop that reads the engine's messages and sends deltas to
+the API workers."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ _log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 _LAST_WORDS_S = 0.2
-"""At the end, time for the last messages; whoever no longer reads is not waited for."""
+"""Seconds that the last messages get to leave at the end. A reader that does not read is not waited for."""
 
 
 class Answers:
-    """The answers under way. `handle` takes messages in order; `take` gives what is to be sent."""
+    """The answers in progress. `handle` processes messages in order; `take` returns what must be sent."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._factory = DecoderFactory(tokenizer) if tokenizer is not None else None
@@ -42,7 +43,7 @@ class Answers:
         self._home: dict[int, list[Deltas | Reply]] = {}
         self._stops: list[StopAt] = []
         self._turn = 0
-        """Counts how often news were taken away: nobody else waits longer than one turn takes."""
+        """Number of calls of `take`. The work per turn is bounded, so that no answer waits longer than one turn."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -108,7 +109,7 @@ class Answers:
         return delta
 
     def _advance_text(self, answer: TextAnswer, ids: list[int], packed: bytes, row: RowOutput | None) -> Delta | None:
-        """A failure of one answer is that answer's own."""
+        """Advances one answer. If it fails, only this answer ends."""
         undecided = answer.verdict is None
         answer.begin_turn(self._turn)
         try:
@@ -136,14 +137,14 @@ class Answers:
 
 
 def run(launch: Launch) -> None:
-    """Detokenises until SIGTERM, then what has arrived by then."""
+    """Processes messages until SIGTERM, and then those that have arrived by that time."""
     heart = Heartbeat(launch.endpoints.beat("detokenizer"))
     inbox: Inbox[ToDetokenizer] = Inbox(launch.endpoints.detokenizer, ToDetokenizer)
     signal.signal(signal.SIGTERM, lambda *_: inbox.close())
     answers = Answers(tokenizer_of(launch.config.model, read_checkpoint(launch.endpoints)))
     engines = [Outbox(each.engine) for each in launch.endpoints.replicas(launch.config.parallel.dp_size)]
     workers: dict[int, Outbox] = {}
-    # Tables of a few hundred thousand texts would make every full collection slow.
+    # Tables with hundreds of thousands of strings would make every full garbage collection slow.
     gc.collect()
     gc.freeze()
     turns = 0

@@ -1,7 +1,8 @@
 """Stop strings and stop patterns in text that arrives in pieces.
 
-Text leaves as soon as it can't be part of a stop any more. Stop strings run through one Aho-Corasick automaton, patterns
-through one of their own (`bough.parsers.stop_patterns`): linear in the text, and the same verdict however the text is cut.
+Text is released as soon as it cannot be part of a stop any more. Stop strings are found by one Aho-Corasick automaton,
+patterns by an automaton in `bough.parsers.stop_patterns`: both are linear in the text and give the same result however
+the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from bough.core.errors import InvalidRequest
 from bough.parsers.stop_patterns import Match, TooMuchWork, compile_patterns, is_plain
 
 _PATTERN_REACH: Final = 4096
-"""Characters that are held back for a match at most."""
+"""Maximum number of characters held back for a possible match of a pattern."""
 
 
 class Found(NamedTuple):
-    """What a piece of text brought."""
+    """The result of one piece of text."""
 
     text: str
-    """Text that may leave."""
+    """Text that can be released."""
     matched: str | None = None
     """The stop string or pattern that ended the answer."""
 
 
 class Automaton:
-    """All stop strings at once. State 0 is the start; a state's depth is how many characters could begin a stop string."""
+    """Aho-Corasick automaton of all stop strings. State 0 is the start. The depth of a state is the number of last
+    characters that may be the beginning of a stop string."""
 
     __slots__ = ("_steps", "_suffix", "depth", "first", "matched")
 
@@ -56,7 +58,7 @@ class Automaton:
         self.matched[state] = word
 
     def _link(self) -> None:
-        """Finds the suffixes, shorter strings first."""
+        """Computes the suffix links, shorter strings first."""
         for (state, character), following in sorted(self._steps.items(), key=lambda step: self.depth[step[1]]):
             if state:
                 self._suffix[following] = self.step(self._suffix[state], character)
@@ -79,7 +81,8 @@ def _automaton(words: tuple[str, ...]) -> Automaton:
 
 
 class StopStrings:
-    """Watches one answer for stop strings. The first one to be complete wins; of those that end together, the longest."""
+    """Searches one answer for stop strings. The first complete one ends the answer; of several that end at the same
+    character, the longest."""
 
     __slots__ = ("_automaton", "_held", "_keep", "_state")
 
@@ -109,23 +112,23 @@ class StopStrings:
         return Found(seen[:cut])
 
     def finish(self) -> str:
-        """The text held back, once no more comes."""
+        """The text that was held back; called at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
 
 class StopPatterns:
-    """Watches one answer for regular expressions. A match reaches over at most `_PATTERN_REACH` characters: if it began
-    earlier, what is left of it is cut off."""
+    """Searches one answer for regular expressions. A match has at most `_PATTERN_REACH` characters: of a longer one
+    only the last characters are removed from the text."""
 
     def __init__(self, patterns: tuple[str, ...], *, keep_match: bool = False) -> None:
         self._patterns = compile_patterns(patterns)
         self._scan = self._patterns.scan()
         self._keep = keep_match
         self._held = ""
-        """Text that may be part of a match..."""
+        """Text that may be part of a match."""
         self._begin = 0
-        """...and where it begins in the answer."""
+        """Position of `_held` in the answer, in characters."""
         self.match_chars = 0
         """Length of the match, once there is one."""
 
@@ -134,7 +137,7 @@ class StopPatterns:
         self._patterns.begin_turn(turn)
 
     def feed(self, text: str) -> Found:
-        """Raises `InvalidRequest` when the patterns take too long."""
+        """Adds text. Raises `InvalidRequest` if the patterns exceed their budget of work."""
         self._held += text
         try:
             match = self._scan.feed(text)
@@ -148,7 +151,7 @@ class StopPatterns:
         return Found(released)
 
     def finish(self) -> Found:
-        """What is left, once no more comes; perhaps its end completes a match."""
+        """The text that was held back; called at the end of the answer, which may complete a match."""
         match = self._scan.finish()
         if match is not None:
             return self._ended(match)
@@ -172,8 +175,8 @@ def _too_slow() -> InvalidRequest:
 
 
 class Stops:
-    """Strings and patterns together; patterns that are plain text count as strings. What is complete first wins; of those
-    that end together, what began first."""
+    """Stop strings and patterns of one answer. Patterns without special characters are treated as strings. The first
+    complete match ends the answer; of several that end at the same character, the one that began first."""
 
     def __init__(self, words: tuple[str, ...], patterns: tuple[str, ...], *, keep_match: bool = False) -> None:
         plain = tuple(filter(is_plain, patterns))
@@ -184,9 +187,9 @@ class Stops:
         self._strings = StopStrings(words, keep_match=keep_match or both) if words else None
         self._patterns = StopPatterns(rest, keep_match=keep_match or both) if rest else None
         self._held = ""
-        """With both: text that one of them, or neither, has let pass."""
+        """If there are both strings and patterns: text that at least one of them still holds back."""
         self._by_strings = self._by_patterns = 0
-        """How much of it each has let pass."""
+        """Number of characters of `_held` that each has released."""
 
     def begin_turn(self, turn: int) -> None:
         """What the patterns took before `turn` no longer counts."""
@@ -202,7 +205,7 @@ class Stops:
         return self._earlier(self._strings.feed(text), self._patterns.feed(text), self._patterns)
 
     def _earlier(self, word: Found, pattern: Found, patterns: StopPatterns) -> Found:
-        """What both have found, as one: the stop that ends first, or what neither holds back."""
+        """Combines the results of both: the stop that ends first, or else the text that neither holds back."""
         self._by_strings += len(word.text)
         self._by_patterns += len(pattern.text)
         ends = []
@@ -220,7 +223,7 @@ class Stops:
         return Found(passed)
 
     def finish(self) -> Found:
-        """What is left; its end may complete a pattern."""
+        """The text that was held back; the end of the answer may complete a pattern."""
         if self._patterns is None:
             return Found(self._strings.finish() if self._strings is not None else "")
         if self._strings is None:

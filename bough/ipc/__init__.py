@@ -1,4 +1,5 @@
-"""Typed channels between processes, and what a process is handed when it starts: sockets, config, status, errors.
+"""Typed channels between processes, and the files with which a process starts and reports: sockets, config, status,
+errors.
 
 in: msgspec structs. out: the same structs in another process. never: pickle, or the meaning of a message.
 """

@@ -1,4 +1,4 @@
-"""How a child process begins and ends: it dies with its parent, leaves its cause behind, and ignores Ctrl-C."""
+"""Start and end of a child process: it ends with its parent, writes down why it failed, and ignores Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 def run_child(name: str, directory: str, body: Callable[[Launch], None], *, janitor: bool = False) -> int:
     """Runs `body` as the process `name` of the server in `directory` and returns its exit status.
 
-    The process ends within seconds of its parent, however that ends. SIGINT and SIGHUP are the parent's business. SIGTERM
-    raises `SystemExit` in the main thread unless `body` installs a handler. A failure is written to `error.<name>.json`;
-    the launcher prints it. The `janitor` removes the private directory if the parent was killed; where there is none, the
-    next server to start sweeps it up.
+    The process ends within seconds after its parent, however the parent ends. SIGINT and SIGHUP are ignored: the parent
+    handles them. SIGTERM raises `SystemExit` in the main thread unless `body` installs a handler. A failure is written
+    to `error.<name>.json`; the launcher prints it. The process named `janitor` removes the private directory if the
+    parent was killed; without one, the next server that starts removes it.
     """
     launch = load_launch(directory)
     _die_with_parent(launch, janitor)
@@ -70,7 +70,7 @@ def _exit_quietly(_signal: int, _frame: object) -> None:
 
 
 def _die_with_parent(launch: Launch, janitor: bool) -> None:
-    # The janitor stays alive long enough to clean up; the kernel kills the others at once, even inside native code.
+    # The janitor must live long enough to clean up. The kernel kills the others immediately, even in native code.
     if sys.platform == "linux" and launch.die_with_parent_thread and not janitor:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launch.parent_pid:
@@ -91,7 +91,7 @@ def _watch_lifeline(launch: Launch, janitor: bool) -> None:
 
 
 def _end(launch: Launch, janitor: bool) -> NoReturn:
-    """Ends at once; the janitor first lets the others end and removes what the parent can't."""
+    """Ends this process. The janitor first waits for the others and removes the private directory."""
     if janitor:
         time.sleep(0.5)
         shutil.rmtree(launch.directory, ignore_errors=True)

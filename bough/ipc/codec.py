@@ -1,4 +1,5 @@
-"""Structs to msgpack and back. Numpy arrays travel as (dtype, shape, bytes) and come back as read-only views.
+"""Encodes structs as msgpack and decodes them. Numpy arrays are sent as (dtype, shape, bytes) and decoded as read-only
+views.
 
 On a channel each encoded struct is a frame: its length, then its bytes.
 """
@@ -14,10 +15,10 @@ import numpy as np
 T = TypeVar("T")
 
 FRAME_HEAD = struct.Struct("<Q")
-"""Before each frame: its length."""
+"""Before each frame: its length in bytes."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 _KINDS = "biuf"
-"""Array types that may cross a border: booleans, integers, floats."""
+"""Kinds of array elements that can be sent: booleans, integers, floats."""
 
 
 class Codec(Generic[T]):

@@ -14,7 +14,7 @@ from bough.core.errors import ConfigError
 
 _PREFIX = "bough-"
 _LONGEST_SOCKET_PATH = 107
-"""Bytes that a Unix socket's path may have (sun_path without its final zero)."""
+"""Maximum length of a Unix socket's path in bytes (sun_path without its final zero)."""
 _LONGEST_NAME = len("/r255/meeting")
 
 
@@ -25,7 +25,7 @@ class Endpoints:
     directory: str
 
     def replicas(self, count: int) -> list[Endpoints]:
-        """Those of each engine: directories of their own, where there are several."""
+        """The endpoints of each engine: one directory per engine if there are several."""
         return [self] if count == 1 else [Endpoints(str(self.path(f"r{number}"))) for number in range(count)]
 
     @property
@@ -39,11 +39,11 @@ class Endpoints:
         return str(self.path("detok"))
 
     def api(self, worker: int) -> str:
-        """Read by an API worker: `ToApi` from the detokenizer, or from rank 0 where there is none."""
+        """Read by an API worker: `ToApi` from the detokenizer, or from rank 0 if there is no detokenizer."""
         return str(self.path(f"api.{worker}"))
 
     def peer(self, worker: int) -> str:
-        """Where an API worker takes requests that the others pass on to it (HTTP)."""
+        """Socket on which an API worker accepts requests that other workers forward (HTTP)."""
         return str(self.path(f"peer.{worker}"))
 
     def rank(self, rank: int) -> str:
@@ -52,7 +52,7 @@ class Endpoints:
 
     @property
     def meeting(self) -> str:
-        """Where ranks on this machine meet: the launcher's `StoreServer` listens there."""
+        """Socket of the launcher's `StoreServer`, through which the ranks on this machine find each other."""
         return str(self.path("meeting"))
 
     @property
@@ -74,23 +74,23 @@ class Endpoints:
 
     @property
     def quarantine(self) -> Path:
-        """Fingerprints of requests that the engine has died of."""
+        """Fingerprints of requests that were running in two crashes."""
         return self.path("quarantine.json")
 
     @property
     def rates(self) -> Path:
-        """What the API workers know together of how fast clients send."""
+        """Rates of requests and tokens per key, shared by the API workers."""
         return self.path("rates")
 
     def board(self, name: str) -> Path:
-        """The numbers that the process `name` counts."""
+        """Metrics of the process `name`."""
         return self.path(f"{name}.board")
 
     def error(self, name: str) -> Path:
         return self.path(f"error.{name}.json")
 
     def fault(self, name: str) -> Path:
-        """Where a dying process's native stack goes."""
+        """File for the native stack of a process that crashes."""
         return self.path(f"fault.{name}.txt")
 
     def path(self, name: str) -> Path:
@@ -98,7 +98,8 @@ class Endpoints:
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 that exists as long as this object does, and is swept up later if its owner was killed."""
+    """A directory of mode 0700 that exists as long as this object. If its owner was killed, `sweep` removes it
+    later."""
 
     def __init__(self) -> None:
         root = _short_root()
@@ -109,7 +110,7 @@ class PrivateDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.fstat(self._lock).st_nlink:
                 break
-            os.close(self._lock)  # a server that starts at the same time has swept it up before it was locked
+            os.close(self._lock)  # another server removed it before it was locked
 
     @property
     def endpoints(self) -> Endpoints:
@@ -124,7 +125,8 @@ class PrivateDirectory:
 
 
 def sweep(root: Path) -> int:
-    """Removes directories whose owner is gone (their lock is free), and returns how many. Other users' are left alone."""
+    """Removes directories whose owner is gone (their lock is free) and returns their number. Directories of other users
+    are skipped."""
     removed = 0
     for directory in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -141,7 +143,7 @@ def sweep(root: Path) -> int:
 
 
 def _short_root() -> Path:
-    """The first usable directory in which sockets' paths stay within the kernel's limit."""
+    """The first usable directory in which socket paths fit the kernel's limit."""
     candidates = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
     for candidate in filter(None, candidates):
         sample = f"{candidate}/{_PREFIX}12345678"

@@ -1,8 +1,8 @@
-"""The machines of one engine, as their launchers know them: who has joined, who is alive, and why the group ended.
+"""The machines of one engine, as seen by their launchers: which have joined, which are alive, and why the group ended.
 
-The launcher of machine 0 holds the group's `StoreServer`; those of the others beat there twice a second. A beat needs
-neither the engine's interpreter nor its steps, so a machine that computes for long is not taken for a dead one. Silence of
-three seconds ends the group on both sides, and so does a failure that one machine reports.
+The launcher of machine 0 runs the group's `StoreServer`; the other launchers send a heartbeat twice per second. A
+heartbeat does not depend on the engine process, so that a machine in a long computation does not count as dead. Three
+seconds without a heartbeat end the group on both sides, and so does a failure that one machine reports.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 LOST_S = 3.0
-"""A machine that was silent for this long is taken for dead, and so is one that does not answer for as long."""
+"""Seconds without a heartbeat, or without an answer, after which a machine counts as dead."""
 _TELL_EVERY_S = 10.0
 _FAREWELL_S = 1.5
-"""How long machine 0 waits for the others to hear that it ends."""
+"""Seconds that machine 0 waits at its end until the others have noticed it."""
 
 
 class GroupEnded(Unavailable):
-    """Machine 0 has ended as it was asked to, and so must this one."""
+    """Machine 0 was stopped, and so this machine must stop."""
 
 
 class MachineLost(BoughError):
@@ -47,11 +47,11 @@ class MachineLost(BoughError):
 
 
 class JoinFacts(Struct, frozen=True, kw_only=True):
-    """What must be the same on all machines, and a name that tells two processes of one number apart."""
+    """Facts that must be equal on all machines, and a name that distinguishes two processes with the same number."""
 
     version: str
     settings: str
-    """Digest of the settings that decide what is computed."""
+    """Digest of the settings that determine the computation."""
     weights: str
     """Digest of the checkpoint's config and of the names, types and shapes of its tensors."""
     name: str
@@ -80,25 +80,25 @@ class _Cause(Struct):
 
 
 class Group(Protocol):
-    """One launcher's place among the machines."""
+    """One launcher's membership in the group of machines."""
 
     generation: int
 
     def look(self) -> BoughError | None:
-        """Why the group can't go on, if it can't. Returns at once; called a few times a second."""
+        """Why the group cannot continue, or None. Returns immediately; called a few times per second."""
         ...
 
     def fail(self, error: BoughError) -> None:
-        """Tells the others that this machine has failed."""
+        """Reports to the others that this machine has failed."""
         ...
 
     def close(self) -> None:
-        """This machine leaves, as it was asked to."""
+        """Leaves the group, because this machine was stopped."""
         ...
 
 
 class Leader:
-    """Machine 0's."""
+    """The group as machine 0 sees it."""
 
     def __init__(self, server: StoreServer, facts: JoinFacts, num_nodes: int, timeout_s: float) -> None:
         """`timeout_s`: how long the others may take to join."""
@@ -125,7 +125,7 @@ class Leader:
         return self._overdue() or self._silent()
 
     def opened(self, facts: dict[str, Any]) -> None:
-        """Requests are taken: the others are ready, too."""
+        """Reports that the engine accepts requests, so that the other machines are ready, too."""
         self._store.set("ready", msgspec.json.encode(facts))
 
     def fail(self, error: BoughError) -> None:
@@ -196,7 +196,7 @@ class Leader:
 
 
 class Member:
-    """Another machine's: a thread beats."""
+    """The group as another machine sees it. A thread sends heartbeats."""
 
     def __init__(self, address: str, secret: str, facts: JoinFacts, node: int, timeout_s: float) -> None:
         """Joins. Raises `Unavailable` or `NotTrusted` if machine 0 can't be joined, `ConfigError` if another process has
@@ -213,7 +213,7 @@ class Member:
                 param="node_rank",
             )
         self.ready: dict[str, Any] | None = None
-        """What the engine is, once it takes requests."""
+        """Facts of the engine, once it accepts requests."""
         self._problem: BoughError | None = None
         self._told = False
         self._leaving = threading.Event()

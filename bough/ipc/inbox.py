@@ -1,6 +1,6 @@
-"""The reading end of a channel: one reader binds a Unix socket, and many writers push to it.
+"""The reading end of a channel: one reader binds a Unix socket, and many writers send to it.
 
-A frame that can't be decoded is dropped and counted, never raised: one broken writer must not stop the reader.
+A frame that cannot be decoded is dropped and counted, not raised: one broken writer must not stop the reader.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _MOST_PER_DRAIN = 4096
-"""Messages after which no more are taken at once, so that a flood can't keep the reader from its own work."""
+"""Maximum number of messages per `drain`, so that a flood does not keep the reader from its other work."""
 _DOOR_PAUSE_S = 0.001
-"""Between two tries to let a writer in where there is no room for it: nobody else says when there is."""
+"""Seconds between two attempts to accept a connection if no file descriptor is free: nothing signals when one becomes
+free."""
 _READ_BYTES = 1 << 18
 
 
 class _Connection:
-    """One writer's end here, and the bytes of a frame that has not arrived whole."""
+    """The connection of one writer, and the bytes of a frame that has not arrived completely."""
 
     __slots__ = ("have", "partial", "socket")
 
@@ -38,7 +39,7 @@ class _Connection:
         self.socket = connected
         self.partial = bytearray()
         self.have = 0
-        """Bytes of `partial` that have arrived, once it is as long as its frame."""
+        """Bytes of `partial` that have arrived, once `partial` has the length of its frame."""
 
 
 class _Reader(ABC, Generic[T]):
@@ -60,25 +61,25 @@ class _Reader(ABC, Generic[T]):
 
     @abstractmethod
     def _watch(self, descriptor: int) -> None:
-        """From now on, `_look` is to be called when there is something at the descriptor."""
+        """Registers a descriptor: from now on `_look` is called when it is readable."""
 
     @abstractmethod
     def _unwatch(self, descriptor: int) -> None: ...
 
     def _look(self, descriptor: int, messages: list[T]) -> bool:
-        """Reads once where something may be. Returns whether there may be more."""
+        """Reads once from a descriptor that may be readable. Returns whether there may be more."""
         connection = self._connections.get(descriptor)
         if connection is not None:
             return self._read_one(connection, messages)
         return descriptor == self._door.fileno() and self._accept()
 
     def _accept(self) -> bool:
-        """Lets a writer in, if one is at the door."""
+        """Accepts a connection, if one is waiting."""
         try:
             connected, _ = self._door.accept()
         except (BlockingIOError, ConnectionError):
             return False
-        except OSError as error:  # no descriptor is left: it waits at the door, and what is open goes on
+        except OSError as error:  # no descriptor is left: it stays in the backlog, and open connections continue
             if not self._told_of_door:
                 self._told_of_door = True
                 _log.warning("a writer can't be let in yet: %s", error)
@@ -90,7 +91,7 @@ class _Reader(ABC, Generic[T]):
         return True
 
     def _read_one(self, connection: _Connection, messages: list[T]) -> bool:
-        """One reading of what a connection has; with a large frame under way, straight into its place.
+        """Reads once from a connection; the rest of a large frame is read directly into its buffer.
 
         Returns whether there may be more.
         """
@@ -147,7 +148,7 @@ class _Reader(ABC, Generic[T]):
             self._drop(str(error))
 
     def _part(self, connection: _Connection, why: str) -> None:
-        """Ends a connection; with a reason, a message was lost."""
+        """Closes a connection. `why` is not empty if a message was lost."""
         descriptor = connection.socket.fileno()
         self._unwatch(descriptor)
         del self._connections[descriptor]
@@ -168,13 +169,14 @@ class _Reader(ABC, Generic[T]):
 
 
 class Inbox(_Reader[T]):
-    """The reading end, for a process with a loop of its own. Only `close` may be called from other threads."""
+    """The reading end for a process with its own loop. Only `close` may be called from other threads."""
 
     def __init__(
         self, address: str, message_type: Any, *, max_bytes: int = MAX_MESSAGE_BYTES, spin_s: float = 0.0
     ) -> None:
-        """`spin_s`: a wait begins busily, until this long after a message or a look that did not wait: whoever writes
-        again soon finds the reader awake, and its code and data in the processor's caches."""
+        """`spin_s`: `drain` polls without sleeping until this many seconds after the last message or the last `drain`
+        that did not wait. A writer that writes again soon then finds the reader awake, with its code and data in the
+        CPU's caches."""
         super().__init__(address, message_type, max_bytes)
         self.closed = False
         self._spin_s = spin_s
@@ -185,7 +187,8 @@ class Inbox(_Reader[T]):
         self._watch(self._wake)
 
     def drain(self, block_s: float = 0.0) -> list[T]:
-        """What has arrived. Waits at most `block_s` for a first message; `close` ends the wait."""
+        """Returns the messages that have arrived. Waits at most `block_s` seconds for a first one; `close` ends the
+        wait."""
         messages = self._read(self._epoll.poll(0))
         if not messages and block_s > 0 and not self.closed:
             messages = self._wait(block_s)
@@ -230,7 +233,7 @@ class Inbox(_Reader[T]):
             os.eventfd_write(self._wake, 1)
 
     def release(self) -> None:
-        """Frees the socket. The reader's own thread only, after its loop."""
+        """Frees the socket. Call it in the reader's thread, after its loop."""
         self.closed = True
         self._free()
         self._epoll.close()
@@ -240,12 +243,12 @@ class Inbox(_Reader[T]):
 
 
 class AsyncInbox(_Reader[T]):
-    """The reading end, for one asyncio loop: what has arrived is heard of in the turn that finds it."""
+    """The reading end for one asyncio loop: messages are delivered in the iteration of the loop that reads them."""
 
     def __init__(
         self, address: str, message_type: Any, hear: Callable[[list[T]], None], *, max_bytes: int = MAX_MESSAGE_BYTES
     ) -> None:
-        """`hear` is called in the loop with messages as they arrive, in their writers' order."""
+        """`hear` is called in the loop with messages as they arrive, in the order of each writer."""
         super().__init__(address, message_type, max_bytes)
         self.closed = False
         self._hear = hear
@@ -259,14 +262,14 @@ class AsyncInbox(_Reader[T]):
         self._loop.remove_reader(descriptor)
 
     def _arrived(self, descriptor: int) -> None:
-        """Reads once: if there is more, the next turn brings it, and other work gets its turn."""
+        """Reads once. If there is more, the next iteration of the loop reads it, so that other work runs in between."""
         messages: list[T] = []
         self._look(descriptor, messages)
         if messages:
             self._hear(messages)
 
     def close(self) -> None:
-        """Frees the socket; nothing is heard any more. Call in the loop's thread."""
+        """Frees the socket; no more messages are delivered. Call it in the loop's thread."""
         if not self.closed:
             self.closed = True
             for descriptor in (self._door.fileno(), *self._connections):

@@ -1,8 +1,8 @@
 """A connection of whole frames between two processes, over a Unix socket or TCP.
 
-Over TCP both ends prove that they know the same secret before anything else is read, and every frame carries a code that
-only they can make, with its number in the stream: frames can be read by others on the network, but not forged, repeated
-or left out. Over a Unix socket the private directory's permissions do that.
+Over TCP both ends prove that they know the same secret before anything else is read, and every frame carries a MAC over
+its bytes and its number in the stream: others on the network can read frames but not forge, repeat or drop them
+unnoticed. Over a Unix socket the permissions of the private directory protect the connection.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _CODE_BYTES = 16
 _NONCE_BYTES = 32
 _GREETING = b"bough link 1\n"
 _GREETING_S = 10.0
-"""How long the other end may take to prove itself."""
+"""Seconds that the other end has to prove that it knows the secret."""
 _RETRY_S = 0.05
 
 
 class NotTrusted(BoughError):
-    """The other end of a connection does not know the secret, or its bytes were changed on the way."""
+    """The other end of a connection does not know the secret, or a frame was changed on the way."""
 
     code = "not_trusted"
 
 
 class Link:
-    """One end. Blocks; one thread may send while another receives."""
+    """One end of a connection. Calls block; one thread may send while another receives."""
 
     def __init__(self, connected: socket.socket, keys: tuple[bytes, bytes] | None) -> None:
-        """`keys`: of what is sent, and of what is received."""
+        """`keys`: MAC keys of sent and of received frames."""
         self._socket = connected
         self._keys = keys
         self._sent = self._received = 0
@@ -48,7 +48,7 @@ class Link:
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """From now on, `send` and `receive` raise TimeoutError when nothing moves for so long."""
+        """From now on `send` and `receive` raise TimeoutError if no byte is transferred for `timeout_s`."""
         self._socket.settimeout(timeout_s)
 
     def send(self, frame: bytes) -> None:
@@ -93,10 +93,10 @@ class Link:
 
 
 class Listener:
-    """Where links begin. `address` is a path, or host:port (port 0: any free one)."""
+    """Accepts links. `address` is a path, or host:port (port 0: any free port)."""
 
     def __init__(self, address: str, secret: str = "") -> None:
-        """Raises `ConfigError` if the address can't be had, or is a host's and there is no secret."""
+        """Raises `ConfigError` if the address cannot be bound, or if it is host:port and there is no secret."""
         self._secret = secret
         family, place = resolve(address)
         if family != socket.AF_UNIX:
@@ -127,7 +127,7 @@ class Listener:
         return int(self._socket.getsockname()[1])
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """From now on, `accept` raises TimeoutError if nobody comes within so long."""
+        """From now on `accept` raises TimeoutError if there is no connection for `timeout_s`."""
         self._socket.settimeout(timeout_s)
 
     def accept(self) -> Link:
@@ -156,8 +156,8 @@ class Listener:
 
 
 def connect(address: str, secret: str = "", timeout_s: float = 30.0) -> Link:
-    """Connects to a listener, which may not be there yet. Raises `TimeoutError` if it does not come, `NotTrusted` if it does
-    not know the secret."""
+    """Connects to a listener, which may start later. Raises `TimeoutError` if it does not start in time, `NotTrusted`
+    if it does not know the secret."""
     family, place = resolve(address)
     if family != socket.AF_UNIX:
         _check_secret(address, secret)
@@ -182,7 +182,8 @@ def connect(address: str, secret: str = "", timeout_s: float = 30.0) -> Link:
 
 
 def resolve(address: str) -> tuple[int, str | tuple[str, int]]:
-    """The socket family of an address, and its form for `connect`. Raises `ConfigError` if it is none."""
+    """The socket family of an address, and the argument for `socket.connect`. Raises `ConfigError` if the address is
+    invalid."""
     if address.startswith("/"):
         return socket.AF_UNIX, address
     host, port = split_address(address)
@@ -217,7 +218,7 @@ def _check_secret(address: str, secret: str) -> None:
 
 
 def _greet(connected: socket.socket, secret: str, *, is_server: bool) -> Link:
-    """Both ends send a nonce, and then what only a holder of the secret can make of both nonces."""
+    """Both ends send a nonce, and then a MAC of both nonces, which proves that they know the secret."""
     connected.settimeout(_GREETING_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     plain = Link(connected, None)

@@ -1,7 +1,7 @@
 """The writing end of a channel.
 
-A writer's bytes go to the kernel in the thread that sends, and the reader takes them from there: no thread stands between
-the two. What the kernel has no room for waits in the writer's memory, for a thread that lives as long as there is such.
+The sending thread writes to the kernel, and the reader reads from it: there is no thread in between. What the kernel
+does not accept is kept in the writer's memory, and a background thread writes it; the thread ends when nothing is left.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from bough.core.errors import BoughError, Unavailable
 from bough.ipc.codec import FRAME_HEAD, MAX_MESSAGE_BYTES, encoder
 
 _LINGER_S = 2.0
-"""How long a closing writer waits for its last messages to leave."""
+"""Seconds that a closing writer waits for its last messages to be written."""
 _RETRY_S = (0.01, 0.2)
-"""Between two tries to reach the reader: at first, and at most."""
+"""Seconds between two attempts to connect to the reader: at first, and at most."""
 _SOCKET_BYTES = 1 << 22
-"""Asked of the kernel for each connection; it may give less."""
+"""Bytes of kernel buffer requested per connection; the kernel may give less."""
 _FRAMES_PER_CALL = 256
 _GATHERED = 32
-"""Frames of one turn that wait for its end."""
+"""Maximum number of frames that are gathered in one iteration of the loop before they are written."""
 
 
 class MessageTooLarge(BoughError):
-    """A message exceeds what a channel carries."""
+    """A message is larger than the channel allows."""
 
     status = 413
     type = "invalid_request_error"
@@ -39,46 +39,49 @@ class MessageTooLarge(BoughError):
 
 
 _open: weakref.WeakSet[Outbox] = weakref.WeakSet()
-"""Writers that may still hold something, for `flush`."""
+"""Writers that may still hold frames, for `flush`."""
 
 
 class Outbox:
-    """The writing end. Never blocks: what the reader has not taken yet waits in memory. One thread at a time.
+    """The writing end. Never blocks: frames that the reader has not taken yet are kept in memory. One thread at a time.
 
-    News of requests need no bound here: however long the reader is stopped, they are those of the requests that it has
-    let in. What clients send does: whoever gives up makes room for the next, so `max_held_bytes` is for that direction.
+    Messages about running requests need no limit here: admission limits the requests, even if the reader is stopped for
+    long. Messages of clients do need one, because a client that gives up makes room for another: `max_held_bytes` is
+    for that direction.
     """
 
     def __init__(self, address: str, *, max_bytes: int = MAX_MESSAGE_BYTES, max_held_bytes: int | None = None) -> None:
-        """`max_held_bytes`: with more than so many waiting, `send_all` refuses; None: it never does."""
+        """`max_held_bytes`: `send_all` raises if more than this is held; None: no limit."""
         self._address = address
         self._encode = encoder().encode
         self._max_bytes = max_bytes
         self._max_held_bytes = max_held_bytes
         self._lock = threading.Lock()
-        """Of everything below, between the sender and the pump."""
+        """Protects the fields below, which the sender and the background thread share."""
         self._socket: socket.socket | None = None
         self._held: deque[bytes] = deque()
-        """Frames that have not left, heads included..."""
+        """Frames that were not written completely, including their length fields."""
         self._begun = 0
-        """...and how many bytes of the first have."""
+        """Bytes of the first held frame that were written."""
         self._held_bytes = 0
-        """Of all frames that are held."""
+        """Total size of the held frames."""
         self._pump: threading.Thread | None = None
         self._give_up_s = float("inf")
         self._closed = False
         _open.add(self)
 
     def send(self, message: Any) -> None:
-        """Sends one struct, however much waits. Raises `MessageTooLarge` instead of breaking the reader's connection."""
+        """Sends one struct, regardless of how much is held. Raises `MessageTooLarge` instead of breaking the reader's
+        connection."""
         self._put([self._frame(message)])
 
     def send_encoded(self, frame: bytes) -> None:
-        """Sends a struct that was encoded already, for several readers."""
+        """Sends a struct that is already encoded (once for several readers)."""
         self._put([FRAME_HEAD.pack(len(frame)) + frame])
 
     def send_all(self, messages: Iterable[Any]) -> None:
-        """Sends many; the reader may see them at once. Raises `Unavailable` if it takes nothing for long."""
+        """Sends several structs; the reader may receive them at once. Raises `Unavailable` if the reader has not read
+        for long."""
         if self._max_held_bytes is not None and self._held_bytes > self._max_held_bytes:
             raise Unavailable(
                 what="the engine does not take requests",
@@ -95,7 +98,7 @@ class Outbox:
             self._put(frames)
 
     def close(self, wait_s: float = _LINGER_S) -> None:
-        """Closes; in the background, the last messages get `wait_s` to leave."""
+        """Closes the writer. The background thread writes the last messages for at most `wait_s` seconds."""
         with self._lock:
             self._closed = True
             self._give_up_s = min(self._give_up_s, time.monotonic() + wait_s)
@@ -127,14 +130,14 @@ class Outbox:
             self._begin_writing()
 
     def _begin_writing(self) -> None:
-        """Gives the kernel what it takes, and the rest to the pump. The lock is held."""
+        """Writes what the kernel accepts and leaves the rest to the background thread. The caller holds the lock."""
         if self._pump is None and not self._write():
             pump = threading.Thread(target=self._keep_writing, name="outbox", daemon=True)
             pump.start()
             self._pump = pump
 
     def _write(self) -> bool:
-        """Gives the kernel what it takes. Returns whether that was everything."""
+        """Writes what the kernel accepts. Returns whether that was everything."""
         while self._held:
             if self._socket is None and not self._connect():
                 return False
@@ -148,7 +151,7 @@ class Outbox:
                 return False
             except OSError:
                 self._disconnect()
-                if self._begun:  # whoever would not take all of it must not get it again
+                if self._begun:  # a reader that got part of a frame must not get its beginning again
                     self._drop_first()
                     self._begun = 0
                 continue
@@ -161,14 +164,14 @@ class Outbox:
         return views
 
     def _forget(self, count: int) -> None:
-        """So many bytes have left."""
+        """Removes `count` written bytes from the held frames."""
         count += self._begun
         while self._held and count >= len(self._held[0]):
             count -= self._drop_first()
         self._begun = count
 
     def _drop_first(self) -> int:
-        """Lets go of the first frame and returns its length."""
+        """Removes the first frame and returns its length."""
         length = len(self._held.popleft())
         self._held_bytes -= length
         return length
@@ -180,7 +183,7 @@ class Outbox:
             attempt.setblocking(False)
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             attempt.connect(self._address)
-        except OSError:  # the reader is not there (yet), has many at its door, or no descriptor is left here
+        except OSError:  # the reader is not there (yet), its backlog is full, or no descriptor is left here
             if attempt is not None:
                 attempt.close()
             return False
@@ -193,7 +196,7 @@ class Outbox:
             self._socket = None
 
     def _keep_writing(self) -> None:
-        """Until everything has left, or the writer was closed and its time is up."""
+        """Writes until nothing is left, or until the time after `close` is over."""
         pause_s = _RETRY_S[0]
         while True:
             with self._lock:
@@ -217,8 +220,9 @@ class Outbox:
 
 
 class AsyncOutbox(Outbox):
-    """The writing end, for one asyncio loop. What a turn of it sends first leaves at once, so that the reader begins; of
-    the rest, what is sent by `send_all` leaves together, when the turn ends or much has gathered."""
+    """The writing end for one asyncio loop. The first frame of an iteration of the loop is written immediately, so that
+    the reader can start. Further frames of `send_all` are gathered and written together, at the end of the iteration or
+    when there are many."""
 
     def __init__(self, address: str, *, max_held_bytes: int | None = None) -> None:
         super().__init__(address, max_held_bytes=max_held_bytes)
@@ -226,7 +230,7 @@ class AsyncOutbox(Outbox):
         self._gathering = False
 
     def send(self, message: Any) -> None:
-        """Sends one struct at once, after those that were gathered: there may be no further turn."""
+        """Sends one struct immediately, after the gathered ones: there may be no further iteration of the loop."""
         super().send(message)
         with self._lock:
             super()._begin_writing()
@@ -250,7 +254,7 @@ class AsyncOutbox(Outbox):
 
 
 def flush() -> None:
-    """Closes every writer of this process and waits (at most two seconds) until what they held has left."""
+    """Closes every writer of this process and waits (at most two seconds) until all held frames are written."""
     until_s = time.monotonic() + _LINGER_S
     writers = list(_open)
     for writer in writers:

@@ -1,7 +1,7 @@
 """A ring of frames in shared memory: one writer, many readers, each of which sees every frame.
 
-A message is encoded and copied once, however many read it. The writer waits only if the slowest reader is a whole ring
-behind. Frames that are too long for the ring go through it in parts.
+A message is encoded and copied once for all readers. The writer waits only if the slowest reader is a whole ring
+behind. Messages that are longer than the ring are split into several frames.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TAIL_AT, _ASLEEP_AT = 0, 8
 _FRAME = struct.Struct("<Q")
 _ALIGN = 8
 _SKIP = (1 << 64) - 1
-"""Instead of a length: the rest of the ring is empty, go on at its beginning."""
+"""Instead of a length: the rest of the ring is unused, continue at its beginning."""
 _MORE = 1 << 63
-"""In a length: the next frame goes on with this message."""
+"""Bit in a length: the next frame continues this message."""
 _NAP_S = 0.5
-"""A reader looks again after so long, even if nobody wakes it."""
+"""Seconds after which a sleeping reader looks again, even if it was not woken."""
 _WAKES = 2
-"""Other readers that a reader wakes when it was woken itself: all are awake after log2 of their number."""
+"""Number of other readers that a reader wakes when it is woken: all are awake after log2(readers) rounds."""
 _FULL_PAUSE_S = 50e-6
 
 
@@ -61,7 +61,7 @@ class RingWriter:
     """The writing end. One thread."""
 
     def __init__(self, num_readers: int, *, capacity: int = RING_BYTES, timeout_s: float = 600.0) -> None:
-        """`timeout_s`: how long a full ring may stay full."""
+        """`timeout_s`: maximum seconds to wait for a reader while the ring is full."""
         self._segment = Segment.create(ring_bytes(num_readers, capacity))
         self._ring = _Ring(self._segment, num_readers)
         self._num_readers = num_readers
@@ -69,17 +69,17 @@ class RingWriter:
         self._encode = encoder().encode
         self._head = 0
         self._free_until = self._ring.capacity
-        """Up to where may be written without looking at the readers again."""
+        """Position up to which can be written without reading the readers' positions again."""
         self._fence = threading.Lock()
         self._asleep_at = [((1 + reader) * _LINE + _ASLEEP_AT) // 4 for reader in range(num_readers)]
 
     @property
     def path(self) -> str:
-        """Where readers find it."""
+        """Path by which readers open the ring."""
         return self._segment.path
 
     def send(self, message: Any) -> None:
-        """Encodes a struct and hands it to all readers. Raises `Unavailable` if one of them has stopped reading."""
+        """Encodes a struct and sends it to all readers. Raises `Unavailable` if one of them has stopped reading."""
         self.send_encoded(self._encode(message))
 
     def send_encoded(self, frame: bytes) -> None:
@@ -120,24 +120,24 @@ class RingWriter:
             if time.monotonic() > give_up_s:
                 slowest = tails.index(min(tails)) + 1
                 raise Unavailable(what=f"rank {slowest} has not taken steps for {self._timeout_s:g} s")
-            self._publish()  # what is there is theirs to read
+            self._publish()  # readers may take what is written so far
             time.sleep(_FULL_PAUSE_S)
 
     def _publish(self) -> None:
         ring = self._ring
         ring.numbers[_HEAD_AT] = self._head
         ring.words[_SIGNAL_AT // 4] = (ring.words[_SIGNAL_AT // 4] + 1) & 0xFFFFFFFF
-        with self._fence:  # a full barrier: the stores above are seen before it is known who sleeps
+        with self._fence:  # full memory barrier: readers must see the stores above before this thread reads who sleeps
             pass
         if any(ring.words[at] for at in self._asleep_at):
-            futex_wake(self._segment.address + _SIGNAL_AT, 1)  # who wakes up wakes others: this thread has more to do
+            futex_wake(self._segment.address + _SIGNAL_AT, 1)  # a woken reader wakes others: this thread has other work
 
 
 class RingReader(Generic[T]):
     """One reading end: the messages of the writer, in order."""
 
     def __init__(self, path: str, reader: int, num_readers: int, message_type: Any, *, spin_s: float = 0.0) -> None:
-        """`spin_s`: a wait begins busily for so long."""
+        """`spin_s`: seconds for which a wait polls before it sleeps."""
         self.closed = False
         self._segment = Segment.open(path)
         self._ring = _Ring(self._segment, num_readers)
@@ -148,7 +148,7 @@ class RingReader(Generic[T]):
         self._partial = b""
 
     def drain(self, block_s: float = 0.0) -> list[T]:
-        """What has arrived. Waits at most `block_s` for a first message."""
+        """Returns the messages that have arrived. Waits at most `block_s` seconds for a first one."""
         if self._ring.numbers[_HEAD_AT] == self._tail and not self._wait(block_s):
             return []
         messages: list[T] = []
@@ -166,7 +166,7 @@ class RingReader(Generic[T]):
         self._segment.close()
 
     def _next(self) -> bytes | None:
-        """Reads one frame. None: it was not the end of a message."""
+        """Reads one frame. Returns None if the message continues in the next frame."""
         ring = self._ring
         at = self._tail % ring.capacity
         (length,) = _FRAME.unpack_from(ring.data, at)

@@ -1,4 +1,5 @@
-"""Memory that processes of one machine share, without a name in any file system: it is gone with the last of them."""
+"""Memory shared by processes of one machine, without a name in a file system: it is freed when the last process
+ends."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ import os
 
 
 class Segment:
-    """A mapping of shared memory. Pages exist once they are written to."""
+    """A mapping of shared memory. Pages are allocated when they are first written."""
 
     def __init__(self, descriptor: int) -> None:
-        """Maps what `descriptor` refers to, and keeps the descriptor."""
+        """Maps the memory of `descriptor` and keeps the descriptor open."""
         self._descriptor = descriptor
         self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
@@ -30,11 +31,11 @@ class Segment:
 
     @property
     def path(self) -> str:
-        """Where other processes of this machine find it."""
+        """Path by which other processes of this machine open it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Lets go of the descriptor. The mapping stays as long as something of this process refers to it."""
+        """Closes the descriptor. The mapping stays while this process refers to it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

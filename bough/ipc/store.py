@@ -1,7 +1,8 @@
-"""Where ranks meet: a few keys and values that one process holds and the others set, read, count and wait for.
+"""A small key-value store through which ranks find each other: one process holds it, the others set, read, add and wait
+for keys.
 
-The server belongs to one generation of a group of ranks. Whoever joins says of which generation it is, and one that was
-left over from an earlier start is refused.
+The server belongs to one generation of a group of ranks. A client states its generation when it connects; a process of
+an earlier start is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ANY_GENERATION = -1
 
 
 class StaleRank(BoughError):
-    """A process of an earlier start of the group wants to take part in this one."""
+    """A process of an earlier start of the group tried to join this one."""
 
     code = "stale_rank"
 
@@ -51,10 +52,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class StoreServer:
-    """Holds the values. One thread a connection: there are as many as ranks, and they are quiet once all have met."""
+    """Holds the values. One thread per connection: there are as many as ranks, and they are idle once all ranks have
+    joined."""
 
     def __init__(self, listeners: Sequence[Listener], *, generation: int = 0) -> None:
-        """Serves at once, until `close`."""
+        """Serves from now on, until `close`."""
         self.generation = generation
         self._listeners = list(listeners)
         self._values: dict[str, bytes] = {}
@@ -65,7 +67,7 @@ class StoreServer:
             threading.Thread(target=self._listen, args=(listener,), name="store", daemon=True).start()
 
     def local(self) -> LocalStore:
-        """The same values, for this process."""
+        """Access to the same values from this process."""
         return LocalStore(self)
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class StoreServer:
 
 
 class _Calls:
-    """What can be asked, whatever the way to the server."""
+    """The calls, common to both ways of access."""
 
     def __init__(self, ask: Callable[[_Ask], _Answer]) -> None:
         self._ask = ask
@@ -157,25 +159,25 @@ class _Calls:
         self._ask(_Ask("set", (key,), value))
 
     def get(self, key: str, timeout_s: float = 0.0) -> bytes:
-        """Waits until it is set (0: for ever). Raises TimeoutError."""
+        """Waits until the key is set (`timeout_s` 0: without limit). Raises TimeoutError."""
         answer = self._ask(_Ask("get", (key,), timeout_s=timeout_s))
         if not answer.ok:
             raise TimeoutError(f"{key} was not set within {timeout_s:g} s")
         return answer.value
 
     def wait(self, keys: Sequence[str], timeout_s: float = 0.0) -> bool:
-        """Waits until all are set; False: they were not within `timeout_s` (0: for ever)."""
+        """Waits until all keys are set. Returns False if they are not within `timeout_s` (0: without limit)."""
         return self._ask(_Ask("wait", tuple(keys), timeout_s=timeout_s)).ok
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask(_Ask("check", tuple(keys))).ok
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, 0 at first, and returns the sum."""
+        """Adds to the number at `key`, initially 0, and returns the sum."""
         return self._ask(_Ask("add", (key,), number=amount)).number
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Sets it if it is `expected` (empty: or not set), and returns what is there afterwards."""
+        """Sets the value if it is `expected` (or, if `expected` is empty, not set). Returns the value afterwards."""
         return self._ask(_Ask("compare_set", (key,), value, expected)).value
 
     def delete(self, key: str) -> bool:
@@ -186,14 +188,14 @@ class _Calls:
 
 
 class LocalStore(_Calls):
-    """The store, in the process that holds it."""
+    """Access to the store in the process that holds it."""
 
     def __init__(self, server: StoreServer) -> None:
         super().__init__(server.answer)
 
 
 class Store(_Calls):
-    """The store, from another process. Threads may share it; a call waits for the one before it."""
+    """Access to the store from another process. Threads may share it; calls are executed one after another."""
 
     def __init__(
         self,
@@ -204,9 +206,9 @@ class Store(_Calls):
         timeout_s: float = 600.0,
         answer_s: float | None = None,
     ) -> None:
-        """Connects. Raises `Unavailable` if nobody answers, `StaleRank` if the group there is of another generation.
+        """Connects. Raises `Unavailable` if there is no answer, `StaleRank` if the group is of another generation.
 
-        `answer_s`: how long an answer may take, for calls that don't wait for a key; None: for ever.
+        `answer_s`: maximum seconds for an answer, for calls that do not wait for a key; None: no limit.
         """
         super().__init__(self._exchange)
         self._lock = threading.Lock()
@@ -244,8 +246,8 @@ AnyStore = LocalStore | Store
 def wait_for_all(
     store: AnyStore, keys: dict[str, str], timeout_s: float, tell: Callable[[list[str]], None], every_s: float = 10.0
 ) -> list[str]:
-    """Waits until all keys are set. `keys` says who sets each: those who are missing are told to `tell` every few seconds,
-    and returned when the time is up."""
+    """Waits until all keys are set. The values of `keys` name who sets each key. Missing ones are reported to `tell`
+    every few seconds, and returned when the time is over."""
     give_up_s = time.monotonic() + timeout_s
     missing = dict(keys)
     while True:
