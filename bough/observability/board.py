@@ -1,7 +1,7 @@
-"""Numbers that one process writes and others read: float64 cells in a shared file, with their names in front.
+"""Numbers that one process writes and others read: float64 cells in a shared file, preceded by their names.
 
 A writer names its cells once and then only stores into them (tens of nanoseconds, no lock, no system call). Readers see
-whole numbers, since a cell is one aligned store. A writer that died leaves its last numbers behind.
+whole numbers, because a cell is one aligned store. The last numbers of a writer that died stay readable.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WORD = 8
 
 
 class Board:
-    """The writing end; one writer a file at a time. Without a path the numbers stay in this process. A process that takes
-    the place of a dead one goes on with its numbers."""
+    """The writing end; one writer per file at a time. Without a path the numbers stay in this process. A process that
+    replaces a dead one continues with its numbers."""
 
     def __init__(self, path: Path | None, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -54,13 +54,13 @@ class Boards:
     """The reading end: every board in a directory, summed by name."""
 
     def __init__(self, directory: Path | None, own: Callable[[], Sequence[Board]] | None = None) -> None:
-        """`own`: this process's boards, where there is no directory."""
+        """`own`: the boards of this process, if there is no directory."""
         self._directory = directory
         self._own = own
         self._open: dict[Path, tuple[tuple[str, ...], memoryview[float]]] = {}
 
     def read(self) -> dict[str, float]:
-        """Cells of the same name, of all processes, added up."""
+        """Returns the cells of all processes, summed by name."""
         if self._directory is None:
             own = self._own() if self._own is not None else ()
             return {name: value for board in own for name, value in board.read().items()}

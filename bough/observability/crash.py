@@ -1,4 +1,5 @@
-"""Crash bundles: what is known of a server that died, in one JSON file. Shapes, ids and settings; never a prompt."""
+"""Crash reports: what is known about a server that died, in one JSON file. Shapes, ids and settings; no text of
+requests."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from bough.core.errors import BoughError, ConfigError
 from bough.observability.flight import RecordedStep
 
 _KEPT = 50
-"""Bundles kept in a directory; older ones go."""
+"""Number of reports kept in a directory; older ones are removed."""
 _MOST_STACK_CHARS = 100_000
 
 
 def make_directory(directory: Path) -> None:
-    """Makes the directory for bundles, for its owner alone. Raises `ConfigError` where nothing could be written when it
-    counts."""
+    """Makes the directory for crash reports, readable by its owner only. Raises `ConfigError` if it could not be
+    written to in case of a crash."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         writable = os.access(directory, os.W_OK | os.X_OK)
@@ -52,7 +53,7 @@ def write_bundle(
 ) -> Path:
     """Writes what is known to a new file that only its owner can read. `stacks`: native stacks by process.
 
-    Raises `OSError` where the directory can't be written.
+    Raises `OSError` if the directory cannot be written to.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     bundle = {

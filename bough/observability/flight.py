@@ -1,7 +1,7 @@
-"""The flight recorder: the last steps' shapes and request ids, in a shared file that outlives the engine. No text.
+"""The flight recorder: shapes and request ids of the last steps, in a shared file that outlives the engine. No text.
 
-The engine notes a step before it is launched and marks it when it has settled. If the engine dies, whoever finds the
-file knows what was running: the steps that were noted and never settled.
+The engine records a step before it is launched and marks it when it has settled. If the engine dies, the file shows
+what was running: the recorded steps that did not settle.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 _HEAD = struct.Struct("<8sIIqqq")
-"""magic, rows a record, records, records written, last step settled, unused"""
+"""magic, rows per record, records, records written, last step settled, unused"""
 _MAGIC = b"boughrec"
 _START = 64
 _WRITTEN_AT = 2
 _SETTLED_AT = 3
-"""Places of these two numbers in the head, counted in words of eight bytes."""
+"""Positions of these two numbers in the head, in words of eight bytes."""
 
 NUM_RECORDS = 64
 
@@ -77,7 +77,7 @@ class FlightRecorder:
         self, index: int, at_s: float, *, num_tokens: int, num_decodes: int, constrained: int,
         requests: I64, prints: U64, num_query: I32, context: I32,
     ) -> None:  # fmt: skip
-        """A step is about to be launched."""
+        """Records a step that is about to be launched."""
         rows = min(len(requests), self._max_rows)
         at = self._written % NUM_RECORDS
         start = _START + at * self._record_bytes
@@ -90,7 +90,7 @@ class FlightRecorder:
         self._words[_WRITTEN_AT] = self._written
 
     def settled(self, index: int) -> None:
-        """The step, and every one before it, has come back from the device."""
+        """Marks the step, and all before it, as settled."""
         self._words[_SETTLED_AT] = index
 
 

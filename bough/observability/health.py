@@ -1,7 +1,8 @@
-"""Heartbeats: a few numbers in a shared file that others read without asking the process that writes them.
+"""Heartbeats: a few numbers in a shared file, which other processes read without asking the writer.
 
-The engine, the detokenizer and the API workers each beat once a turn of their loop (about a microsecond); a reader sees how
-old the last beat is, so that a process that hangs looks different from one that is busy, and a probe costs it nothing.
+The engine, the detokenizer and the API workers each write a heartbeat in every iteration of their loop (about a
+microsecond). A reader sees the age of the last heartbeat, so that it can distinguish a process that hangs from one that
+is busy, and a probe costs the process nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pathlib import Path
 _BEAT = struct.Struct("<QqIIIIq")
 """steps, monotonic ns, state, running, waiting, pid, begun"""
 _SLOTS = (64, 128)
-"""Where beats lie, by turns. The file begins with the number of beats so far, written last, in one store: the beat it
-names is whole, and stays so until the next but one begins."""
+"""Offsets of two slots that are written alternately. The file begins with the number of heartbeats so far, which is
+written last, in one store: the slot that it names is complete, and stays so until the write after the next one."""
 _SIZE = 4096
 _LIVELY_S = 60.0
-"""An engine that is silent for longer is not counted among several."""
+"""Seconds without a heartbeat after which one of several engines is left out."""
 
 
 class State(IntEnum):
@@ -35,21 +36,21 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One reading."""
+    """One reading of a heartbeat."""
 
     steps: int
     age_s: float
-    """Seconds since the process's loop last came round; infinite before its first beat."""
+    """Seconds since the last iteration of the process's loop; infinite before the first."""
     state: State
     num_running: int
     num_waiting: int
     pid: int
     num_begun: int = 0
-    """Of the engine: requests so far that no longer wait."""
+    """Of the engine: number of requests that have left the queue so far."""
 
 
 class Heartbeat:
-    """The writing end; one writer a file."""
+    """The writing end; one writer per file."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -59,7 +60,7 @@ class Heartbeat:
         finally:
             os.close(descriptor)
         self._num_beats = memoryview(self._map).cast("Q")
-        self._count = self._num_beats[0]  # an earlier process may have had this place
+        self._count = self._num_beats[0]  # an earlier process may have written this file
         self._pid = os.getpid()
 
     def beat(self, steps: int, state: State, num_running: int = 0, num_waiting: int = 0, num_begun: int = 0) -> None:
@@ -77,7 +78,7 @@ class Pulses:
         self._pulses = [Pulse(path) for path in paths]
 
     def read(self) -> Beat:
-        """The freshest beat, with the requests of all."""
+        """The newest heartbeat, with the requests of all engines."""
         beats = [pulse.read() for pulse in self._pulses]
         first = min(beats, key=lambda beat: beat.age_s)
         if len(beats) == 1:
@@ -92,7 +93,7 @@ class Pulse:
     """The reading end."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file if the writer has not come yet."""
+        """Makes the file if the writer has not started yet."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(descriptor).st_size < _SIZE:
@@ -103,7 +104,7 @@ class Pulse:
         self._num_beats = memoryview(self._map).cast("Q")
 
     def read(self) -> Beat:
-        """The last complete beat; asks nobody, waits for nobody."""
+        """Returns the last complete heartbeat, without waiting for the writer."""
         while True:
             count = self._num_beats[0]
             steps, at_ns, state, running, waiting, pid, begun = _BEAT.unpack_from(self._map, _SLOTS[count & 1])

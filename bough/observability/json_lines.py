@@ -1,6 +1,7 @@
-"""`--log-format json`, also for what does not come through the log: libraries and native code write to stderr as they like.
+"""`--log-format json` for output that does not come from the logger: libraries and native code write to stderr
+directly.
 
-A child process writes to a pipe. Lines that are JSON pass as they are, any others become the message of a JSON line.
+A child process writes to a pipe. Lines that are JSON are copied, other lines become the message of a JSON line.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _writing = threading.Lock()
 
 
 def json_line(process: str, message: str, **fields: object) -> str:
-    """A line of the log that says `message`."""
+    """A log line with `message`."""
     now = time.time()
     clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
     told = {"time": clock, "level": "info", "process": process, "logger": "stderr", "message": message, **fields}
@@ -51,7 +52,7 @@ class JsonText(io.TextIOBase):
 
 
 class JsonPipe:
-    """What a child process writes to `fileno` comes out of `target` as lines of JSON, until the child has ended."""
+    """Copies what a child process writes to `fileno` to `target` as lines of JSON, until the child ends."""
 
     def __init__(self, process: str, target: int = 2) -> None:
         self._process = process
@@ -66,7 +67,7 @@ class JsonPipe:
         return self._writing
 
     def handed_over(self) -> None:
-        """The child has its end: this process lets go of it."""
+        """Closes this process's copy of the writing end, which the child now has."""
         os.close(self._writing)
 
     def join(self, wait_s: float) -> None:

@@ -1,4 +1,5 @@
-"""Background tasks that go on: one that fails is logged, started again after a pause, and reported until it runs again."""
+"""Background tasks that must keep running: one that fails is logged, restarted after a pause, and reported until it
+runs again."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from collections.abc import Awaitable, Callable
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = (0.5, 30.0)
-"""Before a task is started again: after its first failure, and at most. Each further failure in a row doubles it."""
+"""Seconds before a failed task is restarted: after its first failure, and at most. Each further failure in a row
+doubles the pause."""
 _WELL_AFTER_S = 10.0
-"""A task that has run this long since its last failure counts as well again. A descriptor or disk shortage that lasts is
-met again within this time, since every task looks at least once a second."""
+"""Seconds without a failure after which a task counts as healthy again. Every task runs at least once per second, so
+that a lack of descriptors or disk space that persists causes another failure within this time."""
 
 
 class _Kept:
@@ -22,7 +24,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.failures = 0
-        """In a row."""
+        """Consecutive failures."""
         self.failed_s = 0.0
         self.running = True
         self.task: asyncio.Task[None] | None = None
@@ -34,21 +36,21 @@ class Keeper:
     def __init__(
         self, failed: Callable[[str], None] | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`failed` hears the name of every task that fails, each time."""
+        """`failed` is called with the name of a task each time it fails."""
         self.failed = failed
         self._clock = clock
         self._kept: dict[str, _Kept] = {}
 
     def keep(self, name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Runs `work` until it returns or its task is cancelled; whenever it raises, it is run again."""
+        """Runs `work` until it returns or its task is cancelled; if it raises, it is run again."""
         kept = self._kept[name] = _Kept()
         kept.task = asyncio.ensure_future(self._run(name, kept, work))
         return kept.task
 
     def stumbled(self, name: str, error: BaseException) -> float:
-        """A kept task has failed: notes and logs it. Returns the seconds to wait before the next try.
+        """Records and logs a failure of a task. Returns the seconds to wait before the next attempt.
 
-        For tasks that go on by themselves; `keep` calls it for the others.
+        For tasks that restart themselves; `keep` calls it for the others.
         """
         kept = self._kept.setdefault(name, _Kept())
         now = self._clock()
@@ -61,7 +63,7 @@ class Keeper:
         return pause_s
 
     def troubles(self) -> dict[str, str]:
-        """Tasks that have failed and are not known to be well again, with a sentence each. Empty: all is well."""
+        """Tasks that have failed and do not count as healthy again, with a sentence each."""
         now = self._clock()
         return {
             name: f"failed {kept.failures} times in a row and is tried again; the log says why"

@@ -1,7 +1,7 @@
-"""Log lines, as text or JSON, with the name of the process that speaks. Prompts and answers are never logged.
+"""Log lines, as text or JSON, with the name of the process that writes them. Prompts and answers are never logged.
 
-What clients send may get into a line: control characters in it are escaped, and a line that goes on is indented, so that
-nothing of theirs looks like a line of its own.
+Data of clients may get into a line: control characters are escaped and continuation lines are indented, so that nothing
+from a client looks like a separate log line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _LEVELS: dict[LogLevel, int] = {
 }
 _LONGEST_LINE = 16_384
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""Attributes of any record; whatever else it has was given as `extra`."""
+"""Attributes of every record; others were given as `extra`."""
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if code not in (ord("\n"), ord("\t"))
 } | {code: f"\\u{code:04x}" for code in (0x2028, 0x2029)}
-"""Characters that move a terminal's cursor or begin a line, and what is printed for them."""
+"""Characters that move a terminal's cursor or start a line, and their replacements."""
 
 
 def set_up_logging(process: str, config: LogConfig, stream: TextIO | None = None) -> None:
     """Sends bough's log lines, and other libraries' from level warning up, to `stream` (--log-file, or stderr).
 
-    Replaces what was set up before.
+    Replaces an earlier setup.
     """
     target = stream or sys.stderr
     handler: logging.Handler = logging.StreamHandler(target)
@@ -61,13 +61,13 @@ def set_up_logging(process: str, config: LogConfig, stream: TextIO | None = None
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An error that ends a thread, or the process, as a line of the log."""
+    """Logs an error that ends a thread or the process."""
     if not issubclass(kind, SystemExit | KeyboardInterrupt):
         logging.getLogger("bough").critical("an error was not handled: %s", error, exc_info=(kind, error, trace))
 
 
 def set_log_level(level: LogLevel) -> None:
-    """Least severe message of bough's that this process prints."""
+    """Sets the minimum level of bough's messages in this process."""
     logging.getLogger("bough").setLevel(_LEVELS[level])
 
 
@@ -81,7 +81,7 @@ class TextFormatter(logging.Formatter):
     """`12:30:01.250 info  engine  message  key=value`"""
 
     def __init__(self, process: str, *, on_terminal: bool = False) -> None:
-        """`on_terminal`: a line first clears what a progress bar may have left in its place."""
+        """`on_terminal`: each line first clears the remains of a progress bar."""
         super().__init__()
         self._process = process
         self._clear = "\r\x1b[K" if on_terminal else ""
@@ -95,7 +95,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, and the record's extra fields."""
+    """One JSON object per line: time, level, process, logger, message, and the record's extra fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A log file that several processes write to, that turns over by itself, and that may be moved away at any time."""
+"""A log file that several processes write to, that is rotated by size, and that can be renamed at any time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bough.core.errors import ConfigError
 
 
 class LogFile(logging.Handler):
-    """Appends lines. A file that another process, or `logrotate`, has moved is opened anew at the next line."""
+    """Appends lines. If another process, or `logrotate`, has renamed the file, the next line opens a new one."""
 
     def __init__(self, path: str, *, max_bytes: int, backups: int) -> None:
-        """Beyond `max_bytes` (0: never) the file becomes PATH.1, that PATH.2, up to `backups`. Raises `ConfigError` if it
-        can't be opened."""
+        """Above `max_bytes` (0: no limit) the file is renamed to PATH.1, PATH.1 to PATH.2 and so on, up to `backups`.
+        Raises `ConfigError` if it cannot be opened."""
         super().__init__()
         self._path = Path(path).expanduser().absolute()
         self._max_bytes = max_bytes
@@ -36,7 +36,9 @@ class LogFile(logging.Handler):
         try:
             line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
             self._follow()
-            os.write(self._file, line)  # one write of a file opened to append: lines of processes don't mix
+            os.write(
+                self._file, line
+            )  # one write to a file opened for appending: lines of several processes do not mix
             if self._max_bytes and os.fstat(self._file).st_size > self._max_bytes:
                 self._turn_over()
         except Exception:
@@ -64,7 +66,8 @@ class LogFile(logging.Handler):
         self._file = fresh
 
     def _turn_over(self) -> None:
-        """One process moves the file; the others follow. Under a lock, and looked at again: another may have done it."""
+        """Rotates the file; the other processes then open the new one. Checks again under a lock, because another
+        process may have rotated it meanwhile."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             there, here = os.stat(self._path), os.fstat(self._file)

@@ -1,7 +1,7 @@
-"""Every metric, in one table; how processes write them, and how they become Prometheus' text.
+"""All metrics in one table, how processes write them, and how they are rendered in Prometheus' text format.
 
-Names are part of the API: a test holds them still. Each process writes its part to a board of its own (`Sheet`), and
-whoever is asked reads all boards and adds them up (`render`), so that any of several API workers gives the same answer.
+Names are part of the API and checked by a test. Each process writes its metrics to its own board (`Sheet`). The API
+worker that serves /metrics reads all boards and sums them (`render`), so that every worker returns the same.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ _TOKENS = tuple(float(4**power) for power in range(1, 11))
 ENDINGS = ("stop", "length", "abort", "error", "given_up")
 PHASES = ("receive", "plan", "commit", "launch", "mask", "wait", "settle", "send")
 DRAFT_PLACES = tuple(str(place) for place in range(1, 17))
-"""Places of drafts behind a request's newest token; further ones count at the last."""
+"""Positions in a draft that are counted separately; later positions count as the last one."""
 STATUSES = ("200", "400", "401", "403", "404", "405", "409", "413", "422", "429", "431", "499", "500", "503", "504")
 OTHER = "other"
-"""Label of what has none of the known values, so that clients can't make new series."""
+"""Label value for unknown values, so that clients cannot create new series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One family. `values`: what each label may be."""
+    """One metric with all its series."""
 
     name: str
     kind: Kind
     about: str
     by: Literal["engine", "api", "keys", "reader"]
-    """Who writes it; `keys`: the API workers, on boards that grow; `reader`: worked out when it is asked for."""
+    """Which process writes it. `keys`: the API workers, on boards that grow. `reader`: computed when the metrics are
+    read."""
     labels: Mapping[str, tuple[str, ...]] | None = None
-    """Values by label; empty: they are known only while the server runs."""
+    """Possible values of each label; empty: known only at run time."""
     bounds: tuple[float, ...] = ()
 
     def series(self, open_values: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-        """Every combination of label values; `open_values`: of the label whose values are known only now."""
+        """All combinations of label values. `open_values`: values of the label that is known only at run time."""
         return list(product(*(known or open_values for known in (self.labels or {}).values())))
 
 
@@ -196,7 +197,7 @@ class Histogram:
 
 
 class Sheet:
-    """One process's part of the metrics, to write to."""
+    """The metrics that one process writes."""
 
     def __init__(self, path: Path | None, by: Literal["engine", "api"], paths: Iterable[str] = ()) -> None:
         """`paths`: values of the label `path`; `OTHER` is added."""
@@ -214,7 +215,7 @@ class Sheet:
                 else:
                     names.append(key)
         self.board = Board(path, names)
-        for metric in METRICS:  # counters go on where a process before this one left them, other numbers do not
+        for metric in METRICS:  # counters continue from an earlier process with the same board, gauges do not
             if metric.by == by and metric.kind == "gauge":
                 for labels in metric.series(self._paths):
                     self.cell(metric.name, *labels).set(0.0)
@@ -233,7 +234,7 @@ def series_key(name: str, labels: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Snapshot:
-    """What prometheus_client renders: readings, with the same label on all of them."""
+    """A collector for prometheus_client: readings, all with the same label."""
 
     readings: Mapping[str, float]
     model: str
@@ -266,14 +267,14 @@ class _Snapshot:
 
 
 def render(readings: Mapping[str, float], *, model: str) -> bytes:
-    """All metrics in Prometheus' text format. `readings`: what `Boards.read` gave, and what the reader worked out."""
+    """All metrics in Prometheus' text format. `readings`: the result of `Boards.read` and of `worked_out`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(readings, model))
     return generate_latest(registry)
 
 
 def worked_out(readings: Mapping[str, float], *, up: bool, heartbeat_age_s: float) -> dict[str, float]:
-    """The readings with those that follow from others."""
+    """Returns the readings and the metrics that are computed from them."""
     prompt, cached = readings.get("prompt_tokens_total", 0.0), readings.get("cached_tokens_total", 0.0)
     used, most = readings.get("num_used_tokens", 0.0), readings.get("max_total_num_tokens", 0.0)
     return {

@@ -1,4 +1,4 @@
-"""What a process reads again when its operator asks for it (SIGHUP): keys, certificates, log files."""
+"""What a process reloads on SIGHUP: keys, certificates, log files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Reloads:
         self._actions: dict[str, Callable[[], str]] = {}
 
     def add(self, name: str, action: Callable[[], str]) -> None:
-        """From now on `action` is part of a reload. It returns a sentence for the log; if it raises, it must have changed
-        nothing. Actions run in the order in which they were added; a name that is added again takes the old one's place."""
+        """Adds an action. It returns a sentence for the log; if it raises, it must not have changed anything. Actions
+        run in the order in which they were added; adding a name again replaces its action."""
         self._actions[name] = action
 
     def run(self) -> list[str]:
-        """Runs every action, whatever becomes of the others, and logs each. Returns the names of those that succeeded."""
+        """Runs all actions, even if some of them fail, and logs each. Returns the names of those that succeeded."""
         done: list[str] = []
         for name, action in self._actions.items():
             try:

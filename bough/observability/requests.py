@@ -1,4 +1,4 @@
-"""Measures requests as an API worker sees them: how long they wait, how fast tokens come, how they end."""
+"""Measures requests as an API worker sees them: how long they wait, how fast tokens arrive, how they end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from bough.observability.metrics import ENDINGS, Sheet
 
 
 class _Live:
-    """A request under way."""
+    """An unfinished request."""
 
     __slots__ = ("began_s", "last_s", "prompt_tokens")
 
     def __init__(self, began_s: float, prompt_tokens: int) -> None:
         self.began_s = began_s
         self.last_s = 0.0
-        """When its last tokens came; 0: none have."""
+        """Time of its last tokens; 0: there were none yet."""
         self.prompt_tokens = prompt_tokens
 
 
 class RequestMeter:
-    """Hears of every request of one API worker and writes its sheet."""
+    """Is informed of all requests of one API worker and writes their metrics."""
 
     def __init__(self, sheet: Sheet, clock: Callable[[], float] = time.perf_counter) -> None:
         self.refused = 0
@@ -55,7 +55,7 @@ class RequestMeter:
         self._submitted.add()
 
     def news(self, request_id: int, num_tokens: int, end: End | None) -> None:
-        """Tokens have come, or the end, or both."""
+        """Records new tokens, the end of the request, or both."""
         live = self._live.get(request_id)
         if live is None:
             return
@@ -64,7 +64,7 @@ class RequestMeter:
             if not live.last_s:
                 self._first_s.observe(now - live.began_s)
                 if num_tokens > 1:
-                    self._between_s.observe(0.0, num_tokens - 1)  # they came in one piece
+                    self._between_s.observe(0.0, num_tokens - 1)  # they arrived together
             elif num_tokens:
                 self._between_s.observe((now - live.last_s) / num_tokens, num_tokens)
             live.last_s = now
@@ -72,7 +72,8 @@ class RequestMeter:
             self._end(request_id, live, num_tokens, end)
 
     def given_up(self, request_id: int, how: str) -> None:
-        """The request ends without a word from the engine: its client has gone (`given_up`), or the engine (`error`)."""
+        """Records that the request ended without a message from the engine: its client disconnected (`given_up`), or
+        the engine died (`error`)."""
         if self._live.pop(request_id, None) is not None:
             self._num_live.set(len(self._live))
             self._ended[how if how in self._ended else "error"].add()
@@ -105,7 +106,8 @@ class RequestMeter:
             self._grammar_s.observe(end.grammar_s)
 
     def _tokens_at_end(self, live: _Live, num_tokens: int, end: End, now: float) -> None:
-        """Times of the tokens that came with the end. Of an answer that came in one piece, only the engine knows them."""
+        """Records the times of the tokens that arrived with the end. If the whole answer arrived at once, only the
+        engine knows them."""
         if not live.last_s:
             self._first_s.observe(end.queued_s + end.prefill_s)
             if end.completion_tokens > 1:

@@ -1,7 +1,8 @@
-"""Log switches and reloads that reach every process of a server: the process that gets one passes it on to all others.
+"""Changes of log settings, and reloads, for all processes of a server: the process that receives one forwards it to the
+others.
 
-Each process listens on a datagram socket in the server's private directory, so nobody polls; the last change of the log is
-kept there too, for processes that start later. What can't be read is dropped.
+Each process listens on a datagram socket in the server's private directory, so that none has to poll. The last log
+settings are also kept there, for processes that start later. Invalid messages are dropped.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ _telling = threading.Lock()
 
 
 class LogSwitch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="log"):
-    """What to change; what is not given stays as it is."""
+    """Log settings to change; None: unchanged."""
 
     log_level: LogLevel | None = None
     log_requests: bool | None = None
 
 
 class Reload(msgspec.Struct, tag="reload"):
-    """Everything that a process reads from files is to be read again."""
+    """Asks a process to reload all its files."""
 
 
 class Heard(msgspec.Struct, kw_only=True):
-    """A process has changed."""
+    """Confirms that a process has made the change."""
 
     process: str
     log_level: str
@@ -50,7 +51,8 @@ Switch = LogSwitch | Reload
 
 
 class LogListener:
-    """One process's ear. `answer` handles what has come and never waits; `follow` does so in a thread, until the end."""
+    """The receiver of one process. `answer` handles what has arrived and never waits; `follow` does this in a
+    thread."""
 
     def __init__(
         self,
@@ -59,8 +61,8 @@ class LogListener:
         changed: Changed | None = None,
         reload: Callable[[], object] | None = None,
     ) -> None:
-        """`changed` hears of a switch once this process's log level has changed; at once, if one was made before. `reload`
-        is called when files are to be read again, and raises nothing."""
+        """`changed` is called after this process's log level was changed; immediately, if it was changed before.
+        `reload` is called to reload files, and must not raise."""
         self._process = process
         self._changed = changed
         self._reload = reload
@@ -76,12 +78,12 @@ class LogListener:
         return self._socket.fileno()
 
     def answer(self) -> None:
-        """For event loops: call it when the socket can be read."""
+        """Handles waiting messages. For event loops: call it when the socket is readable."""
         with contextlib.suppress(OSError):
             self._hear(*self._socket.recvfrom(_MOST_BYTES, socket.MSG_DONTWAIT))
 
     def follow(self) -> None:
-        """For processes without an event loop: listens in the background."""
+        """Handles messages in a background thread. For processes without an event loop."""
         threading.Thread(target=self._listen, name="log-switches", daemon=True).start()
 
     def close(self) -> None:
@@ -119,7 +121,8 @@ class LogListener:
 
 
 def tell_all(directory: Path, switch: Switch) -> list[str]:
-    """Every process that listens in `directory` makes the change. Returns the names of those that did within a second."""
+    """Sends the change to all processes that listen in `directory`. Returns the names of those that confirm within a
+    second."""
     with _telling, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
         own = directory / f"t{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
@@ -137,7 +140,7 @@ def tell_all(directory: Path, switch: Switch) -> list[str]:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """No other process tells anybody meanwhile: what comes last comes last everywhere."""
+    """Holds a lock, so that changes reach all processes in the same order."""
     held = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -147,7 +150,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _send(mouth: socket.socket, directory: Path, switch: Switch) -> int:
-    """How many it was sent to."""
+    """Returns the number of processes that it was sent to."""
     told = 0
     for path in directory.glob("l[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
@@ -171,7 +174,7 @@ def _heard(mouth: socket.socket, waiting: int) -> set[str]:
 
 
 def _keep(directory: Path, switch: LogSwitch) -> None:
-    """Adds the change to those made before."""
+    """Merges the change into the kept settings."""
     kept = directory / _KEPT
     merged = LogSwitch()
     with contextlib.suppress(OSError, msgspec.MsgspecError):

@@ -1,7 +1,7 @@
 """A request's timeline: where its time went, from the client's first byte to the last, through all processes.
 
-The engine sends its part with the request's end (`End.spans`); the API worker adds its own. The trace of the HTTP request
-being handled is found through `CURRENT`, since everything that a request's handler starts belongs to it.
+The engine sends its part with the request's end (`End.spans`); the API worker adds its own. `CURRENT` holds the trace
+of the HTTP request that is being handled; tasks that the handler starts inherit it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CURRENT: ContextVar[Trace | None] = ContextVar("bough_trace", default=None)
 
 _PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _MOST_PARTS = 64
-"""Answers of one HTTP request that are traced; a batch of hundreds is not told one by one."""
+"""Maximum number of answers of one HTTP request that are traced."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One answer of the request: its way through the engine."""
+    """The times of one answer of the request in the engine."""
 
     rid: str
     prompt_tokens: int
@@ -35,7 +35,7 @@ class Part:
     end: End | None = None
 
     def spans(self, arrived_s: float) -> list[Span]:
-        """In order. Times that nobody measured are left out."""
+        """The spans in order, without those that were not measured."""
         spans = [Span("prepare", arrived_s, self.submitted_s - arrived_s, {"prompt_tokens": self.prompt_tokens})]
         if self.end is not None:
             spans += self.end.spans
@@ -58,7 +58,7 @@ class Trace:
     parts: dict[int, Part] = field(default_factory=dict)
 
     def submitted(self, answer_id: int, rid: str, prompt_tokens: int) -> bool:
-        """An answer goes to the engine. True: its timeline is wanted."""
+        """Records that an answer was sent to the engine. Returns whether its timeline is wanted."""
         if len(self.parts) >= _MOST_PARTS:
             return False
         self.parts[answer_id] = Part(rid, prompt_tokens, time.monotonic())
@@ -70,7 +70,7 @@ class Trace:
             part.end, part.ended_s = end, time.monotonic()
 
     def as_json(self) -> dict[str, Any]:
-        """What a client that asked for it gets. Times are milliseconds since the request arrived."""
+        """The timeline as clients receive it. Times are milliseconds since the request arrived."""
         return {
             "request_id": self.request_id,
             "total_ms": _ms(time.monotonic() - self.arrived_s),
@@ -93,7 +93,7 @@ class Trace:
         return told
 
     def server_timing(self) -> str:
-        """The same in the words of the Server-Timing header, summed over answers; browsers draw it."""
+        """The timeline as a Server-Timing header, summed over answers; browsers draw it."""
         total: dict[str, float] = {}
         for part in self.parts.values():
             for span in part.spans(self.arrived_s):
@@ -106,7 +106,7 @@ def _ms(seconds: float) -> float:
 
 
 def valid_parent(header: str) -> str:
-    """A `traceparent` header, or nothing if it is none."""
+    """The header if it is a valid `traceparent`, else an empty string."""
     found = _PARENT.fullmatch(header.strip())
     return header.strip() if found and int(found[1], 16) and int(found[2], 16) else ""
 
@@ -115,7 +115,7 @@ class OtlpExporter:
     """Sends finished traces to an OpenTelemetry collector, in the background."""
 
     def __init__(self, endpoint: str, *, service: str, version: str) -> None:
-        """Raises `ConfigError` where OpenTelemetry is not installed or the endpoint is none."""
+        """Raises `ConfigError` if OpenTelemetry is not installed or the endpoint is invalid."""
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(
@@ -178,7 +178,7 @@ class OtlpExporter:
         root.end(end_time=self._ns(time.monotonic()))
 
     def close(self) -> None:
-        """Sends what is queued; takes a moment."""
+        """Sends the queued traces, which may take a moment."""
         self._provider.shutdown()
 
     def _ns(self, monotonic_s: float) -> int:

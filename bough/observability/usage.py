@@ -1,4 +1,5 @@
-"""What each API key uses: counters by the key's name, on boards of their own since keys come and go while a server runs."""
+"""Usage per API key: counters by the name of the key. They are on separate boards because keys can be added while a
+server runs."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from bough.observability.metrics import KEY_METRICS, Cell, series_key
 
 
 class KeyUsage:
-    """One process's counters. A name that was known once keeps its numbers."""
+    """The counters of one process. The counters of a removed key are kept."""
 
     def __init__(self, place: Callable[[int], Path] | None = None) -> None:
-        """`place`: where the n-th board goes; None: the numbers stay in this process."""
+        """`place`: path of the n-th board; None: the numbers stay in this process."""
         self.boards: list[Board] = []
         self._place = place
         self._cells: dict[tuple[str, str], Cell] = {}
 
     def know(self, names: frozenset[str]) -> None:
-        """Counts these names from now on, too."""
+        """Adds names that are counted from now on."""
         new = sorted(name for name in names if (KEY_METRICS[0].name, name) not in self._cells)
         if not new:
             return
@@ -30,7 +31,7 @@ class KeyUsage:
         self._cells.update({each: Cell(board.cells, at) for at, each in enumerate(series)})
 
     def used(self, name: str, *, requests: int, prompt: int, generated: int) -> None:
-        """Names that are not known are not counted."""
+        """Counts usage of a known name; other names are ignored."""
         for metric, amount in (
             ("key_requests_total", requests),
             ("key_prompt_tokens_total", prompt),
@@ -39,7 +40,7 @@ class KeyUsage:
             self._add(metric, name, amount)
 
     def refused(self, name: str) -> None:
-        """A request over one of the key's limits."""
+        """Counts a request that exceeded the key's limits."""
         self._add("key_refused_total", name, 1)
 
     def _add(self, metric: str, name: str, amount: int) -> None:

@@ -1,4 +1,5 @@
-"""Facts about the machine: the only place that asks which device this is, and the object that hands out its queues.
+"""Facts about the machine: the only package that asks which device there is, and the object that provides its streams
+and events.
 
 in: /proc, the CUDA driver, one probe in a child process. out: `DeviceFacts`, `Device`, a prepared environment, whole files.
 never: imports torch before `Device` or a measurement is asked for.

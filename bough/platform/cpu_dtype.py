@@ -1,4 +1,4 @@
-"""Which type the CPU multiplies fastest: asked of the machine once, then remembered."""
+"""Which dtype the CPU multiplies fastest: measured once per machine, then cached on disk."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ CpuDtype = Literal["float32", "bfloat16"]
 _TOKENS, _WIDTH, _ROUNDS = 256, 1024, 5
 _LONGEST_S = 60.0
 _MARGIN = 1.15
-"""bf16 also halves the memory that decoding reads, but rounds: it must win clearly."""
+"""Factor by which bf16 must be faster than float32 to be chosen. It also halves the memory that decoding reads, but it
+rounds, so that a small gain is not enough."""
 
 
 def fastest_dtype() -> CpuDtype:
-    """The type whose matrix product of prefill's shape is faster here. Where that isn't known yet and this process has not
-    imported torch, another one finds out."""
+    """The dtype whose matrix product, with the shape of a prefill, is faster on this machine. If that is not cached and
+    this process has not imported torch, a child process measures it."""
     key = f"{fingerprint()} | torch {importlib.metadata.version('torch')}"
     known = recall("cpu_dtype", key)
     if known in ("float32", "bfloat16"):
@@ -32,7 +33,7 @@ def fastest_dtype() -> CpuDtype:
 
 
 def measure_apart() -> CpuDtype:
-    """As `measure`, in a process whose environment is prepared. What kills that process is no type to compute with."""
+    """As `measure`, in a child process with a prepared environment. A dtype that crashes the child is not chosen."""
     code = (
         "from bough.platform.environment import prepare_environment; prepare_environment();"
         "from bough.platform.cpu_dtype import measure; print(measure())"
@@ -47,7 +48,8 @@ def measure_apart() -> CpuDtype:
 
 
 def measure() -> CpuDtype:
-    """Times both; takes some tens of milliseconds. The environment must be prepared (see `prepare_environment`)."""
+    """Times both dtypes, which takes some tens of milliseconds. The environment must be prepared (see
+    `prepare_environment`)."""
     import torch
 
     seconds = {}

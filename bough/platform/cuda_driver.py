@@ -1,4 +1,4 @@
-"""What the CUDA driver says about the first visible GPU, without torch; and its context, made only when asked for."""
+"""Facts about a GPU from the CUDA driver, without torch; and its context, created only on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _MemoryInfo(ctypes.Structure):
 
 
 def query_gpu(index: int = 0) -> Gpu | None:
-    """The GPU that CUDA numbers `index` (CUDA_VISIBLE_DEVICES respected), or None where there is none."""
+    """The GPU that CUDA numbers `index` (CUDA_VISIBLE_DEVICES respected), or None."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -54,8 +54,8 @@ def query_gpu(index: int = 0) -> Gpu | None:
 
 
 def open_context(index: int = 0) -> bool:
-    """Makes the GPU's primary context, which whoever computes in this process will find made. Takes a good part of a second
-    in the driver alone. False: it can't be made now; whoever computes will say why."""
+    """Creates the GPU's primary context, which torch then finds. Takes a large part of a second in the driver alone, so
+    that it is done while torch is imported. Returns False if it cannot be created; torch will report the reason."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,5 @@
-"""The device as an object: streams, events and pinned buffers on CUDA, and the same names that do nothing on a CPU."""
+"""The device: streams, events and pinned buffers on CUDA, and objects with the same interface that do nothing on a
+CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def record(self) -> None:
-        """Marks the end of what the current stream has queued."""
+        """Marks the current end of the current stream's queue."""
         ...
 
     def wait(self) -> None:
@@ -30,7 +31,7 @@ class Stream(Protocol):
     """A queue of device work."""
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within it, work is queued here."""
+        """A context in which work is queued to this stream."""
         ...
 
     def wait(self) -> None:
@@ -39,10 +40,10 @@ class Stream(Protocol):
 
 
 class Device:
-    """One device. Built once a process; nobody else asks which device this is."""
+    """One device. Built once per process; other code does not ask which device there is."""
 
     def __init__(self, kind: Literal["cpu", "cuda"], index: int = 0, *, threads: int | None = None) -> None:
-        """`threads`: CPU threads that torch computes with (None: as they are set)."""
+        """`threads`: CPU threads of torch (None: unchanged)."""
         import torch
 
         self.kind = kind
@@ -55,7 +56,7 @@ class Device:
 
     @property
     def is_async(self) -> bool:
-        """Whether work runs behind the host's back."""
+        """Whether the device works asynchronously to the host."""
         return self.kind == "cuda"
 
     def stream(self) -> Stream:
@@ -71,15 +72,17 @@ class Device:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_async)
 
     def reserve(self, num_bytes: int) -> None:
-        """Takes memory from the driver for tensors to come. Taken when it is wanted, a step waits for it until the device is
-        idle, and again for each tensor of a new size."""
+        """Reserves device memory for later tensors. Without it, a step that needs new memory waits until the device is
+        idle, once for each tensor of a new size."""
         if self.is_async:
             import torch
 
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)  # torch's allocator keeps it
+            torch.empty(
+                num_bytes, dtype=torch.uint8, device=self.torch_device
+            )  # freed at once, but torch's allocator keeps the memory
 
     def free_bytes(self) -> tuple[int, int]:
-        """(free, total) memory of the device now."""
+        """(free, total) memory of the device in bytes."""
         if self.is_async:
             import torch
 
@@ -91,7 +94,8 @@ class Device:
         return free, total
 
     def utilization(self) -> Callable[[], float] | None:
-        """Something to call about once a second: the share of the device in use. None where it can't be told."""
+        """A function to call about once per second that returns the share of time in which the device was busy; None if
+        that is not known."""
         from bough.platform.utilization import cpu_utilization, gpu_utilization
 
         return gpu_utilization(self.index) if self.is_async else cpu_utilization()
@@ -137,7 +141,7 @@ class _CudaEvent:
 
 
 class _NoStream:
-    """The CPU's: work is done when the call returns."""
+    """The stream of a CPU: work is done when the call returns."""
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()

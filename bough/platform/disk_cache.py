@@ -1,4 +1,4 @@
-"""Small answers remembered in the cache directory between runs."""
+"""Small results cached on disk between runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bough.platform.whole_file import write_whole
 
 
 def recall(name: str, key: str) -> Any | None:
-    """What was remembered under `key` in the file `name`, or None."""
+    """The value cached under `key` in the file `name`, or None."""
     try:
         return json.loads((cache_directory() / f"{name}.json").read_text()).get(key)
     except (OSError, ValueError, AttributeError):

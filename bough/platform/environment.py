@@ -1,8 +1,8 @@
-"""Environment variables that must be right before torch is imported.
+"""Environment variables that must be set before torch is imported.
 
-Some virtual machines advertise AMX but don't let a process use its tile registers; there the first bf16 matrix product of
-torch kills the process with SIGILL. A child process tries one, once for each CPU and torch version, and the instruction set
-is capped where the child dies.
+Some virtual machines advertise AMX but do not let a process use its tile registers: the first bf16 matrix product of
+torch then kills the process with SIGILL. A child process tries one, once per CPU and torch version; if it dies, the
+instruction set is limited.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
 
 IDLE_SPINS = "5000"
-"""How long a thread of torch's pool waits busily for more work: some 0.1 ms instead of several. Our kernels have threads of
-their own, which would share the cores with them."""
+"""Value of GOMP_SPINCOUNT: an idle thread of torch's pool spins for about 0.1 ms instead of several. bough's kernels
+have their own threads, which would compete with spinning ones for the cores."""
 
 PROBE = """
 import torch
@@ -42,8 +42,8 @@ def prepare_environment(
 ) -> list[str]:
     """Sets what torch and OpenMP read when they load. To be called before torch is imported; imports no torch itself.
 
-    `threads`: how many threads OpenMP gets (None: one a physical core that this process may use). Returns a sentence for
-    each variable it set; variables the user set are left alone.
+    `threads`: number of OpenMP threads (None: one per physical core that this process may use). Returns a sentence for
+    each variable that it set; variables that the user set are not changed.
     """
     variables = os.environ if environment is None else environment
     said = []
@@ -64,9 +64,9 @@ def prepare_environment(
 
 
 def needs_isa_cap(cpu: Processor, run_probe: Callable[[bool], bool] | None = None) -> bool:
-    """Whether torch's matrix products die here unless the instruction set is capped. Remembered on disk.
+    """Whether torch's matrix products crash on this machine unless the instruction set is limited. Cached on disk.
 
-    `run_probe(capped)` tells whether a child survives the products.
+    `run_probe(capped)` returns whether a child process survives the products.
     """
     if not _may_have_amx(cpu):
         return False
@@ -97,7 +97,8 @@ def survives_matmul(capped: bool) -> bool:
 
 
 def _may_have_amx(cpu: Processor) -> bool:
-    """oneDNN asks the CPU itself, and a hypervisor may hide from Linux what it shows there: any recent Intel may crash."""
+    """Whether the CPU may have AMX. oneDNN asks the CPU itself, and a hypervisor may show it AMX that it hides from
+    Linux: any recent Intel CPU may crash."""
     return "amx_tile" in cpu.flags or (cpu.vendor == "GenuineIntel" and "avx512_vnni" in cpu.flags)
 
 

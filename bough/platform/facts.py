@@ -1,4 +1,4 @@
-"""What this machine is, gathered without importing torch."""
+"""Facts about this machine, gathered without importing torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class DeviceFacts:
     compiler: str | None
     """Path of a C++ compiler, if there is one."""
     prebuilt: Path | None
-    """CPU kernels that came compiled with the package and run here, if there are any."""
+    """Prebuilt CPU kernels of the package that run on this CPU, if there are any."""
     host_total_bytes: int
     host_free_bytes: int
 
     @property
     def has_cpu_kernels(self) -> bool:
-        """Whether the C++ kernels can be had: they came with the package, or can be compiled."""
+        """Whether the C++ kernels are available: prebuilt, or because there is a compiler."""
         return self.prebuilt is not None or self.compiler is not None
 
     @property
@@ -54,7 +54,7 @@ class DeviceFacts:
 
 
 def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceFacts:
-    """Facts about the device asked for; `auto` takes a GPU that this torch can drive, else the CPU."""
+    """Facts about the given device. `auto`: a GPU that this torch supports, else the CPU."""
     if device == "cpu":
         return _cpu_facts()
     gpu = query_gpu()

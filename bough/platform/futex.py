@@ -1,4 +1,4 @@
-"""Linux futexes: sleeping until a word in shared memory changes, and waking those who do."""
+"""Linux futexes: sleep until a word in shared memory changes, and wake the sleepers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _WAIT, _WAKE = 0, 1
 _EVERYBODY = 0x7FFFFFFF
 
 STORES_STAY_IN_ORDER = platform.machine() == "x86_64"
-"""Others see this processor's stores in their order, so that Python code may publish data by a flag written after it."""
+"""Whether other processors see stores in program order, so that Python code can publish data by writing a flag after
+it."""
 
 
 class _Timespec(ctypes.Structure):
@@ -26,9 +27,11 @@ _syscall.restype = ctypes.c_long
 
 
 def futex_wait(address: int, expected: int, timeout_s: float) -> bool:
-    """Sleeps until the 32-bit word at `address` is woken, at most `timeout_s`. Returns at once if it is not `expected`.
+    """Sleeps until the 32-bit word at `address` is woken, at most `timeout_s`. Returns immediately if the word is not
+    `expected`.
 
-    False: the time is up. True: look again; the word may be unchanged, since signals end the sleep, too.
+    Returns False if the time is over. True means that the word must be read again; it may be unchanged, because signals
+    end the sleep, too.
     """
     fraction, whole = math.modf(timeout_s)
     limit = _Timespec(int(whole), int(fraction * 1e9))
@@ -40,7 +43,7 @@ def futex_wait(address: int, expected: int, timeout_s: float) -> bool:
 
 
 def futex_wake(address: int, most: int = _EVERYBODY) -> int:
-    """Wakes those who sleep at `address`, at most so many, and returns how many did."""
+    """Wakes at most `most` sleepers at `address` and returns their number."""
     woken = _syscall(
         ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAKE), ctypes.c_uint32(most), None, None,
         ctypes.c_int(0),

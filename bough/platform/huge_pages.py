@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MiB: what is read once from end to end, like weights, comes up to twice as fast."""
+"""Memory in pages of 2 MiB: data that is read once from end to end, like weights, is read up to twice as fast."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ PAGE_BYTES = 2 * 1024 * 1024
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> bool:
-    """Asks the system to back this memory, which nobody has written to yet, with huge pages. True if it agreed.
+    """Asks the system to use huge pages for this memory, which must not have been written to yet. Returns whether it
+    agreed.
 
-    Only whole pages within the range are meant; a system without huge pages is no error.
+    Applies to whole pages within the range; a system without huge pages is not an error.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Memory that the process has freed goes back to the system."""
+"""Returns freed memory of the process to the system."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 
 
 def trim_memory() -> None:
-    """Returns what the C library holds free. Takes milliseconds, in which other threads run; does nothing where the library
-    has no such function."""
+    """Returns the C library's free memory to the system. Takes milliseconds, in which other threads run; does nothing
+    if the library has no such function."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
