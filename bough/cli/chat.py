@@ -22,8 +22,8 @@ HELP = """/retry        ask the last question again
 /stats        speed of the last answer, and the server's numbers
 /exit         leave (also Ctrl-D)
 
-Several lines: end a line with \\ to go on, or write three quotes before and after them.
-Ctrl-C stops an answer and keeps what has come."""
+Several lines: end a line with \\ to continue, or write three quotes before and after them. Ctrl-C stops an answer and
+keeps its text so far."""
 
 _PROMPT, _MORE = "> ", ". "
 _QUOTES = '"""'
@@ -122,7 +122,7 @@ def read_message(on_terminal: bool) -> str:
 
 
 def answer(pieces: Iterator[tuple[str, str]], show: Answer) -> None:
-    """Shows an answer; Ctrl-C stops it, and the conversation keeps what has come."""
+    """Shows an answer; Ctrl-C stops it, and the conversation keeps the text so far."""
     try:
         show(pieces)
     except KeyboardInterrupt:

@@ -64,7 +64,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Pars
     namespace, unknown = parser.parse_known_args(expanded)
     for name, value in vars(namespace).items():
         if name not in _OWN and name != "MODEL" and not is_setting(name):
-            take(name, value, "--" + name.replace("_", "-"))  # refused before anything is said about its values
+            take(name, value, "--" + name.replace("_", "-"))  # refused flags raise before their values are checked
     for argument in unknown:
         if argument.startswith("-"):
             raise unknown_name(argument)
@@ -121,7 +121,7 @@ def _is_flag(name: str) -> bool:
 
 
 def wants_help(argv: Sequence[str]) -> str | None:
-    """What help is asked for: None: none, "": all of it, else a group or a word."""
+    """Which help the arguments request: None: no help, "": all of it, else a group or a word."""
     for argument in argv:
         if argument in ("-h", "--help"):
             return ""

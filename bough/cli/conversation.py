@@ -16,7 +16,7 @@ from bough.config.concerns import MediaConfig
 from bough.core.errors import BoughError, ConfigError, Unavailable
 
 _MEDIA = MediaConfig(allowed_media_domains=("*",), max_media_bytes=12 * 1024 * 1024)
-"""A URL that the user types is meant: any public host may be asked. In base64, 12 MiB still fit a request of 16 MiB."""
+"""The user typed the URL, so that every public host is allowed. 12 MiB fit into a request of 16 MiB as base64."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(answer)})
 
     def take_back(self) -> str | list[dict[str, Any]] | None:
-        """Removes the last question and what was answered; returns the question, or None if there is none."""
+        """Removes the last question and its answer; returns the question, or None."""
         while self.messages and self.messages[-1]["role"] != "system":
             message = self.messages.pop()
             if message["role"] == "user":
@@ -215,7 +215,7 @@ def _content(text: str, images: list[str]) -> str | list[dict[str, Any]]:
 
 
 def plain(content: str | list[dict[str, Any]]) -> str:
-    """A message's text; a picture is said to be one."""
+    """The text of a message; pictures are replaced by a placeholder."""
     if isinstance(content, str):
         return content
     return " ".join(part["text"] if part["type"] == "text" else "(picture)" for part in content)

@@ -19,7 +19,7 @@ _LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Shows how far something has come. Call it with the engine's statuses, or use `show` or `reporting` for bytes."""
+    """Shows progress in the terminal. Call it with the engine's statuses, or use `show` or `reporting` for bytes."""
 
     def __init__(self, stream: TextIO | io.TextIOBase | None = None) -> None:
         self._stream: Any = stream or sys.stderr

@@ -77,7 +77,7 @@ def _log_ready(server: LocalServer, service: Service | None) -> None:
 
 
 def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether the log is to be JSON, as far as can be told of arguments that can't be read."""
+    """Whether the log should be JSON, judged from arguments that could not be parsed."""
     pairs = list(zip(argv, [*argv[1:], ""], strict=True))
     return (
         ("--log-format", "json") in pairs

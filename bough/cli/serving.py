@@ -50,8 +50,8 @@ class LocalServer:
         sockets: list[socket.socket] | None = None,
         quarantine: frozenset[int] = frozenset(),
     ) -> None:
-        """`sockets`: already bound, one for each API worker, to be closed by this server. Raises `ConfigError` before any
-        process is started if the address can't be had or must not be."""
+        """`sockets`: bound sockets, one per API worker, which this server closes. Raises `ConfigError` before any
+        process is started if the address cannot be bound, or must not be used without a key."""
         check_exposure(config)
         check_media(config)
         load_keys(config.server)
@@ -104,8 +104,8 @@ class LocalServer:
         return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     async def run(self, opened: Callable[[Service | None], None]) -> None:
-        """Serves until `stop`. Raises the error that the server failed with. `opened` hears None on a machine that takes no
-        requests."""
+        """Serves until `stop`. Raises the error with which the server failed. `opened` is called when requests are
+        accepted, with None on a machine that does not accept requests."""
         self._loop = asyncio.get_running_loop()
         try:
             if self.config.parallel.node_rank:
@@ -133,7 +133,7 @@ class LocalServer:
         self.stop()
 
     def reload(self) -> None:
-        """Has every process read its files again: keys, and whatever else is registered for it. Returns at once."""
+        """Makes every process reload its files (keys, certificates, log files). Returns immediately."""
         directory = self._running.endpoints.path("")
 
         def pass_on() -> None:
@@ -199,7 +199,7 @@ def check_media(config: Config) -> None:
 
 
 def banner(server: LocalServer, service: Service | None) -> str:
-    """The last thing printed at start-up: what runs where, who may use it, and a line to try it with."""
+    """The text printed at the end of start-up: addresses, the model, who may connect, and a command to try it."""
     config = server.config
     if service is None:
         parallel = config.parallel
@@ -271,7 +271,7 @@ def _key_state(config: Config) -> str:
 
 
 class Runs(Protocol):
-    """A server, or whoever runs several."""
+    """A server, or a supervisor of servers."""
 
     async def run(self, opened: Callable[[Service | None], None]) -> None: ...
 

@@ -1,7 +1,7 @@
 """`--supervise`: when the engine dies or hangs, another server is started on the same sockets.
 
-Clients that waited get 503, and so does whoever comes until the new engine is ready; connections are never refused. A
-request that was being computed in two crashes is refused from then on.
+Waiting clients get 503, and so do new ones until the new engine is ready; connections are never refused. A request that
+was running in two crashes is refused from then on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ CRASHES_TO_QUARANTINE = 2
 _MOST_SUSPECTS = 10_000
 _GIVE_UP_AFTER = 5
 _GIVE_UP_WITHIN_S = 300.0
-"""So many crashes in so short a time are no accident."""
+"""Seconds: with more crashes within this time the supervisor gives up."""
 
 
 class Supervisor:
     """Runs servers one after the other. `stop` ends the last of them."""
 
     def __init__(self, config: Config) -> None:
-        """Raises `ConfigError` before any process is started if the address can't be had or must not be."""
+        """Raises `ConfigError` before any process is started if the address cannot be bound, or must not be used
+        without a key."""
         check_exposure(config)
         self.config = config
         self._sockets = bind_server(config.server)

@@ -84,7 +84,7 @@ def picture(report: dict[str, Any], *, url: str, most_rows: int, width: int = 12
     numbers = Table.grid(padding=(0, 2))
     for _ in range(3):
         numbers.add_column(justify="left", no_wrap=True)
-    numbers.add_column(justify="left")  # where there is little room, this one wraps and no other is cut
+    numbers.add_column(justify="left")  # on a narrow terminal this column wraps and no other is cut
     most = load["max_running_requests"]
     tokens = f"{load['num_used_tokens']:,} of {load['max_total_num_tokens']:,} tokens"
     queues, totals = load["queues"], load["totals"]
@@ -110,7 +110,7 @@ def picture(report: dict[str, Any], *, url: str, most_rows: int, width: int = 12
 
 
 def _drafts(told: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
-    """The line about speculative decoding, where there have been drafts."""
+    """The line about speculative decoding, if there were drafts."""
     if not told.get("draft_tokens"):
         return []
     rate = told["accepted_tokens"] / told["draft_tokens"]

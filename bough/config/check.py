@@ -1,4 +1,4 @@
-"""Ranges of settings, and combinations that can't work: refused before anything starts."""
+"""Checks ranges and combinations of settings before anything starts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _way_in(server: ServerConfig) -> None:
 
 
 def check_exposure(config: Config) -> None:
-    """Raises `ConfigError` if the server, or its admin routes, would be open to anybody who reaches it without a key, or if
-    it is to keep clients apart that have none."""
+    """Raises `ConfigError` if the server or its admin routes would be reachable on a public address without a key, or
+    if caches are to be isolated by key and there are no keys."""
     server = config.server
     if server.admin_with_api_key and not has_keys(server):
         raise ConfigError(

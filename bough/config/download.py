@@ -1,7 +1,7 @@
-"""Models from the hub: brought into its local cache, checked, with a report of how many bytes have come.
+"""Downloads models from the hub into its local cache and verifies them, with progress reports.
 
-Files with weights are fetched here, so that a download goes on where the last one ended, also in another process. Their
-place in the cache and everything small is left to `huggingface_hub`, whose other users find them there.
+Files with weights are downloaded here, so that an interrupted download can be resumed, also by another process.
+`huggingface_hub` downloads small files and manages the layout of the cache, so that other programs find the files.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import httpx
 
 Progress = Callable[[int, int], None]
-"""Called, perhaps from another thread, with the number of bytes that are there and the number of bytes in all."""
+"""Called with the number of bytes downloaded and the total; possibly from another thread."""
 
 _AT_ONCE: Final = 4
-"""Files that are fetched at the same time."""
+"""Number of files that are downloaded at the same time."""
 _READ_BYTES: Final = 1 << 20
 _REPORT_EVERY_S: Final = 0.2
 _TRIES: Final = 5
-"""Connections that may break in a row without a byte having come."""
+"""Maximum number of consecutive connections that break before a byte arrives."""
 _WAIT_S: Final = 1.0
-"""Before the second try; it doubles with each."""
+"""Seconds before the second attempt; doubles with each further one."""
 _TIMEOUT_S: Final = 30.0
-"""Without any byte."""
+"""Seconds without any byte after which a connection counts as broken."""
 
 
 def download(
@@ -51,10 +51,10 @@ def download(
 ) -> Path:
     """The directory with the model's files, or its GGUF file (of several parts, the first).
 
-    Downloads what the local cache (at `into`; empty: the hub's own) lacks and compares it with the hub's checksums
-    (`check_all`: also what was there before).
-    Without a hub, what the cache holds is taken. `progress` and `checking` hear how far downloads and checks have come.
-    Raises `ConfigError`.
+    Downloads files that are missing in the local cache (at `into`; empty: the hub's cache) and compares them with the
+    hub's checksums (`check_all`: also files that were there before). If the hub cannot be reached, the files of the
+    cache are used. `progress` and `checking` are called with the progress of downloads and checks. Raises
+    `ConfigError`.
     """
     try:
         with explained(name.repo, revision):
@@ -78,7 +78,7 @@ def download(
 
 
 def cached(name: HubName, revision: str = "", *, weights: bool = True, into: str = "") -> Path | None:
-    """What `download` returns, as far as the local cache holds it; None if that is nothing. Asks no hub."""
+    """What `download` would return, from the local cache only; None if it is not there. Does not contact the hub."""
     repo = _blobs(
         name.repo, into
     ).parent  # the layout of the cache: refs/BRANCH holds a commit, snapshots/COMMIT its files
@@ -112,7 +112,7 @@ def _place(folder: Path, names: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """`huggingface_hub` shows no bars of its own within."""
+    """Disables the progress bars of `huggingface_hub`."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -139,7 +139,7 @@ def _fetch_all(
     progress: Progress | None,
     blobs: Path,
 ) -> None:
-    """Brings large files into the cache's `blobs`. `wanted` are all files of the model, for the report."""
+    """Downloads large files into the cache's `blobs`. `wanted`: all files of the model, for progress reports."""
     import httpx
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def _fetch_all(
 
 
 def _fetch(client: httpx.Client, url: str, file: HubFile, blobs: Path, account: _Account) -> None:
-    """Brings one file into the cache, from where the last attempt ended. Raises `ConfigError` if it came damaged."""
+    """Downloads one file into the cache, resuming an earlier attempt. Raises `ConfigError` if its checksum is wrong."""
     part, whole = blobs / f"{file.blob}.incomplete", blobs / file.blob
     with part.open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # another process may be fetching the same
@@ -192,7 +192,7 @@ def _fetch(client: httpx.Client, url: str, file: HubFile, blobs: Path, account: 
 def _append(
     client: httpx.Client, url: str, file: HubFile, stream: _Appendable, digest: _Digest, account: _Account
 ) -> None:
-    """Writes the rest of the file, over as many connections as it takes."""
+    """Downloads the rest of the file, over several connections if they break."""
     import httpx
 
     failures = 0
@@ -231,11 +231,11 @@ class _Digest(Protocol):
 
 
 class _Stopped(Exception):
-    """Another file's download has failed, or the user has had enough."""
+    """The download of another file has failed, or the user interrupted it."""
 
 
 class _Account:
-    """Bytes that are there, of all files together. Shared by threads."""
+    """Counts the bytes downloaded of all files together. Shared by threads."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total = total
@@ -276,7 +276,7 @@ class _Account:
 
 
 def _check(folder: Path, files: Sequence[HubFile], progress: Progress | None) -> None:
-    """Compares files with the hub's checksums. A damaged one is removed, so that the next download brings it again."""
+    """Compares files with the hub's checksums. A damaged file is removed, so that it is downloaded again."""
     account = _Account(sum(file.size for file in files), progress)
     for file in files:
         path = folder / file.name
@@ -296,7 +296,8 @@ def _damaged(file: HubFile, found: str) -> ConfigError:
 
 
 def checksum(path: Path, *, git: bool = False, report: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file; `git`: the id that git gives its content. `report` hears how many more bytes were read."""
+    """SHA-256 of a file; `git`: the id that git gives its content. `report` is called with the number of bytes read
+    since the last call."""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False) if git else hashlib.sha256()
     with path.open("rb") as stream:
         while piece := stream.read(_READ_BYTES):

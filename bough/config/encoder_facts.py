@@ -1,4 +1,4 @@
-"""What BERT's relatives have at their ends beyond what decoders do: learned positions and segments."""
+"""What BERT-like encoders have beside what decoders have: learned positions and segments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class EncoderFacts:
     """The ends of a BERT-like encoder."""
 
     num_positions: int
-    """Rows of the position table..."""
+    """Rows of the position table."""
     first_position: int
-    """...and the one that a text's first token takes (RoBERTa counts from its padding id on)."""
+    """Row of the position table for the first token of a text (RoBERTa counts from its padding id)."""
     num_segments: int
     """Rows of the segment table ("token types")."""
 

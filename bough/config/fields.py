@@ -23,12 +23,12 @@ class Fields:
         return self._find(keys) is not None
 
     def any(self, *keys: str) -> Any:
-        """The value as it is; None: there is none."""
+        """The value, or None if the config has none of the keys."""
         found = self._find(keys)
         return None if found is None else found[1]
 
     def count(self, *keys: str, default: int | None = None) -> int:
-        """A positive whole number. Raises `ConfigError`; without a default also where it is missing."""
+        """A positive integer. Raises `ConfigError` if it is not, or if it is missing and there is no default."""
         found = self._find(keys)
         if found is None:
             if default is None:
@@ -40,7 +40,7 @@ class Fields:
         raise _senseless(key, value, "a positive whole number")
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        """A number. Raises `ConfigError`; without a default also where it is missing."""
+        """A number. Raises `ConfigError` if it is not, or if it is missing and there is no default."""
         found = self._find(keys)
         if found is None:
             if default is None:
@@ -66,7 +66,7 @@ class Fields:
         )
 
     def numbers(self, key: str, length: int | None = None) -> tuple[float, ...] | None:
-        """A list of numbers, of at least `length`; None: there is none. Raises `ConfigError`."""
+        """A list of at least `length` numbers, or None if it is missing. Raises `ConfigError`."""
         value = self.any(key)
         if value is None:
             return None
@@ -77,7 +77,7 @@ class Fields:
         return tuple(value)
 
     def inner(self, key: str) -> Fields:
-        """The object below `key`; an empty one where there is none."""
+        """The object below `key`; an empty one if it is missing."""
         value = self.any(key)
         if value is None:
             return Fields({})
@@ -86,12 +86,12 @@ class Fields:
         return Fields(value)
 
     def also(self, **names: str) -> Fields:
-        """The same with further keys: `also(hidden_size="n_embd")` reads `n_embd` where there is no `hidden_size`."""
+        """A copy with alternative keys: `also(hidden_size="n_embd")` reads `n_embd` if there is no `hidden_size`."""
         found = {new: self.raw[old] for new, old in names.items() if self.raw.get(new) is None and old in self.raw}
         return Fields({**self.raw, **found})
 
     def architecture(self) -> str:
-        """The first of `architectures`. Raises `UnsupportedModel` where there is none."""
+        """The first of `architectures`. Raises `UnsupportedModel` if it is missing."""
         names = self.raw.get("architectures")
         if isinstance(names, list) and names and isinstance(names[0], str):
             return names[0]

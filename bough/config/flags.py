@@ -36,7 +36,7 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One field of one concern, as a user meets it."""
+    """One field of one concern, as a user sees it."""
 
     group: str
     """Name of the concern in `Config`."""
@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another spelling of a setting. `inverted` aliases turn a boolean off; `note` is said when the alias is used."""
+    """Another spelling of a setting. `inverted` aliases turn a boolean off; `note` is logged if the alias is used."""
 
     target: str
     inverted: bool = False
@@ -124,7 +124,8 @@ NEARLY: Mapping[str, str] = {
     "enable_expert_parallel": "ep_size",
     "alias": "served_model_name",
 }
-"""What other servers call something that means not quite the same here: named when somebody tries, never taken for it."""
+"""Flags of other servers with a similar but different meaning here. They are refused, with the name of the similar
+setting."""
 
 NOT_THERE: Mapping[str, str] = {
     "lora": "adapters (LoRA)",
@@ -136,12 +137,12 @@ NOT_THERE: Mapping[str, str] = {
     "two_batch_overlap": "two-batch overlap",
     "use_ray": "placing ranks by Ray",
 }
-"""Parts of other servers' flags, and what these flags are about: told when somebody tries, since nothing here is alike."""
+"""Parts of names of other servers' flags without a counterpart here, and what they are about, for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """Another server's word for a value. `note` is said when it is used."""
+    """Another server's name for a value. `note` is logged if it is used."""
 
     value: str
     note: str = ""
@@ -189,7 +190,7 @@ VALUE_WORDS: Mapping[str, Mapping[str, Word]] = {
         level: Word("1", "texts are never logged; --dump-dir keeps whole requests") for level in ("2", "3")
     },
 }  # fmt: skip
-"""Other servers' words for values, by setting."""
+"""Other servers' names for values, by setting."""
 
 REFUSED_VALUES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "moe_a2a_backend": {
@@ -210,7 +211,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, tuple[str, str]]] = {
 """Other servers' values that are refused: why, and what to use instead."""
 
 NEVER_SPLIT = frozenset({"api_key"})
-"""Lists whose members may have commas in them: several are given by several flags, or as a list in the file."""
+"""Lists whose members may contain commas: several members are given by several flags, or as a list in the file."""
 
 
 @lru_cache(maxsize=1)
@@ -338,9 +339,10 @@ def value_word(setting: Setting, raw: object) -> Word | None:
 
 
 def abbreviated(name: str) -> str | None:
-    """The one name that begins with `name`, among settings, aliases and SGLang's flags; None if there is none or several.
+    """The only name that begins with `name`, among settings, aliases and SGLang's flags; None if there is no such name
+    or several.
 
-    Names of one setting count as one. Where several are left, those of SGLang alone decide, as they do there.
+    Names of the same setting count as one. If several remain, only those of SGLang are considered, as SGLang does.
     """
     theirs = {*sglang.MAPPED, *sglang.refused(), *sglang.ACTING}
     for names in ({*settings(), *ALIASES, *theirs}, theirs):
@@ -353,8 +355,8 @@ def abbreviated(name: str) -> str | None:
 def parse_size(text: str) -> float:
     """A number with an optional unit: `k m g t` are powers of 1,000, `K M G T` of 1,024.
 
-    A trailing `B` is allowed; as in `GiB`, `i` means 1,024 whatever the case, and as in `GB` a plain `B` means 1,000.
-    Raises ValueError.
+    A trailing `B` is allowed. `i`, as in `GiB`, means powers of 1,024 in upper and lower case; a plain `B`, as in `GB`,
+    means powers of 1,000. Raises ValueError.
     """
     body = text.strip().replace("_", "").replace(",", "")
     has_b = body[-1:] in ("B", "b") and body[-2:-1].isalpha()

@@ -29,7 +29,7 @@ from bough.core.errors import ConfigError, UnsupportedModel
 CheckpointKind = Literal["safetensors", "gguf", "config-only"]
 
 _DEFAULT_SAMPLING: Final[dict[str, Any]] = {"temperature": 0.2, "top_p": 0.9}
-"""What the authors of the embedded model recommend; its file doesn't say so itself."""
+"""Recommendation of the authors of the default model; its GGUF file does not contain it."""
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _QUANTIZATION_FILES: Final = {
     "hf_quant_config.json": "modelopt",
@@ -55,12 +55,12 @@ class Checkpoint:
     """A model on disk."""
 
     name: str
-    """What clients may call it, unless told otherwise."""
+    """Default name for clients."""
     kind: CheckpointKind
     path: Path
     """The directory or the .gguf file."""
     config: dict[str, Any]
-    """In Hugging Face's form, whatever the format."""
+    """The config in Hugging Face's form, also for GGUF files."""
     generation_config: dict[str, Any]
     files: tuple[Path, ...]
     """The files with the weights; empty for a config alone."""
@@ -184,10 +184,10 @@ def open_checkpoint(
     download_dir: str = "",
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Finds `model` and reads its headers; downloads it first if it is a hub id that is not here yet.
+    """Finds `model` and reads its headers; downloads it first if it is a hub id that is not in the cache.
 
-    `overrides` is a JSON object laid over the config. `load_format="dummy"` needs a config only. `download_dir`: instead of
-    the hub's own cache. `progress` hears how far a download has come.
+    `overrides` is a JSON object merged into the config. `load_format="dummy"` needs only a config. `download_dir`:
+    instead of the hub's cache. `progress` is called with the progress of a download.
     """
     patch = _parse_overrides(overrides)
     path = _locate(model, revision, load_format, progress, download_dir)
@@ -322,12 +322,12 @@ _TEXT_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
         "max_position_embeddings": 131_072,
     }
 }
-"""By model_type of a `text_config`: what published files leave out, since it is transformers' default."""
+"""By model_type of a `text_config`: values that published files omit because they are the defaults of transformers."""
 
 
 def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model that also sees, with what its language model's part says on top, as `text_model_type` its kind.
-    Others are returned as they are."""
+    """The config of a multimodal model, with its `text_config` merged into it and its kind as `text_model_type`. Other
+    configs are returned unchanged."""
     text = config.get("text_config")
     names = config.get("architectures")
     sees = isinstance(names, list) and any(str(name).endswith("ForConditionalGeneration") for name in names)

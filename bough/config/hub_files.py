@@ -52,8 +52,8 @@ def list_files(repo: str, revision: str) -> list[HubFile]:
 def wanted_files(name: HubName, files: Sequence[str], *, weights: bool = True) -> list[str]:
     """Names of the files to serve this model from: one GGUF model, or configuration, tokenizer and safetensors.
 
-    A tag asks for a GGUF file. Without one, GGUF files count only where there are no safetensors. `weights` off leaves
-    safetensors out. Raises `ConfigError` if the tag matches no file or several models.
+    A tag selects a GGUF file. Without a tag, GGUF files are used only if there are no safetensors. `weights=False`
+    omits safetensors. Raises `ConfigError` if the tag matches no file or several models.
     """
     kept = [file for file in files if not any(fnmatch(file, pattern) for pattern in _IGNORED)]
     ggufs = [file for file in kept if file.endswith(".gguf") and not file.rsplit("/", 1)[-1].startswith("mmproj")]

@@ -32,9 +32,9 @@ Report = Callable[[str], None]
 
 
 def fetch_headers(name: HubName, revision: str, folder: Path, report: Report | None = None) -> Path:
-    """Makes the model in `folder` as far as its headers go, and returns the directory or the GGUF file.
+    """Writes the model to `folder` with headers but without weights, and returns the directory or the GGUF file.
 
-    `report` hears the name of each file. Raises `ConfigError`.
+    `report` is called with the name of each file. Raises `ConfigError`.
     """
     import httpx
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -113,5 +113,5 @@ def _write_sparse(target: Path, data: bytes, size: int) -> None:
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether `model` can only be a name on the hub: it is no path that exists, nor looks like one."""
+    """Whether `model` can only be a name on the hub: it is not an existing path and does not look like one."""
     return bool(model) and not Path(model).expanduser().exists() and not re.match(r"[/.~]|.*\.gguf$", model)

@@ -16,7 +16,7 @@ class HubName:
     repo: str
     """`org/repo`, or a single word for the hub's oldest models."""
     tag: str = ""
-    """A part of the file's name, usually the quantization: `Q4_K_M`. Empty: not said."""
+    """A part of the file's name, usually the quantization: `Q4_K_M`. Empty: not given."""
 
     def __str__(self) -> str:
         return f"{self.repo}:{self.tag}" if self.tag else self.repo

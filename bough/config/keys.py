@@ -1,7 +1,8 @@
-"""API keys by name, from --api-key and the file of --api-keys-file. A key's name is its tenant: what belongs to one tenant,
-others can't reach.
+"""API keys by name, from --api-key and the file of --api-keys-file. The name of a key is its tenant: tenants cannot
+access each other's data.
 
-Keys are kept as digests: looking one up takes the same time whatever it begins with, and no list of keys stays in memory.
+Keys are kept as digests: the time of a lookup does not depend on how much of a key is right, and keys do not stay in
+memory.
 """
 
 from __future__ import annotations

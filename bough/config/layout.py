@@ -69,7 +69,7 @@ class Layout:
         return self.tp // self.ep
 
     def place(self, rank: int) -> dict[AxisName, int]:
-        """Where a rank stands on each axis."""
+        """The position of a rank on each axis."""
         stage, in_stage = divmod(rank, self.tp)
         replica, in_replica = divmod(in_stage, self.cp * self.heads)
         context, head = divmod(in_replica, self.heads)

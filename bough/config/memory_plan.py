@@ -45,19 +45,19 @@ class PlanFacts:
     step_tokens: int
     """Tokens of the largest step."""
     small_step_tokens: int = SMALL_STEP
-    """The same with chunks of `SMALL_STEP`..."""
+    """Tokens of the largest step with chunks of `SMALL_STEP`."""
     small_activation_bytes: int | None = None
-    """...and its activations; None: in proportion."""
+    """Activations of that step; None: in proportion to its tokens."""
     graph_bytes: int = 0
     page_size: int = 1
     model_context: int
     """The model's own limit."""
     context_length: int | None = None
-    """Asked for; None: as long as the model allows and the memory holds."""
+    """As configured; None: as long as the model and the memory allow."""
     max_total_tokens: int | None = None
-    """KV capacity asked for; None: what is left."""
+    """KV capacity as configured; None: the rest of the memory."""
     mem_fraction: float | None = None
-    """Share of the memory for weights and KV asked for; None: what is left."""
+    """Configured share of the memory for weights and KV cache; None: the rest of the memory."""
     kv_item_bytes: int = 2
     weight_dtype: str = "bfloat16"
     tp_size: int = 1
@@ -72,7 +72,7 @@ class MemoryPlan:
 
     total_bytes: int
     other_bytes: int
-    """Held by others before we came, and our own runtime's."""
+    """Memory of other processes, and of this process's runtime libraries."""
     weight_bytes: int
     kv_bytes: int
     graph_bytes: int
@@ -235,7 +235,7 @@ def _cpu_default_room(facts: PlanFacts, left: int) -> tuple[int, str]:
     wanted = max(2 * context, min(CPU_POOL_TOKENS, CPU_POOL_BYTES // per_token))
     padded = (math.ceil(wanted / facts.page_size) + 1) * facts.page_size * per_token
     share = int(facts.free_bytes * CPU_POOL_SHARE)
-    if facts.context_length is not None:  # asked for: it may take more than its share
+    if facts.context_length is not None:  # configured: it may take more than its share
         share = max(share, (math.ceil(context / facts.page_size) + 1) * facts.page_size * per_token)
     room = min(padded, share, left)
     if room == padded:

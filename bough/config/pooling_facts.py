@@ -1,7 +1,7 @@
 """What a pooling model returns and how: read from its config and from the module files of sentence-transformers.
 
-A checkpoint pools if it says so (a headless or classifying architecture, or a modules.json with a pooling module), or if
-it is told to (`--is-embedding`). Everything else generates.
+A checkpoint is a pooling model if it has an architecture without a language model head or with a classifier, a
+modules.json with a pooling module, or if `--is-embedding` is set. Other checkpoints generate text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DenseFacts(Struct, frozen=True, kw_only=True):
 
 
 class PoolingFacts(Struct, frozen=True, kw_only=True):
-    """A pooling model, as the runner builds it and the way in uses it. Travels between processes."""
+    """Facts about a pooling model, for the runner and the API workers. Sent between processes."""
 
     task: Task
     family: str
@@ -63,9 +63,9 @@ class PoolingFacts(Struct, frozen=True, kw_only=True):
     width: int
     """Values in a result: of an embedding, of a vocabulary, or the number of labels."""
     dimensions: tuple[int, ...] = ()
-    """Sizes that an embedding may be cut to, besides its own..."""
+    """Sizes to which an embedding may be truncated, beside its full size."""
     any_dimension: bool = False
-    """...or any size."""
+    """Whether it may be truncated to any size."""
     labels: tuple[str, ...] = ()
     score: ScoreScale = "identity"
     """What makes scores of a classifier's logits."""
@@ -80,7 +80,7 @@ class PoolingFacts(Struct, frozen=True, kw_only=True):
     """Texts to put before an input, by name."""
     default_prompt: str = ""
     max_length: int = 0
-    """Tokens that the authors cut texts to; 0: not said."""
+    """Length to which the authors truncate texts, in tokens; 0: not stated."""
     append_eos: bool = False
     """The tokenizer's end-of-sequence token closes every text."""
 

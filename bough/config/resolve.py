@@ -32,18 +32,19 @@ SCORED_AT_ONCE: Mapping[str, int] = {"cuda": 512, "cpu": 128}
 PENALISED_AT_ONCE = 1 << 22
 """Logits for which penalties are worked out at the same time."""
 GATHERED_KEYS = 1 << 16
-"""Keys that attention in plain torch copies out of their pages at the same time, if no row has more..."""
+"""Maximum number of keys that attention in plain torch copies out of their pages at the same time, unless one row has
+more."""
 ATTENTION_MASK_BYTES = 96 * MIB
-"""...and what its masks take."""
+"""Memory of the masks of attention in plain torch."""
 ROOMY_BYTES = 120 * GIB
-"""Of device memory, from which on larger steps are worth their activations..."""
+"""Device memory from which larger steps are worth their activations (see `UNWATCHED_TOKENS`)."""
 UNWATCHED_TOKENS = 132 * 128
-"""...of so many prompt tokens (on the 132 multiprocessors of an H200 products of so many, in tiles of 128, end in full
-waves: 16,384 tokens cost 0.5 % more each)..."""
+"""Prompt tokens of such larger steps. On the 132 multiprocessors of an H200, products of this many tokens in tiles of
+128 end in full waves; with 16,384 tokens each token costs 0.5 % more."""
 ROOMY_SHARE = 16
-"""...if these take no more than one in so many tokens of the KV cache..."""
+"""The larger steps are used only if their activations take at most 1/16 of the KV cache."""
 TABLE_SHARE = 32
-"""...and so is a table of the first layer, at one in so many."""
+"""A table of the first layer is used only if it takes at most 1/32 of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,13 @@ class ModelPlanFacts:
     dense_params: int
     """Parameters kept in the compute type."""
     packed_bytes: int = 0
-    """Weights that stay in their own quantised form..."""
+    """Bytes of weights that stay quantized."""
     packed_params: int = 0
-    """...and how many parameters they are, should they be dequantised on load."""
+    """Number of parameters of those weights, in case that they are dequantized on load."""
     quantization: Quantization | Literal[""] = ""
-    """How the weights are quantised..."""
+    """How the weights are quantized."""
     weight_format: str = ""
-    """...in a few words."""
+    """The quantization in a few words."""
     kv_format: Literal["", "fp8_e4m3"] = ""
     """What the checkpoint has scales for, of cached keys and values."""
     kv_values_per_token: int
@@ -105,9 +106,9 @@ class ModelPlanFacts:
     vocab_size: int
     kv_page_multiple: int = 1
     weight_share: float | None = None
-    """Of all weights, what the fullest rank holds; None: an equal part..."""
+    """Share of all weights on the rank with the most; None: an equal part."""
     rank_kv_values: int | None = None
-    """...and how many of `kv_values_per_token`; None: those of its part of the key-value heads."""
+    """Its part of `kv_values_per_token`; None: that of its share of the key-value heads."""
     tapped_values: int = 0
     """Values of a token that are kept beside the stream, for what drafts from them."""
     most_draft_steps: int | None = None
@@ -130,7 +131,7 @@ class Resolved:
 
 
 def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Resolved:
-    """Decides everything that is still open. Raises `ConfigError` where what was asked for can't work here."""
+    """Decides all settings that are `AUTO`. Raises `ConfigError` if a setting cannot work on this machine."""
     decisions: dict[str, Decision[object]] = {}
 
     def settle(name: str, given: object, open_value: object, decide: Decision[T]) -> T:
@@ -304,7 +305,7 @@ def choose_chunk(machine: MachineFacts) -> Decision[int]:
 def choose_unwatched(
     config: Config, machine: MachineFacts, chunk: int, planned: Callable[[int], MemoryPlan]
 ) -> Decision[int]:
-    """`planned`: the memory plan with steps of so many tokens."""
+    """`planned`: the memory plan for a given number of tokens per step."""
     if config.device.deterministic:
         return Decision(chunk, "--deterministic: answers are computed in the same steps, streamed or whole")
     given = config.scheduler.chunked_prefill_size is not AUTO
@@ -364,7 +365,8 @@ def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:
 
 
 def choose_captured(model: ModelPlanFacts) -> Decision[int]:
-    """Graphs pay where launching a layer kernel by kernel takes longer than its products, padded to a graph's size."""
+    """Up to which size steps are captured: graphs are faster if launching a layer kernel by kernel takes longer than
+    its products, padded to the size of a graph."""
     multiplied = 2 * model.hidden_size * model.attention_width + 3 * model.hidden_size * model.ffn_size
     bound = int(LAUNCH_BOUND / multiplied) // 128 * 128
     if bound <= SMALL_GRAPHS:
@@ -398,7 +400,8 @@ def choose_running(machine: MachineFacts, plan: MemoryPlan) -> Decision[int]:
 
 
 def one_at_a_time(config: Config) -> tuple[Config, dict[str, Decision[object]]]:
-    """Settings under which a request is computed in the same steps whatever else is asked: its sums are the same sums."""
+    """Settings for --deterministic: a request is computed in the same steps regardless of other requests, so that all
+    sums are added in the same order."""
     running = config.scheduler.max_running_requests
     if running is not AUTO and running != 1:
         raise ConfigError(
@@ -422,7 +425,7 @@ def one_at_a_time(config: Config) -> tuple[Config, dict[str, Decision[object]]]:
 
 
 def switch_offs(config: Config, machine: MachineFacts, backend: str) -> dict[str, str]:
-    """Settings that are turned off whatever was asked, and why."""
+    """Settings that are turned off regardless of the configuration, and why."""
     off: dict[str, str] = {}
     if config.device.safe_mode:
         off = dict.fromkeys(("overlap_schedule", "cuda_graph", "custom_kernels"), "--safe-mode")

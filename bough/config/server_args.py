@@ -42,7 +42,7 @@ OTHER_VARIABLES = {"SGLANG_LOG_LEVEL": "log_level"}
 SECRETS = frozenset(
     {"api_key", "api_keys_file", "admin_api_key", "metrics_api_key", "dist_secret", "ssl_keyfile_password"}
 )
-"""Settings that nobody is shown."""
+"""Settings that are never shown (secrets)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,12 +195,12 @@ def flat(config: Config) -> dict[str, Value]:
 
 
 def public(config: Config) -> dict[str, Value]:
-    """Every setting that anybody may see, by name: all but the keys."""
+    """All settings except secrets, by name."""
     return {name: value for name, value in flat(config).items() if name not in SECRETS}
 
 
 def public_json(config: Config) -> dict[str, bool | int | float | str]:
-    """Like `public`, as JSON has it: what is no number or text is written as on the command line."""
+    """Like `public`, for JSON: values other than numbers and strings are written as on the command line."""
     return {
         name: value if isinstance(value, bool | int | float | str) else show_value(value)
         for name, value in public(config).items()

@@ -49,7 +49,7 @@ class Mapped:
     """A flag that is taken for another setting, or asks for what happens anyway."""
 
     said: str
-    """What the user is told."""
+    """Message for the user."""
     target: str = ""
     """The setting; empty: it asks for what happens anyway."""
     is_switch: bool = False
@@ -131,13 +131,13 @@ def refused() -> Mapping[str, Refused]:
 
 
 def is_switch(name: str) -> bool | None:
-    """Whether a flag takes no value; None: it is none of those that are looked up here."""
+    """Whether a flag takes no value; None if it is not in this table."""
     known = MAPPED.get(name) or refused().get(name)
     return None if known is None else known.is_switch
 
 
 def take(name: str, raw: object, origin: str) -> Taken | None:
-    """What a flag of SGLang's comes to; None if it is none of those here. Raises `ConfigError` if it is refused.
+    """The meaning of a flag of SGLang; None if it is not in this table. Raises `ConfigError` if it is refused.
 
     `origin` says where it came from.
     """

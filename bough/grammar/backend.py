@@ -41,12 +41,12 @@ class NativeMatcher(Protocol):
         ...
 
     def certain_text(self) -> str:
-        """Text that must come next; empty where there is a choice, or where it is not whole characters."""
+        """Text that must come next; empty if there is a choice, or if it does not consist of whole characters."""
         ...
 
 
 class Automaton(Protocol):
-    """A compiled grammar, shared by the requests that asked for it."""
+    """A compiled grammar, shared by all requests that use it."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     backend: str = "auto"
     """xgrammar, llguidance, or auto: the one that suits the grammar."""
     max_whitespace: int = 8
-    """White space in a row between the parts of a JSON answer; 0: none at all."""
+    """Maximum number of consecutive white space characters between the parts of a JSON answer; 0: none."""
     time_limit_s: float = 2.0
     memory_limit_bytes: int = 256 * 2**20
     """Above what the worker needs with nothing to do."""

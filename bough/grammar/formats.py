@@ -10,8 +10,8 @@ _NAME = r"[A-Za-z0-9_+-]{1,24}"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,6}}"
 _WEB_LABEL = r"[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,2}"
 _WEB_HOST = rf"(?:{_WEB_LABEL}\.){{0,6}}[A-Za-z][A-Za-z0-9]{{0,20}}"
-"""A host that every reader of URLs takes: one whose last label begins with a digit is read as an IPv4 address, and two
-hyphens in a row as a coded name."""
+"""A host that every URL parser accepts: a last label that begins with a digit would be parsed as an IPv4 address, and
+two consecutive hyphens as an encoded name."""
 _MONTH_DAY = r"(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])"
 _LEAP = r"\d\d(?:0[48]|[2468][048]|[13579][26])-02-29"
 _DATE = rf"(?:(?:\d{{3}}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)-(?:{_MONTH_DAY})|{_LEAP})"

@@ -39,7 +39,7 @@ class Job(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """A job's answer: a program that compiles within the limits, or why there is none."""
+    """The result of a job: a program that compiles within the limits, or the reason why it does not."""
 
     program: Program | None = None
     error: str = ""

@@ -20,7 +20,7 @@ from bough.grammar.sources import grammar_of
 from bough.grammar.vocabulary import Tokens
 
 _SPECIAL = b"\xff"
-"""Tokens that begin with it are no text to llguidance."""
+"""Prefix of names of special tokens, which llguidance does not treat as text."""
 
 
 class _Words:
@@ -90,7 +90,7 @@ class LlguidanceMatcher:
 
 
 class LlguidanceAutomaton:
-    """An `Automaton`: a matcher that nobody moves, copied for each request."""
+    """An `Automaton`: a matcher in its initial state, copied for each request."""
 
     def __init__(self, native: Any, program: Program, stop_ids: tuple[int, ...]) -> None:
         self._native = native

@@ -19,7 +19,7 @@ from bough.grammar.states import LOST, Spot, States
 from bough.grammar.vocabulary import Vocabulary
 
 _LISTED = 64
-"""Up to so many allowed tokens are looked at one by one."""
+"""Maximum number of allowed tokens that are examined one by one."""
 _CONTEXT = 4
 """Tokens before certain text that its cutting takes into account."""
 _OPEN_END = 3
@@ -49,9 +49,9 @@ class TokenMatcher:
         """Where it has been, in front of each token and after the last."""
         self._ended = False
         self._sight: Sight | None = self.find_sight()
-        """What the grammar allows next, once somebody has asked."""
+        """What the grammar allows next; computed on demand."""
         self._mask: I32 | None = None
-        """What is left of it, where tokens that say nothing new were taken out."""
+        """The mask without tokens that are only the beginning of another allowed token, if there were such tokens."""
         self._forced: list[int] | None = None
         self._chosen = False
         """The last token was the model's choice."""
@@ -165,12 +165,12 @@ class TokenMatcher:
 
     @property
     def view(self) -> tuple[int, int] | None:
-        """The same for all matchers from which the same can be seen. None: nobody knows."""
+        """Identifies the place in the grammar: equal for all matchers with the same continuation. None: not known."""
         states, place = self._states, self._places[-1]
         return (states.number, states.view(place)) if states is not None and place != LOST else None
 
     def find_sight(self) -> Sight | None:
-        """What somebody has seen from here."""
+        """The cached continuation of this place, if there is one."""
         view = self.view if self._sights is not None else None
         return self._sights.find(view) if self._sights is not None and view is not None else None
 
@@ -251,7 +251,7 @@ class TokenMatcher:
         return ()
 
     def _alone(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text that goes on where the tokenizer would not have stopped."""
+        """Tokens of a text whose beginning is not where the tokenizer would begin a token."""
         return self._vocabulary.cut(text)
 
     def _longer(self, token: int, other: int) -> bool:
@@ -270,7 +270,7 @@ class TokenMatcher:
                 clear_bit(mask, token)
 
     def _find_detours(self, mask: I32) -> Iterator[tuple[int, bytes]]:
-        """The beginnings of words that go on in one way only, and what is said on that way."""
+        """Allowed tokens that have only one continuation, with the text of that continuation."""
         native = self.native
         for token, name in self._vocabulary.stems(mask):
             if native.accept(token):
@@ -298,7 +298,7 @@ class TokenMatcher:
 
 
 def prepare(matchers: Sequence[TokenMatcher], backend: Backend) -> None:
-    """Works out what is seen from where the matchers are and nobody has been yet, several places at once."""
+    """Computes the continuations of places that are not cached yet, for several matchers at once."""
     wanted = [each for each in matchers if each.needs_sight]
     if len(wanted) < 2:
         return

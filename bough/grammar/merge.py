@@ -161,7 +161,7 @@ def json_key(value: Any) -> str:
 
 
 def check_apart(branches: list[list[Schema]], at: str) -> None:
-    """`oneOf` is `anyOf` where no value fits two branches; otherwise it can't be enforced."""
+    """Checks that no value fits two branches: then `oneOf` is `anyOf`; otherwise it cannot be enforced."""
     for index, mine in enumerate(branches):
         for other in branches[index + 1 :]:
             if not all(_apart(a, b) for a in mine for b in other):

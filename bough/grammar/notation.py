@@ -41,7 +41,8 @@ def to_ebnf(grammar: Grammar) -> str:
 
 
 def counts_far(grammar: Grammar) -> bool:
-    """Does it count more characters out of many than are written out? There, xgrammar's masks take milliseconds each."""
+    """Whether the grammar counts so many characters that the repetition is not written out. xgrammar's masks then take
+    milliseconds each."""
     printer = _Ebnf(grammar)
     return any(
         isinstance(node, Repeat)
@@ -232,7 +233,7 @@ def _escape_regex(point: int) -> str:
 
 
 def to_lark(grammar: Grammar, prefix: str = "r") -> list[str]:
-    """The rules as llguidance reads them, named `prefix_name`: whatever has no references is one terminal."""
+    """The rules in llguidance's notation, named `prefix_name`: a rule without references becomes one terminal."""
     written = _inlined(grammar)
     return [f"{prefix}_{name}: {lark_of(rule, prefix)}" for name, rule in written.rules.items()]
 

@@ -87,7 +87,7 @@ def _between(low: int, high: int) -> Node:
 
 
 def _joined_widths(branches: list[Node]) -> list[Node]:
-    """Many widths of free digits in a row become one repetition."""
+    """Joins alternatives with consecutive numbers of free digits into one repetition."""
     free = [seq(_FIRST, repeat(_DIGIT, n, n)) for n in range(MAX_DIGITS)]
     at = [free.index(branch) if branch in free else -1 for branch in branches]
     known = [n for n in at if n > 0]

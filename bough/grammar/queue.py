@@ -48,12 +48,12 @@ class _Ready(Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """It grows with the places that somebody has been to."""
+        """Memory of the grammar; grows with the number of places that were visited."""
         return self.automaton.num_bytes + (self.states.num_bytes if self.states is not None else 0)
 
 
 class _Tools(Struct, frozen=True):
-    """What the first grammar asked for brings about: the vocabulary and a backend in this process."""
+    """What is loaded for the first grammar: the vocabulary and a backend in this process."""
 
     vocabulary: Vocabulary
     backend: Backend
@@ -61,7 +61,7 @@ class _Tools(Struct, frozen=True):
 
 
 class Grammars:
-    """A `core.grammar.GrammarQueue`. `load_vocabulary` is called once, by a thread, when the first grammar is asked for."""
+    """A `core.grammar.GrammarQueue`. `load_vocabulary` is called once, in a thread, for the first grammar."""
 
     def __init__(self, settings: Settings, load_vocabulary: Callable[[], Vocabulary]) -> None:
         self.settings = settings

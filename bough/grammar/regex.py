@@ -348,7 +348,7 @@ def _is_count(digits: str) -> bool:
 
 @functools.cache
 def _category(name: str) -> Ranges:
-    """Characters of a general category; empty: there is none of that name."""
+    """Characters of a general category; empty if there is no category of that name."""
     if not name or len(name) > 2 or not name.isascii():
         return ()
     ranges: list[tuple[int, int]] = []

@@ -1,4 +1,5 @@
-"""Grammars as trees: what every source (schema, pattern, choice) becomes before a backend's own notation.
+"""Grammars as trees: every source (schema, pattern, choice) becomes a tree, which is then written in the notation of a
+backend.
 
 Nodes are immutable. `NOTHING` matches no text at all, `EMPTY` the empty text.
 """
@@ -216,7 +217,7 @@ def length_range(node: Node) -> tuple[int, int | None]:
 
 
 def prune(grammar: Grammar) -> Grammar | None:
-    """Takes out branches that never come to an end, and rules nobody uses. None: nothing at all fits the grammar."""
+    """Removes branches that can never end, and unused rules. Returns None if no text fits the grammar."""
     finite: set[str] = set()
     while True:
         more = {n for n, rule in grammar.rules.items() if n not in finite and _ends(rule, finite)}

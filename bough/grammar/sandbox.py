@@ -21,7 +21,8 @@ from bough.grammar.worker import out_of_memory
 
 _START_LIMIT_S = 60.0
 _PATIENCE = 4
-"""On a busy machine a worker has so many times its limit, as long as it has not computed for longer than that."""
+"""Factor on the time limit for wall time: on a busy machine a worker may take this many times its limit, while its CPU
+time stays within the limit."""
 _LOOK_EVERY_S = 0.1
 
 

@@ -159,7 +159,7 @@ class SchemaRules:
         return alt(*(self._of_type(each, schema, at) for each in dict.fromkeys(types)))
 
     def _listed(self, schema: Schema, at: str) -> Node:
-        """Values out of a list; keywords beside it that look at values would have to be tried on each."""
+        """Values of an enum. Keywords beside it are refused if they would have to be checked for each value."""
         types = schema.get("type", ["integer", "number", "string", "boolean", "null", "array", "object"])
         values = [v for v in schema["enum"] if type_of(v) in types or (type_of(v) == "integer" and "number" in types)]
         for keyword in schema:
@@ -369,7 +369,7 @@ class SchemaRules:
         return self._new_rule("name", seq(Text('"'), self._differing(letters), Text('"')))
 
     def _differing(self, taken: dict[str, Any]) -> Node:
-        """Texts of plain characters that are no path through the tree of taken names."""
+        """Strings of plain characters that differ from all taken names (given as a tree)."""
         plain = chars(_BARE)
         first = [(ord(letter), ord(letter)) for letter in taken if letter]
         outside = chars(complement(tuple(sorted([*first, (0, 31), (34, 34), (92, 92)]))))

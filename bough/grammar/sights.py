@@ -13,20 +13,20 @@ from bough.grammar.bits import has_bit
 from bough.grammar.cache import ByteCache
 
 FEW = 2048
-"""Where more tokens than this are allowed, no text is certain."""
+"""If more tokens than this are allowed, no text is forced."""
 _CACHE_BYTES = 64 * 2**20
 
 
 class Sight(Struct, frozen=True, eq=False):
-    """What may come next. Shared: nobody changes it."""
+    """What may come next. Shared and immutable."""
 
     mask: I32
     num_allowed: int
     """Tokens in the mask, end tokens among them."""
     is_complete: bool
-    """What was said so far would do as a whole answer..."""
+    """Whether the text so far is a complete answer."""
     is_end: bool
-    """...and nothing can follow."""
+    """Whether nothing can follow."""
     is_open: bool
     """Many tokens may come, and one must."""
 

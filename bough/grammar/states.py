@@ -1,8 +1,8 @@
-"""Names for the places in a grammar: texts after which the same may follow lead to the same place.
+"""Numbers the places in a grammar: texts with the same possible continuations lead to the same place.
 
-Masks cost milliseconds where a backend has to try tokens one by one, and requests come to the same places again and again,
-their own and each other's. A place is the grammar that is left over once a text has been read (its derivative, character
-by character), made when somebody first gets there and found by a number from then on.
+A mask costs milliseconds if a backend has to try tokens one by one, and requests visit the same places repeatedly. A
+place is the rest of the grammar after a text was read (its derivative, character by character). It is computed on the
+first visit and identified by a number from then on.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ LOST = -1
 _MAX_PLACES = 16_384
 _PLACE_BYTES = 1024
 _MAX_NODES = 256
-"""What is left of a grammar may be an alternative of so many parts that naming it costs more than it saves."""
+"""Maximum number of alternatives in the rest of a grammar; with more, computing its number would cost more than it
+saves."""
 _MAX_RULE = 4096
-"""Larger rules take longer to look through than a step has time."""
+"""Maximum number of nodes of a rule; searching a larger one would take longer than a step."""
 _MAX_WORK = 4_000_000
 """Nodes looked at for one grammar, in all: some seconds."""
 
@@ -43,7 +44,7 @@ _numbers = count()
 
 
 class Spot:
-    """What is known of one place beyond its mask; filled in by whoever finds out."""
+    """What is known about one place beside its mask; filled in as it becomes known."""
 
     __slots__ = ("detours", "ends", "settled", "text")
 
@@ -80,9 +81,9 @@ class States:
         self._literals: list[str] = []
         """By place: text that must come next, where it is written out."""
         self._parts: dict[tuple[int, bytes], int] = {}
-        """Places within a character (odd numbers): the place before it and its first bytes..."""
+        """Places within a character (odd numbers), by the place before it and its first bytes."""
         self._part_of: dict[int, tuple[int, bytes]] = {}
-        """...and back."""
+        """The inverse of `_parts`."""
         self._work = 0
         self._spots: dict[int, Spot] = {}
         self._rule_after: dict[tuple[str, int], Node] = {}
@@ -91,7 +92,7 @@ class States:
         self.start = self._name(grammar.rules[grammar.root])
 
     def after(self, place: int, said: bytes) -> int:
-        """The place that a token leads to."""
+        """The place after a token."""
         if place < 0:
             return LOST
         if place & 1:
@@ -242,7 +243,7 @@ class States:
 
 
 def _shared(literal: str, letters: str, at: int) -> int:
-    """How far a text follows the literal: to the end of either, or not at all."""
+    """Number of characters for which a text follows the literal: up to the end of either, or 0."""
     if letters.startswith(literal, at):
         return len(literal)
     left = len(letters) - at
@@ -261,7 +262,7 @@ def _is_large(node: Node, most: int = _MAX_NODES) -> bool:
 
 
 def _bounds(grammar: Grammar) -> list[int]:
-    """Where classes of characters begin that no part of the grammar tells apart."""
+    """First code points of the classes of characters that the grammar does not distinguish."""
     bounds = {0}
     for rule in grammar.rules.values():
         for node in walk(rule):
@@ -298,7 +299,7 @@ def _nullable_rules(grammar: Grammar) -> set[str]:
 def _begins_with_itself(grammar: Grammar) -> bool:
     nullable = _nullable_rules(grammar)
     first = {name: _first_rules(rule, nullable) for name, rule in grammar.rules.items()}
-    while True:  # rules that begin with nothing unsolved are solved; what is left goes round in circles
+    while True:  # solves rules that depend only on solved ones; the rest are recursive
         solved = {name for name, names in first.items() if not names & first.keys()}
         if not solved:
             return bool(first)

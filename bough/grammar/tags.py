@@ -33,7 +33,7 @@ _LEAVES = ("const_string", "any_text", "any_tokens", "token", "exclude_token", "
 
 
 def load_tag(source: str) -> Format:
-    """The `format` of a structural tag. Raises `BadGrammar` for anything that is none."""
+    """The `format` of a structural tag. Raises `BadGrammar` if it is invalid."""
     if len(source.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise BadGrammar(f"the structural tag is larger than {MAX_BYTES} bytes", at="")
     try:
@@ -127,7 +127,7 @@ def _grammar_of(format: Format, at: str) -> Grammar:
 
 
 def rewrite(format: Any, at: str, leaf: Callable[[Format, str], Format], spell: Callable[[str], None]) -> Format:
-    """The same format with its leaves replaced. Every text that is spelled out is told to `spell`."""
+    """The same format with its leaves replaced. `spell` is called with every literal text."""
     if not isinstance(format, dict) or format.get("type") not in (*_INSIDE, *_LEAVES):
         kind = format.get("type") if isinstance(format, dict) else format
         raise BadGrammar(f"there is no format {shorten(kind)!r}; known are {', '.join((*_LEAVES, *_INSIDE))}", at=at)

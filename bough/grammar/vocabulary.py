@@ -90,7 +90,7 @@ class Vocabulary:
         return [name for name, _ in pairs], np.array([i for _, i in pairs], np.int64)
 
     def extends(self, start: bytes, mask: I32) -> bool:
-        """Does the mask allow a token that begins with these bytes and goes on after them?"""
+        """Whether the mask allows a token that begins with these bytes and is longer."""
         names, ids = self._by_bytes
         low = bisect_left(names, start)
         while low < len(names) and names[low] == start:

@@ -1,5 +1,5 @@
-"""The process that tries grammars out: `python -m bough.grammar.worker`. It may run out of memory, hang or crash; it is
-killed then, and nothing else notices. It imports neither torch nor transformers."""
+"""The process that first compiles grammars: `python -m bough.grammar.worker`. If it runs out of memory, hangs or
+crashes it is killed, without effect on the engine. It imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from bough.grammar.vocabulary import Tokens
 _PR_SET_PDEATHSIG = 1
 _WALKS, _STEPS = 3, 12
 SLOW_STEP_S = 0.25
-"""A mask that takes longer than this would hold up everybody's next token."""
+"""Seconds: a grammar with a mask that takes longer is refused, because it would delay the next token of all
+requests."""
 
 
 def main() -> int:

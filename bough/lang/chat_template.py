@@ -1,6 +1,6 @@
 """How each role of a conversation is written as text, for backends that see one text.
 
-A bough server tells the affixes of the model's own template (`from_role_affixes`); the registry below serves other
+A bough server reports the affixes of its model's template (`from_role_affixes`); the registry below is for other
 servers, by name or by model path.
 """
 

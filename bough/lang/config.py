@@ -17,7 +17,7 @@ class GlobalConfig:
     enable_precache_with_tracing: bool = True
     """Trace a batch's programs first and put their common prefix into the server's cache once."""
     precache_min_chars: int = 64
-    """A shared prefix shorter than this is not worth a request of its own."""
+    """Minimum length of a shared prefix, in characters, for which a separate request is sent to cache it."""
     enable_parallel_encoding: bool = True
     """Let `join("concate_and_append")` join KV on the server where the server can."""
     skip_special_tokens_in_output: bool = True

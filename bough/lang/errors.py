@@ -1,4 +1,4 @@
-"""What can go wrong in a program, told with the line of the program that caused it."""
+"""Errors of programs, with the line of the program that caused them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Unsupported(LangError):
 
 
 class BackendError(LangError):
-    """The backend could not be reached or refused the request; `http_status` is None when nothing was answered."""
+    """The backend could not be reached or refused the request; `http_status` is None if there was no response."""
 
     type = "backend_error"
 

@@ -177,7 +177,8 @@ class Evaluator:
             yield await backend.async_generate(prompt, params)
 
     async def _speculate(self, params: SamplingParams) -> Generation:
-        """Serve a `gen` from the text ahead; where there is none, ask for more than this `gen` needs."""
+        """Answers a `gen` from text that was generated in advance; if there is none, requests more text than this `gen`
+        needs."""
         ahead, backend = self._memory.speculation, self._run.backend
         value = ahead.take(params.stop)
         if value is not None:

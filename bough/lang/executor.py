@@ -1,8 +1,8 @@
-"""Queues the expressions of one program state and works them off, in order, on an event loop.
+"""Queues the expressions of one program state and executes them, in order, on an event loop.
 
-Appending never waits: an expression is queued, and one task a state works while there is something in the queue.
-Whoever needs a value waits for it, a thread by blocking, a coroutine by awaiting. What needs nobody's answer (text,
-say) is applied at once, without the loop.
+Appending never waits: an expression is queued, and one task per state executes the queue. A reader of a value waits for
+it: a thread blocks, a coroutine awaits. Expressions that need no response of the backend (text, for example) are
+applied immediately, without the loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Run:
     _spawning: threading.Lock = field(default_factory=threading.Lock)
 
     def spawn(self, *, waits_for_fork: bool = False) -> Executor:
-        """A state with a number of its own, whichever threads fork at the same time."""
+        """Makes a new state with a unique number, even if several threads fork at the same time."""
         with self._spawning:
             executor = Executor(self, len(self.executors), waits_for_fork)
             self.executors.append(executor)
@@ -67,7 +67,7 @@ class Run:
             _inside.reset(token)
 
     def in_program(self) -> bool:
-        """Whether the caller is the program itself, and not somebody who looks on."""
+        """Whether the caller is the program itself, not an outside reader of its state."""
         return any(run is self for run in _inside.get())
 
     def close(self) -> None:
@@ -76,7 +76,8 @@ class Run:
             executor.publish()
 
     def give_up(self, error: BaseException) -> None:
-        """The program's Python raised: stop what is under way, nobody will use it."""
+        """Called if the program's Python code raised: cancels running requests, because their results will not be
+        used."""
         for executor in list(self.executors):
             executor.cancel(error)
         self.close()
@@ -93,7 +94,7 @@ class Run:
         self._adopt_branch_errors()
 
     def _adopt_branch_errors(self) -> None:
-        """A branch's failure that nobody has seen becomes the program's."""
+        """An error of a branch that was not read becomes the program's error."""
         if self.root.failure is None:
             self.root.failure = next((e.failure for e in self.executors if e.failure and not e.failure_seen), None)
 
@@ -158,7 +159,7 @@ class Executor:
         return name in self.memory.variables
 
     def get_meta_info(self, name: str) -> Any:
-        """The backend's meta information about a variable, or about the last join (`"join"`); None if there is none."""
+        """The backend's meta information about a variable, or about the last join (`"join"`); None if it has none."""
         self._wait(lambda: self._settled() if name == "join" else self._readable(name), name)
         if name not in self.memory.meta_info:
             self.raise_if_failed()
@@ -223,7 +224,7 @@ class Executor:
             self._wake()
 
     def cancel(self, error: BaseException) -> None:
-        """Give up what is not finished; the root state keeps the error for whoever asks."""
+        """Cancels what is not finished; the root state keeps the error."""
         with self._lock:
             if self.number == 0 or not self._idle():
                 self.fail(error)
@@ -232,7 +233,7 @@ class Executor:
             self.run.loop.call_soon_threadsafe(task.cancel)
 
     def begin_from(self, parent: Memory) -> None:
-        """A branch takes over its parent's memory at the fork and starts on what was appended to it meanwhile."""
+        """A branch copies its parent's memory at the fork and then executes what was appended to it since."""
         with self._lock:
             own = self.memory.variables
             self.memory = parent.branch()
@@ -320,7 +321,8 @@ class Executor:
     # -- working the queue off -----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Apply what needs nobody, then let a task do the rest. Called with the lock held and nothing under way."""
+        """Applies expressions that need no backend, then starts a task for the rest. Called with the lock held and
+        while no task runs."""
         while self._queue and self._evaluator.needs_nobody(self._queue[0][0]):
             expr, origin = self._queue.popleft()
             try:
@@ -358,7 +360,7 @@ class Executor:
                 raise
 
     def _next(self) -> tuple[ir.Expr, Origin] | None:
-        """What comes next. None: nothing, and whoever appends from now on starts another task."""
+        """The next expression. None: the queue is empty, and the next append starts another task."""
         with self._lock:
             if self._queue:
                 return self._queue.popleft()

@@ -45,7 +45,8 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the shared loop and wait for it; refused on the loop's own thread, which would wait for ever."""
+    """Runs a coroutine on the shared loop and waits for it. Raises on the loop's own thread, which would wait for
+    itself."""
     if _shared.is_current():
         work.close()
         raise LangError(

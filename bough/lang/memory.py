@@ -1,4 +1,4 @@
-"""What one program state knows: its transcript, its variables, and how far the server has it cached."""
+"""The data of one program state: its transcript, its variables, and how much of it the server has cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bough.lang.transcript import Transcript
 
 
 class Heard(NamedTuple):
-    """What somebody who follows a state or a variable gets to see at one moment."""
+    """A snapshot for a reader that follows a state or a variable."""
 
     text: str
     complete: bool
@@ -23,7 +23,7 @@ class Memory:
     variables: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
     shown: dict[str, str] = field(default_factory=dict)
-    """Text of each generated variable as far as it has come; what streams follow."""
+    """Text so far of each generated variable, for streams."""
     scopes: dict[str, int] = field(default_factory=dict)
     speculation: Speculation = field(default_factory=Speculation)
     cached_chars: int = 0

@@ -66,7 +66,7 @@ class Function:
         return Function(self.func, self.num_api_spec_tokens, {**self._bound, **arguments})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`f(s, ...)` inside a program goes on with its state; `f(...)` is `f.run(...)`."""
+        """`f(s, ...)` inside a program continues on its state; `f(...)` is `f.run(...)`."""
         if args and isinstance(args[0], ProgramState):
             return self.func(args[0], **self._arguments(args[1:], kwargs))
         return self.run(*args, **kwargs)

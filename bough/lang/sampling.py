@@ -87,7 +87,7 @@ class SamplingParams:
         return body
 
     def logprob_fields(self) -> dict[str, Any]:
-        """The request-level logprob fields of `POST /generate` that were asked for."""
+        """The request-level logprob fields of `POST /generate` that are set."""
         names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -17,7 +17,8 @@ class Speculation:
         self.ahead = self.ahead[len(text) :] if text and self.ahead.startswith(text) else ""
 
     def take(self, stops: Sequence[str]) -> str | None:
-        """What a `gen` with these stop strings yields from the text ahead; None where no stop is in sight."""
+        """The result of a `gen` with these stop strings, from text generated in advance; None if that contains no
+        stop."""
         found = [at for at in (self.ahead.find(stop) for stop in stops) if at >= 0]
         if not found:
             return None

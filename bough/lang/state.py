@@ -41,8 +41,8 @@ class StateEngine(Protocol):
 class ProgramState:
     """The state of one program, or of one branch of it.
 
-    `s += expr` appends and returns at once; reading a variable waits until it is there. In `async def` programs, and
-    for whoever looks on from an event loop, `await s.aget(name)` and `await s` do the waiting.
+    `s += expr` appends and returns immediately; reading a variable waits for its value. In `async def` programs, and in
+    other code on an event loop, use `await s.aget(name)` and `await s` to wait.
     """
 
     def __init__(self, engine: StateEngine) -> None:
@@ -64,7 +64,7 @@ class ProgramState:
         return self._engine.get(name)
 
     def get_var(self, name: str) -> Any:
-        """The value of a variable, once it is there."""
+        """The value of a variable; waits for it."""
         return self._engine.get(name)
 
     async def aget(self, name: str) -> Any:
@@ -81,7 +81,7 @@ class ProgramState:
         return self._engine.has(name)
 
     def get_meta_info(self, name: str) -> Any:
-        """The backend's meta information about a variable; `"join"` tells how the last join was done."""
+        """The backend's meta information about a variable; `"join"`: how the last join was done."""
         return self._engine.get_meta_info(name)
 
     # -- the whole state

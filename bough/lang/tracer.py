@@ -32,7 +32,7 @@ class Node:
 
 @dataclass(slots=True)
 class Trace:
-    """What a traced program appended. `prefix` is the text it begins with whatever its arguments are."""
+    """What a traced program appended. `prefix` is the text with which it begins for all arguments."""
 
     nodes: list[Node] = field(default_factory=list)
     prefix: str = ""

@@ -1,4 +1,4 @@
-"""What one program state has said so far: as one text, and as messages of a conversation."""
+"""The text of one program state so far: as one string, and as messages of a conversation."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Transcript:
         self.append(text)
 
     def append_branch(self, branch: Transcript, fork_position: int, fork_messages: int) -> None:
-        """Add what a branch said after the fork; it must have closed the roles it opened."""
+        """Appends the text of a branch after the fork; the branch must have closed the roles that it opened."""
         if branch.role != self.role:
             raise LangError(
                 what=f"a branch ends inside {branch.role or 'no role'}, its parent inside {self.role or 'no role'}",

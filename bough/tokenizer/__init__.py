@@ -1,7 +1,7 @@
 """Text to token ids and back, the vocabulary as bytes, and the model's chat template.
 
-in: tokenizer.json, a GGUF file's metadata, or what transformers can read. out: `Tokenizer`, `ChatTemplate`, `TokenizerPool`.
-never: torch, requests, or transformers where a tokenizer.json or GGUF metadata will do.
+in: tokenizer.json, a GGUF file's metadata, or what transformers can read. out: `Tokenizer`, `ChatTemplate`,
+`TokenizerPool`. never: torch, requests, or transformers if a tokenizer.json or GGUF metadata is enough.
 """
 
 from bough.tokenizer.chat_template import ChatTemplate

@@ -51,9 +51,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises `InvalidRequest` if the template can't take these messages or they are too much.
+        """Renders the prompt. Raises `InvalidRequest` if the template rejects these messages or they exceed its limits.
 
-        `continue_final_message` leaves the last message open, so that the model goes on with it.
+        `continue_final_message` leaves the last message open, so that the model continues it.
         """
         if kwargs:
             self._check_kwargs(kwargs)
@@ -102,8 +102,9 @@ class ChatTemplate:
     def role_affixes(self) -> dict[str, list[str]]:
         """What surrounds a message of each role: `{"system": [before, after], "user": ..., "assistant": ...}`.
 
-        Found by rendering probes. Text before the first message (the beginning-of-sequence token) is left out. A template
-        that folds the system message into the user's gives it empty marks before, and whatever separates them after.
+        Determined by rendering probes. Text before the first message (the beginning-of-sequence token) is omitted. If a
+        template merges the system message into the user's, the text before it is empty and the text after it is the
+        separator.
         """
         system, user, assistant, again = (_PROBE + role for role in ("s", "u", "a", "b"))
         turns = [
@@ -243,7 +244,7 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_calls(content: Any, calls: Sequence[Mapping[str, Any]]) -> str:
-    """What an assistant said, its calls included, for templates that know nothing of calls."""
+    """An assistant's message including its tool calls, for templates that do not support tool calls."""
     said = "\n".join(_text_of_part(part) for part in content) if isinstance(content, list) else content or ""
     functions = [call["function"] for call in calls]
     shown = [json.dumps({"name": each.get("name"), "arguments": each.get("arguments")}) for each in functions]

@@ -1,8 +1,8 @@
-"""Long texts, cut where a tokenizer's tokens end whatever stands there, so that each piece can be encoded by itself.
+"""Cuts long texts at places where a token always ends, so that each piece can be encoded separately.
 
-The library takes about a hundred bytes of memory for each byte of text while it encodes it. In pieces it takes that for one
-piece at a time. Whether a tokenizer can be cut so is tried once, on words of its own: encoding two texts must give what
-encoding them as one gives.
+The tokenizer library uses about a hundred bytes of memory per byte of text while it encodes; with pieces it uses that
+for one piece at a time. Whether a tokenizer allows it is tested once, on words of its vocabulary: encoding two texts
+separately must give the same ids as encoding them together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bough.core.errors import InvalidRequest
 LONG_CHARS: Final = 32 * 1024
 """A text with more characters is cut into pieces of about this size."""
 MOST_UNCUT_CHARS: Final = 128 * 1024
-"""Characters of a text without a place to cut it: a word that long is no text."""
+"""Maximum number of characters without a place to cut; a longer text is refused."""
 _NEAR: Final = 2048
 _TRIES: Final = 256
 _ALPHABETS: Final = ("abcdefghij", "KLMNOPQRST", "0123456789", "éüñçßøåž", "漢字日本語文", "абвгдежз", "אבגד", "ไทย")

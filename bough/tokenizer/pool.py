@@ -40,7 +40,7 @@ class TokenizerPool:
         return work() if size <= _SHORT_CHARS else await self._in_thread(work)
 
     def close(self) -> None:
-        """Whoever waits for a thread, or comes for one later, gets `Unavailable`."""
+        """Closes the pool: calls that wait for a thread, and later ones, raise `Unavailable`."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from bough.core.errors import InvalidRequest
 
 RENDER_TIME_S: Final = 1.0
-"""Of the thread's own time on a processor: a machine that stands still for a second is no template's fault."""
+"""Seconds of the thread's CPU time, not of wall time: a busy machine must not make templates fail."""
 _FREE_CHARS: Final = 1024 * 1024
 _GROWTH: Final = 4
 """A prompt has at most this many times the characters that went in, plus the free ones."""
@@ -121,7 +121,7 @@ class GenerationBlock(Extension):
 
 
 def compile_template(environment: TemplateEnvironment, source: str) -> jinja2.Template:
-    """Compiles a template; raises `jinja2.TemplateError` if it is none."""
+    """Compiles a template; raises `jinja2.TemplateError` if it is invalid."""
     template = environment.from_string(source)
     template.globals = dict(template.globals)  # no chain of mappings, which every rendering would walk along
     return template

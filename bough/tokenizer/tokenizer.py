@@ -313,7 +313,7 @@ class Tokenizer:
         return frozenset(self._special[text] for text in texts if text in self._special)
 
     def silent_ids(self, skip_special: bool, kept: frozenset[int]) -> frozenset[int]:
-        """Ids that are no text: if special tokens are skipped, those but for the `kept`."""
+        """Ids without text: the special tokens if they are skipped, except `kept`."""
         return self.special_ids - kept if skip_special else frozenset()
 
     @cached_property
@@ -333,7 +333,8 @@ class Tokenizer:
 
 
 def shares(lengths: Sequence[int], room: int) -> list[int]:
-    """What is left of one or two texts that share `room` tokens: the longer one gives way until they are equal."""
+    """Lengths to which one or two texts are truncated so that they fit `room` tokens together: the longer one is cut
+    first, until both are equal."""
     if sum(lengths) <= room:
         return list(lengths)
     if len(lengths) == 1:

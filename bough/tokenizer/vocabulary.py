@@ -1,4 +1,4 @@
-"""Which bytes a token stands for, read off its name in the vocabulary.
+"""The bytes of a token, derived from its name in the vocabulary.
 
 Byte-level BPE spells each byte as a printable character; SentencePiece spells a space as U+2581 and lone bytes as `<0x1F>`.
 """
@@ -47,7 +47,7 @@ def form_of_decoder(decoder: Mapping[str, Any] | None) -> TokenForm:
 def bytes_of_tokens(
     names: Sequence[str | None], added: Mapping[int, tuple[str, bool]], form: Literal["byte-level", "metaspace"]
 ) -> list[bytes]:
-    """The bytes of each id. Added tokens stand for their text; ids without a token for nothing."""
+    """The bytes of each id. The bytes of an added token are its text; ids without a token have none."""
     spell = _from_byte_level if form == "byte-level" else _from_metaspace
     table = [b"" if name is None else spell(name) for name in names]
     for token_id, (text, _) in added.items():
