@@ -22,7 +22,7 @@ ALIASES = {
 
 
 @dataclass(slots=True)
-class Progress:
+class AnswerProgress:
     """What an answer has said so far."""
 
     output_tokens: int = 0
@@ -126,11 +126,11 @@ class Dialect:
         sampling |= extra.pop("sampling_params", {})
         return {**given, "sampling_params": sampling, "stream": self.stream, **extra}
 
-    def read(self, data: bytes, so_far: Progress) -> int:
+    def read(self, data: bytes, so_far: AnswerProgress) -> int:
         return _read_native(data, so_far) if self.name == "native" else _read_openai(data, so_far)
 
 
-def _read_native(data: bytes, so_far: Progress) -> int:
+def _read_native(data: bytes, so_far: AnswerProgress) -> int:
     event = _NATIVE.decode(data)
     if event.error is not None:
         so_far.error = _message(event.error)
@@ -145,7 +145,7 @@ def _read_native(data: bytes, so_far: Progress) -> int:
     return new
 
 
-def _read_openai(data: bytes, so_far: Progress) -> int:
+def _read_openai(data: bytes, so_far: AnswerProgress) -> int:
     event = _OPENAI.decode(data)
     if event.error is not None:
         so_far.error = _message(event.error)

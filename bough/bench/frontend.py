@@ -101,7 +101,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(main)
 
 
-class Served:
+class ServedFrontend:
     """A server process for the length of a `with`."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
@@ -109,7 +109,7 @@ class Served:
         self._ours, theirs = spawn.Pipe()
         self._process = spawn.Process(target=target, args=(theirs, *arguments))
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServedFrontend:
         self._process.start()
         if not self._ours.poll(_START_S):
             self.__exit__()
@@ -167,7 +167,7 @@ async def load(url: str, path: str, body: bytes, *, clients: int, seconds: float
 
 
 def _measured(
-    server: Served, path: str, fields: dict[str, Any], *, clients: int, seconds: float
+    server: ServedFrontend, path: str, fields: dict[str, Any], *, clients: int, seconds: float
 ) -> tuple[Tally, float, float]:
     """Tally, wall seconds and the API process's CPU seconds; a short run goes ahead, to warm up."""
     body = msgspec.json.encode(fields)
@@ -189,13 +189,13 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """Runs everything; numbers by name."""
     asked = _fields(path, tokens=16, stream=False)
-    with Served(_serve_echo) as echo:
+    with ServedFrontend(_serve_echo) as echo:
         tally, wall, cpu = _measured(echo, "/", asked, clients=clients, seconds=seconds)
         echo_rate, per_echo = tally.requests / wall, cpu / tally.requests
         tally, wall, _ = _measured(echo, f"/stream?{tokens}", {}, clients=streams, seconds=seconds)
         echo_events = tally.events / wall
     settings = {"log_level": "warning", "max_queued_requests": 100_000}
-    with Served(_serve_bough, settings, tick_ms / 1e3) as server:
+    with ServedFrontend(_serve_bough, settings, tick_ms / 1e3) as server:
         tally, wall, cpu = _measured(server, path, asked, clients=clients, seconds=seconds)
         rate, per_request = tally.requests / wall, cpu / tally.requests
         told = _fields(path, tokens=tokens, stream=True)

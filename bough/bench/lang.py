@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import bough.lang as lang
 from bough.bench.engine_settings import NOTE, parse_with_settings
 from bough.bench.http_stream import StreamingClient
-from bough.bench.lang_programs import Language, PlainClient, Side, Sizes, Texts, make_texts
+from bough.bench.lang_programs import LangSizes, Language, PlainClient, Side, Texts, make_texts
 from bough.bench.load import run_async
 from bough.config.command_line import CommandParser
 from bough.core.errors import BoughError, ConfigError
@@ -35,13 +35,13 @@ from bough.core.errors import BoughError, ConfigError
 Json = dict[str, Any]
 
 
-class Work(Protocol):
+class LangWorkload(Protocol):
     """One of the programs, on whichever side."""
 
-    def __call__(self, side: Side, texts: Texts, sizes: Sizes) -> list[str]: ...
+    def __call__(self, side: Side, texts: Texts, sizes: LangSizes) -> list[str]: ...
 
 
-WORK: dict[str, Work] = {
+WORK: dict[str, LangWorkload] = {
     "fork-join": lambda side, texts, sizes: side.fork_join(texts, sizes),
     "tree-of-thought": lambda side, texts, sizes: side.tree_of_thought(texts, sizes),
     "judge": lambda side, texts, sizes: side.judge(texts, sizes),
@@ -90,7 +90,7 @@ class Server:
             client.close()
 
 
-def compare(server: Server, sizes: Sizes, *, repeat: int, seed: int, only: Sequence[str] = ()) -> dict[str, Json]:
+def compare(server: Server, sizes: LangSizes, *, repeat: int, seed: int, only: Sequence[str] = ()) -> dict[str, Json]:
     """Every program on both sides; `repeat` turns each, on an empty cache, one before them not counted."""
     texts = make_texts(sizes, seed)
     language = Language(server.url, server.key)
@@ -181,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--base-url", "--url", default="", metavar="URL", help="a bough server; default: start one")
     made.add_argument("--api-key", default="", metavar="KEY")
-    for name, default in ((f.name, f.default) for f in Sizes.__dataclass_fields__.values()):
+    for name, default in ((f.name, f.default) for f in LangSizes.__dataclass_fields__.values()):
         made.add_argument(
             "--" + name.replace("_", "-"), type=int, default=default, metavar="N", help=f"(default: {default})"
         )
@@ -218,7 +218,7 @@ def main() -> None:
             raise ConfigError(
                 what=f"--only names {name!r}", why=f"there are: {', '.join(WORK)}", fix="name some of these"
             )
-    sizes = Sizes(**{name: max(1, vars(options)[name]) for name in Sizes.__dataclass_fields__})
+    sizes = LangSizes(**{name: max(1, vars(options)[name]) for name in LangSizes.__dataclass_fields__})
     if options.base_url and settings:
         raise ConfigError(what="--base-url names a server that runs already", why=f"{', '.join(settings)} can't be set")
     if options.base_url:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import bough.lang as lang
-from bough.bench.prompts import Vocabulary
+from bough.bench.prompts import WordList
 from bough.core.errors import ConfigError
 
 JOINED = "\n\nTaken together, "
@@ -24,7 +24,7 @@ OVERALL = "\n\nOn the whole it is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class LangSizes:
     """How much work there is. Lengths are tokens, more or less."""
 
     programs: int = 2
@@ -64,9 +64,9 @@ class Texts:
     """Of each question, as far as answers are chosen."""
 
 
-def make_texts(sizes: Sizes, seed: int) -> Texts:
+def make_texts(sizes: LangSizes, seed: int) -> Texts:
     rng = random.Random(seed)
-    words = Vocabulary(tokenizer=None)
+    words = WordList(tokenizer=None)
     return Texts(
         contexts=[words.random_text(sizes.context_len, rng) for _ in range(sizes.programs)],
         tips=[f"Tip {n + 1}: {words.random_text(sizes.own_len, rng)}:" for n in range(sizes.branches)],
@@ -82,19 +82,19 @@ def make_texts(sizes: Sizes, seed: int) -> Texts:
 class Side(Protocol):
     """One way to do the work. Each returns what was generated or decided last, in the order of what it was given."""
 
-    def fork_join(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def fork_join(self, texts: Texts, sizes: LangSizes) -> list[str]:
         """Branches over one context, their texts together, and an answer over all of them."""
 
-    def tree_of_thought(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def tree_of_thought(self, texts: Texts, sizes: LangSizes) -> list[str]:
         """Thoughts about one context, each rated; the best is kept, and the next ones go on from it."""
 
-    def judge(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def judge(self, texts: Texts, sizes: LangSizes) -> list[str]:
         """Remarks on one context from several sides, a verdict on each, and one over all verdicts."""
 
-    def few_shot_choices(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def few_shot_choices(self, texts: Texts, sizes: LangSizes) -> list[str]:
         """Questions behind the same examples, each answered by the likeliest of its choices."""
 
-    def few_shot(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def few_shot(self, texts: Texts, sizes: LangSizes) -> list[str]:
         """Questions behind the same examples, each answered in the model's words."""
 
 
@@ -168,30 +168,30 @@ class Language:
         self.joins: Counter[str] = Counter()
         """How branches were joined: by KV, or by text."""
 
-    def fork_join(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def fork_join(self, texts: Texts, sizes: LangSizes) -> list[str]:
         batch = [{"context": each, "tips": texts.tips, "new": sizes.output_len} for each in texts.contexts]
         states = self._run(_fork_join, batch)
         self.joins.update(state.get_meta_info("join")["kind"] for state in states)
         return [str(state["whole"]) for state in states]
 
-    def tree_of_thought(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def tree_of_thought(self, texts: Texts, sizes: LangSizes) -> list[str]:
         shape = {"depth": sizes.depth, "width": sizes.width, "new": sizes.thought_len}
         states = self._run(_tree_of_thought, [{"context": each, **shape} for each in texts.contexts])
         return [str(state["whole"]) for state in states]
 
-    def judge(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def judge(self, texts: Texts, sizes: LangSizes) -> list[str]:
         shape = {"width": sizes.width, "new": sizes.thought_len}
         states = self._run(_judge, [{"context": each, **shape} for each in texts.contexts])
         return [str(state["overall"]) for state in states]
 
-    def few_shot_choices(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def few_shot_choices(self, texts: Texts, sizes: LangSizes) -> list[str]:
         batch = [
             {"examples": texts.examples, "question": question, "choices": choices}
             for question, choices in zip(texts.questions, texts.choices, strict=False)
         ]
         return [str(state["answer"]) for state in self._run(_few_shot_choices, batch)]
 
-    def few_shot(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def few_shot(self, texts: Texts, sizes: LangSizes) -> list[str]:
         batch = [{"examples": texts.examples, "question": each, "new": sizes.answer_len} for each in texts.questions]
         return [str(state["answer"]) for state in self._run(_few_shot, batch)]
 
@@ -219,7 +219,7 @@ class PlainClient:
         self._runner = asyncio.Runner()
         self._model = model
 
-    def fork_join(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def fork_join(self, texts: Texts, sizes: LangSizes) -> list[str]:
         async def one(context: str) -> str:
             new = sizes.output_len
             parts = await asyncio.gather(*(self._complete(f"{context}\n\n{tip}", new) for tip in texts.tips))
@@ -228,7 +228,7 @@ class PlainClient:
 
         return self._gather([one(context) for context in texts.contexts])
 
-    def tree_of_thought(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def tree_of_thought(self, texts: Texts, sizes: LangSizes) -> list[str]:
         async def thought(text: str, level: int, number: int) -> tuple[str, str]:
             text += idea(level, number)
             text += await self._complete(text, sizes.thought_len)
@@ -242,7 +242,7 @@ class PlainClient:
 
         return self._gather([one(context) for context in texts.contexts])
 
-    def judge(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def judge(self, texts: Texts, sizes: LangSizes) -> list[str]:
         async def side(text: str, number: int) -> str:
             text += remark(number)
             text += await self._complete(text, sizes.thought_len)
@@ -255,11 +255,11 @@ class PlainClient:
 
         return self._gather([one(context) for context in texts.contexts])
 
-    def few_shot_choices(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def few_shot_choices(self, texts: Texts, sizes: LangSizes) -> list[str]:
         asked = zip(texts.questions, texts.choices, strict=False)
         return self._gather([self._choose(f"{texts.examples}\n\n{question}", choices) for question, choices in asked])
 
-    def few_shot(self, texts: Texts, sizes: Sizes) -> list[str]:
+    def few_shot(self, texts: Texts, sizes: LangSizes) -> list[str]:
         new = sizes.answer_len
         return self._gather([self._complete(f"{texts.examples}\n\n{question}", new) for question in texts.questions])
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from bough.bench.dialects import Dialect, Progress
+from bough.bench.dialects import AnswerProgress, Dialect
 from bough.bench.http_stream import StreamingClient
 from bough.core.errors import BoughError
 
@@ -30,7 +30,7 @@ _LEAD_S = 0.05
 """Time for the news that all client processes are ready to reach them."""
 
 
-class Call(Struct):
+class BenchRequest(Struct):
     """A request, ready to be sent."""
 
     at_s: float
@@ -39,7 +39,7 @@ class Call(Struct):
     input_len: int
 
 
-class Outcome(Struct):
+class RequestResult(Struct):
     """How a request went. Times count from the run's start; `gaps_s` are those between tokens after the first."""
 
     due_s: float
@@ -55,23 +55,23 @@ class Outcome(Struct):
     error: str = ""
 
 
-class Share(Struct):
+class ClientShare(Struct):
     """What one client process does."""
 
     base_url: str
     headers: dict[str, str]
     dialect: Dialect
-    calls: list[Call]
+    calls: list[BenchRequest]
     max_concurrency: int
     """0: as many at once as are due."""
     begin_s: float
     """On this machine's monotonic clock; 0: now."""
 
 
-class ShareOutcome(Struct):
+class ShareResult(Struct):
     """What one client process has to tell. `busy`: its CPU seconds a second; `lag_ms`: how late its timers fired."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestResult]
     busy: float
     lag_ms: float
     wall_s: float
@@ -91,7 +91,7 @@ def arrivals(count: int, rate: float, kind: str, seed: int) -> list[float]:
     return times
 
 
-async def run_share(share: Share) -> ShareOutcome:
+async def run_share(share: ClientShare) -> ShareResult:
     """Sends a share's calls and waits for their ends."""
     client = StreamingClient(share.base_url, share.headers)
     places = asyncio.Semaphore(share.max_concurrency) if share.max_concurrency else None
@@ -107,7 +107,7 @@ async def run_share(share: Share) -> ShareOutcome:
         ticking.cancel()
         client.close()
     wall_s = time.monotonic() - wall_s
-    return ShareOutcome(
+    return ShareResult(
         outcomes=[task.result() for task in tasks],
         busy=(time.process_time() - cpu_s) / max(wall_s, 1e-9),
         lag_ms=1000 * float(np.percentile(lags, 90)) if lags else 0.0,
@@ -124,13 +124,13 @@ async def _tick(lags: list[float]) -> None:
 
 
 async def _ask(
-    client: StreamingClient, dialect: Dialect, call: Call, places: asyncio.Semaphore | None, begin_s: float
-) -> Outcome:
+    client: StreamingClient, dialect: Dialect, call: BenchRequest, places: asyncio.Semaphore | None, begin_s: float
+) -> RequestResult:
     delay_s = begin_s + call.at_s - time.monotonic()
     if delay_s > 0:
         await asyncio.sleep(delay_s)
     async with places or contextlib.nullcontext():
-        reading = Reading(dialect, Outcome(due_s=call.at_s), begin_s)
+        reading = Reading(dialect, RequestResult(due_s=call.at_s), begin_s)
         reading.outcome.sent_s = time.monotonic() - begin_s
         try:
             status = await client.request("POST", dialect.path, bytes(call.body), reading.feed)
@@ -146,12 +146,12 @@ async def _ask(
 class Reading:
     """Takes an answer's bytes as they come and notes when tokens came."""
 
-    def __init__(self, dialect: Dialect, outcome: Outcome, begin_s: float) -> None:
+    def __init__(self, dialect: Dialect, outcome: RequestResult, begin_s: float) -> None:
         self.outcome = outcome
         self._dialect = dialect
         self._begin_s = begin_s
         self._rest = b""
-        self._progress = Progress()
+        self._progress = AnswerProgress()
         self._last_s = 0.0
 
     def feed(self, data: bytes) -> None:
@@ -189,7 +189,7 @@ class Reading:
         self._last_s = now_s
 
 
-def drive(share: Share, processes: int = 1) -> ShareOutcome:
+def drive(share: ClientShare, processes: int = 1) -> ShareResult:
     """Runs a share, in this process or divided among several. Raises `BoughError` if one of them fails."""
     if processes == 1:
         return run_async(run_share(share))
@@ -210,7 +210,7 @@ def drive(share: Share, processes: int = 1) -> ShareOutcome:
 class _Child:
     """A client process. It says `ready` when it has its share, and is told when to begin."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ClientShare) -> None:
         command = [sys.executable, "-m", "bough.bench.load"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._write(msgspec.json.encode(share))
@@ -228,11 +228,11 @@ class _Child:
     def begin(self, begin_s: float) -> None:
         self._write(str(begin_s).encode())
 
-    def result(self) -> ShareOutcome:
+    def result(self) -> ShareResult:
         said, _ = self._process.communicate()
         if self._process.returncode:
             raise self._failed()
-        return msgspec.json.decode(said, type=ShareOutcome)
+        return msgspec.json.decode(said, type=ShareResult)
 
     def _failed(self) -> BoughError:
         return BoughError(what="a client process failed", why=f"it ended with status {self._process.wait()}")
@@ -243,8 +243,8 @@ def _divide(cap: int, processes: int) -> list[int]:
     return [cap // processes + (number < cap % processes) for number in range(processes)]
 
 
-def _merged(parts: Sequence[ShareOutcome]) -> ShareOutcome:
-    return ShareOutcome(
+def _merged(parts: Sequence[ShareResult]) -> ShareResult:
+    return ShareResult(
         outcomes=sorted((each for part in parts for each in part.outcomes), key=lambda each: each.due_s),
         busy=max(part.busy for part in parts),
         lag_ms=max(part.lag_ms for part in parts),
@@ -263,7 +263,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _child() -> None:
-    share = msgspec.json.decode(sys.stdin.buffer.readline(), type=Share)
+    share = msgspec.json.decode(sys.stdin.buffer.readline(), type=ClientShare)
     sys.stdout.buffer.write(b"ready\n")
     sys.stdout.buffer.flush()
     share.begin_s = float(sys.stdin.buffer.readline())

@@ -33,7 +33,7 @@ class BenchPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class WordList:
     """What the dataset's makers know of the model's tokens. Without a tokenizer, lengths are guessed."""
 
     tokenizer: Tokenizer | None
@@ -112,11 +112,11 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, default: str, num_prom
     group.add_argument("--seed", type=int, default=1, help="of the prompts and the arrivals (default: 1)")
 
 
-def make_prompts(options: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchPrompt]:
+def make_prompts(options: argparse.Namespace, vocabulary: WordList) -> list[BenchPrompt]:
     """The dataset that the flags describe. Raises `ConfigError`."""
     rng = random.Random(options.seed)
     name = _DATASET_ALIASES.get(options.dataset_name, options.dataset_name)
-    makers: dict[str, Callable[[argparse.Namespace, Vocabulary, random.Random], list[BenchPrompt]]] = {
+    makers: dict[str, Callable[[argparse.Namespace, WordList, random.Random], list[BenchPrompt]]] = {
         "random": _random_texts,
         "random-ids": _random_ids,
         "sharegpt": _sharegpt,
@@ -140,7 +140,7 @@ def _lengths(options: argparse.Namespace, rng: random.Random) -> tuple[int, int]
     return one(options.random_input_len), one(options.random_output_len)
 
 
-def _random_texts(options: argparse.Namespace, vocabulary: Vocabulary, rng: random.Random) -> list[BenchPrompt]:
+def _random_texts(options: argparse.Namespace, vocabulary: WordList, rng: random.Random) -> list[BenchPrompt]:
     prompts = []
     for _ in range(options.num_prompts):
         input_len, output_len = _lengths(options, rng)
@@ -149,7 +149,7 @@ def _random_texts(options: argparse.Namespace, vocabulary: Vocabulary, rng: rand
     return prompts
 
 
-def _random_ids(options: argparse.Namespace, vocabulary: Vocabulary, rng: random.Random) -> list[BenchPrompt]:
+def _random_ids(options: argparse.Namespace, vocabulary: WordList, rng: random.Random) -> list[BenchPrompt]:
     prompts = []
     for _ in range(options.num_prompts):
         input_len, output_len = _lengths(options, rng)
@@ -158,7 +158,7 @@ def _random_ids(options: argparse.Namespace, vocabulary: Vocabulary, rng: random
     return prompts
 
 
-def _shared_prefix(options: argparse.Namespace, vocabulary: Vocabulary, rng: random.Random) -> list[BenchPrompt]:
+def _shared_prefix(options: argparse.Namespace, vocabulary: WordList, rng: random.Random) -> list[BenchPrompt]:
     prompts = []
     for group in range(options.gsp_num_groups):
         shared = vocabulary.random_text(options.gsp_system_prompt_len, rng)
@@ -171,7 +171,7 @@ def _shared_prefix(options: argparse.Namespace, vocabulary: Vocabulary, rng: ran
     return prompts
 
 
-def _sharegpt(options: argparse.Namespace, vocabulary: Vocabulary, rng: random.Random) -> list[BenchPrompt]:
+def _sharegpt(options: argparse.Namespace, vocabulary: WordList, rng: random.Random) -> list[BenchPrompt]:
     """First turns of conversations; the wanted output is as long as the second turn was."""
     entries = json.loads(_read(options))
     if not isinstance(entries, list):
@@ -197,7 +197,7 @@ def _turns(entry: Any) -> list[str]:
     return [turn["value"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("value"), str)]
 
 
-def _custom(options: argparse.Namespace, vocabulary: Vocabulary, rng: random.Random) -> list[BenchPrompt]:
+def _custom(options: argparse.Namespace, vocabulary: WordList, rng: random.Random) -> list[BenchPrompt]:
     prompts: list[BenchPrompt] = []
     for number, line in enumerate(_read(options).splitlines(), 1):
         if not line.strip():
@@ -212,7 +212,7 @@ def _custom(options: argparse.Namespace, vocabulary: Vocabulary, rng: random.Ran
     return prompts
 
 
-def _custom_prompt(options: argparse.Namespace, vocabulary: Vocabulary, entry: Any, number: int) -> BenchPrompt:
+def _custom_prompt(options: argparse.Namespace, vocabulary: WordList, entry: Any, number: int) -> BenchPrompt:
     known = isinstance(entry, dict) and next((name for name in ("prompt", "text", "messages") if name in entry), None)
     if not known:
         raise _bad_file(options, f"line {number} is no object with `prompt` or `messages`")

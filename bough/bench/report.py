@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bough.bench.load import Outcome, ShareOutcome
+from bough.bench.load import RequestResult, ShareResult
 from bough.core.errors import ConfigError
 
 Json = dict[str, Any]
@@ -53,7 +53,7 @@ def goodput_limits(given: Sequence[str]) -> dict[str, float]:
 
 
 def summarise(
-    result: ShareOutcome, *, rate: float, max_concurrency: int, limits: Mapping[str, float], streamed: bool
+    result: ShareResult, *, rate: float, max_concurrency: int, limits: Mapping[str, float], streamed: bool
 ) -> Json:
     """Every number of the report, by the names other benchmarks use."""
     done = [each for each in result.outcomes if not each.error]
@@ -93,7 +93,7 @@ def summarise(
     return facts
 
 
-def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
+def latencies_ms(done: Sequence[RequestResult]) -> dict[str, list[float]]:
     """Milliseconds by kind: one a request, and for `itl` one a token after the first."""
     return {
         "ttft": [1000 * (each.first_s - each.sent_s) for each in done if each.first_s],
@@ -103,7 +103,7 @@ def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
     }
 
 
-def _tpot_s(outcome: Outcome) -> float:
+def _tpot_s(outcome: RequestResult) -> float:
     last_s = outcome.arrivals[-1][0] if outcome.arrivals else outcome.ended_s
     return (last_s - outcome.first_s) / (outcome.output_tokens - 1)
 
@@ -124,8 +124,8 @@ def _spread(name: str, values: Sequence[float]) -> Json:
     }
 
 
-def _goodput(done: Sequence[Outcome], limits: Mapping[str, float], duration: float) -> Json:
-    def good(outcome: Outcome) -> bool:
+def _goodput(done: Sequence[RequestResult], limits: Mapping[str, float], duration: float) -> Json:
+    def good(outcome: RequestResult) -> bool:
         own = {
             "ttft": 1000 * (outcome.first_s - outcome.sent_s),
             "tpot": 1000 * _tpot_s(outcome) if outcome.output_tokens > 1 else 0.0,
@@ -141,7 +141,7 @@ def _goodput(done: Sequence[Outcome], limits: Mapping[str, float], duration: flo
     }
 
 
-def _errors(outcomes: Sequence[Outcome]) -> dict[str, int]:
+def _errors(outcomes: Sequence[RequestResult]) -> dict[str, int]:
     counted: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.error:
@@ -149,7 +149,7 @@ def _errors(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return dict(sorted(counted.items(), key=lambda item: -item[1])[:5])
 
 
-def _peak(done: Sequence[Outcome]) -> float:
+def _peak(done: Sequence[RequestResult]) -> float:
     """Most output tokens in any whole second."""
     seconds: dict[int, int] = {}
     for outcome in done:
@@ -158,7 +158,7 @@ def _peak(done: Sequence[Outcome]) -> float:
     return float(max(seconds.values(), default=0))
 
 
-def in_flight(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
+def in_flight(outcomes: Sequence[RequestResult]) -> tuple[list[float], list[int]]:
     """When the number of requests under way changed, and to what."""
     changes = [(each.sent_s, 1) for each in outcomes] + [(each.ended_s, -1) for each in outcomes]
     times, counts, now = [], [], 0
@@ -202,7 +202,7 @@ def _per_second(times_s: Sequence[float]) -> float:
     return (len(times_s) - 1) / span_s if span_s > 0 else 0.0
 
 
-def _slowdown(outcomes: Sequence[Outcome]) -> float:
+def _slowdown(outcomes: Sequence[RequestResult]) -> float:
     """How much longer the last quarter of the requests took than the first, from when they were due: medians."""
     ordered = sorted(outcomes, key=lambda each: each.due_s)
     quarter = max(1, len(ordered) // 4)
@@ -252,7 +252,7 @@ def _peak_told(facts: Json) -> str:
     return f"   (peak {peak:,.0f})" if peak else ""
 
 
-def histogram(outcomes: Sequence[Outcome], buckets: int = 8) -> str:
+def histogram(outcomes: Sequence[RequestResult], buckets: int = 8) -> str:
     """How long how many requests were under way."""
     times, counts = in_flight(outcomes)
     most = max(counts, default=0)
@@ -289,7 +289,7 @@ def need_matplotlib() -> None:
         )
 
 
-def plot(outcomes: Sequence[Outcome], path: str, title: str) -> None:
+def plot(outcomes: Sequence[RequestResult], path: str, title: str) -> None:
     """Writes a PNG: latencies as distributions, requests in flight and output tokens a second over time."""
     need_matplotlib()
     import matplotlib

@@ -32,11 +32,11 @@ from bough.bench.roofline_workloads import (
     SHAPES,
     TINY,
     TINY_SHAPES,
-    Bounds,
+    DeviceRates,
     Kind,
     ModelShape,
-    Rates,
     Workload,
+    WorkloadBounds,
     bound_by,
     draw_workloads,
     floor_s,
@@ -75,7 +75,7 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     device = torch.device(options.device if options.device != "auto" else _best_device())
-    shapes, bounds = (SHAPES, Bounds()) if device.type == "cuda" else (TINY_SHAPES, TINY)
+    shapes, bounds = (SHAPES, WorkloadBounds()) if device.type == "cuda" else (TINY_SHAPES, TINY)
     chosen = _chosen(shapes, options.models)
     rates = measure_rates(device)
     print(f"seed {options.seed}: {rates.bytes_per_s / 1e12:.3f} TB/s read, {rates.flops_per_s / 1e12:.1f} TFLOP/s")
@@ -130,7 +130,12 @@ def _chosen(shapes: Sequence[ModelShape], names: Sequence[str]) -> list[ModelSha
 
 
 def _run_model(
-    shape: ModelShape, options: argparse.Namespace, rates: Rates, bounds: Bounds, device: torch.device, until: float
+    shape: ModelShape,
+    options: argparse.Namespace,
+    rates: DeviceRates,
+    bounds: WorkloadBounds,
+    device: torch.device,
+    until: float,
 ) -> list[Result]:
     """Results of one model, as many as there is time for."""
     begin = time.perf_counter()
@@ -291,7 +296,7 @@ def _top_kernels(profiler: autograd_profile, turns: int, *, cuda: bool) -> list[
     ]
 
 
-def report(results: Sequence[Result], rates: Rates, *, skipped: int = 0, profiles: bool = True) -> None:
+def report(results: Sequence[Result], rates: DeviceRates, *, skipped: int = 0, profiles: bool = True) -> None:
     """Prints the distribution of time over floor and the worst workloads."""
     print()
     for kind, (median_goal, p95_goal) in GOALS.items():

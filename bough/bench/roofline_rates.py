@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bough.bench.roofline_workloads import Rates
+from bough.bench.roofline_workloads import DeviceRates
 
 _SUSTAINED_S = 1.5
 """Products are repeated this long: after a pause a GPU is faster for a moment than its power allows it to be."""
 
 
-def measure_rates(device: torch.device) -> Rates:
+def measure_rates(device: torch.device) -> DeviceRates:
     """Bandwidth of a sum over a large tensor, and the rate of large products of random numbers, sustained."""
     cuda = device.type == "cuda"
     bandwidth = _bandwidth(2**31 if cuda else 2**22, device)
@@ -24,7 +24,7 @@ def measure_rates(device: torch.device) -> Rates:
     dtype = torch.bfloat16 if cuda else torch.float32
     one, other = (torch.randn((side, side), dtype=dtype, device=device) for _ in range(2))
     product_s = _sustained(lambda: one @ other, device, _SUSTAINED_S if cuda else 0.05)
-    return Rates(bandwidth, 2.0 * side**3 / product_s)
+    return DeviceRates(bandwidth, 2.0 * side**3 / product_s)
 
 
 def _bandwidth(count: int, device: torch.device) -> float:

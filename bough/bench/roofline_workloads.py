@@ -89,7 +89,7 @@ TINY_SHAPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class WorkloadBounds:
     """Ranges that workloads are drawn from."""
 
     most_rows: int = 512
@@ -104,7 +104,7 @@ class Bounds:
     """How long decode steps are repeated, about."""
 
 
-TINY = Bounds(
+TINY = WorkloadBounds(
     most_rows=6,
     least_context=16,
     most_context=96,
@@ -150,7 +150,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperationCost:
     """What one operation of a step has to do."""
 
     name: str
@@ -158,13 +158,13 @@ class Work:
     flops: float
 
 
-def operations(shape: ModelShape, workload: Workload) -> list[Work]:
+def operations(shape: ModelShape, workload: Workload) -> list[OperationCost]:
     """What a decode step, or a prefill, has to do at least: each kind of operation, all layers together."""
     rows = len(workload.lengths)
     tokens = rows if workload.kind == "decode" else sum(workload.lengths)
 
-    def product(name: str, out: int, depth: int, times: int, count: float = tokens) -> Work:
-        return Work(name, times * out * depth * _ITEM_BYTES, 2.0 * times * count * out * depth)
+    def product(name: str, out: int, depth: int, times: int, count: float = tokens) -> OperationCost:
+        return OperationCost(name, times * out * depth * _ITEM_BYTES, 2.0 * times * count * out * depth)
 
     heads, kv, width, layers = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.width, shape.layers
     if workload.kind == "decode":
@@ -174,7 +174,7 @@ def operations(shape: ModelShape, workload: Workload) -> list[Work]:
     found = [
         product("qkv", heads + 2 * kv, width, layers),
         product("output", width, heads, layers),
-        Work("attention", read, 4.0 * layers * heads * seen),
+        OperationCost("attention", read, 4.0 * layers * heads * seen),
         product("head", shape.vocab, width, 1, rows),
     ]
     if not shape.experts:
@@ -185,27 +185,27 @@ def operations(shape: ModelShape, workload: Workload) -> list[Work]:
     return [
         *found,
         product("router", shape.experts, width, layers),
-        Work("experts", layers * touched * expert * _ITEM_BYTES, flops),
+        OperationCost("experts", layers * touched * expert * _ITEM_BYTES, flops),
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """What the device was measured to do."""
 
     bytes_per_s: float
     flops_per_s: float
 
-    def floor_s(self, work: Work) -> float:
+    def floor_s(self, work: OperationCost) -> float:
         return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
 
-def floor_s(shape: ModelShape, workload: Workload, rates: Rates) -> float:
+def floor_s(shape: ModelShape, workload: Workload, rates: DeviceRates) -> float:
     """Seconds below which the step, or the prefill, cannot be done."""
     return sum(rates.floor_s(work) for work in operations(shape, workload))
 
 
-def bound_by(shape: ModelShape, workload: Workload, rates: Rates) -> str:
+def bound_by(shape: ModelShape, workload: Workload, rates: DeviceRates) -> str:
     """The operation with the largest part of the floor, and its part."""
     work = max(operations(shape, workload), key=rates.floor_s)
     share = rates.floor_s(work) / floor_s(shape, workload, rates)
@@ -214,7 +214,7 @@ def bound_by(shape: ModelShape, workload: Workload, rates: Rates) -> str:
 
 
 def draw_workloads(
-    shape: ModelShape, count: int, seed: int, *, kv_tokens: int, page_size: int, bounds: Bounds
+    shape: ModelShape, count: int, seed: int, *, kv_tokens: int, page_size: int, bounds: WorkloadBounds
 ) -> list[Workload]:
     """`count` workloads, five decodes for every three prefills. `kv_tokens`: how many the device holds."""
     rng = random.Random(f"{seed} {shape.name}")
@@ -229,7 +229,7 @@ _TRIES = 10_000
 
 
 def _draw(
-    rng: random.Random, kind: Kind, shape: ModelShape, *, kv_tokens: int, page_size: int, bounds: Bounds
+    rng: random.Random, kind: Kind, shape: ModelShape, *, kv_tokens: int, page_size: int, bounds: WorkloadBounds
 ) -> Workload:
     for _ in range(_TRIES):
         drawn = _decode(rng, page_size, bounds) if kind == "decode" else _prefill(rng, bounds)
@@ -246,7 +246,7 @@ def _log_uniform(rng: random.Random, low: int, high: int) -> int:
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
-def _decode(rng: random.Random, page_size: int, bounds: Bounds) -> Workload:
+def _decode(rng: random.Random, page_size: int, bounds: WorkloadBounds) -> Workload:
     rows = _log_uniform(rng, 1, bounds.most_rows)
     middle = _log_uniform(rng, bounds.least_context, bounds.most_context)
     spread = rng.choice((0.0, 0.3, 0.9))
@@ -275,7 +275,7 @@ def _tree(rng: random.Random, levels: int, rows: int, most_tokens: int, page_siz
     return tuple(tree)
 
 
-def _prefill(rng: random.Random, bounds: Bounds) -> Workload:
+def _prefill(rng: random.Random, bounds: WorkloadBounds) -> Workload:
     most = bounds.most_prompt
     middle = _log_uniform(rng, bounds.least_context, most)
     prompts = _log_uniform(rng, 1, max(1, min(bounds.most_rows, bounds.most_prompt_tokens // middle)))

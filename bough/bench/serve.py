@@ -18,8 +18,8 @@ import msgspec
 
 from bough.bench.dialects import ALIASES, Dialect, dialect_name
 from bough.bench.http_stream import StreamingClient
-from bough.bench.load import Call, Outcome, Share, ShareOutcome, arrivals, drive, run_async
-from bough.bench.prompts import BenchPrompt, Vocabulary, add_dataset_flags, describe, make_prompts
+from bough.bench.load import BenchRequest, ClientShare, RequestResult, ShareResult, arrivals, drive, run_async
+from bough.bench.prompts import BenchPrompt, WordList, add_dataset_flags, describe, make_prompts
 from bough.bench.report import confidence, goodput_limits, histogram, need_matplotlib, plot, show, summarise
 from bough.config.command_line import CommandParser
 from bough.core.errors import BoughError, ConfigError
@@ -89,7 +89,7 @@ def main() -> None:
     title = _title(options, base_url, prompts)
     others = make_prompts(argparse.Namespace(**{**vars(options), "seed": ~options.seed}), vocabulary)
     warm_up(base_url, headers, dialect, others[: options.warmup_requests])
-    runs: list[tuple[Json, list[Outcome]]] = []
+    runs: list[tuple[Json, list[RequestResult]]] = []
     for number in range(options.repeat):
         if options.flush_cache:
             run_async(_flush(base_url, headers))
@@ -121,14 +121,14 @@ def measure(
     options: argparse.Namespace,
     *,
     seed: int,
-) -> ShareOutcome:
+) -> ShareResult:
     """One run over all prompts."""
     due = arrivals(len(prompts), options.request_rate, options.arrival, seed)
     calls = [
-        Call(at_s=at_s, body=msgspec.Raw(msgspec.json.encode(dialect.body(prompt))), input_len=prompt.input_len)
+        BenchRequest(at_s=at_s, body=msgspec.Raw(msgspec.json.encode(dialect.body(prompt))), input_len=prompt.input_len)
         for at_s, prompt in zip(due, prompts, strict=True)
     ]
-    share = Share(
+    share = ClientShare(
         base_url=base_url,
         headers=headers,
         dialect=dialect,
@@ -144,10 +144,12 @@ def warm_up(base_url: str, headers: dict[str, str], dialect: Dialect, prompts: l
     if not prompts:
         return
     calls = [
-        Call(at_s=0.0, body=msgspec.Raw(msgspec.json.encode(dialect.body(prompt))), input_len=prompt.input_len)
+        BenchRequest(at_s=0.0, body=msgspec.Raw(msgspec.json.encode(dialect.body(prompt))), input_len=prompt.input_len)
         for prompt in prompts
     ]
-    share = Share(base_url=base_url, headers=headers, dialect=dialect, calls=calls, max_concurrency=0, begin_s=0.0)
+    share = ClientShare(
+        base_url=base_url, headers=headers, dialect=dialect, calls=calls, max_concurrency=0, begin_s=0.0
+    )
     for outcome in drive(share).outcomes:
         if outcome.error:
             raise BoughError(
@@ -196,7 +198,7 @@ async def _flush(base_url: str, headers: dict[str, str]) -> None:
         client.close()
 
 
-def _vocabulary(options: argparse.Namespace, known: Json) -> Vocabulary:
+def _vocabulary(options: argparse.Namespace, known: Json) -> WordList:
     tokenizer: Tokenizer | None = None
     path = options.tokenizer or known.get("tokenizer_path", "")
     if options.tokenizer or (path and Path(path).exists()):
@@ -204,7 +206,7 @@ def _vocabulary(options: argparse.Namespace, known: Json) -> Vocabulary:
     size = options.vocab_size or known.get("vocab_size", 0) or (tokenizer.vocab_size if tokenizer is not None else 0)
     if tokenizer is None and options.dataset_name == "sharegpt" and options.json != "-":
         print("note: no tokenizer (see --tokenizer): how long answers should be is guessed from their words")
-    return Vocabulary(tokenizer=tokenizer, size=size)
+    return WordList(tokenizer=tokenizer, size=size)
 
 
 def _checked(options: argparse.Namespace) -> dict[str, float]:
@@ -253,7 +255,7 @@ def _over_runs(runs: list[Json]) -> str:
 
 
 def _write(
-    options: argparse.Namespace, base_url: str, dialect: Dialect, runs: list[tuple[Json, list[Outcome]]]
+    options: argparse.Namespace, base_url: str, dialect: Dialect, runs: list[tuple[Json, list[RequestResult]]]
 ) -> None:
     if not options.json:
         return

@@ -23,7 +23,7 @@ from bough.bench.offline import BoughOffline, Prompts, Timer, open_engine, rando
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SuiteSizes:
     """How large the workloads are; smaller ones try the measurement itself."""
 
     decode_batches: tuple[int, ...] = (1, 8, 64, 256)
@@ -41,7 +41,7 @@ class Sizes:
     cached_prompt: int = 512
 
 
-SMALL = Sizes(
+SMALL = SuiteSizes(
     decode_batches=(1, 4),
     decode_prompt=8,
     decode_tokens=4,
@@ -58,7 +58,7 @@ SMALL = Sizes(
 )
 
 
-def run_suite(timer: Timer, sizes: Sizes, tell: Callable[[dict[str, Any]], None]) -> None:
+def run_suite(timer: Timer, sizes: SuiteSizes, tell: Callable[[dict[str, Any]], None]) -> None:
     """Calls `tell` with a row for each workload."""
 
     def row(workload: str, seconds: float, **more: float) -> None:
@@ -88,12 +88,12 @@ def run_suite(timer: Timer, sizes: Sizes, tell: Callable[[dict[str, Any]], None]
     row(f"cached_ttft_{sizes.cached_prompt}", took, ttft_ms=1e3 * took)
 
 
-def _mixed(sizes: Sizes) -> Prompts:
+def _mixed(sizes: SuiteSizes) -> Prompts:
     rng = random.Random(5)
     return [random_prompts(1, rng.randrange(*sizes.mixed_lengths), 1000 + i)[0] for i in range(sizes.mixed)]
 
 
-def _shared(sizes: Sizes) -> Prompts:
+def _shared(sizes: SuiteSizes) -> Prompts:
     groups, rows = sizes.groups
     prompts: Prompts = []
     for group in range(groups):
@@ -136,7 +136,7 @@ def start(options: argparse.Namespace) -> tuple[Timer, Callable[[dict[str, Any]]
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("suite", __doc__).parse_args(argv)
     timer, tell = start(options)
-    run_suite(timer, Sizes(), tell)
+    run_suite(timer, SuiteSizes(), tell)
     return 0
 
 

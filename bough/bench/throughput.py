@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from bough.bench.engine_settings import NOTE, parse_with_settings
-from bough.bench.prompts import BenchPrompt, Vocabulary, add_dataset_flags, describe, make_prompts
+from bough.bench.prompts import BenchPrompt, WordList, add_dataset_flags, describe, make_prompts
 from bough.bench.report import confidence
 from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
@@ -40,7 +40,7 @@ def main() -> None:
     options, settings = parse_with_settings(parser(), sys.argv[1:])
     with Engine(**settings) as engine:
         size = int(engine.get_server_info()["vocab_size"])
-        prompts = make_prompts(options, Vocabulary(tokenizer=engine.tokenizer, size=size))
+        prompts = make_prompts(options, WordList(tokenizer=engine.tokenizer, size=size))
         _run(engine, prompts[:1])
         runs = []
         for _ in range(max(1, options.repeat)):

@@ -33,7 +33,7 @@ _OWN = ("config", "profile", "dump_config", "help", "verbose")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
+class ParsedFlags:
     """What a command line asks for."""
 
     loaded: Loaded
@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(what=message, why="the command line can't be read", fix="see `bough serve --help`")
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Parsed:
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ParsedFlags:
     """Reads `[MODEL] --flags` over variables, file and profile. Raises `ConfigError`."""
     expanded, notes = _expand(argv)
     parser = _build(expanded)
@@ -93,7 +93,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Pars
         as_flags=True,
     )
     loaded = replace(loaded, notes=(*notes, *loaded.notes))
-    return Parsed(loaded=loaded, dump_config=bool(own["dump_config"]))
+    return ParsedFlags(loaded=loaded, dump_config=bool(own["dump_config"]))
 
 
 def _expand(argv: Sequence[str]) -> tuple[list[str], list[str]]:

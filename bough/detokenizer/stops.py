@@ -26,7 +26,7 @@ class Found(NamedTuple):
     """The stop string or pattern that ended the answer."""
 
 
-class Automaton:
+class StopAutomaton:
     """Aho-Corasick automaton of all stop strings. State 0 is the start. The depth of a state is the number of last
     characters that may be the beginning of a stop string."""
 
@@ -76,8 +76,8 @@ class Automaton:
 
 
 @lru_cache(maxsize=64)
-def _automaton(words: tuple[str, ...]) -> Automaton:
-    return Automaton(words)
+def _automaton(words: tuple[str, ...]) -> StopAutomaton:
+    return StopAutomaton(words)
 
 
 class StopStrings:

@@ -56,7 +56,7 @@ class Automaton(Protocol):
     def matcher(self) -> NativeMatcher: ...
 
 
-class Backend(Protocol):
+class GrammarBackend(Protocol):
     """A grammar engine with a vocabulary."""
 
     def translate(self, kind: GrammarKind, source: str) -> Program:
@@ -90,12 +90,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     num_workers: int = 2
 
 
-def make_backend(settings: Settings, tokens: Tokens, *, lean: bool = False) -> Backend:
+def make_backend(settings: Settings, tokens: Tokens, *, lean: bool = False) -> GrammarBackend:
     """The backend by name. `lean`: for a worker process, without what it does not need."""
     if settings.backend == "llguidance":
         from bough.grammar.llguidance_backend import LlguidanceBackend
 
-        guidance: Backend = LlguidanceBackend(tokens, settings.max_whitespace)
+        guidance: GrammarBackend = LlguidanceBackend(tokens, settings.max_whitespace)
         return guidance
     if settings.backend == "xgrammar":
         from bough.grammar.xgrammar_backend import XgrammarBackend

@@ -13,7 +13,7 @@ import numpy as np
 
 from bough.core.sampling import GrammarKind
 from bough.core.step import Mask
-from bough.grammar.backend import Automaton, Backend, Program
+from bough.grammar.backend import Automaton, GrammarBackend, Program
 from bough.grammar.errors import BadGrammar
 from bough.grammar.notation import counts_far
 from bough.grammar.rules import Grammar
@@ -24,12 +24,12 @@ from bough.grammar.xgrammar_backend import XgrammarBackend, XgrammarMatcher
 
 
 class BothBackends:
-    """A `Backend`. Without llguidance, xgrammar does everything."""
+    """A `GrammarBackend`. Without llguidance, xgrammar does everything."""
 
     def __init__(self, tokens: Tokens, max_whitespace: int, *, lean: bool = False) -> None:
         self._max_whitespace = max_whitespace
         self._first = XgrammarBackend(tokens, max_whitespace, lean=lean)
-        self._second: Backend | None = None
+        self._second: GrammarBackend | None = None
         try:
             from bough.grammar.llguidance_backend import LlguidanceBackend
         except ImportError:

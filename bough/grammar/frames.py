@@ -33,7 +33,7 @@ class Ready(Struct, frozen=True):
     error: str = ""
 
 
-class Job(Struct, frozen=True):
+class CompileJob(Struct, frozen=True):
     kind: GrammarKind
     source: str
 

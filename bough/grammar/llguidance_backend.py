@@ -102,7 +102,7 @@ class LlguidanceAutomaton:
 
 
 class LlguidanceBackend:
-    """A `Backend`."""
+    """A `GrammarBackend`."""
 
     def __init__(self, tokens: Tokens, max_whitespace: int) -> None:
         self._tokens = tokens

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from bough.core.step import I32
-from bough.grammar.backend import Backend, NativeMatcher
+from bough.grammar.backend import GrammarBackend, NativeMatcher
 from bough.grammar.bits import clear_bit, count_bits, first_bit, has_bit, set_bit
 from bough.grammar.sights import FEW, Sight, Sights, make_sights
 from bough.grammar.states import LOST, Spot, States
@@ -297,7 +297,7 @@ class TokenMatcher:
         return settled
 
 
-def prepare(matchers: Sequence[TokenMatcher], backend: Backend) -> None:
+def prepare(matchers: Sequence[TokenMatcher], backend: GrammarBackend) -> None:
     """Computes the continuations of places that are not cached yet, for several matchers at once."""
     wanted = [each for each in matchers if each.needs_sight]
     if len(wanted) < 2:

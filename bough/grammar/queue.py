@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from bough.core.grammar import Compiled, CompileFailed, Matcher
 from bough.core.sampling import GrammarKind, GrammarSpec
-from bough.grammar.backend import Automaton, Backend, Settings, make_backend
+from bough.grammar.backend import Automaton, GrammarBackend, Settings, make_backend
 from bough.grammar.cache import ByteCache
 from bough.grammar.errors import BadGrammar
 from bough.grammar.matcher import TokenMatcher, prepare
@@ -56,7 +56,7 @@ class _Tools(Struct, frozen=True):
     """What is loaded for the first grammar: the vocabulary and a backend in this process."""
 
     vocabulary: Vocabulary
-    backend: Backend
+    backend: GrammarBackend
     sights: Sights
 
 

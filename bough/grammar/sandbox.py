@@ -15,7 +15,7 @@ import psutil
 from bough.core.sampling import GrammarKind
 from bough.grammar.backend import Program, Settings
 from bough.grammar.errors import BadGrammar
-from bough.grammar.frames import Done, Job, Ready, Start, read_frame, write_frame
+from bough.grammar.frames import CompileJob, Done, Ready, Start, read_frame, write_frame
 from bough.grammar.vocabulary import Tokens
 from bough.grammar.worker import out_of_memory
 
@@ -81,7 +81,7 @@ class Sandbox:
         self.start()
         limit_s = self._settings.time_limit_s
         try:
-            write_frame(self._stdin, Job(kind, source))
+            write_frame(self._stdin, CompileJob(kind, source))
             self._await_answer(limit_s)
             done = read_frame(self._stdout, Done, time.monotonic() + limit_s)
         except TimeoutError:

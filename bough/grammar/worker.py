@@ -14,9 +14,9 @@ import time
 import numpy as np
 
 from bough.core.sampling import GrammarKind
-from bough.grammar.backend import Backend, Program, make_backend
+from bough.grammar.backend import GrammarBackend, Program, make_backend
 from bough.grammar.errors import BadGrammar, shorten
-from bough.grammar.frames import Done, Job, Ready, Start, read_frame, write_frame
+from bough.grammar.frames import CompileJob, Done, Ready, Start, read_frame, write_frame
 from bough.grammar.vocabulary import Tokens
 
 _PR_SET_PDEATHSIG = 1
@@ -43,13 +43,13 @@ def main() -> int:
     write_frame(sink, Ready())
     while True:
         try:
-            job = read_frame(source, Job)
+            job = read_frame(source, CompileJob)
         except EOFError:
             return 0
         write_frame(sink, _answer(backend, start, job))
 
 
-def _answer(backend: Backend, start: Start, job: Job) -> Done:
+def _answer(backend: GrammarBackend, start: Start, job: CompileJob) -> Done:
     try:
         return Done(program=try_out(backend, start.tokens, job.kind, job.source))
     except BadGrammar as error:
@@ -66,7 +66,7 @@ def out_of_memory(limit_bytes: int) -> str:
     return f"the grammar needs more than {limit_bytes // 2**20} MiB to compile; make it smaller"
 
 
-def try_out(backend: Backend, tokens: Tokens, kind: GrammarKind, source: str) -> Program:
+def try_out(backend: GrammarBackend, tokens: Tokens, kind: GrammarKind, source: str) -> Program:
     """Compiles a source and follows it along a few random ways. Raises `BadGrammar` if it can't be or is too slow."""
     program = backend.translate(kind, source)
     compiled = backend.compile(program)

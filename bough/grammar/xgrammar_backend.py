@@ -92,7 +92,7 @@ class XgrammarAutomaton:
 
 
 class XgrammarBackend:
-    """A `Backend`."""
+    """A `GrammarBackend`."""
 
     def __init__(self, tokens: Tokens, max_whitespace: int, *, lean: bool = False) -> None:
         self._core = _load(without_torch=lean)

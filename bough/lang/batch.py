@@ -32,7 +32,7 @@ def thread_count(num_threads: int | str, num_members: int, auto: int | None = No
 
 
 def in_order(
-    start: Callable[[M], Future[R]], members: Sequence[M], window: int, progress: Progress | None
+    start: Callable[[M], Future[R]], members: Sequence[M], window: int, progress: BatchProgress | None
 ) -> Iterator[R]:
     """Yield the results in the members' order, starting `window` members at most ahead of the one yielded next."""
     running: deque[Future[R]] = deque()
@@ -50,7 +50,7 @@ def in_order(
             future.cancel()
 
 
-class Progress:
+class BatchProgress:
     """A line on the terminal that counts finished programs."""
 
     def __init__(self, total: int) -> None:

@@ -22,14 +22,14 @@ from bough.lang.backends.base import Backend
 from bough.lang.errors import LangError, Origin, UnknownVariable, program_error
 from bough.lang.evaluator import Evaluator
 from bough.lang.loop import on_loop_thread, settle
-from bough.lang.memory import Heard, Memory
+from bough.lang.memory import Memory, StateView
 from bough.lang.sampling import SamplingParams
 
-_inside: ContextVar[tuple[Run, ...]] = ContextVar("bough_lang_runs", default=())
+_inside: ContextVar[tuple[ProgramRun, ...]] = ContextVar("bough_lang_runs", default=())
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class ProgramRun:
     """What all states of one execution of a program share."""
 
     backend: Backend
@@ -102,7 +102,7 @@ class Run:
 class Executor:
     """One state's queue and memory. `submit` and the reads may be called from any thread."""
 
-    def __init__(self, run: Run, number: int, waits_for_fork: bool) -> None:
+    def __init__(self, run: ProgramRun, number: int, waits_for_fork: bool) -> None:
         self.run = run
         self.number = number
         self.memory = Memory(cached_chars=run.precached_chars)
@@ -191,12 +191,12 @@ class Executor:
         """Wait until everything appended so far is executed."""
         await self._async_wait(self._idle)
 
-    def wait_longer(self, name: str | None, sent: int) -> Heard:
+    def wait_longer(self, name: str | None, sent: int) -> StateView:
         """What there is of the state's or a variable's text, once it is more than `sent` characters or all."""
         self._wait(lambda: len(self._visible(name)) > sent or self._complete(name), name)
         return self._heard(name)
 
-    async def async_wait_longer(self, name: str | None, sent: int) -> Heard:
+    async def async_wait_longer(self, name: str | None, sent: int) -> StateView:
         await self._async_wait(lambda: len(self._visible(name)) > sent or self._complete(name))
         return self._heard(name)
 
@@ -308,10 +308,10 @@ class Executor:
     def _complete(self, name: str | None) -> bool:
         return self.failure is not None or self._settled() or (name is not None and self._known(name))
 
-    def _heard(self, name: str | None) -> Heard:
+    def _heard(self, name: str | None) -> StateView:
         with self._lock:
             meta = self.memory.meta_info.get(name, {}) if name is not None else {}
-            return Heard(self._visible(name), self._complete(name), meta)
+            return StateView(self._visible(name), self._complete(name), meta)
 
     def _raise_failure(self) -> NoReturn:
         self.failure_seen = True

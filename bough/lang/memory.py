@@ -9,7 +9,7 @@ from bough.lang.speculation import Speculation
 from bough.lang.transcript import Transcript
 
 
-class Heard(NamedTuple):
+class StateView(NamedTuple):
     """A snapshot for a reader that follows a state or a variable."""
 
     text: str

@@ -13,14 +13,14 @@ from typing import Any
 
 from bough.lang.backends.base import Backend
 from bough.lang.backends.resolve import as_backend, default_backend
-from bough.lang.batch import Progress, in_order, thread_count
+from bough.lang.batch import BatchProgress, in_order, thread_count
 from bough.lang.config import global_config
 from bough.lang.errors import LangError
-from bough.lang.executor import Run
+from bough.lang.executor import ProgramRun
 from bough.lang.loop import run_sync, shared_loop
 from bough.lang.sampling import SamplingParams, normalise
 from bough.lang.state import ProgramState
-from bough.lang.tracer import Trace, common_prefix, trace_program
+from bough.lang.tracer import ProgramTrace, common_prefix, trace_program
 from bough.lang.transcript import text_prompt
 
 SAMPLING_DEFAULTS = frozenset(
@@ -146,7 +146,7 @@ class Function:
         """
         defaults, members, target = self._batch(batch_kwargs, kwargs, backend)
         width = thread_count(num_threads, len(members), auto=len(members) if self.is_async else None)
-        progress = Progress(len(members)) if progress_bar else None
+        progress = BatchProgress(len(members)) if progress_bar else None
         states = self._iterate(members, defaults, target, width, generator_style, progress)
         return states if generator_style else list(states)
 
@@ -186,14 +186,14 @@ class Function:
 
     def _iterate(
         self, members: list[dict[str, Any]], defaults: SamplingParams, backend: Backend, width: int, lazy: bool,
-        progress: Progress | None,
+        progress: BatchProgress | None,
     ) -> Iterator[ProgramState]:  # fmt: skip
         """The states in order; `lazy` starts only a few members ahead of the one that the caller takes next."""
         precached = self._precache(members, backend)
         loop = shared_loop()
         window = 4 * width if lazy else len(members)
 
-        def prepare(member: dict[str, Any]) -> tuple[Run, ProgramState, dict[str, Any]]:
+        def prepare(member: dict[str, Any]) -> tuple[ProgramRun, ProgramState, dict[str, Any]]:
             run = self._new_run(backend, loop, defaults, stream=False, precached_chars=precached)
             return run, ProgramState(run.root), member
 
@@ -222,7 +222,7 @@ class Function:
     ) -> list[ProgramState]:
         loop = asyncio.get_running_loop()
         precached = await asyncio.to_thread(self._precache, members, backend)
-        progress = Progress(len(members)) if progress_bar else None
+        progress = BatchProgress(len(members)) if progress_bar else None
         slots = asyncio.Semaphore(thread_count(num_threads, len(members), auto=len(members)))
 
         async def one(member: dict[str, Any]) -> ProgramState:
@@ -237,7 +237,7 @@ class Function:
 
     # -- looking ahead
 
-    def trace(self, *, backend: Any = None, **arguments: Any) -> Trace:
+    def trace(self, *, backend: Any = None, **arguments: Any) -> ProgramTrace:
         """What the program appends, without running a model; arguments not given are placeholders."""
         self._check_names(arguments)
         known = {**self._bound, **arguments}
@@ -277,12 +277,12 @@ class Function:
         defaults: SamplingParams,
         stream: bool,
         precached_chars: int = 0,
-    ) -> Run:
-        run = Run(backend, loop, defaults, stream, False, self.num_api_spec_tokens, precached_chars)
+    ) -> ProgramRun:
+        run = ProgramRun(backend, loop, defaults, stream, False, self.num_api_spec_tokens, precached_chars)
         run.spawn()
         return run
 
-    def _execute(self, run: Run, state: ProgramState, arguments: dict[str, Any]) -> ProgramState:
+    def _execute(self, run: ProgramRun, state: ProgramState, arguments: dict[str, Any]) -> ProgramState:
         """Run a `def` program on this thread to its end. Exceptions stay in the state; only interrupts are raised."""
         try:
             with run.inside():
@@ -296,7 +296,7 @@ class Function:
         _say(run)
         return state
 
-    async def _execute_async(self, run: Run, state: ProgramState, arguments: dict[str, Any]) -> ProgramState:
+    async def _execute_async(self, run: ProgramRun, state: ProgramState, arguments: dict[str, Any]) -> ProgramState:
         """Run an `async def` program on this loop to its end. Exceptions stay in the state; only cancelling is raised."""
         try:
             with run.inside():
@@ -348,6 +348,6 @@ _background: set[asyncio.Task[ProgramState]] = set()
 """Streamed programs on callers' loops; a loop keeps only weak references to its tasks."""
 
 
-def _say(run: Run) -> None:
+def _say(run: ProgramRun) -> None:
     if global_config.verbosity >= 2:
         sys.stdout.write(run.root.memory.transcript.text + "\n")

@@ -10,13 +10,13 @@ from typing import Any
 from bough.lang import ir
 from bough.lang.chat_template import ChatTemplate, get_chat_template
 from bough.lang.errors import Origin
-from bough.lang.memory import Heard
+from bough.lang.memory import StateView
 from bough.lang.state import ProgramState
 from bough.lang.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TraceNode:
     """One expression in its place: which state appended it, after which node."""
 
     number: int
@@ -31,16 +31,16 @@ class Node:
 
 
 @dataclass(slots=True)
-class Trace:
+class ProgramTrace:
     """What a traced program appended. `prefix` is the text with which it begins for all arguments."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[TraceNode] = field(default_factory=list)
     prefix: str = ""
     stopped_at: str | None = None
     """The value that ended the trace before the program did; None for a complete trace."""
 
     @property
-    def last_node(self) -> Node | None:
+    def last_node(self) -> TraceNode | None:
         return self.nodes[-1] if self.nodes else None
 
     @property
@@ -142,10 +142,10 @@ class _Recorder:
     def get_meta_info(self, name: str) -> Any:
         return ir.Placeholder(f"meta information of {name}")
 
-    def wait_longer(self, name: str | None, sent: int) -> Heard:
+    def wait_longer(self, name: str | None, sent: int) -> StateView:
         raise ir.StopTracing("generated text")
 
-    async def async_wait_longer(self, name: str | None, sent: int) -> Heard:
+    async def async_wait_longer(self, name: str | None, sent: int) -> StateView:
         raise ir.StopTracing("generated text")
 
     def raise_if_failed(self) -> None:
@@ -157,14 +157,14 @@ class _Recorder:
 
 class _Tracing:
     def __init__(self, template: Callable[[], ChatTemplate], only_prefix: bool) -> None:
-        self.trace = Trace()
+        self.trace = ProgramTrace()
         self.template = template
         self.only_prefix = only_prefix
         self._num_states = 1
 
     def add(self, state: int, expr: ir.Expr, previous: int | None, origin: Origin) -> int:
         number = len(self.trace.nodes)
-        self.trace.nodes.append(Node(number, state, expr, previous, origin))
+        self.trace.nodes.append(TraceNode(number, state, expr, previous, origin))
         return number
 
     def new_states(self, size: int) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ def trace_program(
     template: Callable[[], ChatTemplate] | None = None,
     *,
     only_prefix: bool = False,
-) -> Trace:
+) -> ProgramTrace:
     """Trace `func`; arguments that are not `known` (and have no default) are placeholders.
 
     `only_prefix` ends the trace at the first thing that is not constant text, so that little of the program runs. A

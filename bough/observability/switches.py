@@ -39,7 +39,7 @@ class Reload(msgspec.Struct, tag="reload"):
     """Asks a process to reload all its files."""
 
 
-class Heard(msgspec.Struct, kw_only=True):
+class SwitchDone(msgspec.Struct, kw_only=True):
     """Confirms that a process has made the change."""
 
     process: str
@@ -100,7 +100,7 @@ class LogListener:
 
     def _hear(self, data: bytes, sender: str | None) -> None:
         if self._apply(data) and sender:
-            heard = msgspec.json.encode(Heard(process=self._process, log_level=log_level()))
+            heard = msgspec.json.encode(SwitchDone(process=self._process, log_level=log_level()))
             with contextlib.suppress(OSError):
                 self._socket.sendto(heard, socket.MSG_DONTWAIT, sender)
 
@@ -165,7 +165,7 @@ def _heard(mouth: socket.socket, waiting: int) -> set[str]:
     while len(names) < waiting and (left_s := give_up_s - time.monotonic()) > 0:
         mouth.settimeout(left_s)
         try:
-            names.add(msgspec.json.decode(mouth.recv(_MOST_BYTES), type=Heard).process)
+            names.add(msgspec.json.decode(mouth.recv(_MOST_BYTES), type=SwitchDone).process)
         except TimeoutError:
             break
         except msgspec.MsgspecError:

@@ -5,8 +5,8 @@ in: /proc, the CUDA driver, one probe in a child process. out: `DeviceFacts`, `D
 never: imports torch before `Device` or a measurement is asked for.
 """
 
-from bough.platform.device import Device, Event, Stream
+from bough.platform.device import Device, DeviceStream, Event
 from bough.platform.environment import prepare_environment
 from bough.platform.facts import DeviceFacts, detect
 
-__all__ = ["Device", "DeviceFacts", "Event", "Stream", "detect", "prepare_environment"]
+__all__ = ["Device", "DeviceFacts", "DeviceStream", "Event", "detect", "prepare_environment"]

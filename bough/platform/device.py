@@ -27,7 +27,7 @@ class Event(Protocol):
         ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """A queue of device work."""
 
     def current(self) -> AbstractContextManager[Any]:
@@ -59,7 +59,7 @@ class Device:
         """Whether the device works asynchronously to the host."""
         return self.kind == "cuda"
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         return _CudaStream(self.torch_device) if self.is_async else _NoStream()
 
     def event(self) -> Event:

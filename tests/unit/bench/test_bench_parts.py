@@ -13,8 +13,8 @@ import pytest
 
 from bough.bench.engine_settings import parse_with_settings
 from bough.bench.http_stream import StreamingClient
-from bough.bench.load import Outcome, ShareOutcome
-from bough.bench.prompts import Vocabulary, add_dataset_flags, make_prompts
+from bough.bench.load import RequestResult, ShareResult
+from bough.bench.prompts import WordList, add_dataset_flags, make_prompts
 from bough.bench.report import confidence, histogram, in_flight, summarise
 from bough.config.default_model import default_model_path
 from bough.core.errors import ConfigError
@@ -117,7 +117,7 @@ def options(*flags: str) -> argparse.Namespace:
 
 def test_random_texts_have_the_wanted_lengths() -> None:
     tokenizer = load_tokenizer(default_model_path())
-    vocabulary = Vocabulary(tokenizer=tokenizer, size=tokenizer.vocab_size)
+    vocabulary = WordList(tokenizer=tokenizer, size=tokenizer.vocab_size)
     flags = ("--input-len", "200", "--output-len", "50", "--random-range-ratio", "0.5")
     prompts = make_prompts(options(*flags), vocabulary)
     assert len(prompts) == 10
@@ -128,7 +128,7 @@ def test_random_texts_have_the_wanted_lengths() -> None:
     assert len({prompt.text for prompt in prompts}) == 10
     assert prompts == make_prompts(options(*flags), vocabulary)
     assert prompts != make_prompts(options(*flags, "--seed", "2"), vocabulary)
-    guessed = make_prompts(options("--input-len", "100"), Vocabulary(tokenizer=None))
+    guessed = make_prompts(options("--input-len", "100"), WordList(tokenizer=None))
     for prompt in guessed:
         assert len(tokenizer.encode(prompt.text)) == pytest.approx(100, abs=3)
 
@@ -136,7 +136,7 @@ def test_random_texts_have_the_wanted_lengths() -> None:
 def test_groups_share_their_beginning() -> None:
     flags = ("--dataset", "generated-shared-prefix", "--gsp-num-groups", "3", "--gsp-prompts-per-group", "4",
              "--gsp-system-prompt-len", "30", "--gsp-question-len", "6")  # fmt: skip
-    prompts = make_prompts(options(*flags), Vocabulary(tokenizer=None))
+    prompts = make_prompts(options(*flags), WordList(tokenizer=None))
     beginnings = {prompt.text.split("\n\n")[0]: prompt.group for prompt in prompts}
     assert len(prompts) == 12
     assert sorted(beginnings.values()) == [0, 1, 2]
@@ -156,7 +156,7 @@ def test_sharegpt_takes_first_turns(tmp_path: Path) -> None:
     ]
     file = tmp_path / "chats.json"
     file.write_text(json.dumps(told))
-    prompts = make_prompts(options("--dataset", "sharegpt", "--dataset-path", str(file)), Vocabulary(tokenizer=None))
+    prompts = make_prompts(options("--dataset", "sharegpt", "--dataset-path", str(file)), WordList(tokenizer=None))
     assert [prompt.text for prompt in prompts] == ["tell me a story about the sea"]
     assert prompts[0].output_len == round(8 * 1.3)
 
@@ -165,32 +165,32 @@ def test_custom_lines(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one two", "output_len": 3}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n')
     flags = ("--dataset", "custom", "--dataset-path", str(file), "--output-len", "9")
-    first, second = make_prompts(options(*flags), Vocabulary(tokenizer=None))
+    first, second = make_prompts(options(*flags), WordList(tokenizer=None))
     assert (first.text, first.output_len) == ("one two", 3)
     assert (second.messages, second.output_len) == ([{"role": "user", "content": "hi"}], 9)
     file.write_text('{"prompt": 3}\n')
     with pytest.raises(ConfigError) as caught:
-        make_prompts(options(*flags), Vocabulary(tokenizer=None))
+        make_prompts(options(*flags), WordList(tokenizer=None))
     assert "line 1" in caught.value.why
     with pytest.raises(ConfigError, match="is a file"):
-        make_prompts(options("--dataset", "custom"), Vocabulary(tokenizer=None))
+        make_prompts(options("--dataset", "custom"), WordList(tokenizer=None))
     with pytest.raises(ConfigError, match="vocabulary"):
-        make_prompts(options("--dataset", "random-ids"), Vocabulary(tokenizer=None))
+        make_prompts(options("--dataset", "random-ids"), WordList(tokenizer=None))
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
 
 
-def outcome(sent: float, first: float, ended: float, tokens: int) -> Outcome:
+def outcome(sent: float, first: float, ended: float, tokens: int) -> RequestResult:
     step = (ended - first) / max(1, tokens - 1)
-    return Outcome(
+    return RequestResult(
         due_s=sent, sent_s=sent, first_s=first, ended_s=ended, gaps_s=[step] * (tokens - 1),
         arrivals=[(first + step * at, 1) for at in range(tokens)], input_tokens=10, output_tokens=tokens,
     )  # fmt: skip
 
 
-def summary(outcomes: list[Outcome], busy: float = 0.1, lag_ms: float = 1.0, **asked: Any) -> dict[str, Any]:
-    result = ShareOutcome(outcomes=outcomes, busy=busy, lag_ms=lag_ms, wall_s=1.0)
+def summary(outcomes: list[RequestResult], busy: float = 0.1, lag_ms: float = 1.0, **asked: Any) -> dict[str, Any]:
+    result = ShareResult(outcomes=outcomes, busy=busy, lag_ms=lag_ms, wall_s=1.0)
     return summarise(result, **{"rate": float("inf"), "max_concurrency": 0, "limits": {}, "streamed": True, **asked})
 
 

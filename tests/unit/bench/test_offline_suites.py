@@ -43,7 +43,7 @@ def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_suite_has_its_ten_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(suite, "Sizes", lambda: suite.SMALL)
+    monkeypatch.setattr(suite, "SuiteSizes", lambda: suite.SMALL)
     target = tmp_path / "rows.jsonl"
     engine = f"{__name__}:Echo"
     assert suite.main(["models/tiny", "--engine", engine, "--json", str(target), "--settings", '{"a": 1}']) == 0
@@ -56,7 +56,7 @@ def test_the_suite_has_its_ten_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(row["engine"] == engine and row["config"] == "tiny" for row in rows)
     assert rows[1]["tpot_ms"] == 1.0, "a millisecond per token, the first not counted"
     assert rows[2]["out_tok_s"] == 4000.0
-    sizes = suite.Sizes if isinstance(suite.Sizes, type) else type(suite.SMALL)
+    sizes = suite.SuiteSizes if isinstance(suite.SuiteSizes, type) else type(suite.SMALL)
     whole = sizes()
     assert (whole.decode_batches, whole.lone_prompt, whole.prompts) == ((1, 8, 64, 256), 2048, (8, 8192))
     assert (whole.mixed, whole.groups, whole.shared_prompt, whole.cached_prompt) == (512, (8, 64), 2048, 512)

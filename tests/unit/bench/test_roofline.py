@@ -12,17 +12,17 @@ from bough.bench.roofline_workloads import (
     SHAPES,
     TINY,
     TINY_SHAPES,
-    Bounds,
+    DeviceRates,
     ModelShape,
-    Rates,
     Workload,
+    WorkloadBounds,
     draw_workloads,
     floor_s,
     operations,
 )
 from bough.core.errors import ConfigError
 
-RATES = Rates(bytes_per_s=4e12, flops_per_s=7e14)
+RATES = DeviceRates(bytes_per_s=4e12, flops_per_s=7e14)
 
 
 def test_the_floor_of_a_lone_token_is_reading_the_weights() -> None:
@@ -65,7 +65,7 @@ def test_many_tokens_reach_all_experts_and_few_do_not() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_workloads_keep_to_their_bounds(shape: ModelShape) -> None:
-    drawn = draw_workloads(shape, 16, seed=5, kv_tokens=300_000, page_size=64, bounds=Bounds())
+    drawn = draw_workloads(shape, 16, seed=5, kv_tokens=300_000, page_size=64, bounds=WorkloadBounds())
     assert [w.kind for w in drawn].count("decode") == 10
     for workload in drawn:
         work = operations(shape, workload)
@@ -78,8 +78,8 @@ def test_workloads_keep_to_their_bounds(shape: ModelShape) -> None:
             assert workload.distinct_tokens < 300_000
         else:
             assert sum(workload.lengths) < 4 * 65_536
-    again = draw_workloads(shape, 16, seed=5, kv_tokens=300_000, page_size=64, bounds=Bounds())
-    other = draw_workloads(shape, 16, seed=6, kv_tokens=300_000, page_size=64, bounds=Bounds())
+    again = draw_workloads(shape, 16, seed=5, kv_tokens=300_000, page_size=64, bounds=WorkloadBounds())
+    other = draw_workloads(shape, 16, seed=6, kv_tokens=300_000, page_size=64, bounds=WorkloadBounds())
     assert drawn == again != other
     assert any(w.tree for w in drawn + other)
     assert any(w.temperature for w in drawn + other)

@@ -10,7 +10,7 @@ import pytest
 from bough.config.default_model import default_model_path
 from bough.core.sampling import GrammarKind
 from bough.grammar import Settings, Vocabulary
-from bough.grammar.backend import Automaton, Backend, make_backend
+from bough.grammar.backend import Automaton, GrammarBackend, make_backend
 from bough.grammar.matcher import TokenMatcher
 from bough.tokenizer import Tokenizer, load_tokenizer
 
@@ -24,7 +24,7 @@ def load() -> tuple[Tokenizer, Vocabulary]:
 
 
 @cache
-def backend_of(name: str, max_whitespace: int = 8) -> Backend:
+def backend_of(name: str, max_whitespace: int = 8) -> GrammarBackend:
     return make_backend(Settings(backend=name, max_whitespace=max_whitespace), load()[1].tokens)
 
 

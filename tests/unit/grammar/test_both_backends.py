@@ -12,7 +12,7 @@ import pytest
 
 from bough.core.sampling import GrammarKind
 from bough.grammar import Vocabulary
-from bough.grammar.backend import Backend
+from bough.grammar.backend import GrammarBackend
 from bough.grammar.bits import bits
 from bough.grammar.matcher import TokenMatcher, prepare
 from bough.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def test_without_the_second_the_first_does_everything(monkeypatch: pytest.Monkey
     from bough.grammar.both_backends import BothBackends
 
     monkeypatch.setitem(sys.modules, "bough.grammar.llguidance_backend", None)
-    backend: Backend = BothBackends(vocabulary.tokens, 8)
+    backend: GrammarBackend = BothBackends(vocabulary.tokens, 8)
     program = backend.translate("json_schema", json.dumps(BOUNDED))
     assert program.form == "ebnf"
     assert not backend.compile(program).matcher().is_complete()
