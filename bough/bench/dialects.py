@@ -1,4 +1,4 @@
-"""How a prompt is asked for, and how the answer's events are read, in each API that servers speak."""
+"""How a prompt is sent, and how the events of the answer are read, in each API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIASES = {
 
 @dataclass(slots=True)
 class AnswerProgress:
-    """What an answer has said so far."""
+    """The answer so far."""
 
     output_tokens: int = 0
     prompt_tokens: int = 0

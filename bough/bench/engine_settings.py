@@ -62,7 +62,7 @@ def _setting(name: str, value: str, rest: list[str]) -> dict[str, Any]:
 
 
 def _following(flag: str, rest: list[str]) -> str:
-    """The value behind a flag, taken out of `rest`."""
+    """The value after a flag; it is removed from `rest`."""
     if not rest:
         raise ConfigError(what=f"{flag} has no value", fix="write one behind it")
     return rest.pop(0)

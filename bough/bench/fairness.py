@@ -43,7 +43,7 @@ _SHAPE: Json = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 128_000, "eos_token_id": 128_001,
 }  # fmt: skip
 _PATIENCE_S = 30.0
-"""A measurement lasts longer than asked for, at most by this, if a stream got nothing meanwhile."""
+"""Maximum seconds by which a measurement is extended if a stream received nothing."""
 _SETTLE_S = 0.5
 """After the streams' first tokens, before anything is counted."""
 _SHORT_EVERY_S = 0.7
@@ -95,7 +95,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _model(settings: Json, options: argparse.Namespace) -> Iterator[Json]:
-    """The engine's settings; where no model is named, with one made for the purpose."""
+    """The engine's settings; without a model name, with a model made for this measurement."""
     base: Json = {"log_level": "warning", "skip_tokenizer_init": True, "incremental_streaming_output": True}
     if settings.get("model_path"):
         yield base | settings

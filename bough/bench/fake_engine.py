@@ -1,7 +1,7 @@
 """An engine without a model, for measuring everything around it: `python -m bough.bench.fake_engine DIRECTORY`.
 
-Takes what an engine takes and answers in its messages: a token for every live request each tick, or, if nobody reads
-along, all of them at once. The tokens are ordinary words of the vocabulary, so that detokenising costs what it costs.
+Accepts the engine's messages and answers with them: one token per live request and tick, or, if the request does not
+stream, all of them at once. The tokens are ordinary words of the vocabulary, so that detokenization has its usual cost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _IDLE_S = 0.5
 
 
 class _Answer:
-    """A request under way."""
+    """An unfinished request."""
 
     __slots__ = ("ask", "began_s", "left", "made")
 
@@ -126,7 +126,7 @@ class FakeEngine:
         self._outbox.send(Tokens(ids=[ask.id], counts=[count], tokens=pack_ids(self._words[:count]), rows={0: row}))
 
     def _tick(self, now: float) -> None:
-        """One token for everybody."""
+        """One token for every request."""
         self._steps += 1
         ids = list(self._live)
         rows: dict[int, RowOutput] = {}

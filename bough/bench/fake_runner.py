@@ -66,7 +66,7 @@ def lone_output(
     stops: Sequence[int] = (),
     min_new: int = 0,
 ) -> tuple[list[int], str]:
-    """What the oracle answers to a request that is alone, and why it ends."""
+    """The oracle's answer to a request that runs alone, and why it ends."""
     tokens = list(prompt)
     for count in range(1, limit + 1):
         token = pick(prefix_hash(np.array(tokens, np.int64)), vocab_size)
@@ -214,7 +214,8 @@ class OracleRunner:
         return hashes
 
     def _context(self, step: Step, row: int, slot: int, fresh: set[int]) -> int:
-        """KV tokens of a row before the step: of decode rows the device's own number, which the step has a bound of."""
+        """KV tokens of a row before the step: for decode rows the device's number, of which the step has only an upper
+        bound."""
         given, own = int(step.context[row]), int(self._length[slot])
         if row >= step.num_decodes:
             if slot not in fresh and given != own:

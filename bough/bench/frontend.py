@@ -1,4 +1,5 @@
-"""The front end alone, on an engine that costs nothing: requests a second, streamed tokens a second.
+"""The API workers and the detokenizer alone, with an engine that computes nothing: requests per second, streamed tokens
+per second.
 
     bough bench frontend --seconds 5
 
@@ -149,7 +150,8 @@ class Tally:
 
 
 async def load(url: str, path: str, body: bytes, *, clients: int, seconds: float) -> tuple[Tally, float]:
-    """So many clients, each sending one request after the other for so long. Returns the tally and the time taken."""
+    """Runs `clients` clients that send one request after the other for `seconds`. Returns the counts and the time
+    taken."""
     tally = Tally()
     client = StreamingClient(url)
     give_up = time.monotonic() + seconds

@@ -127,7 +127,7 @@ def batch(prompts: int, length: int, device_ms: float, spin_ms: float) -> Json:
 
 
 class _Clocked:
-    """An engine on a clock, for the length of a `with`; its times are there afterwards."""
+    """An engine with a simulated device, for the duration of a `with`; its times are available afterwards."""
 
     def __init__(self, device_ms: float, spin_ms: float) -> None:
         self._directory = tempfile.TemporaryDirectory()

@@ -1,9 +1,9 @@
-"""A real engine loop on a device that is only a clock, with the time of each hop: for `bough bench hops`.
+"""A real engine loop with a simulated device, which records the time of each hop: for `bough bench hops`.
 
     python -m bough.bench.hops_engine FILE DEVICE_MS SPIN_MS DIRECTORY
 
-Everything from the socket to the launch and back is what an engine runs; a step takes the device's time, busily waited
-for as a driver does. At the end, FILE gets the times as JSON.
+Everything from the socket to the launch and back is the real engine; a step takes DEVICE_MS, during which the host
+spins as a driver does. At the end the times are written to FILE as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The host's own work for a step: everything but the device, by phase.
+"""The host's work per step, without the device, by phase.
 
     bough bench host --rows 64 256
     bough bench host --rows 64 --model MODEL --schema strings records --device-ms 5
@@ -168,8 +168,8 @@ def measure_paced(
     schema: str,
     profile: cProfile.Profile | None = None,
 ) -> dict[str, float]:
-    """`measure` beside a device that takes its time: how long it was idle a step (`idle_us`), and how long it took from
-    the arrival of tokens to the queueing of the sampling under the masks that follow from them (`chain_us`)."""
+    """`measure` with a simulated device: how long it was idle per step (`idle_us`), and the time from the arrival of
+    tokens to the queueing of the sampling with the masks that depend on them (`chain_us`)."""
     made: list[PacedRunner] = []
 
     def make_runner(limits: RunnerLimits) -> Runner:

@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.answered = True
         if self._parser is None:
-            self.close()  # nobody asked
+            self.close()  # an answer without a request
             return
         try:
             self._parser.feed_data(data)
@@ -129,7 +129,7 @@ class StreamingClient:
             return status
 
     async def call(self, method: str, path: str, fields: object = None) -> Any:
-        """One exchange of JSON. Raises `Unavailable` if nobody answers, `BoughError` if the answer is an error."""
+        """One exchange of JSON. Raises `Unavailable` if there is no answer, `BoughError` if the answer is an error."""
         pieces: list[bytes] = []
         body = b"" if fields is None else msgspec.json.encode(fields)
         try:

@@ -40,7 +40,7 @@ from bough.kernels.sampling import argmax, reference as sampling_reference, samp
 from bough.kernels.step_start import SlotState, reference as start_reference, start_step
 
 BANDWIDTH = 4.2e12
-"""Bytes a second an H200 reads; floors are relative to it."""
+"""Bytes per second that an H200 reads; minimum times are computed with it."""
 MATRIX_RATE = 8.0e14
 _COLD = 192 << 20
 

@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 class LangWorkload(Protocol):
-    """One of the programs, on whichever side."""
+    """One of the programs, for either side."""
 
     def __call__(self, side: Side, texts: Texts, sizes: LangSizes) -> list[str]: ...
 
@@ -49,14 +49,14 @@ WORK: dict[str, LangWorkload] = {
     "few-shot": lambda side, texts, sizes: side.few_shot(texts, sizes),
 }
 MIN_PREFILL_RATIO = {**dict.fromkeys(WORK, 2.0), "few-shot": 0.95}
-"""Prompt tokens that the plain client computes for one of the language's. Requests that arrive together and begin alike
-share their beginning on the server, whoever sends them: in `few-shot` there is nothing more to save."""
+"""Minimum ratio of the prompt tokens that the plain client and the language have computed. The server shares a common
+prefix of requests that arrive together for any client: in `few-shot` there is nothing more to save."""
 NOISE = 0.05
-"""How much slower a turn may look than it is."""
+"""Relative measurement error of a turn."""
 
 
 class Server:
-    """What is asked of the server beside generating: emptying its cache, and counting what it computed."""
+    """The server's other calls: emptying its cache, and reading how much it computed."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url

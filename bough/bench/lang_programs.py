@@ -54,7 +54,7 @@ class LangSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """What is asked, the same on both sides."""
+    """The texts of all requests, the same for both sides."""
 
     contexts: list[str]
     tips: list[str]

@@ -40,7 +40,8 @@ class BenchRequest(Struct):
 
 
 class RequestResult(Struct):
-    """How a request went. Times count from the run's start; `gaps_s` are those between tokens after the first."""
+    """The result of a request. Times are relative to the start of the run; `gaps_s` are those between tokens after the
+    first."""
 
     due_s: float
     sent_s: float = 0.0
@@ -69,7 +70,7 @@ class ClientShare(Struct):
 
 
 class ShareResult(Struct):
-    """What one client process has to tell. `busy`: its CPU seconds a second; `lag_ms`: how late its timers fired."""
+    """The results of one client process. `busy`: its CPU seconds per second; `lag_ms`: how late its timers fired."""
 
     outcomes: list[RequestResult]
     busy: float
@@ -78,7 +79,7 @@ class ShareResult(Struct):
 
 
 def arrivals(count: int, rate: float, kind: str, seed: int) -> list[float]:
-    """When each request is due. `rate` a second (infinite: all at once), `kind` is poisson or fixed."""
+    """When each request is due. `rate` per second (infinite: all at once), `kind` is poisson or fixed."""
     if math.isinf(rate):
         return [0.0] * count
     if kind == "fixed":
@@ -208,7 +209,7 @@ def drive(share: ClientShare, processes: int = 1) -> ShareResult:
 
 
 class _Child:
-    """A client process. It says `ready` when it has its share, and is told when to begin."""
+    """A client process. It reports `ready` when it has its share, and then waits for the start signal."""
 
     def __init__(self, share: ClientShare) -> None:
         command = [sys.executable, "-m", "bough.bench.load"]

@@ -20,7 +20,7 @@ from bough.engine_api import Engine
 Prompts = list[list[int]]
 
 _VOCAB = 32_000
-"""Ids are drawn below this, whatever the model's own vocabulary."""
+"""Token ids are drawn below this, for every model, so that all get the same prompts."""
 
 
 class OfflineEngine(Protocol):
@@ -126,7 +126,7 @@ ENGINES: dict[str, Callable[..., OfflineEngine]] = {"bough": BoughOffline, "vllm
 
 
 def open_engine(name: str, model: str, settings: dict[str, Any]) -> OfflineEngine:
-    """Starts the engine of that name. Raises `ConfigError` if there is none, or if it is not installed."""
+    """Starts the engine of that name. Raises `ConfigError` if it is unknown or not installed."""
     if ":" not in name and name not in ENGINES:
         raise ConfigError(what=f"there is no engine {name!r}", why=f"there are: {', '.join(ENGINES)}, module:factory")
     try:
@@ -149,7 +149,7 @@ _GREEDY: Mapping[str, float] = {}
 
 
 class Timer:
-    """Times an engine's answers. Every answer must have as many tokens as were asked for."""
+    """Times an engine's answers. Every answer must have exactly the requested number of tokens."""
 
     def __init__(self, engine: OfflineEngine, repeats: int) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""What is asked: prompts with lengths, made at random, read from files, or grouped by shared beginnings."""
+"""The prompts and their lengths: random, read from files, or in groups with a shared prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bough.tokenizer import Tokenizer
 DATASETS = ("random", "random-ids", "sharegpt", "shared-prefix", "custom")
 _DATASET_ALIASES = {"generated-shared-prefix": "shared-prefix", "random_ids": "random-ids"}
 _TOKENS_PER_WORD = 1.3
-"""Without a tokenizer, how many tokens a word of somebody's text is taken for."""
+"""Assumed tokens per word of a text if there is no tokenizer."""
 _SHORT = 4
 
 

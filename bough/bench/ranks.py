@@ -1,9 +1,9 @@
-"""What several ranks on one machine cost: rank 0's time to hand a step to the others, and the collectives by size.
+"""The cost of several ranks on one machine: rank 0's time to send a step to the others, and the collectives by size.
 
     bough bench ranks --ranks 8 --rows 256        # the hand-over of decode steps, through the ring and through sockets
     bough bench ranks --ranks 2 --collectives     # all-reduce in shared memory and over gloo
 
-Processes beside rank 0 only read steps, or only take part in collectives: no model is needed.
+The other processes only read steps, or only take part in collectives: no model is needed.
 """
 
 from __future__ import annotations

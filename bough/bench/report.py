@@ -29,7 +29,7 @@ _LATE_MS = 25.0
 _KEPT_UP = 0.95
 """Share of the offered rate that a server which keeps up reaches at least, between its first and its last answer."""
 _SPANS = 2.0
-"""Arrivals must go on for this many times as long as a request takes, or the run says nothing about a steady state."""
+"""Arrivals must last this many times as long as a request takes; otherwise the run does not show a steady state."""
 _SLOWED = 1.5
 """How much longer late requests take than early ones if a queue grows."""
 _FULL = 0.9
@@ -94,7 +94,7 @@ def summarise(
 
 
 def latencies_ms(done: Sequence[RequestResult]) -> dict[str, list[float]]:
-    """Milliseconds by kind: one a request, and for `itl` one a token after the first."""
+    """Milliseconds by kind: one per request, and for `itl` one per token after the first."""
     return {
         "ttft": [1000 * (each.first_s - each.sent_s) for each in done if each.first_s],
         "tpot": [1000 * _tpot_s(each) for each in done if each.output_tokens > 1 and each.first_s],
@@ -159,7 +159,7 @@ def _peak(done: Sequence[RequestResult]) -> float:
 
 
 def in_flight(outcomes: Sequence[RequestResult]) -> tuple[list[float], list[int]]:
-    """When the number of requests under way changed, and to what."""
+    """The times at which the number of requests in flight changed, and the numbers."""
     changes = [(each.sent_s, 1) for each in outcomes] + [(each.ended_s, -1) for each in outcomes]
     times, counts, now = [], [], 0
     for at_s, change in sorted(changes):
@@ -253,7 +253,7 @@ def _peak_told(facts: Json) -> str:
 
 
 def histogram(outcomes: Sequence[RequestResult], buckets: int = 8) -> str:
-    """How long how many requests were under way."""
+    """Histogram of the number of requests in flight over time."""
     times, counts = in_flight(outcomes)
     most = max(counts, default=0)
     if not most:
@@ -282,7 +282,7 @@ def confidence(values: Sequence[float]) -> tuple[float, float]:
 
 
 def need_matplotlib() -> None:
-    """Raises `ConfigError` if there is none."""
+    """Raises `ConfigError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             what="--plot needs matplotlib", why="it is not installed", fix="pip install matplotlib, or leave out --plot"
@@ -290,7 +290,7 @@ def need_matplotlib() -> None:
 
 
 def plot(outcomes: Sequence[RequestResult], path: str, title: str) -> None:
-    """Writes a PNG: latencies as distributions, requests in flight and output tokens a second over time."""
+    """Writes a PNG: latencies as distributions, requests in flight and output tokens per second over time."""
     need_matplotlib()
     import matplotlib
 

@@ -236,7 +236,7 @@ class _Run:
         return engine.timed_turns(count)
 
     def _prefill(self) -> float:
-        """Of the later rounds: in the first ones of a shape, memory is asked for and launches are prepared."""
+        """Time of the later rounds: in the first rounds of a shape, memory is allocated and launches are prepared."""
         engine = self._engine
         took: list[float] = []
         while len(took) < 2 or (sum(took) < 2.5 * self._measured_s and len(took) < _MOST_ROUNDS):

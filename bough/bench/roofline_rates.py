@@ -1,4 +1,5 @@
-"""What a device can do, by code that does not change: bytes read and matrix products a second; and its clock and power."""
+"""What a device can do, measured by code that does not change: bytes read and matrix products per second; and its clock
+and power."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def measure_rates(device: torch.device) -> DeviceRates:
 
 
 def _bandwidth(count: int, device: torch.device) -> float:
-    """Bytes a second of a sum over `count` numbers."""
+    """Bytes per second of a sum over `count` numbers."""
     numbers = torch.randn(count, dtype=torch.bfloat16, device=device)
     return numbers.nbytes / _shortest(lambda: numbers.sum(dtype=torch.float32), device)
 
@@ -67,7 +68,7 @@ _ASKED = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
 def device_state(device: torch.device) -> dict[str, float]:
-    """Clock in MHz, power in watts, temperature in degrees; empty where nobody knows."""
+    """Clock in MHz, power in watts, temperature in degrees; empty if not known."""
     program = shutil.which("nvidia-smi")
     if device.type != "cuda" or program is None:
         return {}

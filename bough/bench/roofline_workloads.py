@@ -139,7 +139,7 @@ class Workload:
 
     @property
     def shared_tokens(self) -> int:
-        """KV tokens of a row that others have, too."""
+        """KV tokens of a row that it shares with others."""
         return sum(tokens for _, tokens in self.tree)
 
     @property
@@ -151,7 +151,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """What one operation of a step has to do."""
+    """Bytes and FLOPs of one operation of a step."""
 
     name: str
     num_bytes: float
@@ -191,7 +191,7 @@ def operations(shape: ModelShape, workload: Workload) -> list[OperationCost]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What the device was measured to do."""
+    """Measured rates of the device."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -1,4 +1,5 @@
-"""Load on a running server: requests and tokens a second, latencies, goodput, and whether client or server was the limit.
+"""Load on a running server: requests and tokens per second, latencies, goodput, and whether the client or the server
+was the limit.
 
     bough bench serve --base-url http://127.0.0.1:30000 --num-prompts 200 --request-rate 8
 
@@ -160,9 +161,8 @@ def warm_up(base_url: str, headers: dict[str, str], dialect: Dialect, prompts: l
 
 
 async def ask_server(base_url: str, headers: dict[str, str], options: argparse.Namespace) -> Json:
-    """What the server says of its model: `name`, `tokenizer_path`, `vocab_size`, as far as it does.
-
-    Raises `Unavailable` if nobody answers at all.
+    """What the server reports about its model: `name`, `tokenizer_path`, `vocab_size`, as far as it does. Raises
+    `Unavailable` if there is no answer.
     """
     client = StreamingClient(base_url, headers)
     known: Json = {}

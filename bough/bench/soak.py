@@ -1,4 +1,4 @@
-"""Mixed traffic for minutes, and what it leaves behind: memory a request, open files, threads, pages.
+"""Mixed traffic for minutes, and what remains afterwards: memory per request, open files, threads, pages.
 
     bough bench soak --minutes 10 --check
 
@@ -204,7 +204,7 @@ def _name(process: psutil.Process) -> str:
 
 
 async def watch(parent: psutil.Process, traffic: Traffic, seconds: float) -> dict[str, Series]:
-    """Looks at every process of the server once a second."""
+    """Samples every process of the server once per second."""
     family = {"api": parent, **{_name(child): child for child in parent.children(recursive=True)}}
     family.pop("bough", None)
     series = {name: Series() for name in family}

@@ -1,8 +1,8 @@
-"""Start-up: from nothing to the first token, phase by phase.
+"""Start-up: from process start to the first token, phase by phase.
 
     bough bench startup MODEL --repeat 3
 
-The first start may find nothing in the page cache and no compiled kernels; later ones show what is left then.
+The first start may have an empty page cache and no compiled kernels; later ones show the time without these.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def start(options: argparse.Namespace) -> tuple[Timer, Callable[[dict[str, Any]], None]]:
-    """Starts the engine and tells how long it took to its first answer. Returns what times it, and what tells rows."""
+    """Starts the engine and reports the time to its first answer. Returns its timer, and the function that reports
+    rows."""
 
     def tell(row: dict[str, Any]) -> None:
         line = json.dumps({"engine": options.engine, "config": Path(options.model).name, **row})

@@ -1,4 +1,4 @@
-"""Offline throughput: how many requests and tokens a second an engine finishes when all are there from the start.
+"""Offline throughput: requests and tokens per second of an engine that has all requests from the start.
 
 bough bench throughput MODEL --num-prompts 512 --input-len 1024 --output-len 128
 """
