@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add_dataset_flags(made, default="random", num_prompts=100)
     how = made.add_argument_group("how it is asked")
     how.add_argument("--request-rate", type=_rate, default=math.inf, metavar="X",
-                     help="requests a second, or inf: all at once (default)")  # fmt: skip
+                     help="requests per second, or inf: all at once (default)")  # fmt: skip
     how.add_argument("--arrival", choices=("poisson", "fixed"), default="poisson",
                      help="how a finite rate is spread (default: poisson)")  # fmt: skip
     how.add_argument("--max-concurrency", type=int, default=0, metavar="N", help="never more at once (default: no cap)")
@@ -233,7 +233,7 @@ def _checked(options: argparse.Namespace) -> dict[str, float]:
 
 def _title(options: argparse.Namespace, base_url: str, prompts: list[BenchPrompt]) -> str:
     rate = (
-        "all at once" if math.isinf(options.request_rate) else f"{options.request_rate:g} a second ({options.arrival})"
+        "all at once" if math.isinf(options.request_rate) else f"{options.request_rate:g} per second ({options.arrival})"
     )
     cap = f", at most {options.max_concurrency} at once" if options.max_concurrency else ""
     return f"{options.backend} at {base_url}: {options.dataset_name}, {describe(prompts)}, {rate}{cap}"

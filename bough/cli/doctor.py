@@ -34,7 +34,7 @@ Verdict = Literal["OK", "WARN", "FAIL"]
 EXIT = {"OK": 0, "WARN": 1, "FAIL": 2}
 
 _NEEDED = ("torch", "numpy", "msgspec", "starlette", "uvicorn", "tokenizers", "safetensors", "gguf", "jinja2")
-_USEFUL = {"uvloop": "serves fewer requests a second", "xgrammar": "can't constrain answers to JSON or grammars"}
+_USEFUL = {"uvloop": "serves fewer requests per second", "xgrammar": "can't constrain answers to JSON or grammars"}
 
 
 @dataclass(frozen=True, slots=True)
