@@ -28,7 +28,11 @@ class GrammarSpec(Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one request. Build from client input with `check`, which enforces every range."""
+    """Sampling parameters of one request.
+
+    What a client sends is checked once: ranges by `intake.sampling.parse_sampling`, which makes this object, and token ids
+    by the intake, which knows the vocabulary.
+    """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -69,7 +73,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Raises `InvalidRequest` naming the first parameter outside its range."""
+        """Raises `InvalidRequest` naming the first parameter outside its range; with `vocab_size` also for token ids."""
         for name, value, low, high in (
             ("max_new_tokens", self.max_new_tokens, 0, None),
             ("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens),
@@ -96,9 +100,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise _bad("allowed_token_ids", "empty", "no token would be allowed")
         if vocab_size is not None:
-            self._check_ids(vocab_size)
+            self.check_ids(vocab_size)
 
-    def _check_ids(self, vocab_size: int) -> None:
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises `InvalidRequest` naming the first parameter with a token id that the vocabulary does not have."""
         for name, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),

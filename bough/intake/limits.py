@@ -114,7 +114,7 @@ class Limits:
         return msgspec.structs.replace(sampling, max_new_tokens=fits, min_new_tokens=least)
 
     def _check(self, request: Request, sampling: SamplingParams) -> None:
-        sampling.check(self._vocab_size)
+        sampling.check_ids(self._vocab_size)
         if request.logprobs is not None:
             request.logprobs.check(self._vocab_size)
         bounds.count("rid_chars", request.rid, "rid")

@@ -144,7 +144,7 @@ async def test_the_least_length_is_made_to_fit_as_well(intake: Intake, least: in
         (request([5, 2**31]), InvalidRequest, "token id 2147483648"),
         (request([5, -(2**40)]), InvalidRequest, "token id -1099511627776"),
         (request(np.array([5, 2**31], np.uint32)), InvalidRequest, "token id 2147483648"),
-        (request(temperature=-1.0), InvalidRequest, "temperature"),
+        (request(logit_bias={49_152: 1.0}), InvalidRequest, "logit_bias"),
         (request(rid="x" * 1000), InvalidRequest, "rid is too large"),
         (request(every=0), InvalidRequest, "stream_interval"),
     ],
