@@ -233,7 +233,9 @@ def _checked(options: argparse.Namespace) -> dict[str, float]:
 
 def _title(options: argparse.Namespace, base_url: str, prompts: list[BenchPrompt]) -> str:
     rate = (
-        "all at once" if math.isinf(options.request_rate) else f"{options.request_rate:g} per second ({options.arrival})"
+        "all at once"
+        if math.isinf(options.request_rate)
+        else f"{options.request_rate:g} per second ({options.arrival})"
     )
     cap = f", at most {options.max_concurrency} at once" if options.max_concurrency else ""
     return f"{options.backend} at {base_url}: {options.dataset_name}, {describe(prompts)}, {rate}{cap}"

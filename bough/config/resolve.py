@@ -184,7 +184,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     captured = SMALL_GRAPHS if captured is AUTO else captured
 
     def planned(unwatched: int, table: bool) -> MemoryPlan:
-        facts = plan_facts(
+        facts = memory_facts(
             config, machine, model, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, chunk=chunk,
             unwatched=unwatched, captured=captured if switches["cuda_graph"] else 0, packed=quantization != "none",
             backend=backend, table=table,
@@ -442,7 +442,7 @@ def switch_offs(config: Config, machine: MachineFacts, backend: str) -> dict[str
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def plan_facts(
+def memory_facts(
     config: Config,
     machine: MachineFacts,
     model: ModelPlanFacts,

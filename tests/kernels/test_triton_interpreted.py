@@ -22,6 +22,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.timeout(900)  # an interpreter is slow, more so on a busy machine
 @pytest.mark.parametrize("ops", [",".join(GROUPS[:3]), ",".join(GROUPS[3:])])
 def test_agree_with_their_references(ops: str) -> None:
     """Every kernel, each shape, dtype and option at least once."""
@@ -29,7 +30,7 @@ def test_agree_with_their_references(ops: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # an interpreter is slow, more so on a busy machine
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ops", GROUPS)
 def test_agree_in_every_combination(ops: str) -> None:
     agree(ops)

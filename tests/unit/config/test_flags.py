@@ -27,7 +27,7 @@ def test_every_field_is_a_setting_with_help() -> None:
 
 def test_help_is_the_field_docstring() -> None:
     assert flags.settings()["page_size"].help == "Tokens per KV page."
-    assert flags.groups()["cache"] == "KV memory and the prefix tree."
+    assert flags.groups()["cache"] == "The KV cache and the prefix tree."
 
 
 def test_aliases_lead_to_settings_and_hide_none() -> None:

@@ -73,9 +73,9 @@ def test_it_is_busy_only_within_its_time(
         began_s = time.thread_time()
         selector.select(0.3)
         spent_s.append(time.thread_time() - began_s)
-    assert spent_s[0] < 0.05
-    assert 0.02 < spent_s[1] < 0.2
-    assert spent_s[2] < 0.05
+    asleep_s = max(spent_s[0], spent_s[2])
+    assert asleep_s < 0.05
+    assert 4 * asleep_s < spent_s[1] < 0.2  # a busy machine gives it less of a processor than it would take
     selector.close()
 
 

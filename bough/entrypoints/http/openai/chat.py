@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -32,10 +34,11 @@ from bough.entrypoints.http.replies import EventReply, client_of, json_reply, pl
 from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed, chat_opens
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events
-from bough.intake import Request, parse_sampling
+from bough.intake import Request
 from bough.intake.names import random_name
 from bough.intake.prepare import not_generative
 from bough.intake.request import priority_of
+from bough.intake.sampling import GivenSampling, settled
 from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate
 
@@ -81,9 +84,9 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
     prompt = asked.input_ids if asked.input_ids is not None else render(asked, served, offered)
     given = native_sampling(asked, _max_new_tokens(asked))
     if offered.structural_tag:
-        offered = _add_tool_constraint(given, offered)
-    sampling = parse_sampling(given, served.sampling_defaults)
-    by_tools = bool(offered.structural_tag) and given.get("structural_tag") == offered.structural_tag
+        given, offered = _with_tool_constraint(given, offered)
+    sampling = settled(given, served.sampling_defaults)
+    by_tools = bool(offered.structural_tag) and given.constraints.get("structural_tag") == offered.structural_tag
     params = with_origin(sampling.params, asked, tools=by_tools)
     reasoning = served.reasoning_parser if asked.separate_reasoning is not False else None
     budget = budget_of(asked.thinking_budget, asked.thinking_token_budget)
@@ -95,7 +98,7 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
         prompt=prompt,
         add_special_tokens=bool(asked.add_special_tokens),
         sampling=after_reasoning(params) if reasons else params,
-        room="exact" if "max_new_tokens" in given else "fill",
+        room="fill" if given.max_new_tokens is UNSET else "exact",
         bad_words=sampling.bad_words,
         rid=asked.rid or "",
         stream=bool(asked.stream),
@@ -235,16 +238,15 @@ def _logprobs(asked: ChatRequest) -> LogprobSpec | None:
     return LogprobSpec(top=top, processed=bool(asked.processed_logprobs))
 
 
-def _add_tool_constraint(sampling: dict[str, Any], offered: Offer) -> Offer:
-    """Holds the answer to the calls offered. Another constraint wins over calls that are only allowed; calls that are forced
-    win over it, as with OpenAI, and the offer that is returned says so."""
-    constrained = [name for name in ("json_schema", "regex", "ebnf", "structural_tag", "choice") if name in sampling]
-    if constrained and not offered.forced:
-        return offered
-    for name in constrained:
-        del sampling[name]
-    sampling["structural_tag"] = offered.structural_tag
-    return dataclasses.replace(offered, ignored=("response_format", *offered.ignored)) if constrained else offered
+def _with_tool_constraint(given: GivenSampling, offered: Offer) -> tuple[GivenSampling, Offer]:
+    """The parameters with the answer constrained to the offered calls. Another constraint takes precedence over calls that
+    are only allowed; forced calls take precedence over it, as with OpenAI, and the returned offer says so."""
+    if given.constraints and not offered.forced:
+        return given, offered
+    constrained = msgspec.structs.replace(given, constraints={"structural_tag": offered.structural_tag})
+    if given.constraints:
+        offered = dataclasses.replace(offered, ignored=("response_format", *offered.ignored))
+    return constrained, offered
 
 
 def make_form(

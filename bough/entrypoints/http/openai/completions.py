@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, cast
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -29,10 +30,11 @@ from bough.entrypoints.http.replies import EventReply, client_of, json_reply, pl
 from bough.entrypoints.reasoning import budget_of, with_reasoning
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
-from bough.intake import Request, parse_sampling
+from bough.intake import Request
 from bough.intake.gate import num_tokens
 from bough.intake.names import random_name
 from bough.intake.request import priority_of
+from bough.intake.sampling import settled
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this route."""
@@ -95,9 +97,8 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
             fix="send a positive number",
             param="max_tokens",
         )
-    given = native_sampling(asked, max_new)
-    given["n"] = candidates
-    sampling = parse_sampling(given, service.served.sampling_defaults)
+    given = msgspec.structs.replace(native_sampling(asked, max_new), n=candidates)
+    sampling = settled(given, service.served.sampling_defaults)
     common: dict[str, Any] = {
         "sampling": with_origin(sampling.params, asked, tools=False),
         "bad_words": sampling.bad_words,

@@ -6,52 +6,55 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.http.openai.schema import Common, StructuredOutputs
 from bough.intake import ANY_JSON
+from bough.intake.sampling import Constraint, GivenSampling, Source, biased_id
 
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "stop",
-    "stop_token_ids", "stop_regex", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
-    "allowed_token_ids", "bad_words", "regex", "ebnf", "custom_params", "logit_processor", "beam_width", "n",
-)  # fmt: skip
 _ORIGINS = (
     "structural_tag", "json_schema", "structured_outputs", "guided_json", "guided_choice", "guided_regex",
     "guided_grammar", "regex", "ebnf",
 )  # fmt: skip
 """Fields of constraints: where several say the same, an error names the first of them, or `response_format`."""
-_RENAMED = (("min_tokens", "min_new_tokens"), ("seed", "sampling_seed"), ("no_stop_trim", "no_stop_trim"))
 
 
-def native_sampling(body: Common, max_new_tokens: int | None) -> dict[str, Any]:
-    """The body's sampling parameters as a native dict. Raises `InvalidRequest` for contradictions and sizes."""
-    given: dict[str, Any] = {}
-    for name in _SAME:
-        value = getattr(body, name)
-        if value is not None:
-            given[name] = value
-    for theirs, ours in _RENAMED:
-        value = getattr(body, theirs)
-        if value is not None:
-            given[ours] = value
-    if body.include_stop_str_in_output is not None:
-        given["no_stop_trim"] = body.include_stop_str_in_output
-    if max_new_tokens is not None:
-        given["max_new_tokens"] = max_new_tokens
-    for param, kind, source in _constraints(body):
-        if given.get(kind) in (None, ""):
-            given[kind] = source
-        elif source not in ("", given[kind]):
-            raise InvalidRequest(
-                what=f"{param} and another field ask for different constraints of one kind",
-                why="an answer follows one constraint at a time",
-                fix=f"send {param} or the other, not both",
-                param=param,
-            )
-    return given
+def native_sampling(body: Common, max_new_tokens: int | None) -> GivenSampling:
+    """The body's sampling parameters by their native names. Raises `InvalidRequest` for contradictions and sizes."""
+    bias = body.logit_bias
+    if bias is not None:
+        bounds.count("logit_bias", bias, "logit_bias")
+    trim = body.include_stop_str_in_output
+    return GivenSampling(
+        max_new_tokens=UNSET if max_new_tokens is None else max_new_tokens,
+        min_new_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        sampling_seed=body.seed,
+        n=body.n,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        stop_regex=body.stop_regex,
+        ignore_eos=body.ignore_eos,
+        skip_special_tokens=body.skip_special_tokens,
+        spaces_between_special_tokens=body.spaces_between_special_tokens,
+        no_stop_trim=body.no_stop_trim if trim is None else trim,
+        logit_bias=None if bias is None else {biased_id("logit_bias", token): each for token, each in bias.items()},
+        allowed_token_ids=body.allowed_token_ids,
+        logit_processor=body.logit_processor,
+        custom_params=body.custom_params,
+        beam_width=body.beam_width,
+        bad_words=body.bad_words,
+        constraints=_constraints(body),
+    )
 
 
 def with_origin(sampling: SamplingParams, body: Common, *, tools: bool) -> SamplingParams:
@@ -67,9 +70,25 @@ def with_origin(sampling: SamplingParams, body: Common, *, tools: bool) -> Sampl
     return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, param=param))
 
 
-def _constraints(body: Common) -> Iterator[tuple[str, str, Any]]:
-    """What the body asks for beside its native fields: the field, the kind of native constraint, and its source. Among them
-    vLLM's names, the older ones and `structured_outputs`."""
+def _constraints(body: Common) -> dict[Constraint, Source]:
+    """The body's constraints by their native names. Raises `InvalidRequest` if two of one kind differ."""
+    given: dict[Constraint, Source] = {}
+    for param, kind, source in _asked(body):
+        if given.get(kind, "") == "":
+            given[kind] = source
+        elif source not in ("", given[kind]):
+            raise InvalidRequest(
+                what=f"{param} and another field ask for different constraints of one kind",
+                why="an answer follows one constraint at a time",
+                fix=f"send {param} or the other, not both",
+                param=param,
+            )
+    return given
+
+
+def _asked(body: Common) -> Iterator[tuple[str, Constraint, Source]]:
+    """The fields of the body that are constraints: the field, the native constraint, and its source. vLLM's names, older
+    ones and `structured_outputs` are among them."""
     asked = body.structured_outputs or StructuredOutputs()
     if body.structured_outputs is not None and asked == StructuredOutputs():
         raise InvalidRequest(
@@ -78,7 +97,9 @@ def _constraints(body: Common) -> Iterator[tuple[str, str, Any]]:
             fix="send one of json, json_object, regex, choice, grammar and structural_tag in it, or leave it out",
             param="structured_outputs",
         )
-    for param, kind, value in (
+    fields: tuple[tuple[str, Constraint, Source | None], ...] = (
+        ("regex", "regex", body.regex),
+        ("ebnf", "ebnf", body.ebnf),
         ("guided_json", "json_schema", body.guided_json),
         ("guided_choice", "choice", body.guided_choice),
         ("guided_regex", "regex", body.guided_regex),
@@ -91,7 +112,8 @@ def _constraints(body: Common) -> Iterator[tuple[str, str, Any]]:
         ("structured_outputs", "ebnf", asked.grammar),
         ("json_schema", "json_schema", body.json_schema),
         ("structural_tag", "structural_tag", body.structural_tag),
-    ):
+    )
+    for param, kind, value in fields:
         if value is not None:
             yield param, kind, _source(value) if isinstance(value, dict) else value
     if body.response_format is not None:
@@ -99,7 +121,7 @@ def _constraints(body: Common) -> Iterator[tuple[str, str, Any]]:
             yield "response_format", kind, source
 
 
-def constraint(response_format: dict[str, Any]) -> dict[str, str]:
+def constraint(response_format: dict[str, Any]) -> dict[Constraint, str]:
     """What `response_format` asks for, as a native constraint; empty for plain text."""
     match response_format.get("type"):
         case "text":
