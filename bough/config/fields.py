@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeVar
 
 from bough.core.errors import ConfigError, UnsupportedModel
@@ -38,6 +38,13 @@ class Fields:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         raise _senseless(key, value, "a positive whole number")
+
+    def size(self, *keys: str, default: int | None = None) -> int:
+        """A whole number from 0 on. Raises `ConfigError`; without a default also where it is missing."""
+        found = self._find(keys)
+        if found is not None and found[1] == 0 and not isinstance(found[1], bool | float):
+            return 0
+        return self.count(*keys, default=default)
 
     def number(self, *keys: str, default: float | None = None) -> float:
         """A number. Raises `ConfigError` if it is not, or if it is missing and there is no default."""
@@ -75,6 +82,33 @@ class Fields:
         if length is not None and len(value) < length:
             raise ConfigError(what=f"the model's config has {len(value)} {key} for {length} layers", fix=_FIX)
         return tuple(value)
+
+    def counts(self, key: str, length: int) -> list[int] | None:
+        """The first `length` of a list of positive whole numbers, one a layer; None: there is none. Raises `ConfigError`."""
+        value = self.numbers(key, length)
+        if value is None:
+            return None
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in value):
+            raise _senseless(key, self.any(key), "a list of positive whole numbers")
+        return [int(each) for each in value[:length]]
+
+    def words(self, key: str, known: Collection[str], length: int) -> list[str] | None:
+        """The first `length` of a list of words, one a layer; None: there is none. Raises `ConfigError` for anything else,
+        `UnsupportedModel` for words that are not `known`."""
+        value = self.any(key)
+        if not value:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            raise _senseless(key, value, "a list of words")
+        if len(value) < length:
+            raise ConfigError(what=f"the model's config has {len(value)} {key} for {length} layers", fix=_FIX)
+        unknown = sorted(set(value) - set(known))
+        if unknown:
+            raise UnsupportedModel(
+                what=f"the model's {key} can't be served",
+                why=f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(known))}",
+            )
+        return list(value[:length])
 
     def inner(self, key: str) -> Fields:
         """The object below `key`; an empty one if it is missing."""

@@ -53,12 +53,24 @@ class Temperature:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputGate:
+    """What heads have read is multiplied by a product of the layer's input."""
+
+    by: Literal["sigmoid", "softplus"] = "sigmoid"
+    over: Literal["value", "head"] = "value"
+    """Each value of a head has a gate of its own, or each head has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gqa:
     """Attention in which groups of heads share keys and values."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of a head's query and key..."""
+    v_dim: int | None = None
+    """...and of its value; None: the same."""
     scale: float
     """Multiplies the scores."""
     window: int | None = None
@@ -83,21 +95,30 @@ class Gqa:
     clip: float | None = None
     """Queries, keys and values are clamped to -clip .. clip, after heads are normed."""
     temperature: Temperature | None = None
+    gate: OutputGate | None = None
+    value_scale: float | None = None
+    """Multiplies values."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim if self.v_dim is None else self.v_dim
 
     @property
     def kv_values(self) -> int:
         """Values that a token leaves in the KV cache."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def projected(self) -> int:
         """Values of a token's queries, keys and values together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.num_heads * self.head_dim + self.kv_values
 
     def num_parameters(self, hidden: int) -> int:
-        heads = self.num_heads * self.head_dim
+        read = self.num_heads * self.value_dim
         biases = (self.projected if self.qkv_bias else 0) + (hidden if self.out_bias else 0)
-        return hidden * (self.projected + heads) + biases + self._norm_parameters()
+        gate = 0 if self.gate is None else hidden * (read if self.gate.over == "value" else self.num_heads)
+        return hidden * (self.projected + read) + gate + biases + self._norm_parameters()
 
     def _norm_parameters(self) -> int:
         norms, sinks = self.head_norms, self.num_heads if self.sinks else 0
@@ -135,6 +156,7 @@ class Mla:
     """None: the shared key is as it is."""
     bias: bool = False
     """Of the projections down to latents and of the last one."""
+    temperature: Temperature | None = None
 
     causal: ClassVar[bool] = True
     num_kv_heads: ClassVar[int] = 1
@@ -218,6 +240,8 @@ class Scored:
     """Weights are divided by their sum, or by this if it is larger."""
     margin: float = 0.0
     """Of "sparsemixer": how close, relative to the score."""
+    softcap: float | None = None
+    """Logits l become softcap * tanh(l / softcap) first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +259,8 @@ class Moe:
     """Width inside the expert that sees every token; 0: there is none."""
     shared_gated: bool = True
     """Whether that one is weighed by a gate of its own."""
+    shared_scale: float = 1.0
+    """Multiplies what that one gives."""
     scored: Scored | None = None
     """None: a softmax over all experts gives their weights, and the largest are chosen."""
     scale: float = 1.0

@@ -24,7 +24,7 @@ from bough.config.model_facts import (
     Scored,
 )
 from bough.config.rope_facts import RopeFacts, rope_facts
-from bough.core.errors import ConfigError, UnsupportedModel
+from bough.core.errors import ConfigError
 
 ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
@@ -160,17 +160,7 @@ def windows(
 
 def checked_layer_types(fields: Fields, known: Sequence[str]) -> list[str] | None:
     """The config's `layer_types`; None: it has none. Raises `UnsupportedModel` for kinds that are not `known`."""
-    kinds = fields.any("layer_types")
-    if not kinds:
-        return None
-    unknown = sorted({str(kind) for kind in kinds} - set(known))
-    count = num_layers(fields)
-    if unknown or len(kinds) < count:
-        raise UnsupportedModel(
-            what="the model's layer_types can't be served",
-            why=f"unknown: {', '.join(unknown)}" if unknown else f"{len(kinds)} for {count} layers",
-        )
-    return list(kinds[:count])
+    return fields.words("layer_types", known, num_layers(fields))
 
 
 def every_layer(_layer: int) -> bool:
@@ -196,6 +186,11 @@ def ropes_by_window(
     return tuple(wide if window is None else local for window in windows)
 
 
+def only_in_windows(ropes: Ropes, windows: Windows) -> Ropes:
+    """The same, without rotation in layers that see everything."""
+    return tuple(None if window is None else rope for rope, window in zip(ropes, windows, strict=True))
+
+
 def dense(fields: Fields, *, activation_key: str = "hidden_act", default: str = "silu", **extra: Any) -> Dense:
     """The feed-forward block of dense layers. `default`: the activation where the config names none. `extra`: further
     fields of `Dense`."""
@@ -219,17 +214,20 @@ def moe(fields: Fields, *count_keys: str, renormalise: bool, **extra: Any) -> Mo
 
 def dense_first(fields: Fields, experts: Moe, default: int = 0) -> list[FeedForward]:
     """Dense in the first `first_k_dense_replace` layers, experts in the others."""
-    first = fields.any("first_k_dense_replace")
-    first = default if first is None else int(first)
-    kinds = fields.any("mlp_layer_types")
-    layers = range(num_layers(fields))
-    sparse = [kinds[layer] == "sparse" if kinds else layer >= first for layer in layers]
-    return [experts if each else dense(fields) for each in sparse]
+    return [experts if each else dense(fields) for each in sparse_layers(fields, default)]
+
+
+def sparse_layers(fields: Fields, default: int = 0) -> list[bool]:
+    """By layer: whether it has experts. Those of `mlp_layer_types`, or all but the first `first_k_dense_replace`."""
+    count = num_layers(fields)
+    kinds = fields.words("mlp_layer_types", ("dense", "sparse"), count)
+    first = fields.size("first_k_dense_replace", default=default)
+    return [kinds[layer] == "sparse" if kinds else layer >= first for layer in range(count)]
 
 
 def grouped_sigmoid(fields: Fields, **extra: Any) -> Moe:
     """DeepSeek V3's experts: scores by a sigmoid, a bias that only chooses, groups, and shared experts without a gate."""
-    shared = fields.any("n_shared_experts") or 0
+    shared = fields.size("n_shared_experts", default=0)
     scored = Scored(
         bias="flat",
         groups=fields.count("n_group", default=1),
@@ -239,7 +237,7 @@ def grouped_sigmoid(fields: Fields, **extra: Any) -> Moe:
         "renormalise": fields.flag("norm_topk_prob", default=True),
         "scored": scored,
         "scale": fields.number("routed_scaling_factor", default=1.0),
-        "shared_intermediate": int(shared) * fields.count("moe_intermediate_size"),
+        "shared_intermediate": shared * fields.count("moe_intermediate_size"),
         "shared_gated": False,
     }
     return moe(fields, "n_routed_experts", "num_local_experts", "num_experts", **{**made, **extra})

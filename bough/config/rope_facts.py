@@ -45,6 +45,8 @@ class RopeFacts:
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
     """Neighbouring values of a head make a pair, (2i, 2i + 1); otherwise one of each half, (i, i + rotary_dim / 2)."""
+    backwards: bool = False
+    """Pairs turn the other way."""
 
     @property
     def max_context(self) -> int:
@@ -66,6 +68,7 @@ def rope_facts(
     rotary_dim: int | None = None,
     share: float = 1.0,
     interleaved: bool = False,
+    backwards: bool = False,
     alpha: bool = False,
 ) -> RopeFacts:
     """The rotation of layers of `layer_type` ("full_attention" or "sliding_attention").
@@ -109,6 +112,7 @@ def rope_facts(
         short_factor=tuple(float(value) for value in params.get("short_factor") or ()),
         long_factor=tuple(float(value) for value in params.get("long_factor") or ()),
         interleaved=interleaved,
+        backwards=backwards,
     )
     if kind == "longrope" and not len(facts.short_factor) == len(facts.long_factor) == rotary_dim // 2:
         raise ConfigError(

@@ -8,17 +8,18 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from bough.config.model_facts import Gqa, Temperature
+from bough.config.model_facts import Gqa, OutputGate, Temperature
 from bough.layers.batch import AttentionSpec, Batch, rotates
 from bough.layers.build import Build
 from bough.layers.head_norm import HeadNorm, HeadRows, make_head_norm
-from bough.layers.linear import QKVLinear, RowLinear
+from bough.layers.linear import HeadsLinear, QKVLinear, RowLinear
 from bough.layers.norm import RMSNorm
 from bough.layers.rotary import Rope
-from bough.layers.stream import Input, Normed, Product
+from bough.layers.stream import Input, Normed, Product, value_of
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -37,8 +38,29 @@ class Sinks(nn.Module):
         return {"weight": Slot((self.num_heads,), partial(_fill, self.weight, self.mine))}
 
 
+class HeadGate(nn.Module):
+    """Multiplies what this rank's heads have read by a product of the layer's input."""
+
+    def __init__(self, attention: Gqa, facts: OutputGate, hidden: int, mine: slice, build: Build) -> None:
+        super().__init__()
+        width = attention.value_dim if facts.over == "value" else 1
+        self.linear = HeadsLinear(hidden, attention.num_heads, width, mine, build)
+        self.repeats = attention.value_dim // width
+        self.squash = F.softplus if facts.by == "softplus" else torch.sigmoid
+
+    def forward(self, x: Input, read_TF: Tensor, at_L: Tensor | None) -> Tensor:
+        """[T, N * V], or [L, N * V] if what was read is that of the tokens `at_L` alone."""
+        x_TD = value_of(x)
+        if at_L is not None and len(read_TF) != len(x_TD):
+            x_TD = x_TD.index_select(0, at_L)
+        gate_TG = self.squash(self.linear(x_TD).float()).to(read_TF.dtype)
+        if self.repeats == 1:
+            return read_TF * gate_TG
+        return (read_TF.view(len(read_TF), -1, self.repeats) * gate_TG[:, :, None]).flatten(1)
+
+
 Heads = tuple[Tensor, Tensor, Tensor]
-"""Queries [T, N, H], keys [T, K, H] and values [T, K, H]."""
+"""Queries [T, N, H], keys [T, K, H] and values [T, K, V]."""
 
 
 class Attention(nn.Module):
@@ -52,7 +74,7 @@ class Attention(nn.Module):
         super().__init__()
         self.facts = facts
         heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self.qkv = QKVLinear(in_dim or hidden, *heads, build, bias=facts.qkv_bias)
+        self.qkv = QKVLinear(in_dim or hidden, *heads, build, v_dim=facts.v_dim, bias=facts.qkv_bias)
         axis = build.mesh.heads
         self.share = axis.head_share(facts.num_heads, facts.num_kv_heads)
         mine = self.share.heads
@@ -62,6 +84,7 @@ class Attention(nn.Module):
             num_heads=self.qkv.num_heads,
             num_kv_heads=self.qkv.num_kv_heads,
             head_dim=facts.head_dim,
+            v_head_dim=facts.v_dim,
             scale=facts.scale,
             window=facts.window,
             softcap=facts.softcap,
@@ -79,9 +102,15 @@ class Attention(nn.Module):
             self.k_norm = make_head_norm(norms, kv_rows, build)
         self.norms_after_rope = facts.head_norms is not None and facts.head_norms.after_rope
         self.rope = rope
-        inputs = slice(mine.start * facts.head_dim, mine.stop * facts.head_dim)
+        self.gate = None if facts.gate is None else HeadGate(facts, facts.gate, hidden, mine, build)
+        read = facts.value_dim
         self.out = RowLinear(
-            facts.num_heads * facts.head_dim, hidden, build, bias=facts.out_bias, axis=axis, inputs=inputs
+            facts.num_heads * read,
+            hidden,
+            build,
+            bias=facts.out_bias,
+            axis=axis,
+            inputs=slice(mine.start * read, mine.stop * read),
         )
         self.by_token_VO: Tensor | None = None
         """What the projection gives for each token of the vocabulary, where that is known (in the first layer)."""
@@ -97,6 +126,8 @@ class Attention(nn.Module):
             and self.spec.is_plain
             and self.facts.clip is None
             and self.facts.temperature is None
+            and self.facts.value_scale is None
+            and self.gate is None
         )
 
     def forward(self, x: Input, batch: Batch) -> Product:
@@ -111,8 +142,12 @@ class Attention(nn.Module):
         backend = batch.attention
         queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
         fuses = self.facts.temperature is None and not self.norms_after_rope
+        if self.gate is not None and isinstance(x, Normed):
+            x.now()
         heads = self._heads(x, batch, queries_at_L if fuses else None)
         attended_TF = self._attend(*heads, batch)
+        if self.gate is not None:
+            attended_TF = self.gate(x, attended_TF, queries_at_L)
         if queries_at_L is not None and isinstance(x, Normed):
             x.stream.narrow(queries_at_L)
         return attended_TF
@@ -133,6 +168,8 @@ class Attention(nn.Module):
         norms = self.kernel_norms
         if norms is None and not self.norms_after_rope:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
+        if self.facts.value_scale is not None:
+            v_TKH = v_TKH * self.facts.value_scale
         if self.facts.clip is not None:
             q_TNH, k_TKH, v_TKH = (each.clamp(-self.facts.clip, self.facts.clip) for each in (q_TNH, k_TKH, v_TKH))
         if rope is not None and rotates(backend) and not self.norms_after_rope:

@@ -34,6 +34,8 @@ class Choice(nn.Module):
 
     def forward(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int32 [T, k])."""
+        if self.scored.softcap is not None:
+            logits_TE = torch.tanh(logits_TE / self.scored.softcap) * self.scored.softcap
         if self.scored.by == "sparsemixer":
             return sparse_mixer(logits_TE, self.scored.margin)
         scores_TE = logits_TE.sigmoid() if self.scored.by == "sigmoid" else logits_TE.softmax(-1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import Mla
+from bough.layers.attention import growth
 from bough.layers.batch import AttentionSpec, Batch, rotates
 from bough.layers.build import Build
 from bough.layers.linear import HeadsLinear, ReplicatedLinear, RowLinear
@@ -63,6 +64,8 @@ class LatentAttention(nn.Module):
         x_TD = value_of(x)
         query_TP = x_TD if self.q_down is None else self.q_norm(self.q_down(x_TD))
         q_TNH = self.q_up(query_TP).view(len(x_TD), self.num_heads, self.facts.head_dim)
+        if self.facts.temperature is not None:
+            q_TNH = q_TNH * growth(self.facts.temperature, batch.positions_T)[:, None, None].to(q_TNH.dtype)
         q_TNC, q_TNE = q_TNH.split_with_sizes((self.facts.nope_dim, self.facts.rope_dim), 2)
         latent_TR, k_TE = self.kv_down(x_TD).split_with_sizes((self.facts.kv_rank, self.facts.rope_dim), 1)
         k_T1E = k_TE.unsqueeze(1)

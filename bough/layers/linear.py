@@ -126,38 +126,53 @@ class QKVLinear(_Weighted):
     """
 
     def __init__(
-        self, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, build: Build, *, bias: bool = False
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        build: Build,
+        *,
+        v_dim: int | None = None,
+        bias: bool = False,
     ) -> None:
+        """`v_dim`: V, the width of a head's value, if it is not that of its key."""
         heads, kv_heads, _ = build.mesh.heads.head_share(num_heads, num_kv_heads)
-        q_rows = slice(heads.start * head_dim, heads.stop * head_dim)
-        kv_rows = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
-        kv_shape = (num_kv_heads * head_dim, hidden)
+        v_dim = head_dim if v_dim is None else v_dim
+
+        def part(name: str, count: int, mine: slice, width: int) -> Part:
+            return Part(name, (count * width, hidden), slice(mine.start * width, mine.stop * width), ALL)
+
         super().__init__(
             (
-                Part("q", (num_heads * head_dim, hidden), q_rows, ALL),
-                Part("k", kv_shape, kv_rows, ALL),
-                Part("v", kv_shape, kv_rows, ALL),
+                part("q", num_heads, heads, head_dim),
+                part("k", num_kv_heads, kv_heads, head_dim),
+                part("v", num_kv_heads, kv_heads, v_dim),
             ),
             build,
             bias=bias,
         )
         self.head_dim = head_dim
+        self.v_dim = v_dim
         self.num_heads: int = heads.stop - heads.start
         self.num_kv_heads: int = kv_heads.stop - kv_heads.start
-        self.width = (self.num_heads + 2 * self.num_kv_heads) * head_dim
+        self.width = self.num_heads * head_dim + self.num_kv_heads * (head_dim + v_dim)
         """O: values of a token's product."""
 
     def slots(self) -> dict[str, Slot]:
-        return {name: replace(slot, head_rows=self.head_dim) for name, slot in super().slots().items()}
+        return {
+            name: replace(slot, head_rows=self.v_dim if name.startswith("v.") else self.head_dim)
+            for name, slot in super().slots().items()
+        }
 
     def forward(self, x: Input, queries_at_L: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, N, H], [T, K, H], [T, K, H]. With `queries_at_L` the queries are those of the tokens it names, [L, N, H]."""
+        """[T, N, H], [T, K, H], [T, K, V]. With `queries_at_L` the queries are those of the tokens it names, [L, N, H]."""
         if queries_at_L is not None:
             x_TD = value_of(x)
             split = self.num_heads * self.head_dim
             q_LO = self._some_rows(x_TD.index_select(0, queries_at_L), slice(0, split))
-            k_TKH, v_TKH = self._by_head(self._some_rows(x_TD, slice(split, None))).chunk(2, 1)
-            return self._by_head(q_LO), k_TKH, v_TKH
+            k_TKH, v_TKV = self._keys_and_values(self._some_rows(x_TD, slice(split, None)))
+            return self._by_head(q_LO), k_TKH, v_TKV
         if isinstance(x, Normed) and x.can_fuse and isinstance(x.norm, RMSNorm):
             return self.heads(x.fuse(partial(self._after, x.norm)))
         return self.heads(self.product(value_of(x)))
@@ -171,13 +186,22 @@ class QKVLinear(_Weighted):
         return self.matrix.forward(x_TD, self.bias)
 
     def heads(self, product_TO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, N, H], [T, K, H], [T, K, H]: views of a product."""
+        """[T, N, H], [T, K, H], [T, K, V]: views of a product."""
+        if self.v_dim != self.head_dim:
+            split = self.num_heads * self.head_dim
+            return self._by_head(product_TO[:, :split]), *self._keys_and_values(product_TO[:, split:])
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_TNH, k_TKH, v_TKH = self._by_head(product_TO).split_with_sizes(counts, 1)
         return q_TNH, k_TKH, v_TKH
 
     def _by_head(self, product_TO: Tensor) -> Tensor:
         return product_TO.view(product_TO.shape[0], -1, self.head_dim)
+
+    def _keys_and_values(self, product_TO: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, K, H], [T, K, V]: views of a product without queries."""
+        split = self.num_kv_heads * self.head_dim
+        v_TKV = product_TO[:, split:].view(product_TO.shape[0], -1, self.v_dim)
+        return self._by_head(product_TO[:, :split]), v_TKV
 
     def _some_rows(self, x_TD: Tensor, rows: slice) -> Tensor:
         return self.matrix.some_rows(x_TD, rows, None if self.bias is None else self.bias[rows])

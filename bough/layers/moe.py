@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from bough.config.model_facts import Activation, Moe
+from bough.config.model_facts import Moe
 from bough.core.errors import ConfigError
 from bough.distributed.mesh import SINGLE
 from bough.kernels.moe import Routing, topk_softmax
@@ -123,7 +123,7 @@ class MixtureOfExperts(nn.Module):
         if facts.shared_intermediate:
             gate = ReplicatedLinear(hidden, 1, replace(dense, dtype=build.dtype)) if facts.shared_gated else None
             whole = build if plan.dispatch == "none" else replace(build, mesh=SINGLE)
-            self.shared = SharedExpert(hidden, facts.shared_intermediate, facts.activation, whole, gate)
+            self.shared = SharedExpert(hidden, facts, whole, gate)
 
     def forward(self, x: Input) -> Tensor:
         """What is added to the stream. Norm, router and experts take one launch where the device has one for them."""
@@ -208,15 +208,16 @@ def _lines(table: Tensor, count: int) -> Tensor:
 class SharedExpert(nn.Module):
     """The expert that sees every token, perhaps weighed by a gate of its own. Returns this rank's share of the sum."""
 
-    def __init__(
-        self, hidden: int, intermediate: int, activation: Activation, build: Build, gate: nn.Module | None
-    ) -> None:
+    def __init__(self, hidden: int, facts: Moe, build: Build, gate: nn.Module | None) -> None:
         super().__init__()
         self.gate = gate
-        self.gate_up = GateUpLinear(hidden, intermediate, build, activation=activation)
-        self.down = RowLinear(intermediate, hidden, build, reduce=False)
+        self.scale = facts.shared_scale
+        self.gate_up = GateUpLinear(hidden, facts.shared_intermediate, build, activation=facts.activation)
+        self.down = RowLinear(facts.shared_intermediate, hidden, build, reduce=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weight_T1 = None if self.gate is None else torch.sigmoid(self.gate(x_TD))
         out_TD: Tensor = self.down(self.gate_up(x_TD)).value()
+        if self.scale != 1.0:
+            out_TD = out_TD * self.scale
         return out_TD if weight_T1 is None else weight_T1 * out_TD

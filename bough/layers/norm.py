@@ -21,13 +21,21 @@ class RMSNorm(nn.Module):
 
     fuses = True
 
-    def __init__(self, dim: int, eps: float, build: Build, *, offset: float = 0.0) -> None:
+    weight: Tensor
+
+    def __init__(self, dim: int, eps: float, build: Build, *, weight: bool = True, offset: float = 0.0) -> None:
+        """Without `weight` it is all ones."""
         super().__init__()
         self.eps = eps
         self.offset = offset
-        self.weight = _parameter(dim, build)
+        if weight:
+            self.weight = _parameter(dim, build)
+        else:
+            self.register_buffer("weight", torch.ones(dim, dtype=build.dtype, device=build.device), persistent=False)
 
     def slots(self) -> dict[str, Slot]:
+        if not isinstance(self.weight, nn.Parameter):
+            return {}
         return {"weight": Slot(tuple(self.weight.shape), partial(fill, self.weight))}
 
     def forward(self, x: Tensor | Product) -> Tensor:
@@ -71,7 +79,7 @@ def make_norm(facts: NormFacts, dim: int, build: Build) -> RMSNorm | LayerNorm:
     """A norm of vectors of `dim` values."""
     if facts.kind == "layer":
         return LayerNorm(dim, facts.eps, build, weight=facts.weight, bias=facts.bias, offset=facts.offset)
-    return RMSNorm(dim, facts.eps, build, offset=facts.offset)
+    return RMSNorm(dim, facts.eps, build, weight=facts.weight, offset=facts.offset)
 
 
 def _parameter(dim: int, build: Build) -> nn.Parameter:

@@ -47,6 +47,8 @@ class Rope:
 def rope_table(facts: RopeFacts, num_positions: int, device: torch.device) -> Tensor:
     """float32 [P, R]: cosines of R / 2 frequencies, then their sines."""
     frequencies, magnitude = _FREQUENCIES[facts.kind](facts, num_positions)
+    if facts.backwards:
+        frequencies = -frequencies
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies.to(device)
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude)
@@ -54,7 +56,8 @@ def rope_table(facts: RopeFacts, num_positions: int, device: torch.device) -> Te
 
 def rope_frequencies(facts: RopeFacts, num_positions: int) -> Tensor:
     """float32 [R / 2]: by how much each pair of a head turns from one position to the next."""
-    return _FREQUENCIES[facts.kind](facts, num_positions)[0]
+    frequencies = _FREQUENCIES[facts.kind](facts, num_positions)[0]
+    return -frequencies if facts.backwards else frequencies
 
 
 def _wavelengths(facts: RopeFacts, theta: float) -> Tensor:

@@ -15,6 +15,6 @@ def read(config: Fields) -> ModelFacts:
     every = config.count("sliding_window_pattern", default=4)
     windows = reading.windows(config, lambda layer: (layer + 1) % every != 0)
     ropes = reading.same_rope(config, reading.head_dim(config), interleaved=True)
-    ropes = tuple(None if window is None else rope for window, rope in zip(windows, ropes, strict=True))
+    ropes = reading.only_in_windows(ropes, windows)
     bias = config.flag("attention_bias")
     return with_attention(config, reading.gqa(config, windows=windows, ropes=ropes, qkv_bias=bias, out_bias=bias))

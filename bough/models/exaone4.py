@@ -5,23 +5,28 @@ from __future__ import annotations
 
 from bough.config import reading
 from bough.config.fields import Fields
-from bough.config.model_facts import HeadNorms, ModelFacts
+from bough.config.model_facts import Gqa, HeadNorms, ModelFacts
 from bough.models.hf_names import ATTENTION, ENDS, FEED_FORWARD, HEAD_NORMS, POST_NORMS
 from bough.models.makers import post_norm
 from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    width = reading.head_dim(config)
+    attention = attention_of(config)
     norm = reading.rms_norm(config, default=1e-5)
-    pattern = config.any("sliding_window_pattern") or 4
-    every = len(pattern) if isinstance(pattern, str) else int(pattern)
+    return reading.decoder(config, attention, [reading.dense(config)] * len(attention), norm=norm)
+
+
+def attention_of(config: Fields) -> list[Gqa]:
+    width = reading.head_dim(config)
+    pattern = config.any("sliding_window_pattern")
+    every = len(pattern) if isinstance(pattern, str) else config.size("sliding_window_pattern", default=4) or 4
     windows = reading.windows(config, lambda layer: (layer + 1) % every != 0)
-    hybrid = config.has("sliding_window")
     ropes = reading.same_rope(config, width)
-    ropes = tuple(None if hybrid and window is None else rope for window, rope in zip(windows, ropes, strict=True))
-    attention = reading.gqa(config, width=width, windows=windows, ropes=ropes, head_norms=HeadNorms(norm=norm))
-    return reading.decoder(config, attention, [reading.dense(config)] * len(ropes), norm=norm)
+    if config.has("sliding_window"):
+        ropes = reading.only_in_windows(ropes, windows)
+    norm = reading.rms_norm(config, default=1e-5)
+    return reading.gqa(config, width=width, windows=windows, ropes=ropes, head_norms=HeadNorms(norm=norm))
 
 
 WEIGHTS = Mapping(*ENDS, *POST_NORMS, *ATTENTION, *HEAD_NORMS, *FEED_FORWARD)

@@ -12,20 +12,25 @@ from bough.weights.mapping import Mapping
 
 def read(config: Fields) -> ModelFacts:
     width = reading.head_dim(config)
-    rope = Fields(config.any("rope_parameters", "rope_scaling") or {})
-    growth = None
-    if rope.has("llama_4_scaling_beta"):
-        every = rope.count("original_max_position_embeddings")
-        growth = Temperature(scale=rope.number("llama_4_scaling_beta"), every=every)
     attention = reading.gqa(
         config,
         width=width,
         windows=reading.windows(config, reading.every_layer),
         ropes=reading.same_rope(config, width),
-        temperature=growth,
+        temperature=growth(config),
     )
     ffns = [reading.dense(config)] * len(attention)
     return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config))
+
+
+def growth(config: Fields) -> Temperature | None:
+    """How queries grow with their position."""
+    rope = config.inner("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    if not rope.has("llama_4_scaling_beta"):
+        return None
+    return Temperature(
+        scale=rope.number("llama_4_scaling_beta"), every=rope.count("original_max_position_embeddings")
+    )  # fmt: skip
 
 
 WEIGHTS = Mapping(*ENDS, *NORMS, *ATTENTION, *FEED_FORWARD)

@@ -44,7 +44,7 @@ class Split:
     """A tensor that is fused on disk is cut, top to bottom, into parts of a layer.
 
     `by_head`: it holds, for each key-value head, its queries, its key and its value together. `inputs_first`: matrices are
-    stored inputs first.
+    stored inputs first. `groups`: it holds that many groups of rows, in each a share of every part.
     """
 
     source: str
@@ -52,6 +52,7 @@ class Split:
     parts: tuple[str, ...]
     by_head: bool = False
     inputs_first: bool = False
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class Stacked:
     inputs_first: bool = False
     interleaved: bool = False
     last: str = "weight"
+    flat: bool = False
+    """Experts lie below one another, instead of along a dimension of their own."""
     mxfp4: bool = False
     """It is stored as `source_blocks` and `source_scales`, outputs first; what is read is dequantised."""
 
@@ -137,6 +140,7 @@ class Mapping:
         """Whole source patterns of tensors that are read together with others."""
         self._turned: set[str] = set()
         self._by_head: set[str] = set()
+        self._groups: dict[str, int] = {}
         for rule in rules:
             match rule:
                 case Rename(source, target, inputs_first):
@@ -148,8 +152,10 @@ class Mapping:
                 case Fuse():
                     for part, source in rule.parts.items():
                         self._add(source, (f"{rule.target}.{part}",))
-                case Split(source, target, parts, by_head, inputs_first):
+                case Split(source, target, parts, by_head, inputs_first, groups):
                     self._add(source, tuple(f"{target}.{part}" for part in parts))
+                    if groups > 1:
+                        self._groups[source] = groups
                     if by_head:
                         self._by_head.add(source)
                     if inputs_first:
@@ -179,7 +185,7 @@ class Mapping:
         filled: set[str] = set()
         count = 1 + max((int(slot.split(".")[1]) for slot in slots if slot.startswith("layers.")), default=0)
         held = {name: stored for name, stored in tensors.items() if not self._is_elsewhere(name, count)}
-        for name, stored, targets in self._with_targets(held):
+        for name, stored, targets in self._with_targets(held, slots):
             if targets is None or any(target not in slots for target in targets):
                 fit.extra.append(name)
                 continue
@@ -203,7 +209,9 @@ class Mapping:
             return True
         return any((found := pattern.match(name)) and int(found[1]) >= count for pattern in self._beyond)
 
-    def _with_targets(self, tensors: dict[str, Stored]) -> Iterator[tuple[str, Stored, tuple[str, ...] | None]]:
+    def _with_targets(
+        self, tensors: dict[str, Stored], slots: dict[str, Slot]
+    ) -> Iterator[tuple[str, Stored, tuple[str, ...] | None]]:
         """Each tensor with its name and slots; of a stack, each expert's."""
         for name, stored in tensors.items():
             pattern = _NUMBER.sub("*", name)
@@ -218,8 +226,9 @@ class Mapping:
             if scales is not None:
                 stored = _dequantised(stored, scales)
             target = _fill(rule.target, _NUMBER.findall(name))
-            for expert in range(stored.shape[0]):
-                item = _item(stored, expert, turned=rule.inputs_first and len(stored.shape) == 3)
+            rows = _rows_of_an_expert(rule, slots.get(f"{target}.0.{rule.parts[0]}.{rule.last}"))
+            for expert in range(stored.shape[0] // rows):
+                item = _item(stored, expert, rows if rule.flat else None, turned=rule.inputs_first)
                 yield name, item, tuple(f"{target}.{expert}.{part}.{rule.last}" for part in rule.parts)
 
     def _cut(self, name: str, stored: Stored, parts: list[Slot]) -> Iterable[Stored]:
@@ -228,6 +237,9 @@ class Mapping:
             return _regroup(stored, [1] * len(parts))
         if _NUMBER.sub("*", name.rpartition(".")[0]) in self._by_head:
             groups = parts[-1].shape[0] // (parts[-1].head_rows or 1)
+            return _regroup(stored, [part.shape[0] // groups for part in parts])
+        groups = self._groups.get(_NUMBER.sub("*", name.rpartition(".")[0]), 1)
+        if groups > 1:
             return _regroup(stored, [part.shape[0] // groups for part in parts])
         return _cut(stored, parts)
 
@@ -284,11 +296,19 @@ def _whole_shape(parts: list[Slot]) -> tuple[int, ...]:
     return (*first.shape[:along], sum(part.shape[along] for part in parts), *first.shape[along + 1 :])
 
 
-def _item(stored: Stored, index: int, *, turned: bool) -> Stored:
-    from bough.weights.stored import Item
+def _rows_of_an_expert(rule: Stacked, slot: Slot | None) -> int:
+    """How many rows of a stack are one expert's."""
+    if not rule.flat or slot is None:
+        return 1
+    return slot.shape[1] if rule.inputs_first else slot.shape[0]
 
-    item = Item(stored, index)
-    return _turn(item) if turned else item
+
+def _item(stored: Stored, index: int, rows: int | None, *, turned: bool) -> Stored:
+    """An expert of a stack; `rows`: of its own, where they lie below the ones before."""
+    from bough.weights.stored import Item, RowRange
+
+    item: Stored = Item(stored, index) if rows is None else RowRange(stored, index * rows, (index + 1) * rows)
+    return _turn(item) if turned and len(item.shape) == 2 else item
 
 
 def _dequantised(blocks: Stored, scales: Stored) -> Stored:

@@ -100,6 +100,11 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "helium": ("Helium", {"head_dim": 12}),
+    "cwm": ("Cwm", {**WINDOWS, "head_dim": 16}),
+    "jais2": ("Jais2", {}),
+    "nanochat": ("NanoChat", {}),
+    "persimmon": ("Persimmon", {"num_key_value_heads": 4}),
+    "vaultgemma": ("VaultGemma", {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 24}),
 }
 
 V3_EXPERTS = {
@@ -111,6 +116,7 @@ V3_EXPERTS = {
     "routed_scaling_factor": 1.7,
     "norm_topk_prob": True,
 }
+SOME_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", {**V3_EXPERTS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
@@ -160,6 +166,72 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 8,
         },
     ),
+    "afmoe": (
+        "Afmoe",
+        {
+            **SOME_EXPERTS,
+            **WINDOWS,
+            "head_dim": 16,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "mup_enabled": True,
+            "route_scale": 1.5,
+        },
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        {**WINDOWS, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "num_shared_experts": 2},
+    ),
+    "cohere2_moe-dense-first": (
+        "Cohere2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 56,
+            "expert_selection_fn": "sigmoid",
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "exaone_moe": ("ExaoneMoe", {**SOME_EXPERTS, **WINDOWS}),
+    "hy_v3": ("HYV3", {**SOME_EXPERTS, "head_dim": 16}),
+    "laguna": (
+        "Laguna",
+        {
+            **SOME_EXPERTS,
+            **WINDOWS,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 56,
+            "num_attention_heads_per_layer": [4, 6, 4, 6],
+            "moe_router_logit_softcapping": 2.0,
+            "moe_routed_scaling_factor": 1.5,
+        },
+    ),
+    "laguna-gates": (
+        "Laguna",
+        {**SOME_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 56, "gating": "per-element"},
+    ),
+    "mimo_v2": (
+        "MiMoV2Flash",
+        {**SOME_EXPERTS, **WINDOWS, "head_dim": 24, "v_head_dim": 16, "n_routed_experts": 6, "attention_bias": True},
+    ),
+    "solar_open": ("SolarOpen", {**V3_EXPERTS, "head_dim": 16}),
+    "dbrx": (
+        "Dbrx",
+        {
+            "d_model": 48,
+            "n_heads": 4,
+            "n_layers": 4,
+            "max_seq_len": 256,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 2},
+        },
+    ),
 }
 
 ALONE = {"num_key_value_heads": 4}
@@ -187,6 +259,11 @@ EARLIER: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-slopes": ("Falcon", {**SLOPES, "multi_query": False, "parallel_attn": False, "bias": True}),
     "opt": ("OPT", {**ALONE, "ffn_dim": 80}),
     "opt-after": ("OPT", {**ALONE, "ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "gpt_neo": (
+        "GPTNeo",
+        {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+    ),
+    "codegen": ("CodeGen", {**GPT2_SIZES, "rotary_dim": 8}),
     "mpt": ("Mpt", {**ALONE, "d_model": 48, "n_heads": 4, "n_layers": 4, "max_seq_len": 256}),
 }
 
@@ -225,6 +302,18 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**V3_EXPERTS, **LATENT_SIZES, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**V3_EXPERTS, **LATENT_SIZES, "attention_bias": True}),
+    "youtu": ("Youtu", LATENT_SIZES),
+    "axk1": ("AXK1", {**V3_EXPERTS, **LATENT_SIZES, "n_group": 4, "topk_group": 2}),
+    "mistral4": (
+        "Mistral4",
+        {
+            **V3_EXPERTS,
+            **LATENT_SIZES,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1},
+        },
+    ),
     "minicpm3": ("MiniCPM3", {**LATENT_SIZES, "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 24}),
 }
 
@@ -250,12 +339,26 @@ def check_answers(reference: Any, model: Model) -> None:
     assert (actual - expected).abs().max() <= 1e-4
     assert expected.std() > 0.1, "logits too flat to tell models apart"
 
-    answers = reference.generate(
-        torch.tensor(PROMPTS), attention_mask=torch.ones(2, len(PROMPTS[0])), max_new_tokens=64, min_new_tokens=64,
-        do_sample=False, eos_token_id=None, pad_token_id=0,
-    )[:, len(PROMPTS[0]) :].tolist()  # fmt: skip
     engine = InProcess(model, SIZES["vocab_size"], IN_SEVENS)
-    assert engine.generate(PROMPTS) == answers
+    answers = engine.generate(PROMPTS)
+    assert answers == greedy(reference, PROMPTS, answers)
     again = engine.finish([engine.submit(prompt) for prompt in PROMPTS[::-1]])
     assert [answer.tokens for answer in again] == answers[::-1]
     assert all(answer.end is not None and answer.end.cached_tokens >= len(COMMON) for answer in again)
+
+
+def greedy(reference: Any, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
+    """What transformers answers, 64 tokens to each of some prompts of one length. One pass over guesses shows whether they
+    are that, token by token; generating takes 64 passes."""
+    length = len(prompts[0])
+    whole = [[*prompt, *guess] for prompt, guess in zip(prompts, guesses, strict=True)]
+    if {len(each) for each in whole} == {length + 64}:
+        with torch.no_grad():
+            logits = reference(torch.tensor(whole)).logits[:, length - 1 : -1]
+        if logits.argmax(-1).tolist() == guesses:
+            return guesses
+    answers: list[list[int]] = reference.generate(
+        torch.tensor(prompts), attention_mask=torch.ones(len(prompts), length), max_new_tokens=64, min_new_tokens=64,
+        do_sample=False, eos_token_id=None, pad_token_id=0,
+    )[:, length:].tolist()  # fmt: skip
+    return answers

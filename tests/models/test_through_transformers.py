@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import V3_EXPERTS, WINDOWS, check_answers
+from families import SOME_EXPERTS, WINDOWS, check_answers
 from tiny import make_tiny
 
 from bough.config.hf import open_checkpoint
@@ -17,9 +17,9 @@ from bough.models.load import build_model
 from bough.models.registry import ARCHITECTURES, facts_of
 
 HOSTED: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("NanoChat", {}),
-    "experts": ("SolarOpen", {**V3_EXPERTS, "head_dim": 16}),
-    "windows": ("Cwm", {**WINDOWS, "head_dim": 16}),
+    "dense": ("HyperCLOVAX", {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "experts": ("Mellum", {**SOME_EXPERTS, "head_dim": 16}),
+    "windows": ("GraniteSWA", WINDOWS),
 }
 
 
@@ -47,5 +47,5 @@ def test_what_is_not_attention_is_refused() -> None:
         facts_of(config)
     with pytest.raises(UnsupportedModel, match="similar names LlamaForCausalLM"):
         facts_of({"architectures": ["LamaForCausalLM"]})
-    with pytest.raises(UnsupportedModel, match="SolarOpen"):
-        facts_of({"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}, "bough")
+    with pytest.raises(UnsupportedModel, match="Mellum"):
+        facts_of({"architectures": ["MellumForCausalLM"], "model_type": "mellum"}, "bough")
