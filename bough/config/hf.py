@@ -24,6 +24,7 @@ from bough.config.gguf_config import config_from_gguf, generation_config_from_gg
 from bough.config.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from bough.config.hub_files import first_line
 from bough.config.hub_name import parse_hub_name
+from bough.config.mistral_config import config_from_params
 from bough.core.errors import ConfigError, UnsupportedModel
 
 CheckpointKind = Literal["safetensors", "gguf", "config-only"]
@@ -78,6 +79,11 @@ class Checkpoint:
     def vocab(self) -> int:
         """Raises `ConfigError` if the config doesn't say."""
         return Fields(self.config).count("vocab_size")
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether it is in Mistral's own layout, with names of its own."""
+        return bool(self.files) and self.files[0].name.startswith("consolidated")
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -298,11 +304,17 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
     if load_format == "gguf":
         raise ConfigError(what=f"{path} holds no .gguf file", fix="drop --load-format gguf")
     config = _read_json(path / "config.json")
+    own_layout = config is None
     if config is None:
-        raise ConfigError(
-            what=f"{path} is no model", why="it has no config.json and no .gguf file", fix="check the path"
-        )
-    files = () if load_format == "dummy" else _safetensors_files(path)
+        params = _read_json(path / "params.json")
+        if params is None:
+            raise ConfigError(
+                what=f"{path} is no model",
+                why="it has no config.json, no params.json and no .gguf file",
+                fix="check the path",
+            )
+        config = config_from_params(params)
+    files = () if load_format == "dummy" else _safetensors_files(path, "consolidated" if own_layout else "model")
     return Checkpoint(
         name=name,
         kind="config-only" if load_format == "dummy" else "safetensors",
@@ -312,17 +324,6 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
         files=files,
         tokenizer=path,
     )
-
-
-_TEXT_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-    }
-}
-"""By model_type of a `text_config`: values that published files omit because they are the defaults of transformers."""
 
 
 def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +336,7 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     kind = str(text.get("model_type") or "")
     kept = {key: config[key] for key in ("architectures", "model_type", "tie_word_embeddings") if key in config}
-    return {**config, **_TEXT_DEFAULTS.get(kind, {}), **text, **kept, "text_model_type": kind}
+    return {**config, **text, **kept, "text_model_type": kind}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -350,8 +351,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _safetensors_files(path: Path) -> tuple[Path, ...]:
-    index = _read_json(path / "model.safetensors.index.json")
+def _safetensors_files(path: Path, stem: str) -> tuple[Path, ...]:
+    """The files with the weights. `stem`: how their names begin where there is an index; "consolidated" files are those of
+    Mistral's own layout, and no part of any other."""
+    index = _read_json(path / f"{stem}.safetensors.index.json")
     if index is not None:
         names = sorted(set((index.get("weight_map") or {}).values()))
         if missing := [name for name in names if Path(name).name != name or not (path / name).exists()]:
@@ -359,7 +362,8 @@ def _safetensors_files(path: Path) -> tuple[Path, ...]:
                 what=f"{path} is incomplete", why=f"missing: {', '.join(missing)}", fix="download it again"
             )
         return tuple(path / name for name in names)
-    files = tuple(file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith("consolidated"))
+    own = stem == "consolidated"
+    files = tuple(file for file in sorted(path.glob("*.safetensors")) if file.name.startswith("consolidated") == own)
     if files:
         return files
     pickled = any(path.glob("*.bin")) or any(path.glob("*.pth"))

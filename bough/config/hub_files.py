@@ -15,6 +15,8 @@ from bough.core.errors import ConfigError
 _METADATA: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _WEIGHTS: Final = "*.safetensors"
 _IGNORED: Final = ("original/*", "consolidated*")
+_OWN_LAYOUT: Final = ("params.json", "consolidated*")
+"""Mistral's own layout, which counts where there is no config.json."""
 _TAGS: Final = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
 """Which GGUF file a repository's name stands for if no tag is given, best first: 4 bits in the format that most
 repositories have, then its neighbours."""
@@ -56,6 +58,8 @@ def wanted_files(name: HubName, files: Sequence[str], *, weights: bool = True) -
     omits safetensors. Raises `ConfigError` if the tag matches no file or several models.
     """
     kept = [file for file in files if not any(fnmatch(file, pattern) for pattern in _IGNORED)]
+    if "config.json" not in files and "params.json" in files:
+        kept += [file for file in files if any(fnmatch(file, pattern) for pattern in _OWN_LAYOUT) and file not in kept]
     ggufs = [file for file in kept if file.endswith(".gguf") and not file.rsplit("/", 1)[-1].startswith("mmproj")]
     if name.tag:
         return _tagged(name, ggufs)

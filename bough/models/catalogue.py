@@ -16,6 +16,8 @@ class Group(NamedTuple):
     test: str
     examples: dict[str, str]
     """Architecture -> checkpoints, or a word about it."""
+    note: str = ""
+    """How the test shows them, where it is not as the page says of all."""
 
 
 GROUPS: Final = (
@@ -53,7 +55,6 @@ GROUPS: Final = (
             "GraniteForCausalLM": "ibm-granite/granite-3.3-8b-instruct",
             "HeliumForCausalLM": "kyutai/helium-1-2b",
             "HunYuanDenseV1ForCausalLM": "tencent/Hunyuan-7B-Instruct",
-            "MiMoForCausalLM": "XiaomiMiMo/MiMo-7B-RL (tests/models/test_draft_heads.py)",
             "Ministral3ForCausalLM": "the text part of mistralai/Ministral-3-8B-Instruct-2512",
             "Jais2ForCausalLM": "inceptionai/Jais-2-8B-Chat",
             "MinistralForCausalLM": "mistralai/Ministral-8B-Instruct-2410",
@@ -96,6 +97,21 @@ GROUPS: Final = (
             "PhimoeForCausalLM": "the same, as transformers writes it",
             "SolarOpenForCausalLM": "upstage/Solar-Open-100B",
         },
+    ),
+    Group(
+        "Without a class in transformers",
+        "tests/models/test_renamed_families.py",
+        {
+            "BailingMoeForCausalLM": "inclusionAI/Ling-lite-1.5",
+            "BailingMoeV2ForCausalLM": "inclusionAI/Ling-mini-2.0, inclusionAI/Ring-flash-2.0",
+            "DeepseekForCausalLM": "deepseek-ai/deepseek-moe-16b-chat",
+            "ExaoneForCausalLM": "LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct, LGAI-EXAONE/EXAONE-Deep-7.8B",
+            "InternLM2ForCausalLM": "internlm/internlm2_5-7b-chat",
+            "InternLM3ForCausalLM": "internlm/internlm3-8b-instruct",
+            "MiMoForCausalLM": "XiaomiMiMo/MiMo-7B-RL",
+            "MiniCPMForCausalLM": "openbmb/MiniCPM4-8B, openbmb/MiniCPM-2B-sft-bf16",
+        },
+        "Their weights are compared with those of a class that computes the same, under the family's names.",
     ),
     Group(
         "Latents (MLA)",
@@ -150,15 +166,17 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
   cache, batching and sampling, if the installed transformers has a class for them that consists of attention layers
   (`--model-impl auto`, the default; the log says so). They run on one device, without CUDA graphs. `--model-impl bough`
   refuses them, `--model-impl transformers` runs a listed one that way, to compare.
-- **Code that comes with a checkpoint** is never run for a model. `--trust-remote-code` concerns tokenizers alone.
+- **Code that comes with a checkpoint** is never run for a model. `--trust-remote-code` concerns tokenizers alone, and those
+  of tiktoken's, SentencePiece's and Mistral's files are read without it.
+- **Mistral's own layout** (`params.json`, `consolidated.safetensors`, `tekken.json`) is read if there is no `config.json`.
 - **Heads**: `...ForSequenceClassification`, `...ForRewardModel` and bare `...Model` classes of these architectures pool,
   embed and score: see [embeddings](embeddings.md).
 - **Models that also see** (Gemma 3, Llama 4, Mistral Small 3) answer texts by their language models; pictures are not taken.
 - **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3) are read over.
 - **Windows** (Gemma, Mistral, gpt-oss ...) bound what attention reads. Pages behind a window are not freed yet.
 - **Latents** (MLA) keep `kv_lora_rank + qk_rope_head_dim` numbers per token and layer, on every rank.
-- Recurrent and hybrid models (Mamba, Qwen3-Next, Jamba ...) are not served yet, nor are DeepSeek V3.2's sparse attention and
-  architectures that transformers has no class for (ChatGLM, Baichuan, InternLM 2 and 3).
+- Recurrent and hybrid models (Mamba, Qwen3-Next, Jamba ...) are not served yet, nor are DeepSeek V3.2's sparse attention,
+  ChatGLM 1 to 3 and Baichuan.
 """
 
 
@@ -166,7 +184,8 @@ def markdown() -> str:
     """docs/models.md."""
     lines = [_TOP.format(count=len(ARCHITECTURES))]
     for group in GROUPS:
-        lines += [f"## {group.title}", "", f"Shown by {_code(group.test)}.", ""]
+        note = f" {group.note}" if group.note else ""
+        lines += [f"## {group.title}", "", f"Shown by {_code(group.test)}.{note}", ""]
         lines += ["| architecture | what it is | checkpoints |", "|---|---|---|", *_rows(group), ""]
     lines += [
         "## Encoders", "", "Shown by `tests/pooling`.", "", "| architecture | what it is |", "|---|---|",

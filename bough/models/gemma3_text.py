@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from bough.config.fields import Fields
+from bough.config.model_facts import ModelFacts
 from bough.models import gemma3
 from bough.models.text_of import text_weights
 
-read = gemma3.read
+_LEFT_OUT: Final = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+"""What published files don't say, since it is transformers' default."""
+
+
+def read(config: Fields) -> ModelFacts:
+    return gemma3.read(Fields({**_LEFT_OUT, **config.raw}))
+
+
 make = gemma3.make
 WEIGHTS = text_weights(gemma3.WEIGHTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from bough.models.pooled import PooledModel, load_projections, pooled_architectu
 from bough.models.registry import facts_of, find_architecture
 from bough.quantization.choose import choose_scheme
 from bough.quantization.names import weight_name
+from bough.weights import mistral_names
 from bough.weights.dummy import fill_dummy
 from bough.weights.load import Progress, load_weights
 
@@ -77,9 +79,7 @@ def build_model(
         if dummy_routing == "uniform":
             route_uniformly(model, seed)
     else:
-        load_weights(
-            model, architecture.weights, checkpoint, progress, weight_name if checkpoint.quantization else None
-        )
+        load_weights(model, architecture.weights, checkpoint, progress, _names(checkpoint))
         if isinstance(model, PooledModel):
             load_projections(model, checkpoint.path)
         if device.type == "cpu" and isinstance(model, Decoder):
@@ -88,3 +88,10 @@ def build_model(
         _log.warning("%s computes its first layer: nothing of it can be looked up", facts.architecture)
     model.eval()
     return model  # type: ignore[return-value]
+
+
+def _names(checkpoint: Checkpoint) -> Callable[[str], str | None] | None:
+    """How the checkpoint's names become those that model files know; None: they are those."""
+    if checkpoint.is_consolidated:
+        return mistral_names.hf_name
+    return weight_name if checkpoint.quantization else None

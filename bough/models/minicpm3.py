@@ -13,16 +13,19 @@ from bough.weights.mapping import Mapping
 
 def read(config: Fields) -> ModelFacts:
     attention = reading.mla(config, interleaved=False)
-    count, hidden = len(attention), config.count("hidden_size")
-    return reading.decoder(
-        config,
-        attention,
-        [reading.dense(config)] * count,
-        norm=reading.rms_norm(config, default=1e-5),
-        embed_scale=config.number("scale_emb", default=1.0),
-        residual_scale=config.number("scale_depth", default=1.0) / count**0.5,
-        logit_scale=config.number("dim_model_base", default=hidden) / hidden,
-    )
+    ffns = [reading.dense(config)] * len(attention)
+    norm = reading.rms_norm(config, default=1e-5)
+    return reading.decoder(config, attention, ffns, norm=norm, **multipliers(config))
+
+
+def multipliers(config: Fields) -> dict[str, float]:
+    """As fields of `ModelFacts`."""
+    hidden = config.count("hidden_size")
+    return {
+        "embed_scale": config.number("scale_emb", default=1.0),
+        "residual_scale": config.number("scale_depth", default=1.0) / reading.num_layers(config) ** 0.5,
+        "logit_scale": config.number("dim_model_base", default=hidden) / hidden,
+    }
 
 
 WEIGHTS = Mapping(*ENDS, *NORMS, *LATENTS, *FEED_FORWARD)

@@ -16,7 +16,7 @@ def read(config: Fields) -> ModelFacts:
         config,
         width=width,
         windows=reading.windows(config, reading.every_layer),
-        ropes=reading.same_rope(config, width),
+        ropes=reading.same_rope(config, width, interleaved=config.flag("rope_interleaved")),
         temperature=growth(config),
     )
     ffns = [reading.dense(config)] * len(attention)

@@ -11,7 +11,8 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    ropes = reading.same_rope(config, reading.head_dim(config), theta=1_000_000.0)
+    pairs = config.flag("rope_interleaved")
+    ropes = reading.same_rope(config, reading.head_dim(config), theta=1_000_000.0, interleaved=pairs)
     attention = reading.gqa(config, windows=reading.windows(config, reading.every_layer), ropes=ropes)
     experts = reading.moe(config, "num_local_experts", renormalise=True)
     return reading.decoder(config, attention, [experts] * len(ropes), norm=reading.rms_norm(config))

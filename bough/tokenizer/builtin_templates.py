@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from bough.tokenizer.mistral_templates import MISTRAL_TEMPLATES
+
 _CHATML: Final = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -93,6 +95,7 @@ BUILTIN_TEMPLATES: Final[dict[str, str]] = {
     "gemma": _GEMMA,
     "gemma-it": _GEMMA,
     "mistral": _MISTRAL,
+    **MISTRAL_TEMPLATES,
     "vicuna": _VICUNA,
     "vicuna_v1.1": _VICUNA,
     "phi-3": _PHI_3,

@@ -98,16 +98,21 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if kind == "gpt2":
         tokenizer, adds_bos = _byte_level(metadata)
     elif kind == "llama":
-        tokenizer, adds_bos = _sentencepiece(metadata)
+        tokenizer, adds_bos = sentencepiece_bpe(metadata), True
     else:
         raise UnsupportedModel(
             what=f"the GGUF file's tokenizer is of the kind {kind!r}",
             why="GGUF tokenizers of the kinds 'gpt2' and 'llama' can be built",
             fix="name a directory or hub id that has a tokenizer.json with --tokenizer",
         )
+    finish_tokenizer(tokenizer, metadata, adds_bos=adds_bos)
+    return tokenizer
+
+
+def finish_tokenizer(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, adds_bos: bool) -> None:
+    """Adds the tokens that are not words, and puts BOS before texts if the metadata say so; `adds_bos`: if they don't."""
     _add_tokens(tokenizer, metadata)
     _add_bos_and_eos(tokenizer, metadata, adds_bos)
-    return tokenizer
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
@@ -140,7 +145,8 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+def sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer without what `finish_tokenizer` adds."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     kinds: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
@@ -161,7 +167,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     if prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer, True
+    return tokenizer
 
 
 def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:

@@ -16,6 +16,9 @@ from bough.core.errors import ConfigError
 from bough.tokenizer.builtin_templates import BUILTIN_TEMPLATES
 from bough.tokenizer.chat_template import ChatTemplate
 from bough.tokenizer.gguf import tokenizer_from_gguf
+from bough.tokenizer.mistral_templates import mistral_template
+from bough.tokenizer.ranks import TEKKEN, TEKKEN_SPECIAL, ranks_file, tokenizer_from_ranks, tokenizer_from_tekken
+from bough.tokenizer.sentencepiece_file import read_sentencepiece, tokenizer_from_sentencepiece
 from bough.tokenizer.tokenizer import Codebook, FastCodebook, SlowCodebook, Tokenizer
 
 _HUB_FILES: Final = ["tokenizer*", "*.jinja", "chat_template.json", "vocab*", "merges.txt", "*.model", "*config.json"]
@@ -51,7 +54,7 @@ def load_tokenizer(
         if source.kind == "gguf" and source.tokenizer in source.files:
             return _from_gguf(source.gguf[source.files.index(source.tokenizer)].metadata, source.eos_ids, wish)
         return _load(source.tokenizer, source.eos_ids, wish)
-    return _load(_locate(source, revision, download_dir), (), wish)
+    return _load(_locate(source, revision, download_dir), None, wish)
 
 
 def tokenizer_of(model: ModelConfig, checkpoint: Checkpoint | None = None) -> Tokenizer | None:
@@ -71,13 +74,13 @@ def tokenizer_of(model: ModelConfig, checkpoint: Checkpoint | None = None) -> To
     )
 
 
-def _load(path: Path, eos_ids: tuple[int, ...], wish: _Wish) -> Tokenizer:
+def _load(path: Path, eos_ids: tuple[int, ...] | None, wish: _Wish) -> Tokenizer:
     if path.is_file():
-        return _from_gguf(read_gguf_header(path).metadata, eos_ids, wish)
+        return _from_gguf(read_gguf_header(path).metadata, eos_ids or (), wish)
     if not (path / "tokenizer.json").exists():
         lone = sorted(path.glob("*.gguf"))
         if lone and not (path / "tokenizer_config.json").exists():
-            return _from_gguf(read_gguf_header(lone[0]).metadata, eos_ids, wish)
+            return _from_gguf(read_gguf_header(lone[0]).metadata, eos_ids or (), wish)
     return _from_directory(path, eos_ids, wish)
 
 
@@ -98,9 +101,20 @@ def _from_gguf(metadata: Mapping[str, Any], eos_ids: tuple[int, ...], wish: _Wis
     return _assemble(codebook, ids, [*ends, *eos_ids], wish.template or templates, special)
 
 
-def _from_directory(path: Path, eos_ids: tuple[int, ...], wish: _Wish) -> Tokenizer:
+def _stated_ends(path: Path) -> list[int | None]:
+    """Ids that end an answer, as a checkpoint's configs say."""
+    ends: list[int | None] = []
+    for file in ("generation_config.json", "config.json"):
+        stated = _read_json(path / file).get("eos_token_id")
+        ends += stated if isinstance(stated, list) else [stated]
+    return ends
+
+
+def _from_directory(path: Path, eos_ids: tuple[int, ...] | None, wish: _Wish) -> Tokenizer:
+    """`eos_ids`: those of the checkpoint; None: it has not been read."""
     settings = _read_json(path / "tokenizer_config.json")
-    codebook = _codebook(path, settings, wish)
+    codebook, defaults = _codebook(path, settings, wish)
+    settings = {**defaults, **settings}
     special = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
     special |= {
         name: _token_text(value)
@@ -109,10 +123,7 @@ def _from_directory(path: Path, eos_ids: tuple[int, ...], wish: _Wish) -> Tokeni
     }
     texts = {name: text for name, text in special.items() if text}
     ids = {name: codebook.id_of(texts[f"{name}_token"]) if f"{name}_token" in texts else None for name in _SPECIAL}
-    ends: list[int | None] = [ids["eos"], *eos_ids]
-    for file in ("generation_config.json", "config.json"):
-        stated = _read_json(path / file).get("eos_token_id")
-        ends += stated if isinstance(stated, list) else [stated]
+    ends: list[int | None] = [ids["eos"], *(_stated_ends(path) if eos_ids is None else eos_ids)]
     templates = wish.template or _templates_in(path, settings)
     return _assemble(codebook, ids, ends, templates, texts)
 
@@ -135,10 +146,16 @@ def _assemble(
     )
 
 
-def _codebook(path: Path, settings: Mapping[str, Any], wish: _Wish) -> Codebook:
+Defaults = Mapping[str, Any]
+"""What a tokenizer_config.json would say, of what it doesn't."""
+
+
+def _codebook(path: Path, settings: Mapping[str, Any], wish: _Wish) -> tuple[Codebook, Defaults]:
     file = path / "tokenizer.json"
-    if wish.slow or not file.exists():
-        return _through_transformers(path, wish)
+    if wish.slow:
+        return _through_transformers(path, wish), {}
+    if not file.exists():
+        return _other_form(path, settings, wish)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
@@ -148,7 +165,25 @@ def _codebook(path: Path, settings: Mapping[str, Any], wish: _Wish) -> Codebook:
             fix="fetch tokenizer.json again, or name another one with --tokenizer",
         ) from error
     _add_missing_tokens(tokenizer, settings)
-    return FastCodebook(tokenizer)
+    return FastCodebook(tokenizer), {}
+
+
+def _other_form(path: Path, settings: Mapping[str, Any], wish: _Wish) -> tuple[Codebook, Defaults]:
+    """For checkpoints without a tokenizer.json. Those that would bring code for it are read here, where their form is
+    known."""
+    if (path / TEKKEN).exists():
+        tekken, version = tokenizer_from_tekken(path / TEKKEN)
+        return FastCodebook(tekken), {**TEKKEN_SPECIAL, "chat_template": mistral_template(version)}
+    if (ranks := ranks_file(path, settings)) is not None:
+        return FastCodebook(tokenizer_from_ranks(ranks, settings)), {}
+    pieces = read_sentencepiece(path / "tokenizer.model")
+    if pieces is None or (not pieces.is_byte_pairs and "tokenizer_class" in settings):
+        try:
+            return _through_transformers(path, wish), {}
+        except ConfigError:
+            if pieces is None:
+                raise
+    return FastCodebook(tokenizer_from_sentencepiece(pieces, settings)), pieces.special
 
 
 def _add_missing_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:

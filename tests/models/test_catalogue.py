@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import families
+from test_renamed_families import FAMILIES
 from tiny import CASES
 
 from bough.models.catalogue import GROUPS, markdown
@@ -26,6 +27,6 @@ def test_every_model_file_is_compared_with_transformers() -> None:
     tables = (CASES, families.DENSE, families.EXPERTS, families.EARLIER, families.LATENTS)
     prefixes = {prefix for table in tables for prefix, _ in table.values()}
     compared = {ARCHITECTURES["GPT2LMHeadModel" if each == "GPT2" else f"{each}ForCausalLM"] for each in prefixes}
+    renamed = {ARCHITECTURES[family.config["architectures"][0]] for family in FAMILIES.values()}
     texts = {module for name, module in ARCHITECTURES.items() if name.endswith("ForConditionalGeneration")}
-    others = {"bough.models.mimo"}  # transformers has no class for it: test_draft_heads.py compares it with Qwen2's
-    assert compared | texts | others == set(ARCHITECTURES.values()), "see test_text_of.py for models that also see"
+    assert compared | renamed | texts == set(ARCHITECTURES.values()), "see test_text_of.py for models that also see"

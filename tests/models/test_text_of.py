@@ -13,9 +13,10 @@ from families import WINDOWS, check_answers
 from safetensors.torch import load_file, save_file
 from tiny import SIZES, shake
 
-from bough.config.hf import open_checkpoint
+from bough.config.hf import open_checkpoint, with_text_config
 from bough.layers.batch import Model
 from bough.models.load import build_model
+from bough.models.registry import facts_of
 
 VISION: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
@@ -60,3 +61,14 @@ def load(folder: Path) -> Model:
     return build_model(
         open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"), context_length=128
     )
+
+
+def test_what_published_files_leave_out_is_known() -> None:
+    """google/gemma-3-4b-it, as it is published."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    facts = facts_of(with_text_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}))
+    assert (facts.vocab, facts.max_context, facts.num_layers) == (262_208, 131_072, 34)
+    assert (facts.mixers[0].num_heads, facts.mixers[0].num_kv_heads, facts.mixers[0].head_dim) == (8, 4, 256)

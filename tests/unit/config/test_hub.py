@@ -64,6 +64,8 @@ GGUFS = ["m-Q4_0.gguf", "m-Q4_0_4_4.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-000
         ("r:Q8_0", GGUFS, ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]),
         ("r", ["only.gguf", "config.json"], ["only.gguf"]),
         ("r", ["a-IQ2_XS.gguf", "b/m-Q8_0.gguf"], ["b/m-Q8_0.gguf"]),
+        ("r", ["params.json", "consolidated.safetensors", "tekken.json"],
+         ["params.json", "tekken.json", "consolidated.safetensors"]),
     ],
 )  # fmt: skip
 def test_which_files_a_model_is(name: str, files: list[str], wanted: list[str]) -> None:

@@ -108,7 +108,8 @@ def test_built_in_templates_render_a_conversation(name: str) -> None:
         {"role": "user", "content": "THREE"},
     ]
     prompt = template.render(turns)
-    places = [prompt.index(word) for word in ("SYS", "ONE", "TWO", "THREE")]
+    words = ("ONE", "TWO", "SYS", "THREE") if name == "mistral-v3" else ("SYS", "ONE", "TWO", "THREE")
+    places = [prompt.index(word) for word in words]
     assert places == sorted(places)
     assert prompt.startswith(template.render(turns, add_generation_prompt=False))
 
