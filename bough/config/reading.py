@@ -60,8 +60,19 @@ def decoder(
     )
 
 
+_MOST_LAYERS: Final = 10_000
+"""Facts are lists of layers: a config that says more is broken, and would fill memory."""
+
+
 def num_layers(fields: Fields) -> int:
-    return fields.count("num_hidden_layers")
+    count = fields.count("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise ConfigError(
+            what=f"the model's config has {count} num_hidden_layers",
+            why=f"more than {_MOST_LAYERS} make no sense",
+            fix="check config.json",
+        )
+    return count
 
 
 def rms_norm(fields: Fields, *, offset: float = 0.0, default: float = 1e-6) -> NormFacts:
@@ -101,14 +112,21 @@ def gqa(
     ]
 
 
-def mla(fields: Fields, *, rotated: bool = True, interleaved: bool = True) -> list[Mla]:
-    """Attention over latents, the same in every layer, with DeepSeek's names. `rotated`: whether positions are."""
+def mla(fields: Fields, *, rotated: bool = True, interleaved: bool = True, eps: float = 1e-6) -> list[Mla]:
+    """Attention over latents, the same in every layer, with DeepSeek's names. `rotated`: whether positions are. `eps`: of
+    norms, where the config names none."""
+    if "q_lora_rank" not in fields.raw:
+        raise ConfigError(
+            what="the model's config has no q_lora_rank",
+            why="null would mean that queries are made from the stream",
+            fix="check config.json",
+        )
     nope, turned = fields.count("qk_nope_head_dim"), fields.count("qk_rope_head_dim")
     rope = None
     scale = (nope + turned) ** -0.5
     if rotated:
         rope = rope_facts(
-            fields.raw,
+            fields,
             turned,
             default_theta=10_000.0,
             layer_type="full_attention",
@@ -126,7 +144,7 @@ def mla(fields: Fields, *, rotated: bool = True, interleaved: bool = True) -> li
         rope_dim=turned,
         v_dim=fields.count("v_head_dim"),
         scale=scale,
-        norm=NormFacts(eps=fields.number("rms_norm_eps", default=1e-6)),
+        norm=rms_norm(fields, default=eps),
         rope=rope,
         bias=fields.flag("attention_bias"),
     )
@@ -139,15 +157,20 @@ def is_causal(fields: Fields) -> bool:
 
 
 def windows(
-    fields: Fields, slides: Callable[[int], bool], *, opt_in: bool = False, layer_types: bool = True
+    fields: Fields,
+    slides: Callable[[int], bool],
+    *,
+    default: int | None = None,
+    opt_in: bool = False,
+    layer_types: bool = True,
 ) -> Windows:
     """The window of each layer: `sliding_window` in those that `layer_types` or, without it, `slides` name.
 
-    `opt_in`: it counts only beside a true `use_sliding_window`. `layer_types`: whether the family reads that list.
+    `default`: the window where the config doesn't mention it; null means that there is none. `opt_in`: it counts only
+    beside a true `use_sliding_window`. `layer_types`: whether the family reads that list.
     """
     layers = range(num_layers(fields))
-    window = fields.any("sliding_window")
-    window = None if not window else fields.count("sliding_window")
+    window = fields.size("sliding_window", default=0 if "sliding_window" in fields.raw else default or 0) or None
     if window and fields.flag("use_bidirectional_attention"):
         window = window // 2 + 1  # Gemma: what one side sees of a window over both
     if opt_in and not fields.flag("use_sliding_window"):
@@ -171,9 +194,22 @@ def no_layer(_layer: int) -> bool:
     return False
 
 
-def same_rope(fields: Fields, width: int, *, theta: float = 10_000.0, **options: Any) -> Ropes:
-    """All layers rotate alike. `width`: of a head; `theta`: the base where the config names none."""
-    facts = rope_facts(fields.raw, width, default_theta=theta, layer_type="full_attention", **options)
+def state_rope(fields: Fields) -> None:
+    """Raises `ConfigError` if the config doesn't say how positions are rotated, and all models of its family stretch it."""
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        raise ConfigError(
+            what="the model's config has no rope_parameters and no rope_scaling",
+            why="models of its family stretch their contexts, each in a way of its own",
+            fix="check config.json",
+        )
+
+
+def same_rope(fields: Fields, width: int, *, theta: float = 10_000.0, stated: bool = False, **options: Any) -> Ropes:
+    """All layers rotate alike. `width`: of a head; `theta`: the base where the config names none. `stated`: the config
+    must say how contexts are stretched."""
+    if stated:
+        state_rope(fields)
+    facts = rope_facts(fields, width, default_theta=theta, layer_type="full_attention", **options)
     return (facts,) * num_layers(fields)
 
 
@@ -181,8 +217,8 @@ def ropes_by_window(
     fields: Fields, width: int, windows: Windows, *, theta: float = 10_000.0, theta_local: float, **options: Any
 ) -> Ropes:
     """Layers with a window rotate in a way of their own."""
-    wide = rope_facts(fields.raw, width, default_theta=theta, layer_type="full_attention", **options)
-    local = rope_facts(fields.raw, width, default_theta=theta_local, layer_type="sliding_attention", **options)
+    wide = rope_facts(fields, width, default_theta=theta, layer_type="full_attention", **options)
+    local = rope_facts(fields, width, default_theta=theta_local, layer_type="sliding_attention", **options)
     return tuple(wide if window is None else local for window in windows)
 
 

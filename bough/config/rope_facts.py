@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
+from bough.config.fields import Fields
 from bough.core.errors import ConfigError, UnsupportedModel
 
+_SHARE: Final = "partial_rotary_factor"
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 _NEEDS: Final[dict[RopeKind, tuple[str, ...]]] = {
@@ -59,7 +61,7 @@ class RopeFacts:
 
 
 def rope_facts(
-    config: Mapping[str, Any],
+    fields: Fields,
     head_dim: int,
     *,
     default_theta: float,
@@ -78,70 +80,83 @@ def rope_facts(
     `rotary_dim`: how much of a head is rotated, whatever the config's share says; `share`: the share where it says none.
     `alpha`: whether a "dynamic" scaling with an `alpha` means a base that is stretched by it, once and for all (Hunyuan).
     """
-    params = _parameters(config, layer_type, default_theta)
-    if alpha and params.get("alpha"):
-        stretch = float(params["alpha"]) ** (head_dim / (head_dim - 2))
-        params = {"rope_theta": float(params["rope_theta"]) * stretch}
+    params = _parameters(fields, layer_type, default_theta)
+    if alpha and params.has("alpha"):
+        stretch = params.positive("alpha") ** (head_dim / max(head_dim - 2, 1))
+        params = Fields({"rope_theta": params.positive("rope_theta") * stretch})
     kind = _kind(params, kinds or {})
     for key in _NEEDS[kind]:
-        if params.get(key) is None:
+        if not params.has(key):
             raise ConfigError(what=f"the model's {kind} rope scaling has no {key}", fix="check config.json")
-    max_position = int(config.get("max_position_embeddings") or 2048)
-    original = int(
-        params.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or max_position
+    max_position = fields.count("max_position_embeddings")
+    original = params.whole(
+        "original_max_position_embeddings",
+        default=fields.whole("original_max_position_embeddings", default=max_position),
     )
     if rotary_dim is None:
-        share = float(params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share)
-        rotary_dim = int(head_dim * share)
-    attention_factor = params.get("attention_factor")
+        rotary_dim = int(head_dim * params.positive(_SHARE, default=fields.positive(_SHARE, default=share)))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ConfigError(
+            what=f"{rotary_dim} values of the model's heads can't be rotated in pairs",
+            why=f"heads have {head_dim} values, of which partial_rotary_factor (perhaps in rope_parameters) or rotary_dim "
+            "says how many are rotated",
+            fix="check config.json",
+        )
     facts = RopeFacts(
         kind=kind,
-        theta=float(params["rope_theta"]),
+        theta=params.positive("rope_theta"),
         rotary_dim=rotary_dim,
         max_position=max_position,
         original_max_position=original,
-        factor=float(params.get("factor") or max_position / original),
-        low_freq_factor=float(params.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(params.get("high_freq_factor") or 4.0),
-        beta_fast=float(params.get("beta_fast") or 32.0),
-        beta_slow=float(params.get("beta_slow") or 1.0),
-        mscale=float(params.get("mscale") or 0.0),
-        mscale_all_dim=float(params.get("mscale_all_dim") or 0.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        truncate=bool(params.get("truncate", True)),
-        short_factor=tuple(float(value) for value in params.get("short_factor") or ()),
-        long_factor=tuple(float(value) for value in params.get("long_factor") or ()),
+        factor=params.positive("factor", default=max_position / original),
+        low_freq_factor=params.number("low_freq_factor", default=1.0),
+        high_freq_factor=params.number("high_freq_factor", default=4.0),
+        beta_fast=params.positive("beta_fast", default=32.0),
+        beta_slow=params.positive("beta_slow", default=1.0),
+        mscale=params.number("mscale", default=0.0),
+        mscale_all_dim=params.number("mscale_all_dim", default=0.0),
+        attention_factor=params.number("attention_factor") if params.has("attention_factor") else None,
+        truncate=params.flag("truncate", default=True),
+        short_factor=params.numbers("short_factor") or (),
+        long_factor=params.numbers("long_factor") or (),
         interleaved=interleaved,
         backwards=backwards,
     )
     if kind == "longrope" and not len(facts.short_factor) == len(facts.long_factor) == rotary_dim // 2:
         raise ConfigError(
             what="the model's longrope factors don't fit its heads",
-            why=f"{len(facts.short_factor)} short and {len(facts.long_factor)} long ones for {rotary_dim // 2} frequencies",
+            why=f"{len(facts.short_factor)} short_factor and {len(facts.long_factor)} long_factor for {rotary_dim // 2} "
+            "frequencies",
+            fix="check config.json",
+        )
+    if kind in ("llama3", "yarn") and (facts.low_freq_factor == facts.high_freq_factor or facts.theta <= 1):
+        raise ConfigError(
+            what=f"the model's {kind} rope scaling makes no sense",
+            why=f"low_freq_factor {facts.low_freq_factor}, high_freq_factor {facts.high_freq_factor}, "
+            f"rope_theta {facts.theta}",
             fix="check config.json",
         )
     return facts
 
 
-def _parameters(config: Mapping[str, Any], layer_type: str, default_theta: float) -> dict[str, Any]:
-    new = config.get("rope_parameters") or {}
-    by_layer = "full_attention" in new or "sliding_attention" in new
-    params = dict((new.get(layer_type) or {}) if by_layer else new)
-    legacy_theta = config.get("rope_theta")
-    if layer_type == "sliding_attention":
-        legacy_theta = config.get("rope_local_base_freq")
-    else:
-        params = {**(config.get("rope_scaling") or {}), **params}
-    params["rope_theta"] = params.get("rope_theta") or legacy_theta or default_theta
-    return params
+def _parameters(fields: Fields, layer_type: str, default_theta: float) -> Fields:
+    new = fields.inner("rope_parameters")
+    by_layer = new.has("full_attention") or new.has("sliding_attention")
+    params = dict((new.inner(layer_type) if by_layer else new).raw)
+    legacy = "rope_local_base_freq" if layer_type == "sliding_attention" else "rope_theta"
+    if layer_type != "sliding_attention":
+        params = {**fields.inner("rope_scaling").raw, **params}
+    theta = Fields(params).positive("rope_theta", default=fields.positive(legacy, default=default_theta))
+    return Fields({**params, "rope_theta": theta})
 
 
-def _kind(params: Mapping[str, Any], kinds: Mapping[str, RopeKind]) -> RopeKind:
-    name = params.get("rope_type") or params.get("type") or "default"
-    name = kinds.get(name, name)
+def _kind(params: Fields, kinds: Mapping[str, RopeKind]) -> RopeKind:
+    name = params.any("rope_type", "type") or "default"
+    name = kinds.get(name, name) if isinstance(name, str) else name
     for kind in get_args(RopeKind):
         if kind == name:
             return kind  # type: ignore[no-any-return]
     raise UnsupportedModel(
-        what=f"the model's rope scaling {name!r} is not known", why=f"known: {', '.join(get_args(RopeKind))}"
+        what=f"the model's rope scaling (rope_type in rope_parameters or rope_scaling) {name!r} is not known",
+        why=f"known: {', '.join(get_args(RopeKind))}",
     )

@@ -15,7 +15,7 @@ def read(config: Fields) -> ModelFacts:
     width = reading.head_dim(config, 128)
     norm = reading.rms_norm(config, default=1e-5)
     every = config.count("global_attn_every_n_layers", default=4)
-    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0)
+    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0, default=1024)
     bias = config.flag("attention_bias")
     attention = reading.gqa(
         config,

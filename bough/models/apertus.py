@@ -13,7 +13,7 @@ from bough.weights.mapping import Mapping
 def read(config: Fields) -> ModelFacts:
     norm = reading.rms_norm(config, default=1e-5)
     bias = config.flag("attention_bias")
-    ropes = reading.same_rope(config, reading.head_dim(config), theta=12_000_000.0)
+    ropes = reading.same_rope(config, reading.head_dim(config), theta=12_000_000.0, stated=True)
     attention = reading.gqa(config, ropes=ropes, head_norms=HeadNorms(norm=norm), qkv_bias=bias, out_bias=bias)
     ffn = reading.dense(config, default="xielu", gated=False, bias=config.flag("mlp_bias"))
     return reading.decoder(config, attention, [ffn] * len(ropes), norm=norm)

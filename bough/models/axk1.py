@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def read(config: Fields) -> ModelFacts:
     groups = {"n_group": config.count("n_group", default=8), "topk_group": config.count("topk_group", default=4)}
-    experts = reading.grouped_sigmoid(
-        Fields({**config.raw, **groups}), scale=config.number("routed_scaling_factor", default=2.5)
-    )
+    experts = reading.grouped_sigmoid(config.put(**groups), scale=config.number("routed_scaling_factor", default=2.5))
     ffns = reading.dense_first(config, experts, default=1)
     return reading.decoder(config, reading.mla(config), ffns, norm=reading.rms_norm(config), block_norms=3)
 

@@ -11,7 +11,7 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    ropes = reading.same_rope(config, reading.head_dim(config), interleaved=True)
+    ropes = reading.same_rope(config, reading.head_dim(config), theta=500_000.0, interleaved=True)
     norm = reading.layer_norm(config, "layer_norm_eps", bias=False)
     bias = config.flag("attention_bias")
     heads = HeadNorms(norm=norm, over="each head") if config.flag("use_qk_norm") else None

@@ -13,7 +13,7 @@ __all__ = ["WEIGHTS", "make", "read"]
 
 def read(config: Fields) -> ModelFacts:
     every = config.count("sliding_window_pattern", default=4)
-    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0)
+    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0, default=4096)
     ropes = reading.same_rope(config, reading.head_dim(config), interleaved=True)
     ropes = reading.only_in_windows(ropes, windows)
     bias = config.flag("attention_bias")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bough.config import reading
 from bough.config.fields import Fields
 from bough.config.model_facts import FeedForward, ModelFacts, Scored
-from bough.core.errors import UnsupportedModel
 from bough.models.hf_names import ATTENTION, ENDS, EXPERTS, FEED_FORWARD, NORMS, SHARED_EXPERTS
 from bough.models.makers import parallel
 from bough.weights.mapping import Mapping
@@ -17,7 +16,9 @@ def read(config: Fields) -> ModelFacts:
     early = config.count("prefix_dense_sliding_window_pattern", default=1)
     every = config.count("sliding_window_pattern", default=4)
     windows = reading.windows(
-        config, lambda layer: (layer + 1) % early != 0 if layer < first else (layer - first + 1) % every != 0
+        config,
+        lambda layer: (layer + 1) % early != 0 if layer < first else (layer - first + 1) % every != 0,
+        default=4096,
     )
     ropes = reading.same_rope(config, width, interleaved=True)
     sparse = reading.sparse_layers(config)
@@ -40,14 +41,8 @@ def read(config: Fields) -> ModelFacts:
 
 
 def _feed_forward(config: Fields, sparse: list[bool]) -> list[FeedForward]:
-    by = config.any("expert_selection_fn") or "softmax"
-    how = config.any("shared_expert_combination_strategy") or "average"
-    if by not in ("softmax", "sigmoid"):
-        raise UnsupportedModel(what=f"the model's expert_selection_fn {by!r}", why="known: softmax, sigmoid")
-    if how not in ("average", "sum"):
-        raise UnsupportedModel(
-            what=f"the model's shared_expert_combination_strategy {how!r}", why="known: average, sum"
-        )
+    by = config.word("expert_selection_fn", "softmax", "sigmoid")
+    how = config.word("shared_expert_combination_strategy", "average", "sum")
     shared = config.size("num_shared_experts", default=0)
     part = 0.5 if shared and how == "average" else 1.0
     experts = reading.moe(
@@ -61,7 +56,7 @@ def _feed_forward(config: Fields, sparse: list[bool]) -> list[FeedForward]:
         shared_scale=part,
     )
     early = config.count("prefix_dense_intermediate_size", default=config.count("intermediate_size"))
-    dense = reading.dense(Fields({**config.raw, "intermediate_size": early}))
+    dense = reading.dense(config.put(intermediate_size=early))
     return [experts if each else dense for each in sparse]
 
 

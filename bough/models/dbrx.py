@@ -20,12 +20,11 @@ def read(config: Fields) -> ModelFacts:
     )
     attn, ffn = config.inner("attn_config"), config.inner("ffn_config")
     heads = {"num_key_value_heads": attn.count("kv_n_heads"), "rope_theta": attn.number("rope_theta", default=10_000.0)}
-    config = Fields({**config.raw, **heads})
-    clip = attn.any("clip_qkv")
+    config = config.put(**heads)
     attention = reading.gqa(
         config,
         ropes=reading.same_rope(config, reading.head_dim(config)),
-        clip=None if clip is None else attn.number("clip_qkv"),
+        clip=attn.positive("clip_qkv", default=0.0) or None,
     )
     return reading.decoder(config, attention, [_experts(ffn)] * len(attention), norm=NormFacts(eps=1e-5, kind="layer"))
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1, V3.1 and Kimi K2; GLM-4.7-Flash: attention over latents, and experts chosen by groups, scores and a bias.
+"""DeepSeek V3, R1, V3.1 and Kimi K2: attention over latents, and experts chosen by groups, scores and a bias.
 
 The layer behind the last, which drafts, is left out.
 """
@@ -29,13 +29,11 @@ LATENTS = (
 
 
 def read(config: Fields) -> ModelFacts:
-    experts = reading.grouped_sigmoid(config, **_defaults(config))
+    groups = {"n_group": config.count("n_group", default=8), "topk_group": config.count("topk_group", default=4)}
+    scale = config.number("routed_scaling_factor", default=2.5)
+    experts = reading.grouped_sigmoid(config.put(**groups), scale=scale)
     ffns = reading.dense_first(config, experts, default=3)
     return reading.decoder(config, reading.mla(config), ffns, norm=reading.rms_norm(config))
-
-
-def _defaults(config: Fields) -> dict[str, float]:
-    return {"scale": config.number("routed_scaling_factor", default=2.5)}
 
 
 WEIGHTS = Mapping(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bough.config import reading
 from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts, Scored
-from bough.core.errors import UnsupportedModel
 from bough.models.deepseek import LATENTS
 from bough.models.hf_names import ENDS, EXPERTS, FEED_FORWARD, NORMS, SHARED_EXPERTS
 from bough.models.makers import pre_norm
@@ -13,9 +12,7 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    method = config.any("topk_method") or "greedy"
-    if method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModel(what=f"the model's topk_method {method!r}", why="known: greedy, group_limited_greedy")
+    method = config.word("topk_method", "greedy", "group_limited_greedy")
     scored = Scored(by="softmax")
     if method == "group_limited_greedy":
         groups, kept = config.count("n_group"), config.count("topk_group")

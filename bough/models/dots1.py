@@ -14,11 +14,11 @@ def read(config: Fields) -> ModelFacts:
     width = reading.head_dim(config)
     norm = reading.rms_norm(config)
     bias = config.flag("attention_bias")
-    first = config.any("max_window_layers") or 0
+    first = config.size("max_window_layers", default=62)
     attention = reading.gqa(
         config,
         width=width,
-        windows=reading.windows(config, lambda layer: layer >= first),
+        windows=reading.windows(config, lambda layer: layer >= first, default=4096),
         ropes=reading.same_rope(config, width),
         head_norms=HeadNorms(norm=norm),
         qkv_bias=bias,

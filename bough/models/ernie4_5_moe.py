@@ -22,13 +22,12 @@ def read(config: Fields) -> ModelFacts:
         "moe_num_experts",
         renormalise=True,
         scored=Scored(by="softmax", bias="row", least_sum=config.number("moe_norm_min", default=1e-12)),
-        shared_intermediate=int(config.any("moe_num_shared_experts") or 0) * config.count("moe_intermediate_size"),
+        shared_intermediate=config.size("moe_num_shared_experts", default=0) * config.count("moe_intermediate_size"),
         shared_gated=False,
     )
-    start, interval = config.any("moe_layer_start_index"), config.count("moe_layer_interval", default=1)
-    start = 1 if start is None else start
-    end = config.any("moe_layer_end_index")
-    end = count - 1 if end is None or end < 0 else end
+    start, interval = config.size("moe_layer_start_index", default=1), config.count("moe_layer_interval", default=1)
+    end = config.number("moe_layer_end_index", default=-1)
+    end = count - 1 if end < 0 else end
     sparse = [start <= layer <= end and (layer + 1) % interval == 0 for layer in range(count)]
     dense = reading.dense(config)
     tied = config.flag("tie_word_embeddings", default=True)

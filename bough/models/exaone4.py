@@ -21,9 +21,9 @@ def attention_of(config: Fields) -> list[Gqa]:
     width = reading.head_dim(config)
     pattern = config.any("sliding_window_pattern")
     every = len(pattern) if isinstance(pattern, str) else config.size("sliding_window_pattern", default=4) or 4
-    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0)
+    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0, default=4096)
     ropes = reading.same_rope(config, width)
-    if config.has("sliding_window"):
+    if any(window is not None for window in windows):
         ropes = reading.only_in_windows(ropes, windows)
     norm = reading.rms_norm(config, default=1e-5)
     return reading.gqa(config, width=width, windows=windows, ropes=ropes, head_norms=HeadNorms(norm=norm))

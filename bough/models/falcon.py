@@ -22,7 +22,7 @@ def read(config: Fields) -> ModelFacts:
     kv_heads = 1 if config.flag("multi_query", default=True) else heads
     if config.flag("new_decoder_architecture"):
         kv_heads = config.count("num_kv_heads", default=heads)
-    sizes = Fields({**config.raw, "num_key_value_heads": kv_heads})
+    sizes = config.put(num_key_value_heads=kv_heads)
     width = reading.head_dim(config)
     slopes = config.flag("alibi")
     ropes: reading.Ropes = reading.same_rope(config, width)

@@ -14,7 +14,8 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    facts = olmo2.read(config)
+    ropes = reading.same_rope(config, reading.head_dim(config), theta=500_000.0)
+    facts = olmo2.with_attention(config, (None,) * len(ropes), ropes, eps=1e-6)
     experts = reading.moe(config, "num_experts", renormalise=config.flag("norm_topk_prob"))
     return replace(facts, layers=tuple(replace(layer, ffn=experts) for layer in facts.layers))
 

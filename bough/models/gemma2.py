@@ -19,9 +19,9 @@ def read(config: Fields) -> ModelFacts:
     attention = reading.gqa(
         config,
         width=width,
-        windows=reading.windows(config, lambda layer: layer % 2 == 0),
+        windows=reading.windows(config, lambda layer: layer % 2 == 0, default=4096),
         ropes=reading.same_rope(config, width),
-        scale=config.number("query_pre_attn_scalar", default=256) ** -0.5,
+        scale=config.positive("query_pre_attn_scalar", default=256) ** -0.5,
         softcap=softcap(config, "attn_logit_softcapping", 50.0),
         qkv_bias=bias,
         out_bias=bias,
@@ -40,8 +40,9 @@ def read(config: Fields) -> ModelFacts:
 
 def softcap(config: Fields, key: str, default: float | None) -> float | None:
     """A config that names the cap as null or 0 has none."""
-    value = config.raw.get(key, default)
-    return float(value) if value else None
+    if key in config.raw and (config.raw[key] is None or config.raw[key] == 0):
+        return None
+    return config.positive(key, default=default or 0.0) or None
 
 
 WEIGHTS = Mapping(*ENDS, *SANDWICH_NORMS, *ATTENTION, *FEED_FORWARD)

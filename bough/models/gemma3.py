@@ -18,14 +18,14 @@ def read(config: Fields) -> ModelFacts:
     width = reading.head_dim(config, 256)
     norm = reading.rms_norm(config, offset=1.0)
     every = config.count("sliding_window_pattern", default=6)
-    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0)
+    windows = reading.windows(config, lambda layer: (layer + 1) % every != 0, default=4096)
     bias = config.flag("attention_bias")
     attention = reading.gqa(
         config,
         width=width,
         windows=windows,
         ropes=reading.ropes_by_window(config, width, windows, theta=1_000_000.0, theta_local=10_000.0),
-        scale=config.number("query_pre_attn_scalar", default=256) ** -0.5,
+        scale=config.positive("query_pre_attn_scalar", default=256) ** -0.5,
         softcap=softcap(config, "attn_logit_softcapping", None),
         head_norms=HeadNorms(norm=norm),
         qkv_bias=bias,

@@ -19,7 +19,7 @@ _LEFT_OUT: Final = {
 
 
 def read(config: Fields) -> ModelFacts:
-    return gemma3.read(Fields({**_LEFT_OUT, **config.raw}))
+    return gemma3.read(config.put(**{key: value for key, value in _LEFT_OUT.items() if not config.has(key)}))
 
 
 make = gemma3.make

@@ -16,13 +16,8 @@ def read(config: Fields) -> ModelFacts:
     config = config.also(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
     if not config.flag("multi_query", default=True):
         raise UnsupportedModel(what="a GPTBigCode model without multi_query", why="no released checkpoint is one")
-    config = Fields(
-        {
-            **config.raw,
-            "num_key_value_heads": 1,
-            "activation_function": config.any("activation_function") or "gelu_pytorch_tanh",
-        }
-    )
+    activation = config.any("activation_function") or "gelu_pytorch_tanh"
+    config = config.put(num_key_value_heads=1, activation_function=activation)
     ropes = (None,) * reading.num_layers(config)
     return with_attention(config, reading.gqa(config, ropes=ropes, qkv_bias=True, out_bias=True))
 

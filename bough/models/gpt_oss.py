@@ -16,8 +16,8 @@ def read(config: Fields) -> ModelFacts:
     attention = reading.gqa(
         config,
         width=width,
-        windows=reading.windows(config, lambda layer: layer % 2 == 0),
-        ropes=reading.same_rope(config, width, theta=150_000.0),
+        windows=reading.windows(config, lambda layer: layer % 2 == 0, default=128),
+        ropes=reading.same_rope(config, width, theta=150_000.0, stated=True),
         sinks=True,
         qkv_bias=bias,
         out_bias=bias,

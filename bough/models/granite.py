@@ -30,7 +30,7 @@ def multipliers(config: Fields) -> dict[str, float]:
     return {
         "embed_scale": config.number("embedding_multiplier", default=1.0),
         "residual_scale": config.number("residual_multiplier", default=1.0),
-        "logit_scale": 1.0 / config.number("logits_scaling", default=1.0),
+        "logit_scale": 1.0 / config.positive("logits_scaling", default=1.0),
     }
 
 

@@ -13,7 +13,7 @@ from bough.weights.mapping import Mapping, Split, Stacked
 
 def read(config: Fields) -> ModelFacts:
     attention = attention_of(config)
-    shared = config.any("shared_intermediate_size") or 0
+    shared = config.size("shared_intermediate_size", default=0)
     experts = reading.moe(
         config, "num_local_experts", renormalise=True, shared_intermediate=shared, shared_gated=False
     )  # fmt: skip

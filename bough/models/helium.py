@@ -11,7 +11,7 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    width = reading.head_dim(config)
+    width = reading.head_dim(config, 128)
     ropes = reading.same_rope(config, width, theta=100_000.0, interleaved=True)
     attention = reading.gqa(config, width=width, ropes=ropes, qkv_bias=config.flag("attention_bias"))
     ffns = [reading.dense(config, bias=config.flag("mlp_bias"))] * len(ropes)

@@ -19,8 +19,8 @@ def read(config: Fields) -> ModelFacts:
 
 def _experts(config: Fields, layer: int) -> Moe:
     def of(key: str) -> int:
-        value = config.any(key)
-        return Fields({key: value[layer] if isinstance(value, list) else value}).count(key)
+        by_layer = config.counts(key, layer + 1) if isinstance(config.any(key), list) else None
+        return by_layer[layer] if by_layer else config.count(key)
 
     return Moe(
         num_experts=of("num_experts"),

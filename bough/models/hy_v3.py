@@ -23,7 +23,9 @@ def read(config: Fields) -> ModelFacts:
         qkv_bias=bias,
         out_bias=bias,
     )
-    experts = reading.grouped_sigmoid(config, renormalise=True)
+    experts = reading.grouped_sigmoid(
+        config, renormalise=True, scale=config.number("routed_scaling_factor", default=2.826)
+    )
     return reading.decoder(config, attention, reading.dense_first(config, experts, default=1), norm=norm)
 
 

@@ -29,8 +29,9 @@ def read(config: Fields) -> ModelFacts:
 
 
 def _attention(config: Fields) -> list[Gqa]:
+    reading.state_rope(config)
     width = reading.head_dim(config, 128)
-    windows = reading.windows(config, reading.no_layer)
+    windows = reading.windows(config, reading.no_layer, default=512)
     bias = config.flag("attention_bias")
     per_head = config.any("gating") in (None, True, "per-head")
     ropes = reading.ropes_by_window(config, width, windows, theta=500_000.0, theta_local=10_000.0)

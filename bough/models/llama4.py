@@ -16,8 +16,8 @@ from bough.weights.mapping import Fuse, Mapping, Stacked
 def read(config: Fields) -> ModelFacts:
     count = reading.num_layers(config)
     width = reading.head_dim(config, 128)
-    flags, every = config.any("no_rope_layers"), config.count("no_rope_layer_interval", default=4)
-    turned = [bool(flags[layer]) if flags else (layer + 1) % every != 0 for layer in range(count)]
+    every = config.count("no_rope_layer_interval", default=4)
+    turned = config.flags("no_rope_layers", count) or [(layer + 1) % every != 0 for layer in range(count)]
     growth = None
     if config.flag("attn_temperature_tuning", default=True):
         growth = Temperature(
@@ -42,7 +42,7 @@ def read(config: Fields) -> ModelFacts:
 
 
 def _feed_forward(config: Fields, count: int) -> list[FeedForward]:
-    sparse, step = config.any("moe_layers"), config.count("interleave_moe_layer_step", default=1)
+    sparse, step = config.sizes("moe_layers"), config.count("interleave_moe_layer_step", default=1)
     dense = Dense(intermediate=config.count("intermediate_size_mlp"))
     experts = reading.moe(
         config,

@@ -15,7 +15,7 @@ from bough.weights.mapping import Exact, Mapping, Outside
 
 def read(config: Fields) -> ModelFacts:
     if config.has("sliding_window_size"):  # as published: how many tokens before its own a query sees
-        config = Fields({**config.raw, "sliding_window": config.count("sliding_window_size") + 1})
+        config = config.put(sliding_window=config.count("sliding_window_size") + 1)
     experts = reading.grouped_sigmoid(config, shared_intermediate=0)
     ffns = reading.dense_first(config, experts, default=1)
     return reading.decoder(config, _attention(config), ffns, norm=reading.rms_norm(config, default=1e-5))
@@ -23,7 +23,7 @@ def read(config: Fields) -> ModelFacts:
 
 def _attention(config: Fields) -> list[Gqa]:
     width = reading.head_dim(config, 192)
-    windows = reading.windows(config, lambda layer: layer != 0 and (layer + 1) % 6 != 0)
+    windows = reading.windows(config, lambda layer: layer != 0 and (layer + 1) % 6 != 0, default=129)
     local = {"theta": 5_000_000.0, "theta_local": 10_000.0}
     same = reading.gqa(
         config,
@@ -31,7 +31,9 @@ def _attention(config: Fields) -> list[Gqa]:
         windows=windows,
         ropes=reading.ropes_by_window(config, width, windows, **local, share=0.334),
         v_dim=config.count("v_head_dim", default=128),
-        value_scale=config.number("attention_value_scale", default=1.0),
+        value_scale=config.number(
+            "attention_value_scale", default=1.0 if "attention_value_scale" in config.raw else 0.707
+        ),
         qkv_bias=config.flag("attention_bias"),
     )
     return [

@@ -21,4 +21,5 @@ def read(config: Fields) -> ModelFacts:
     ffns = [reading.dense(config)] * len(ropes)
     tied = config.flag("tie_word_embeddings", default=True)
     norm = reading.rms_norm(config)
-    return reading.decoder(config, attention, ffns, norm=norm, tie_embeddings=tied, **multipliers(config))
+    scales = multipliers(config, embed=1.0, depth=1.0, base=1.0)
+    return reading.decoder(config, attention, ffns, norm=norm, tie_embeddings=tied, **scales)

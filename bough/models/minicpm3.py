@@ -12,19 +12,20 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    attention = reading.mla(config, interleaved=False)
+    attention = reading.mla(config, interleaved=False, eps=1e-5)
     ffns = [reading.dense(config)] * len(attention)
     norm = reading.rms_norm(config, default=1e-5)
-    return reading.decoder(config, attention, ffns, norm=norm, **multipliers(config))
+    tied = config.flag("tie_word_embeddings", default=True)
+    scales = multipliers(config, embed=12.0, depth=1.4, base=256.0)
+    return reading.decoder(config, attention, ffns, norm=norm, tie_embeddings=tied, **scales)
 
 
-def multipliers(config: Fields) -> dict[str, float]:
-    """As fields of `ModelFacts`."""
-    hidden = config.count("hidden_size")
+def multipliers(config: Fields, *, embed: float, depth: float, base: float) -> dict[str, float]:
+    """As fields of `ModelFacts`; what each is made of where the config doesn't say."""
     return {
-        "embed_scale": config.number("scale_emb", default=1.0),
-        "residual_scale": config.number("scale_depth", default=1.0) / reading.num_layers(config) ** 0.5,
-        "logit_scale": config.number("dim_model_base", default=hidden) / hidden,
+        "embed_scale": config.number("scale_emb", default=embed),
+        "residual_scale": config.number("scale_depth", default=depth) / reading.num_layers(config) ** 0.5,
+        "logit_scale": config.number("dim_model_base", default=base) / config.count("hidden_size"),
     }
 
 

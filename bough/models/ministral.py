@@ -11,16 +11,17 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    width = reading.head_dim(config)
+    newer = config.architecture() != "MinistralForCausalLM"
+    width = reading.head_dim(config, 128 if newer else None)
     attention = reading.gqa(
         config,
         width=width,
-        windows=reading.windows(config, reading.every_layer),
-        ropes=reading.same_rope(config, width, interleaved=config.flag("rope_interleaved")),
+        windows=reading.windows(config, reading.every_layer, default=None if newer else 4096),
+        ropes=reading.same_rope(config, width, stated=newer, interleaved=config.flag("rope_interleaved")),
         temperature=growth(config),
     )
     ffns = [reading.dense(config)] * len(attention)
-    return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config))
+    return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config, default=1e-5 if newer else 1e-6))
 
 
 def growth(config: Fields) -> Temperature | None:

@@ -12,7 +12,7 @@ from bough.weights.mapping import Mapping
 
 def read(config: Fields) -> ModelFacts:
     ropes = reading.same_rope(config, reading.head_dim(config), interleaved=config.flag("rope_interleaved"))
-    attention = reading.gqa(config, windows=reading.windows(config, reading.every_layer), ropes=ropes)
+    attention = reading.gqa(config, windows=reading.windows(config, reading.every_layer, default=4096), ropes=ropes)
     ffns = [reading.dense(config)] * len(ropes)
     return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config))
 

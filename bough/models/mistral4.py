@@ -15,6 +15,7 @@ from bough.weights.mapping import Mapping, Stacked
 
 
 def read(config: Fields) -> ModelFacts:
+    reading.state_rope(config)
     groups, kept = config.count("n_group", default=1), config.count("topk_group", default=1)
     experts = reading.grouped_sigmoid(config, scored=Scored(by="softmax", groups=groups, kept_groups=kept))
     attention = [replace(each, temperature=growth(config)) for each in reading.mla(config)]

@@ -15,7 +15,7 @@ def read(config: Fields) -> ModelFacts:
     ropes = reading.same_rope(config, reading.head_dim(config), theta=1_000_000.0, interleaved=pairs)
     attention = reading.gqa(config, windows=reading.windows(config, reading.every_layer), ropes=ropes)
     experts = reading.moe(config, "num_local_experts", renormalise=True)
-    return reading.decoder(config, attention, [experts] * len(ropes), norm=reading.rms_norm(config))
+    return reading.decoder(config, attention, [experts] * len(ropes), norm=reading.rms_norm(config, default=1e-5))
 
 
 WEIGHTS = Mapping(*ENDS, *NORMS, *ATTENTION, *BLOCK_SPARSE_EXPERTS)

@@ -12,11 +12,9 @@ from bough.weights.mapping import Mapping
 
 def read(config: Fields) -> ModelFacts:
     bias = config.flag("attention_bias")
-    clip = config.any("clip_qkv")
+    clip = config.positive("clip_qkv", default=0.0) or None
     ropes = reading.same_rope(config, reading.head_dim(config))
-    attention = reading.gqa(
-        config, ropes=ropes, qkv_bias=bias, out_bias=bias, clip=config.number("clip_qkv") if clip else None
-    )
+    attention = reading.gqa(config, ropes=ropes, qkv_bias=bias, out_bias=bias, clip=clip)
     norm = NormFacts(eps=1e-5, kind="layer", weight=False)
     return reading.decoder(config, attention, [reading.dense(config)] * len(ropes), norm=norm)
 

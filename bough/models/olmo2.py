@@ -15,8 +15,8 @@ def read(config: Fields) -> ModelFacts:
     return with_attention(config, (None,) * len(ropes), ropes)
 
 
-def with_attention(config: Fields, windows: reading.Windows, ropes: reading.Ropes) -> ModelFacts:
-    norm = reading.rms_norm(config, default=1e-5)
+def with_attention(config: Fields, windows: reading.Windows, ropes: reading.Ropes, *, eps: float = 1e-5) -> ModelFacts:
+    norm = reading.rms_norm(config, default=eps)
     bias = config.flag("attention_bias")
     heads = HeadNorms(norm=norm, over="all heads")
     attention = reading.gqa(config, windows=windows, ropes=ropes, head_norms=heads, qkv_bias=bias, out_bias=bias)

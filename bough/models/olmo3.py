@@ -12,7 +12,7 @@ __all__ = ["WEIGHTS", "make", "read"]
 
 def read(config: Fields) -> ModelFacts:
     width = reading.head_dim(config)
-    windows = reading.windows(config, lambda layer: (layer + 1) % 4 != 0)
+    windows = reading.windows(config, lambda layer: (layer + 1) % 4 != 0, default=4096)
     theta = config.number("rope_theta", default=500_000.0)
     return with_attention(
         config, windows, reading.ropes_by_window(config, width, windows, theta=theta, theta_local=theta)

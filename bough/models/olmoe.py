@@ -13,14 +13,13 @@ from bough.weights.mapping import Mapping
 def read(config: Fields) -> ModelFacts:
     norm = reading.rms_norm(config, default=1e-5)
     bias = config.flag("attention_bias")
-    clip = config.any("clip_qkv")
     ropes = reading.same_rope(config, reading.head_dim(config))
     attention = reading.gqa(
         config,
         ropes=ropes,
         qkv_bias=bias,
         out_bias=bias,
-        clip=config.number("clip_qkv") if clip else None,
+        clip=config.positive("clip_qkv", default=0.0) or None,
         head_norms=HeadNorms(norm=norm, over="all heads"),
     )
     experts = reading.moe(config, "num_experts", renormalise=config.flag("norm_topk_prob"))

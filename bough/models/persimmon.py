@@ -13,8 +13,8 @@ from bough.weights.mapping import Mapping, Rename, Split
 def read(config: Fields) -> ModelFacts:
     norm = reading.layer_norm(config, "layer_norm_eps")
     attention = reading.gqa(
-        Fields({**config.raw, "num_key_value_heads": None}),
-        ropes=reading.same_rope(config, reading.head_dim(config), theta=25_000.0, share=0.5),
+        config.put(num_key_value_heads=None),
+        ropes=reading.same_rope(config, reading.head_dim(config), share=0.5),
         head_norms=HeadNorms(norm=norm) if config.flag("qk_layernorm", default=True) else None,
         qkv_bias=True,
         out_bias=True,

@@ -12,11 +12,12 @@ from bough.weights.mapping import Mapping, Rename, Split
 
 
 def read(config: Fields) -> ModelFacts:
+    config = config.put(original_max_position_embeddings=config.whole("original_max_position_embeddings", default=4096))
     # The scaling's earlier names.
     ropes = reading.same_rope(config, reading.head_dim(config), kinds={"su": "longrope", "yarn": "longrope"})
     attention = reading.gqa(config, windows=reading.windows(config, reading.every_layer), ropes=ropes)
     ffns = [reading.dense(config)] * len(ropes)
-    return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config))
+    return reading.decoder(config, attention, ffns, norm=reading.rms_norm(config, default=1e-5))
 
 
 WEIGHTS = Mapping(

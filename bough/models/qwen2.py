@@ -19,7 +19,7 @@ def read(config: Fields) -> ModelFacts:
 
 def windows_from(config: Fields) -> reading.Windows:
     """Windows from layer `max_window_layers` on."""
-    first = config.any("max_window_layers") or 0
+    first = config.size("max_window_layers", default=0)
     return reading.windows(config, lambda layer: layer >= first, opt_in=True)
 
 

@@ -30,7 +30,7 @@ def read(config: Fields) -> ModelFacts:
 
 def sparse_layers(config: Fields, experts: Moe) -> list[FeedForward]:
     """Experts in every `decoder_sparse_step`th layer but those of `mlp_only_layers`, which are dense."""
-    dense, step = set(config.any("mlp_only_layers") or ()), config.count("decoder_sparse_step", default=1)
+    dense, step = config.sizes("mlp_only_layers") or [], config.count("decoder_sparse_step", default=1)
     sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(reading.num_layers(config))]
     return [experts if each else reading.dense(config) for each in sparse]
 

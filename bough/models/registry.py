@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -97,7 +98,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "DeepseekForCausalLM": "bough.models.deepseek_v1",
     "DeepseekV2ForCausalLM": "bough.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "bough.models.deepseek",
-    "Glm4MoeLiteForCausalLM": "bough.models.deepseek",
+    "Glm4MoeLiteForCausalLM": "bough.models.glm4_moe_lite",
     "MiniCPM3ForCausalLM": "bough.models.minicpm3",
     "YoutuForCausalLM": "bough.models.youtu",
     "AXK1ForCausalLM": "bough.models.axk1",
@@ -209,5 +210,7 @@ def _import(name: str) -> ModuleType:
     return module
 
 
+@cache
 def _added() -> dict[str, str]:
+    """Looked for once: it takes ten milliseconds, and is asked for many times."""
     return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}

@@ -11,9 +11,8 @@ from bough.weights.mapping import Mapping
 
 
 def read(config: Fields) -> ModelFacts:
-    layers = range(reading.num_layers(config))
-    flags, interval = config.any("no_rope_layers"), config.count("no_rope_layer_interval", default=4)
-    rotated = [bool(flags[layer]) if flags else (layer + 1) % interval != 0 for layer in layers]
+    count, interval = reading.num_layers(config), config.count("no_rope_layer_interval", default=4)
+    rotated = config.flags("no_rope_layers", count) or [(layer + 1) % interval != 0 for layer in range(count)]
     ropes = reading.same_rope(config, reading.head_dim(config), theta=2_000_000.0)
     bias = config.flag("attention_bias")
     attention = reading.gqa(
@@ -25,7 +24,7 @@ def read(config: Fields) -> ModelFacts:
     )
     ffn = reading.dense(config, bias=config.flag("mlp_bias"))
     tied = config.flag("tie_word_embeddings", default=True)
-    return reading.decoder(config, attention, [ffn] * len(layers), norm=reading.rms_norm(config), tie_embeddings=tied)
+    return reading.decoder(config, attention, [ffn] * count, norm=reading.rms_norm(config), tie_embeddings=tied)
 
 
 WEIGHTS = Mapping(*ENDS, *NORMS, *ATTENTION, *FEED_FORWARD)

@@ -304,6 +304,7 @@ def test_models_of_other_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         SimpleNamespace(name="HalfForCausalLM", value="half_a_model"),
     ]
     monkeypatch.setattr(registry, "entry_points", lambda group: entries if group == "bough.models" else [])
+    monkeypatch.setattr(registry, "_added", registry._added.__wrapped__)
     config = {**CONFIG, "architectures": ["MineForCausalLM"], "model_type": "mine"}
     (folder / "config.json").write_text(json.dumps(config))
     assert np.isfinite(build(folder).logits(torch.ones(1, 16)).numpy()).all()
