@@ -2,72 +2,115 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bough.config.command_line import CommandParser
 from bough.config.memory_plan import show_bytes
 from bough.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from bough.compress.texts import Ids
+    from bough.tokenizer import Tokenizer
+
+_TARGETS = ("fp8", "fp8-block", "int8", "int8-weight", "int4", "int4-gptq", "int4-awq")
+_HELD_OUT = 0.8
+"""Of the built-in text, what is kept for comparisons comes after this share."""
+
 
 def parser() -> CommandParser:
     made = CommandParser(
         prog="bough quantize",
-        description="Writes a model's weights in fewer bits, each rounded to the nearest, as compressed-tensors has them. "
-        "Embeddings, the output head, norms and routers stay as they are.",
+        description="Writes a model's weights in fewer bits, as compressed-tensors has them, and says what that costs on a "
+        "text. Embeddings, the output head, norms and routers stay as they are. int4-gptq and int4-awq look at what the "
+        "layers compute for a text (--calibration); the others round each weight to the nearest.",
     )
-    made.add_argument("model", metavar="MODEL", help="directory or hub id of a model in floats (safetensors)")
+    made.add_argument("model", metavar="MODEL", help="directory, hub id or .gguf file; default: the embedded model")
     made.add_argument("out", metavar="OUT", help="directory to write; it must not exist")
-    made.add_argument("--to", choices=("fp8", "int8", "int4"), required=True, help="fp8 and int8: a scale per channel")
+    made.add_argument(
+        "--to",
+        choices=_TARGETS,
+        required=True,
+        help="fp8, int8: a scale per channel, activations in 8 bits too; fp8-block: per 128 x 128; int8-weight: activations "
+        "as they are; int4: groups of columns, rounded to the nearest, by GPTQ or by AWQ",
+    )
     made.add_argument("--group-size", type=int, default=0, help="of int4 (default: 128, or what divides all widths)")
-    made.add_argument("--text", default="", help="file whose perplexity is computed before and after")
+    made.add_argument("--calibration", default="", help="text file for GPTQ and AWQ (default: Python's documentation)")
+    made.add_argument("--samples", type=int, default=64, help="pieces of the calibration text (default: 64)")
+    made.add_argument("--sample-tokens", type=int, default=256, help="tokens of each (default: 256)")
+    made.add_argument(
+        "--text",
+        default="",
+        help="file on which the models before and after are compared (default: another part of Python's documentation); "
+        "none: they are not",
+    )
+    made.add_argument("--text-tokens", type=int, default=4096, help="tokens of it at most (default: 4096)")
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model is computed")
     made.add_argument("--revision", default="", help="branch, tag or commit of a model on the hub")
     return made
 
 
 def run(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(list(argv))
-    from bough.config.hf import open_checkpoint
-    from bough.quantization.write import largest_group, write_quantised
+    for name in ("samples", "sample_tokens", "text_tokens"):
+        if getattr(arguments, name) < 2:
+            raise ConfigError(what=f"--{name.replace('_', '-')} must be at least 2", param=name)
+    compared, calibration = _read(arguments.text), _read(arguments.calibration)
+    import torch
 
-    text = _read(arguments.text)
-    source = open_checkpoint(arguments.model, revision=arguments.revision)
-    widths = [each.shape[1] for name, each in source.tensors.items() if "layers." in name and len(each.shape) == 2]
-    group = arguments.group_size or largest_group(widths)
-    out = Path(arguments.out)
-    write_quantised(source, out, arguments.to, group=group, tell=lambda said: print(said, flush=True))
-    sizes = [sum(each.nbytes for each in of.tensors.values()) for of in (source, open_checkpoint(str(out)))]
-    print(f"{out}: {show_bytes(sizes[1])}, from {show_bytes(sizes[0])}")
-    if text:
-        before, after = (perplexity(str(path), text) for path in (source.path, out))
-        print(f"perplexity {before:.3f} -> {after:.3f} on {arguments.text}")
+    from bough.compress.job import Job
+    from bough.compress.targets import TARGETS
+    from bough.config.hf import open_checkpoint
+    from bough.tokenizer import load_tokenizer
+
+    model = "" if arguments.model == "default" else arguments.model
+    source = open_checkpoint(model, revision=arguments.revision)
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    job = Job(source, Path(arguments.out), TARGETS[arguments.to], arguments.group_size, torch.device(device))
+    needs_text = job.target.method != "nearest" or arguments.text != "none"
+    tokenizer = load_tokenizer(source) if needs_text else None
+    texts: list[Ids] = []
+    if tokenizer is not None and arguments.text != "none":
+        texts = _pieces(tokenizer, compared, -(-arguments.text_tokens // 512), 512, first=_HELD_OUT)
+    samples: list[Ids] = []
+    if tokenizer is not None and job.target.method != "nearest":
+        samples = _pieces(tokenizer, calibration, arguments.samples, arguments.sample_tokens, last=_HELD_OUT)
+    begin = time.perf_counter()
+    outcome = job.run(samples, texts, lambda said: print(said, flush=True))
+    sizes = [sum(each.nbytes for each in of.tensors.values()) for of in (source, open_checkpoint(arguments.out))]
+    print(
+        f"{arguments.out}: {show_bytes(sizes[1])}, from {show_bytes(sizes[0])}, in {time.perf_counter() - begin:.0f} s"
+    )
+    if outcome is not None:
+        before, after = outcome
+        on = arguments.text or "Python's documentation"
+        print(f"perplexity {before.perplexity:.3f} -> {after.perplexity:.3f} on {on}, KL {after.divergence:.4f}")
     return 0
 
 
+def _pieces(
+    tokenizer: Tokenizer, text: str, count: int, length: int, *, first: float = 0.0, last: float = 1.0
+) -> list[Ids]:
+    """Of the user's text, or of the part of the built-in one between `first` and `last`."""
+    from bough.compress.texts import built_in_text, cut_text
+
+    if not text:
+        built_in = built_in_text()
+        text = built_in[int(first * len(built_in)) : int(last * len(built_in))]
+    pieces = cut_text(tokenizer.encode(text), count, length)
+    if not pieces:
+        raise ConfigError(what="the text is too short", why="two tokens are the least", fix="name a longer one")
+    return pieces
+
+
 def _read(path: str) -> str:
-    if not path:
+    if path in ("", "none"):
         return ""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(what=f"{path} can't be read", why=str(error), fix="name a text file in UTF-8") from None
-
-
-def perplexity(model: str, text: str) -> float:
-    """Of the text's first tokens, as many as the model takes at once, up to 2,048."""
-    from bough.engine_api import Engine
-
-    with Engine(model=model, log_level="error") as engine:
-        assert engine.tokenizer is not None, "only --skip-tokenizer-init goes without one"
-        most = min(2048, int(engine.get_server_info()["context_length"]) - 1)
-        ids = engine.tokenizer.encode(text)[:most]
-        answer = engine.generate(
-            input_ids=ids,
-            sampling_params={"max_new_tokens": 1, "temperature": 0},
-            return_logprob=True,
-            logprob_start_len=0,
-        )
-    assert isinstance(answer, dict), "one prompt, not streamed"
-    found = [each[0] for each in answer["meta_info"]["input_token_logprobs"] if each[0] is not None]
-    return math.exp(-sum(found) / len(found))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -113,6 +115,22 @@ def finish_tokenizer(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, adds_
     """Adds the tokens that are not words, and puts BOS before texts if the metadata say so; `adds_bos`: if they don't."""
     _add_tokens(tokenizer, metadata)
     _add_bos_and_eos(tokenizer, metadata, adds_bos)
+
+
+def save_gguf_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Writes the tokenizer as `tokenizer.json` and `tokenizer_config.json`, for a checkpoint that is no GGUF file."""
+    tokenizer_from_gguf(metadata).save(str(folder / "tokenizer.json"))
+    tokens = metadata["tokenizer.ggml.tokens"]
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    found = {short: metadata.get(f"tokenizer.ggml.{long}_token_id") for short, long in names.items()}
+    settings: dict[str, Any] = {
+        f"{name}_token": tokens[at] for name, at in found.items() if at is not None and at < len(tokens)
+    }
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:

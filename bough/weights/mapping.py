@@ -220,7 +220,7 @@ class Mapping:
             if pattern in self._scales:
                 continue
             if rule is None or (rule.mxfp4 and scales is None):
-                turned = _NUMBER.sub("*", name.rpartition(".")[0]) in self._turned and len(stored.shape) == 2
+                turned = self.has_inputs_first(name) and len(stored.shape) == 2
                 yield name, _turn(stored) if turned else stored, self.targets_of(name)
                 continue
             if scales is not None:
@@ -242,6 +242,10 @@ class Mapping:
         if groups > 1:
             return _regroup(stored, [part.shape[0] // groups for part in parts])
         return _cut(stored, parts)
+
+    def has_inputs_first(self, name: str) -> bool:
+        """Whether a matrix is stored inputs first, as GPT-2 does."""
+        return _NUMBER.sub("*", name.rpartition(".")[0]) in self._turned
 
     def targets_of(self, name: str) -> tuple[str, ...] | None:
         """The slots that a tensor fills; None if no rule knows it."""

@@ -118,6 +118,11 @@ def _write_metadata(writer: GGUFWriter, config: dict[str, Any], arch: str) -> No
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(config["attn_factor"])
     writer.add_eos_token_id(config["eos_token_id"])
+    if "tokens" in config:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(config["tokens"])
+        writer.add_token_merges(config["merges"])
 
 
 def _stack_experts(tensors: dict[str, Array]) -> dict[str, Array]:
