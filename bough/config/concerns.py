@@ -80,8 +80,8 @@ class ModelConfig:
     quantization: Quantization = "auto"
     """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load. A checkpoint in floats is quantised while it
     is loaded by `fp8` (a scale per channel), `fp8_block` (per 128 x 128), `int8`, `w8a16`, `int4`, `mxfp8` and `mxfp4`;
-    dummy weights take any format. `gguf` keeps a GGUF file's blocks packed, and on a CPU `gguf-exact` rounds no activations,
-    at about half the speed. Other names say what the checkpoint must be."""
+    dummy weights take any format. `gguf` keeps a GGUF file's blocks packed; on a CPU `gguf-exact` does too and rounds no
+    activations, at about half the speed. Other names say what the checkpoint must be."""
     kv_cache_dtype: KvDType = "auto"
     """Type of cached keys and values. auto: FP8 on a GPU if the checkpoint has scales for it, else that of activations."""
     quantization_param_path: str = ""

@@ -86,6 +86,18 @@ _KINDS: Final[dict[int, tuple[str, int, int]]] = {
 
 BLOCK_SIZES: Final[dict[str, tuple[int, int]]] = {name: (weights, size) for name, weights, size in _KINDS.values()}
 """Kind -> weights a block, bytes a block."""
+KEPT_BITS: Final[dict[str, float]] = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q5_0": 5.5,
+    "Q5_1": 6.0,
+    "Q8_0": 8.5,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+}
+"""Kinds whose weights stay packed in memory, and the bits that each then takes: those of the file, or at most 3 % more
+because small scales become bytes. Others are dequantised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,6 +269,8 @@ def choose_quantization(machine: MachineFacts, model: ModelPlanFacts, dtype: str
         return Decision(
             "none", "without custom kernels (--no-custom-kernels, or no C++ compiler) packed weights are slow"
         )
+    if model.quantization == "gguf" and machine.device == "cuda" and "triton" not in machine.attention_backends:
+        return Decision("none", "without Triton kernels (--no-custom-kernels, or an older GPU) blocks are dequantised")
     return Decision(model.quantization, model.weight_format or "the checkpoint says so")
 
 

@@ -52,7 +52,7 @@ def decide(
         checkpoint,
         facts,
         config.model,
-        keep_blocks=device.kind == "cpu",
+        on_cpu=device.kind == "cpu",
         layout=Layout.of(config.parallel),
     )
     pooling = pooling_of(config, checkpoint, facts)

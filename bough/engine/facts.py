@@ -6,6 +6,7 @@ import math
 from typing import cast
 
 from bough.config.concerns import DType, ModelConfig, Quantization
+from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.layout import Layout
 from bough.config.model_facts import ModelFacts
@@ -16,7 +17,6 @@ from bough.platform.cpu_dtype import fastest_dtype
 from bough.quantization.readable import rules_for
 from bough.quantization.sizes import WeightSizes, weight_sizes
 
-_PLAIN_KINDS = {"F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64", "U8", "BOOL"}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -47,15 +47,15 @@ def machine_facts(device: DeviceFacts, *, custom_kernels: bool) -> MachineFacts:
 
 
 def plan_facts(
-    checkpoint: Checkpoint, facts: ModelFacts, model: ModelConfig, *, keep_blocks: bool, layout: Layout
+    checkpoint: Checkpoint, facts: ModelFacts, model: ModelConfig, *, on_cpu: bool, layout: Layout
 ) -> ModelPlanFacts:
-    """The checkpoint in the words of `config.resolve`. `keep_blocks`: GGUF's blocks stay as they are in memory. Raises
-    `UnsupportedModel` or `ConfigError` if weights can't be stored as asked for, or split over the ranks of `layout`."""
+    """The checkpoint in the words of `config.resolve`. Raises `UnsupportedModel` or `ConfigError` if weights can't be stored
+    as asked for, or split over the ranks of `layout`."""
     rules = rules_for(checkpoint, model.quantization)
     if rules is not None:
         sizes, quantization = weight_sizes(checkpoint, facts, rules), rules.method
     else:
-        sizes = _sizes(checkpoint, facts, keep_blocks=keep_blocks and model.quantization != "none")
+        sizes = _sizes(checkpoint, facts, on_cpu=on_cpu, keep_blocks=model.quantization != "none")
         quantization = "gguf" if sizes.packed_bytes else ""
     dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPES.values():
@@ -82,16 +82,20 @@ def plan_facts(
     )
 
 
-def _sizes(checkpoint: Checkpoint, facts: ModelFacts, *, keep_blocks: bool) -> WeightSizes:
+def _sizes(checkpoint: Checkpoint, facts: ModelFacts, *, on_cpu: bool, keep_blocks: bool) -> WeightSizes:
     """Of weights that are floats or GGUF's blocks."""
     if checkpoint.kind == "config-only":
         return WeightSizes(facts.num_parameters())
-    packed_bytes = packed_params = dense_params = 0
+    packed_params = dense_params = 0
+    packed_bytes = 0.0
+    blocks = keep_blocks and checkpoint.kind == "gguf"
     for tensor in checkpoint.tensors.values():
         count = math.prod(tensor.shape)
-        if keep_blocks and tensor.kind not in _PLAIN_KINDS:
-            packed_bytes += tensor.nbytes
+        halves = on_cpu and tensor.kind in ("F16", "BF16") and len(tensor.shape) > 1
+        bits = 16.0 if halves else KEPT_BITS.get(tensor.kind)
+        if blocks and bits is not None:
+            packed_bytes += count * bits / 8
             packed_params += count
         else:
             dense_params += count
-    return WeightSizes(dense_params, packed_bytes, packed_params)
+    return WeightSizes(dense_params, math.ceil(packed_bytes), packed_params)

@@ -53,8 +53,7 @@ class Experts(nn.Module):
             facts.clamped,
             adds_bias=build.mesh.units.rank == 0,
         )
-        # Biases are known to plain weights alone: quantised ones of such experts are dequantised as they are read.
-        self.build = build if facts.clamped is None else replace(build, scheme=Unquantized())
+        self.build = build
         self.stack: ExpertWeights
 
     def place(self, name: str) -> None:

@@ -6,8 +6,7 @@ import torch
 
 from bough.config.hf import Checkpoint
 from bough.core.errors import ConfigError
-from bough.kernels.cpu_build import library
-from bough.kernels.packed_linear import supported
+from bough.kernels.packed_linear import keeps_blocks, supported
 from bough.quantization.coded import Coded
 from bough.quantization.gguf_packed import GgufPacked
 from bough.quantization.names import tensor_name
@@ -31,14 +30,20 @@ def choose_scheme(
     if quantization == "none" or dummy:
         return Unquantized()
     if quantization == "auto":
-        quick = checkpoint.kind == "gguf" and device.type == "cpu" and library() is not None and _packs(checkpoint)
+        quick = checkpoint.kind == "gguf" and keeps_blocks(device) and _packs(checkpoint)
         return GgufPacked() if quick else Unquantized()
-    if checkpoint.kind != "gguf" or device.type != "cpu" or not _packs(checkpoint):
+    if checkpoint.kind != "gguf" or not _packs(checkpoint):
         raise ConfigError(
             what=f"--quantization {quantization} can't be used here",
-            why=f"weights stay packed if they come from a GGUF file and run on the CPU; {checkpoint.name} is a "
-            f"{checkpoint.kind} checkpoint, on {device.type}",
+            why=f"it keeps the blocks of GGUF files packed; {checkpoint.name} is a {checkpoint.kind} checkpoint"
+            + (" without any that can be" if checkpoint.kind == "gguf" else ""),
             fix="use --quantization auto",
+        )
+    if device.type != "cpu" and not keeps_blocks(device):
+        raise ConfigError(
+            what=f"--quantization {quantization} can't be used on this device",
+            why="blocks are multiplied by Triton kernels, which need compute capability 8.0 and --custom-kernels",
+            fix="use --quantization none, which dequantises them",
         )
     return GgufPacked(exact=quantization == "gguf-exact")
 

@@ -63,7 +63,6 @@ def weight_sizes(checkpoint: Checkpoint, facts: ModelFacts, rules: Rules) -> Wei
     if checkpoint.kind != "safetensors" or isinstance(rules.of(_EXAMPLES["linear"], "linear"), Online):
         return _by_arithmetic(facts, rules)
     dense = packed_bytes = packed = 0
-    unpacked = any(isinstance(layer.ffn, Moe) and layer.ffn.clamped is not None for layer in facts.layers)
     for name, stored in checkpoint.tensors.items():
         if kv_scale_of(name) is not None:
             continue
@@ -73,11 +72,8 @@ def weight_sizes(checkpoint: Checkpoint, facts: ModelFacts, rules: Rules) -> Wei
         count = 1
         for size in stored.shape:
             count *= size
-        if form is None or last == "bias":
+        if form is None or last.endswith("bias"):
             dense += count
-            continue
-        if unpacked and kind == "expert":  # experts with biases are dequantised as they are read
-            dense += 0 if last.endswith("scales") else 2 * count if last.endswith("blocks") else count
             continue
         if last in ("weight", "qweight", "weight_packed") or last.endswith("blocks"):
             weights = round(stored.nbytes * 8 / _stored_bits(form))

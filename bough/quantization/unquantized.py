@@ -141,18 +141,11 @@ class BiasedExperts(DenseExperts):
     def __init__(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
         count, units, hidden = shape.num_experts, shape.num_units, shape.hidden
-        self.gate_up_bias_E2F = _zeros((count, 2 * units), dtype, device)
-        self.down_bias_ED = _zeros((count, hidden), dtype, device)
+        self.gate_up_bias_E2F = zeros((count, 2 * units), dtype, device)
+        self.down_bias_ED = zeros((count, hidden), dtype, device)
 
     def weight_slots(self) -> dict[str, Slot]:
-        slots = super().weight_slots()
-        inner, outer, count = self.shape.intermediate, self.shape.hidden, self.shape.num_units
-        units, here = self.shape.units, slice(0, outer if self.shape.adds_bias else 0)
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_bias_E2F, self.down_bias_ED, strict=True)):
-            slots[f"{expert}.gate.bias"] = Slot((inner,), partial(_fill_some, gate_up[:count], units))
-            slots[f"{expert}.up.bias"] = Slot((inner,), partial(_fill_some, gate_up[count:], units))
-            slots[f"{expert}.down.bias"] = Slot((outer,), partial(_fill_some, down[here], here))
-        return slots
+        return {**super().weight_slots(), **bias_slots(self.shape, self.gate_up_bias_E2F, self.down_bias_ED)}
 
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         gate = self.shape.clamped
@@ -170,7 +163,19 @@ class BiasedExperts(DenseExperts):
         return ExpertWeights.routed(self, x_TD, residual_TD, routing)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def bias_slots(shape: ExpertShape, gate_up_bias_E2F: Tensor, down_bias_ED: Tensor) -> dict[str, Slot]:
+    """The slots of all experts' biases."""
+    inner, outer, count = shape.intermediate, shape.hidden, shape.num_units
+    units, here = shape.units, slice(0, outer if shape.adds_bias else 0)
+    slots: dict[str, Slot] = {}
+    for expert, (gate_up, down) in enumerate(zip(gate_up_bias_E2F, down_bias_ED, strict=True)):
+        slots[f"{expert}.gate.bias"] = Slot((inner,), partial(_fill_some, gate_up[:count], units))
+        slots[f"{expert}.up.bias"] = Slot((inner,), partial(_fill_some, gate_up[count:], units))
+        slots[f"{expert}.down.bias"] = Slot((outer,), partial(_fill_some, down[here], here))
+    return slots
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
 
 

@@ -50,9 +50,13 @@ def fill_dummy(model: nn.Module, seed: int, drawn: DummyWeights = "normal") -> N
     """Fills every parameter: norm weights become 1 and biases 0, everything else is drawn."""
     draw = DummyDraw(seed, drawn)
     filled: set[int] = set()
+    drawn_by_itself: tuple[str, ...] = ()
     for path, module in model.named_modules():
+        if drawn_by_itself and path.startswith(drawn_by_itself):
+            continue
         if isinstance(module, DrawsDummies):
             module.draw_dummies(path, draw)
+            drawn_by_itself += (f"{path}.",)
             continue
         for name, parameter in module.named_parameters(path, recurse=False):
             if id(parameter) in filled:  # tied to another one

@@ -69,7 +69,8 @@ class Stacked:
     flat: bool = False
     """Experts lie below one another, instead of along a dimension of their own."""
     mxfp4: bool = False
-    """It is stored as `source_blocks` and `source_scales`, outputs first; what is read is dequantised."""
+    """It is stored as `source_blocks` and `source_scales`, outputs first. Experts that have slots for `blocks` and `scales`
+    get them as they are, others are dequantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,8 @@ class Mapping:
         """By whole source pattern."""
         self._outside: tuple[str, ...] = ()
         self._beyond: list[re.Pattern[str]] = []
-        self._scales: set[str] = set()
-        """Whole source patterns of tensors that are read together with others."""
+        self._scales: dict[str, Stacked] = {}
+        """By the whole source pattern of scales that belong to blocks."""
         self._turned: set[str] = set()
         self._by_head: set[str] = set()
         self._groups: dict[str, int] = {}
@@ -163,7 +164,7 @@ class Mapping:
                 case Stacked():
                     if rule.mxfp4:
                         self._stacked[f"{rule.source}_blocks"] = rule
-                        self._scales.add(f"{rule.source}_scales")
+                        self._scales[f"{rule.source}_scales"] = rule
                     else:
                         self._stacked |= {rule.source: rule, f"{rule.source}.weight": rule}
                 case Outside(source):
@@ -215,24 +216,41 @@ class Mapping:
         """Each tensor with its name and slots; of a stack, each expert's."""
         for name, stored in tensors.items():
             pattern = _NUMBER.sub("*", name)
-            rule = self._stacked.get(pattern)
-            scales = tensors.get(f"{name.removesuffix('_blocks')}_scales") if rule is not None and rule.mxfp4 else None
-            if pattern in self._scales:
+            rule = self._stacked.get(pattern) or self._scales.get(pattern)
+            if rule is not None and rule.mxfp4:
+                yield from self._blocks_with_targets(rule, name, tensors, slots)
                 continue
-            if rule is None or (rule.mxfp4 and scales is None):
+            if rule is None:
                 turned = self.has_inputs_first(name) and len(stored.shape) == 2
                 yield name, _turn(stored) if turned else stored, self.targets_of(name)
                 continue
-            if scales is not None:
-                stored = _dequantised(stored, scales)
             target = _fill(rule.target, _NUMBER.findall(name))
             rows = _rows_of_an_expert(rule, slots.get(f"{target}.0.{rule.parts[0]}.{rule.last}"))
             for expert in range(stored.shape[0] // rows):
                 item = _item(stored, expert, rows if rule.flat else None, turned=rule.inputs_first)
                 yield name, item, tuple(f"{target}.{expert}.{part}.{rule.last}" for part in rule.parts)
 
+    def _blocks_with_targets(
+        self, rule: Stacked, name: str, tensors: dict[str, Stored], slots: dict[str, Slot]
+    ) -> Iterator[tuple[str, Stored, tuple[str, ...] | None]]:
+        """Of blocks or of their scales, each expert's."""
+        stem, _, last = name.rpartition("_")
+        stored, scales, target = tensors[name], tensors.get(f"{stem}_scales"), _fill(rule.target, _NUMBER.findall(name))
+        if f"{target}.0.{rule.parts[0]}.blocks" not in slots:
+            if last == "scales":
+                return
+            if scales is None:
+                yield name, stored, None
+                return
+            stored, last = _dequantised(stored, scales), rule.last
+        for expert in range(stored.shape[0]):
+            item = _item(stored, expert, turned=False)
+            flat = _flat(item) if len(item.shape) > 2 else item
+            yield name, flat, tuple(f"{target}.{expert}.{part}.{last}" for part in rule.parts)
+
     def _cut(self, name: str, stored: Stored, parts: list[Slot]) -> Iterable[Stored]:
-        rule = self._stacked.get(_NUMBER.sub("*", name))
+        pattern = _NUMBER.sub("*", name)
+        rule = self._stacked.get(pattern) or self._scales.get(pattern)
         if rule is not None and rule.interleaved:
             return _regroup(stored, [1] * len(parts))
         if _NUMBER.sub("*", name.rpartition(".")[0]) in self._by_head:
@@ -313,6 +331,12 @@ def _item(stored: Stored, index: int, rows: int | None, *, turned: bool) -> Stor
 
     item: Stored = Item(stored, index) if rows is None else RowRange(stored, index * rows, (index + 1) * rows)
     return _turn(item) if turned and len(item.shape) == 2 else item
+
+
+def _flat(stored: Stored) -> Stored:
+    from bough.weights.stored import Flat
+
+    return Flat(stored)
 
 
 def _dequantised(blocks: Stored, scales: Stored) -> Stored:

@@ -59,7 +59,7 @@ class Stored(Protocol):
         ...
 
     def blocks(self, start: int, stop: int) -> Tensor:
-        """The same rows as they lie on disk, uint8 [rows, bytes of a row]. Only for two-dimensional block formats."""
+        """The same rows as they lie on disk, uint8 [rows, bytes of a row]. Only for block formats."""
         ...
 
 
@@ -175,7 +175,7 @@ class Item:
         return self.base.read(self.index, self.index + 1)[0, start:stop]
 
     def blocks(self, start: int, stop: int) -> Tensor:
-        raise ValueError(f"{self.name}: stacked tensors are not used in blocks")
+        return self.base.blocks(self.index, self.index + 1).view(self.shape[0], -1)[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +311,31 @@ class GroupedRows:
 
     def blocks(self, start: int, stop: int) -> Tensor:
         raise ValueError(f"{self.name}: blocks are not regrouped")
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tensor of several dimensions as a matrix: all but the first are one."""
+
+    base: Stored
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        return self.base.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.base.shape[0], math.prod(self.base.shape[1:]))
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.base.read(start, stop).flatten(1)
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        raise ValueError(f"{self.name}: these blocks are not GGUF's")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 GROUPS = [
     "norm,activation,rotary",
     "linear,moe,grouping",
-    "packed,packed_moe",
+    "packed,packed_moe,gguf",
     "attention,shared,tail,rope",
     "sampling,masks,pages,start,end,plan",
 ]

@@ -81,6 +81,7 @@ def load(path: Path) -> ctypes.CDLL:
         "bough_dequantise": ((pointer, pointer), None),
         "bough_packed_rows": ((pointer, pointer, i64, pointer, i32), None),
         "bough_packed_linear": ((pointer, pointer, pointer, pointer, i64, i64, i64, i32, i32, i32), None),
+        "bough_experts": ((pointer, pointer, i64, pointer, pointer, pointer, i64, i64, i32), None),
         "bough_linear_rows": ((pointer,) * 4 + (i64,) * 5 + (i32,), None),
         "bough_rms_norm": ((pointer, i64, pointer, i64, *(pointer,) * 3, i64, i64, f32, f32, i32, i32), None),
         "bough_rope": ((pointer,), None),

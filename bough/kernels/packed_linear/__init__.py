@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bough.config.gguf_header import KEPT_BITS
 from bough.kernels import choices
 from bough.kernels.choices import Choice, Choices
 from bough.kernels.packed_linear.codes import Codes, Inputs
@@ -19,6 +20,7 @@ __all__ = [
     "Inputs",
     "PackedWeight",
     "dequantise",
+    "keeps_blocks",
     "pack",
     "pack_codes",
     "packed_linear",
@@ -26,6 +28,7 @@ __all__ = [
     "supported",
 ]
 
+_CPU = torch.device("cpu")
 _IMPLEMENTATIONS = Choices(
     Choice("triton", f"{__name__}.triton", needs=choices.cuda()),
     Choice("cpu", f"{__name__}.cpu", needs=choices.cpu),
@@ -33,12 +36,17 @@ _IMPLEMENTATIONS = Choices(
 )
 
 
-def supported(kind: str) -> bool:
-    """Whether weights of this kind (GGUF's name for it, say "Q4_K") are smaller if they stay as they are.
+def supported(kind: str, device: torch.device = _CPU) -> bool:
+    """Whether weights of this kind (GGUF's name for it, say "Q4_K") are smaller on a device if they stay as they are.
 
-    `pack` takes F32 too, which gains speed but no memory.
+    `pack` takes F32 too, which gains speed but no memory. On a GPU, floats of 16 bits are plain weights.
     """
-    return kind in FORMATS and kind != "F32"
+    return kind in KEPT_BITS or (kind in ("F16", "BF16") and device.type == "cpu")
+
+
+def keeps_blocks(device: torch.device) -> bool:
+    """Whether GGUF's blocks are multiplied quickly as they are on this device: there are kernels compiled for it."""
+    return _IMPLEMENTATIONS.explain("pack", device)[0] != "reference"
 
 
 def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:

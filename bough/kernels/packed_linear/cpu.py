@@ -20,6 +20,11 @@ _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16",
 """In the order of the C++ enumeration..."""
 _CODED = ("int4", "int4_zero", "int8", "int8_zero", "float4", "float4_halves", "table4", "float8")
 """...and those that follow there."""
+ROWS_OF_FLOATS = {
+    dtype: len(_KINDS) + len(_CODED) + place
+    for place, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32))
+}
+"""Numbers of the kinds that are not packed: rows as a checkpoint has them."""
 _ALIGN = 64
 _ROWS = 16
 """Of a group, in the C++ code..."""

@@ -11,7 +11,8 @@ float32 sums; e2m1 times e4m3, of groups of 16, is exact in bfloat16 too.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -117,6 +118,20 @@ class DeviceCodes:
         return tuple(tensor for tensor in held if tensor is not None)
 
     @property
+    def num_rows(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def by_row(self) -> list[Tensor]:
+        """Tensors whose first dimension runs along the weight's rows..."""
+        return [each for each in (self.codes, self.row_scales) if each is not None]
+
+    @property
+    def by_column(self) -> list[Tensor]:
+        """...and those whose second does."""
+        return [each for each in (self.scales, self.zeros) if each is not None]
+
+    @property
     def step(self) -> int:
         """Columns that a product takes at a time."""
         four = CODE_BITS[self.kind] == 4
@@ -182,6 +197,27 @@ def lay_out(codes: Codes) -> DeviceCodes | None:
         cols + pad,
         group,
         codes.rows,
+    )
+
+
+def stack_laid_out(parts: Sequence[DeviceCodes]) -> DeviceCodes | None:
+    """Weights of one kind and width on top of one another; None if they differ, or have scales of several rows."""
+    first = parts[0]
+
+    def how(part: DeviceCodes) -> tuple[object, ...]:
+        lone = (part.zeros is None, part.row_scales is None)
+        return (part.kind, part.cols, part.group, part.scale_rows, part.scales.dtype, *lone)
+
+    if first.scale_rows != 1 or any(how(part) != how(first) for part in parts):
+        return None
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    row_scales = [part.row_scales for part in parts if part.row_scales is not None]
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts], 1),
+        zeros=torch.cat(zeros, 1) if zeros else None,
+        row_scales=torch.cat(row_scales) if row_scales else None,
     )
 
 

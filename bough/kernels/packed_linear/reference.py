@@ -95,62 +95,62 @@ def _half(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles_of(packed: Tensor) -> Tensor:
     """Low halves of all bytes, then high halves."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
-def _bits(packed: Tensor, count: int) -> Tensor:
+def bits_of(packed: Tensor, count: int) -> Tensor:
     """Bits of each byte, lowest first: [..., bytes * count]."""
     shifts = torch.arange(count, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 
 
 def _q4_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_nibbles(b[:, 2:]).float() - 8)
+    return _half(b, 0) * (nibbles_of(b[:, 2:]).float() - 8)
 
 
 def _q4_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * _nibbles(b[:, 4:]).float() + _half(b, 2)
+    return _half(b, 0) * nibbles_of(b[:, 4:]).float() + _half(b, 2)
 
 
 def _q5_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * ((_nibbles(b[:, 6:]) | _bits(b[:, 2:6], 8) << 4).float() - 16)
+    return _half(b, 0) * ((nibbles_of(b[:, 6:]) | bits_of(b[:, 2:6], 8) << 4).float() - 16)
 
 
 def _q5_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_nibbles(b[:, 8:]) | _bits(b[:, 4:8], 8) << 4).float() + _half(b, 2)
+    return _half(b, 0) * (nibbles_of(b[:, 8:]) | bits_of(b[:, 4:8], 8) << 4).float() + _half(b, 2)
 
 
 def _q8_0(b: Tensor) -> Tensor:
     return _half(b, 0) * b[:, 2:].view(torch.int8).float()
 
 
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight minima from 12 bytes, [blocks, 8, 1] each."""
+def six_bits_of(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of 6 bits from 12 bytes, [blocks, 8] each."""
     low, high, mixed = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat((low & 63, (mixed & 15) | (low >> 6) << 4), -1)
     minima = torch.cat((high & 63, (mixed >> 4) | (high >> 6) << 4), -1)
-    return scales.float().unsqueeze(-1), minima.float().unsqueeze(-1)
+    return scales, minima
 
 
 def _k_blocks(b: Tensor, quants: Tensor) -> Tensor:
-    scales, minima = _k_scales(b[:, 4:16])
+    scales, minima = (each.float().unsqueeze(-1) for each in six_bits_of(b[:, 4:16]))
     return _half(b, 0).unsqueeze(-1) * scales * quants.float() - _half(b, 2).unsqueeze(-1) * minima
 
 
 def _q4_k(b: Tensor) -> Tensor:
-    return _k_blocks(b, _nibbles(b[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
+    return _k_blocks(b, nibbles_of(b[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
 
 
 def _q5_k(b: Tensor) -> Tensor:
-    low = _nibbles(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    low = nibbles_of(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8, device=b.device).view(1, 8, 1)
     return _k_blocks(b, low | ((b[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4)
 
 
 def _q6_k(b: Tensor) -> Tensor:
-    low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    low = nibbles_of(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=b.device).view(1, 1, 4, 1)
     high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
     quants = ((low | high << 4).float() - 32).reshape(-1, 16, 16)

@@ -9,7 +9,7 @@ such arithmetic and the checkpoint asks for it; other weights are dequantised, a
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -22,11 +22,14 @@ from bough.kernels.choices import facts_of
 from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import SCRATCH, sum_partials
 from bough.kernels.moe.grouping import round_rows
-from bough.kernels.packed_linear import reference
-from bough.kernels.packed_linear.codes import CODE_BITS, Codes, activation_order, in_order, out_of_order
+from bough.kernels.packed_linear import gguf_triton, reference
+from bough.kernels.packed_linear.codes import CODE_BITS, CodeKind, Codes, activation_order, in_order, out_of_order
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, dequantise_rows, last_scale, lay_out
+from bough.kernels.packed_linear.gguf_parts import take_apart
+from bough.kernels.packed_linear.gguf_triton import DeviceBlocks
 from bough.kernels.packed_linear.weight import PackedWeight
 
+_INTEGERS: Final[dict[str, CodeKind]] = {"Q4_0": "int4", "Q8_0": "int8"}
 FEW_TOKENS: Final = 64
 """Up to here weights are multiplied as they are..."""
 _FEW_ROUNDED: Final = 16
@@ -133,7 +136,19 @@ def _packed_kernel(
 
 
 def pack(kind: str, raw: Tensor, cols: int) -> PackedWeight:
-    return reference.pack(kind, raw, cols)
+    """GGUF's blocks in their own bits; by the reference what has no blocks."""
+    if kind in gguf_triton.KINDS:
+        made = gguf_triton.lay_out_blocks(take_apart(kind, raw, cols))
+        return PackedWeight(kind, raw.shape[0], cols, made.tensors, functions=sys.modules[__name__], handle=made)
+    if kind not in _INTEGERS:
+        return reference.pack(kind, raw, cols)
+    return replace(pack_codes(integer_codes(kind, raw, cols)), kind=kind)
+
+
+def integer_codes(kind: str, raw: Tensor, cols: int) -> Codes:
+    """GGUF's blocks of integers with one scale each, as codes."""
+    parts = take_apart(kind, raw, cols)
+    return Codes(_INTEGERS[kind], parts.codes_OD, parts.scale_OG, parts.group)
 
 
 def pack_codes(codes: Codes) -> PackedWeight:
@@ -163,6 +178,8 @@ def packed_linear(
         return made if out is None else out.copy_(made)
     if weight.order is not None:
         x_TD = in_order(x_TD, weight.order)
+    if isinstance(weight.handle, DeviceBlocks):
+        return _linear_of_blocks(x_TD, weight, bias_O, out)
     rounded = not exact and _rounds(x_TD, weight)
     if x_TD.shape[0] <= (_FEW_ROUNDED if rounded else FEW_TOKENS):
         return multiply(x_TD, weight.handle, bias_O, x_TD.new_empty(len(x_TD), weight.rows) if out is None else out)
@@ -172,6 +189,16 @@ def packed_linear(
         dense = x_TD.new_empty(weight.rows, x_TD.shape[1])
         dequantise_rows(weight.handle, dense.shape[1], dense)
         result = F.linear(x_TD, dense, None if bias_O is None else bias_O.to(x_TD.dtype))
+    return result if out is None else out.copy_(result)
+
+
+def _linear_of_blocks(x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None, out: Tensor | None) -> Tensor:
+    if x_TD.shape[0] <= FEW_TOKENS:
+        room = x_TD.new_empty(len(x_TD), weight.rows) if out is None else out
+        return gguf_triton.multiply_blocks(x_TD, weight.handle, bias_O, room)
+    dense = x_TD.new_empty(weight.rows, weight.cols)
+    gguf_triton.block_rows(weight.handle, weight.cols, dense)
+    result = F.linear(x_TD, dense, None if bias_O is None else bias_O.to(x_TD.dtype))
     return result if out is None else out.copy_(result)
 
 
@@ -249,7 +276,8 @@ def _multiply_rounded(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) 
 def packed_rows(ids_T: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     width = weight.cols if weight.order is None else weight.order.shape[0]
     out = torch.empty((ids_T.numel(), width), dtype=dtype, device=ids_T.device)
-    dequantise_rows(weight.handle, width, out, ids_T.reshape(-1).contiguous())
+    fill = gguf_triton.block_rows if isinstance(weight.handle, DeviceBlocks) else dequantise_rows
+    fill(weight.handle, width, out, ids_T.reshape(-1).contiguous())
     if weight.order is not None:
         out = out_of_order(out, weight.order, weight.cols)
     return out.view(*ids_T.shape, weight.cols)
@@ -258,5 +286,6 @@ def packed_rows(ids_T: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tens
 def dequantise(weight: PackedWeight) -> Tensor:
     width = weight.cols if weight.order is None else weight.order.shape[0]
     out = torch.empty((weight.rows, width), dtype=torch.float32, device=weight.data[0].device)
-    dequantise_rows(weight.handle, width, out)
+    fill = gguf_triton.block_rows if isinstance(weight.handle, DeviceBlocks) else dequantise_rows
+    fill(weight.handle, width, out)
     return out if weight.order is None else out_of_order(out, weight.order, weight.cols)

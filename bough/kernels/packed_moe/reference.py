@@ -4,39 +4,81 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bough.config.model_facts import ClampedGate
+from bough.kernels.moe import Biases, clamped_gate
 from bough.kernels.moe.reference import ACTIVATIONS
 from bough.kernels.packed_linear import Codes, PackedWeight, pack_codes, packed_linear
 from bough.kernels.packed_moe import PackedExperts
 
 
-def pack_experts(gate_up: Sequence[Codes], down: Sequence[Codes]) -> PackedExperts | None:
-    packed = [(pack_codes(first), pack_codes(second)) for first, second in zip(gate_up, down, strict=True)]
-    data = tuple(tensor for pair in packed for weight in pair for tensor in weight.data)
-    return PackedExperts(data, sys.modules[__name__], packed)
+@dataclass(frozen=True, slots=True, eq=False)
+class _OneByOne:
+    gate_up: Sequence[PackedWeight]
+    down: Sequence[PackedWeight]
+    biases: Biases | None
+    exact: bool
+
+
+def pack_experts(gate_up: Sequence[Codes], down: Sequence[Codes], biases: Biases | None = None) -> PackedExperts | None:
+    return group_experts([pack_codes(each) for each in gate_up], [pack_codes(each) for each in down], biases)
+
+
+def group_experts(
+    gate_up: Sequence[PackedWeight],
+    down: Sequence[PackedWeight],
+    biases: Biases | None = None,
+    *,
+    exact: bool = False,
+) -> PackedExperts:
+    data = tuple(tensor for weight in (*gate_up, *down) for tensor in weight.data)
+    if biases is not None:
+        data += (biases.gate_up_E2F, biases.down_ED)
+    return PackedExperts(data, sys.modules[__name__], _OneByOne(gate_up, down, biases, exact))
 
 
 def packed_experts(
-    x_TD: Tensor, experts: PackedExperts, topk_weights_Tk: Tensor, topk_ids_Tk: Tensor, activation: str = "silu"
+    x_TD: Tensor,
+    experts: PackedExperts,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    activation: str = "silu",
+    clamp: ClampedGate | None = None,
 ) -> Tensor:
+    held: _OneByOne = experts.handle
     out = torch.zeros_like(x_TD, dtype=torch.float32)
-    act = ACTIVATIONS[activation]
     for expert in sorted(set(topk_ids_Tk.flatten().tolist())):
-        if not 0 <= expert < len(experts.handle):
+        if not 0 <= expert < len(held.gate_up):
             continue
-        gate_up, down = experts.handle[expert]
         token, choice = (topk_ids_Tk == expert).nonzero(as_tuple=True)
-        hidden = act(packed_linear(x_TD[token], gate_up))
-        part = packed_linear(hidden, down).float() * topk_weights_Tk[token, choice].float().unsqueeze(1)
-        out.index_add_(0, token, part)
+        first, second = (
+            (None, None)
+            if held.biases is None
+            else (held.biases.gate_up_E2F[expert].float(), held.biases.down_ED[expert].float())
+        )
+        gate_up = packed_linear(x_TD[token], held.gate_up[expert], first, exact=held.exact)
+        hidden = ACTIVATIONS[activation](gate_up) if clamp is None else clamped_gate(gate_up, clamp.alpha, clamp.limit)
+        part = packed_linear(hidden, held.down[expert], second, exact=held.exact).float()
+        out.index_add_(0, token, part * topk_weights_Tk[token, choice].float().unsqueeze(1))
     return out.to(x_TD.dtype)
 
 
 def expert_tensors(experts: PackedExperts) -> list[list[Tensor]]:
-    return [[tensor for weight in pair for tensor in _tensors(weight)] for pair in experts.handle]
+    held: _OneByOne = experts.handle
+    found = [[*_tensors(first), *_tensors(second)] for first, second in zip(held.gate_up, held.down, strict=True)]
+    return with_biases(found, held.biases)
+
+
+def with_biases(found: list[list[Tensor]], biases: Biases | None) -> list[list[Tensor]]:
+    """Each expert's tensors, and its biases."""
+    if biases is None:
+        return found
+    beside = zip(found, biases.gate_up_E2F, biases.down_ED, strict=True)
+    return [[*each, first, second] for each, first, second in beside]
 
 
 def _tensors(weight: PackedWeight) -> list[Tensor]:

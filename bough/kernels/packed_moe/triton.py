@@ -8,31 +8,41 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.config.model_facts import ClampedGate
+from bough.kernels.activation import gelu_tanh_mul, silu_mul
 from bough.kernels.activation.triton import gated
 from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
-from bough.kernels.moe import grouped_hopper
+from bough.kernels.moe import Biases, clamped_gate, grouped_hopper
 from bough.kernels.moe.triton import Sorted, combine_kernel, sort_pairs
-from bough.kernels.packed_linear import Codes
-from bough.kernels.packed_linear.codes import can_stack, stack
-from bough.kernels.packed_linear.decode import DeviceCodes, add_product, last_scale, lay_out
+from bough.kernels.packed_linear import Codes, PackedWeight
+from bough.kernels.packed_linear.codes import activation_order, can_stack, stack
+from bough.kernels.packed_linear.decode import DeviceCodes, add_product, last_scale, lay_out, stack_laid_out
+from bough.kernels.packed_linear.gguf_triton import DeviceBlocks, add_blocks, stack_blocks
 from bough.kernels.packed_moe import PackedExperts
+from bough.kernels.packed_moe.reference import with_biases
+
+_GATES = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 @dataclass(frozen=True, slots=True)
 class _Stacks:
     """All experts' weights, one below the other."""
 
-    gate_up: DeviceCodes
-    down: DeviceCodes
+    gate_up: DeviceCodes | DeviceBlocks
+    down: DeviceCodes | DeviceBlocks
     num_experts: int
     hopper: grouped_hopper.Weights | None
     """The same memory, where `grouped_hopper` takes it."""
+    biases: Biases | None = None
+    orders: tuple[Tensor | None, Tensor | None] = (None, None)
+    """int64 [E, columns] of each: the activation that a column of an expert multiplies, or the width: none."""
 
 
 @triton.jit
@@ -112,39 +122,121 @@ def _packed_experts_kernel(
         tl.store(out_at, result.to(out.dtype.element_ty), mask=real[None, :] & inside[:, None])
 
 
-def pack_experts(gate_up: Sequence[Codes], down: Sequence[Codes]) -> PackedExperts | None:
+@triton.jit
+def _block_experts_kernel(
+    x, low, high, scales, minima, blocks, minima_of_blocks, out, block_expert, pairs,
+    P, rows, depth, cols, width, x_stride, num_blocks, E,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, MINIMA: tl.constexpr, TWO_LEVELS: tl.constexpr,
+    SORTED: tl.constexpr, PER_TOKEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_packed_experts_kernel` of GGUF's blocks."""
+    block = tl.program_id(0) % num_blocks
+    tile = tl.program_id(0) // num_blocks
+    trigger(PDL)
+    wait(PDL)
+    expert = tl.load(block_expert + block)
+    if (expert >= 0) & (expert < E):
+        if SORTED:
+            pair = tl.load(pairs + block * BLOCK_T + tl.arange(0, BLOCK_T))
+        else:
+            pair = tl.where(tl.arange(0, BLOCK_T) == 0, block, P)
+        real = pair < P
+        source = (pair // PER_TOKEN).to(tl.int64)
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n < rows
+        HALVES: tl.constexpr = 2 if GATED else 1
+        row = expert.to(tl.int64) * (HALVES * rows) + n
+        result = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for k in tl.range(0, cols, 64):
+            result = add_blocks(
+                result, x, source, real, depth, x_stride, low, high, scales, minima, blocks, minima_of_blocks,
+                width, row, inside, k, cols, BITS, GROUP, OFFSET, MINIMA, TWO_LEVELS, PRECISION,
+            )  # fmt: skip
+            if GATED:
+                up = add_blocks(
+                    up, x, source, real, depth, x_stride, low, high, scales, minima, blocks, minima_of_blocks,
+                    width, row + rows, inside, k, cols, BITS, GROUP, OFFSET, MINIMA, TWO_LEVELS, PRECISION,
+                )  # fmt: skip
+        if GATED:
+            DTYPE: tl.constexpr = out.dtype.element_ty
+            result = gated(result.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), GELU)
+        out_at = out + pair.to(tl.int64)[None, :] * rows + n[:, None]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=real[None, :] & inside[:, None])
+
+
+def pack_experts(gate_up: Sequence[Codes], down: Sequence[Codes], biases: Biases | None = None) -> PackedExperts | None:
     first, second = _stacked(gate_up), _stacked(down)
     if first is None or second is None:
         return None
-    held = _Stacks(first, second, len(gate_up), _for_hopper(first, second, gate_up, len(gate_up)))
-    return PackedExperts((*first.tensors, *second.tensors), sys.modules[__name__], held)
+    orders = _orders(gate_up), _orders(down)
+    plain = biases is None and orders == (None, None)
+    hopper = _for_hopper(first, second, gate_up, len(gate_up)) if plain else None
+    held = _Stacks(first, second, len(gate_up), hopper, biases, orders)
+    more = (
+        *(each for each in orders if each is not None),
+        *(() if biases is None else (biases.gate_up_E2F, biases.down_ED)),
+    )
+    return PackedExperts((*first.tensors, *second.tensors, *more), sys.modules[__name__], held)
+
+
+def group_experts(
+    gate_up: Sequence[PackedWeight],
+    down: Sequence[PackedWeight],
+    biases: Biases | None = None,
+    *,
+    exact: bool = False,
+) -> PackedExperts | None:
+    """None where they are not all packed alike for the kernels here. They never round activations."""
+    first, second = (_together([weight.handle for weight in many]) for many in (gate_up, down))
+    if first is None or second is None or any(weight.order is not None for weight in (*gate_up, *down)):
+        return None
+    more = () if biases is None else (biases.gate_up_E2F, biases.down_ED)
+    held = _Stacks(first, second, len(gate_up), None, biases)
+    return PackedExperts((*first.tensors, *second.tensors, *more), sys.modules[__name__], held)
+
+
+def _together(handles: Sequence[Any]) -> DeviceCodes | DeviceBlocks | None:
+    blocks = [each for each in handles if isinstance(each, DeviceBlocks)]
+    codes = [each for each in handles if isinstance(each, DeviceCodes)]
+    if len(blocks) == len(handles):
+        return stack_blocks(blocks)
+    return stack_laid_out(codes) if len(codes) == len(handles) else None
 
 
 def expert_tensors(experts: PackedExperts) -> list[list[Tensor]]:
     held: _Stacks = experts.handle
     found: list[list[Tensor]] = [[] for _ in range(held.num_experts)]
     for stacked in (held.gate_up, held.down):
-        by_row = [each for each in (stacked.codes, stacked.row_scales) if each is not None]
-        by_column = [
-            each for each in (stacked.scales, stacked.zeros) if each is not None
-        ]  # [groups, rows of all experts]
+        by_row, by_column = stacked.by_row, stacked.by_column  # [groups, rows of all experts]
         pieces = [each.chunk(held.num_experts, 0) for each in by_row]
         pieces += [each.chunk(held.num_experts, 1) for each in by_column]
         for expert, parts in enumerate(zip(*pieces, strict=True)):
             found[expert] += parts
+    for order in held.orders:
+        if order is not None:
+            found = [[*each, row] for each, row in zip(found, order, strict=True)]
     if held.hopper is not None:
         scales = held.hopper.gate_up_scale_E2F, held.hopper.down_scale_ED
         for expert, parts in enumerate(zip(*(each for each in scales if each is not None), strict=True)):
             found[expert] += parts
-    return found
+    return with_biases(found, held.biases)
 
 
 def _stacked(parts: Sequence[Codes]) -> DeviceCodes | None:
-    """All experts' weights as one; None if they differ, or if activations would have to be put in another order."""
-    first = replace(parts[0], inputs=None)
-    if any(part.order_D is not None or not can_stack(first, replace(part, inputs=None)) for part in parts):
+    """All experts' weights as one, each with columns in its own order; None if they differ in more than that."""
+    plain = [replace(part, inputs=None, order_D=None) for part in parts]
+    ordered = [part.order_D is not None for part in parts]
+    if any(ordered) != all(ordered) or any(not can_stack(plain[0], each) for each in plain):
         return None
-    return lay_out(stack([replace(part, inputs=None) for part in parts]))
+    return lay_out(stack(plain))
+
+
+def _orders(parts: Sequence[Codes]) -> Tensor | None:
+    orders = [activation_order(part) for part in parts]
+    given = [order for order in orders if order is not None]
+    return torch.stack(given) if given else None
 
 
 def _for_hopper(
@@ -182,7 +274,12 @@ def _shape_for(num_pairs: int, num_experts: int) -> _Shape:
 
 
 def packed_experts(
-    x_TD: Tensor, experts: PackedExperts, topk_weights_Tk: Tensor, topk_ids_Tk: Tensor, activation: str = "silu"
+    x_TD: Tensor,
+    experts: PackedExperts,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    activation: str = "silu",
+    clamp: ClampedGate | None = None,
 ) -> Tensor:
     if activation not in ("silu", "gelu_tanh"):
         raise ValueError(f"no activation {activation!r} for experts: silu and gelu_tanh are")
@@ -203,11 +300,14 @@ def packed_experts(
         if tokens > 1
         else Sorted(ids, ids, pairs, held.num_experts, is_sorted=False)
     )
-    inner = held.gate_up.codes.shape[0] // held.num_experts // 2
-    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    _product(x, held.gate_up, hidden, order, shape, per_token=per_token, act=activation)
     parts = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    _product(hidden, held.down, parts, order, shape, per_token=1, act=None)
+    if clamp is None and held.orders == (None, None):
+        inner = held.gate_up.num_rows // held.num_experts // 2
+        hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+        _product(x, held.gate_up, hidden, order, shape, per_token=per_token, act=activation)
+        _product(hidden, held.down, parts, order, shape, per_token=1, act=None)
+    else:
+        _apart(x, held, ids, order, shape, parts, activation, clamp)
     block = min(1024, power_of_two(width))
     combine_kernel[(tokens, cdiv(width, block))](
         parts, weights, ids, out, width, held.num_experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x.device)
@@ -215,12 +315,56 @@ def packed_experts(
     return out
 
 
+def _apart(
+    x: Tensor,
+    held: _Stacks,
+    ids: Tensor,
+    order: Sorted,
+    shape: _Shape,
+    parts: Tensor,
+    activation: str,
+    clamp: ClampedGate | None,
+) -> None:
+    """Fills parts [pairs, D]. Orders, biases and gates around the grouped products are torch's: a few passes over
+    activations, which are small beside the weights that a step reads."""
+    per_token = ids.shape[1]
+    here = ids.flatten().long().clamp(0, held.num_experts - 1)  # of experts elsewhere nothing is summed
+    first, second = held.orders
+    if first is not None:
+        x, per_token = _in_order(x.repeat_interleave(per_token, 0), first[here]), 1
+    raw = torch.zeros((parts.shape[0], held.gate_up.num_rows // held.num_experts), dtype=x.dtype, device=x.device)
+    _product(x, held.gate_up, raw, order, shape, per_token=per_token, act=None)
+    if held.biases is not None:
+        raw += held.biases.gate_up_E2F[here]
+    hidden = _GATES[activation](raw) if clamp is None else clamped_gate(raw, clamp.alpha, clamp.limit)
+    if second is not None:
+        hidden = _in_order(hidden, second[here])
+    parts.zero_()  # rows of experts elsewhere are not written
+    _product(hidden, held.down, parts, order, shape, per_token=1, act=None)
+    if held.biases is not None:
+        parts += held.biases.down_ED[here]
+
+
+def _in_order(x_PD: Tensor, order_PC: Tensor) -> Tensor:
+    """Each row in an order of its own; what is not there is zero."""
+    return torch.nn.functional.pad(x_PD, (0, 1)).gather(1, order_PC)
+
+
 def _product(
-    x: Tensor, weight: DeviceCodes, out: Tensor, order: Sorted, shape: _Shape, *, per_token: int, act: str | None
+    x: Tensor,
+    weight: DeviceCodes | DeviceBlocks,
+    out: Tensor,
+    order: Sorted,
+    shape: _Shape,
+    *,
+    per_token: int,
+    act: str | None,
 ) -> None:
     """Fills out [pairs, rows]; `act` set: rows are half the weight's."""
     rows = out.shape[1]
-    _packed_experts_kernel[(order.num_blocks * cdiv(rows, shape.block_n),)](
+    blocks = isinstance(weight, DeviceBlocks)
+    kernel = _block_experts_kernel if blocks else _packed_experts_kernel
+    kernel[(order.num_blocks * cdiv(rows, shape.block_n),)](
         x,
         *weight.arguments(),
         out,

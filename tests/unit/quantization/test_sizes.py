@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from quantised_files import FORMATS, quantise_checkpoint
 from tiny import make_tiny
 
 from bough.cli.main import main
+from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import open_checkpoint
 from bough.config.server_args import build_config
 from bough.engine.decide import decide
 from bough.kernels.packed_linear import PackedWeight
+from bough.kernels.packed_linear.weight import FORMATS as BLOCKS
 from bough.models.load import build_model
 from bough.platform import detect
 from bough.quantization.packed_matrix import PackedMatrix
@@ -64,3 +68,30 @@ def test_of_floats_that_are_quantised_while_loading(name: str, tmp_path: Path) -
     checkpoint = open_checkpoint(str(tmp_path))
     model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), quantization=name)
     assert resolved.plan.weight_bytes == pytest.approx(held(model), rel=0.12)
+
+
+KINDS = {
+    "q_proj": "Q6_K",
+    "down_proj": "Q4_K",
+    "up_proj": "Q5_K",
+    "gate_proj": "Q4_1",
+    "k_proj": "Q8_0",
+    "v_proj": "Q5_0",
+}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_of_a_gguf_file_that_stays_packed(kind: Literal["cpu", "cuda"], tmp_path: Path) -> None:
+    """On a GPU too: within 5 % of what the file takes."""
+    reference = make_tiny("llama", tmp_path, **{**SIZES, "vocab_size": 64, "intermediate_size": 768})
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tmp_path, reference.config.to_dict(), path, "Q4_0", KINDS)
+    device = replace(detect("cpu"), kind=kind, capability=(9, 0), total_bytes=1 << 37, free_bytes=1 << 37)
+    wanted = build_config(model=str(path), dtype="bfloat16", skip_tokenizer_init=True)
+    resolved = decide(wanted, device).resolved
+    assert resolved.config.model.quantization == "gguf"
+    in_file = sum(tensor.nbytes for tensor in open_checkpoint(str(path)).tensors.values())
+    assert 0.95 * in_file < resolved.plan.weight_bytes <= 1.05 * in_file
+    plain = decide(replace(wanted, model=replace(wanted.model, quantization="none")), device).resolved
+    assert plain.plan.weight_bytes > 2 * in_file
+    assert set(KEPT_BITS) == {name for name, form in BLOCKS.items() if form.block_bytes not in (64, 128)}

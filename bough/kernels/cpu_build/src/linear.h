@@ -95,5 +95,9 @@ void linear_int8(const LinearCall& call, int threads);
 void linear_exact(const LinearCall& call, int threads);
 // False where the processor can't.
 bool linear_bf16(const LinearCall& call, int threads);
+// For weights that are rows of floats, and few tokens.
+void linear_rows(const LinearCall& call, int threads);
+// By the kernel for the weight's kind. `exact`: activations are not rounded.
+void linear_any(const LinearCall& call, int threads, bool exact);
 
 }  // namespace bough

@@ -166,6 +166,13 @@ void linear_exact(const LinearCall& call, int threads) {
   });
 }
 
+void linear_any(const LinearCall& call, int threads, bool exact) {
+  const int kind = call.weight->kind;
+  if (is_rows(kind) && call.tokens <= 2 * kFewTokens) linear_rows(call, threads);
+  else if (!exact && is_integer(kind)) linear_int8(call, threads);
+  else if (exact || kind != kBF16Weight || !linear_bf16(call, threads)) linear_exact(call, threads);
+}
+
 }  // namespace bough
 
 using namespace bough;
@@ -176,6 +183,5 @@ BOUGH_EXPORT void bough_packed_linear(const Weight* weight, const void* x, void*
   const LinearCall call{weight, x, out, bias, tokens, x_stride, out_stride, x_dtype, out_dtype};
   const double work = double(tokens) * double(weight->rows) * double(weight->cols);
   const int threads = work < 30000 ? 1 : usable_threads();
-  if (!exact && is_integer(weight->kind)) linear_int8(call, threads);
-  else if (exact || weight->kind != kBF16Weight || !linear_bf16(call, threads)) linear_exact(call, threads);
+  linear_any(call, threads, exact);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "linear.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -12,6 +13,9 @@ struct RowsCall {
   const void *x, *weight, *bias;
   void* out;
   int64_t tokens, rows, cols, x_step, weight_step;
+  float* floats = nullptr;  // results go there instead, `float_step` apart, with a bias of floats
+  const float* float_bias = nullptr;
+  int64_t float_step = 0;
 };
 
 constexpr int kRows = 4;
@@ -37,6 +41,10 @@ void four_rows(const RowsCall& c, const float* x, int64_t first) {
     for (int t = 0; t < MT; t++) {
       float sum = sum_lanes(acc[r][t]);
       for (int64_t k = whole; k < c.cols; k++) sum += get_as<D>(rows[r] + k) * x[t * c.cols + k];
+      if (c.floats) {
+        c.floats[t * c.float_step + first + r] = sum + (c.float_bias ? c.float_bias[first + r] : 0.0f);
+        continue;
+      }
       if (c.bias) sum += get_as<D>(static_cast<const E*>(c.bias) + first + r);
       put_as<D>(static_cast<E*>(c.out) + t * c.rows + first + r, sum);
     }
@@ -63,7 +71,37 @@ void all_rows(const RowsCall& c) {
   });
 }
 
+template <Dtype D>
+void tiles_of_rows(const LinearCall& call, int threads) {
+  const Weight& w = *call.weight;
+  const float* x = static_cast<const float*>(call.x);
+  const int64_t blocks = (w.rows + kRows - 1) / kRows;
+  for_each(threads, blocks, 16, [&](int64_t b) {
+    for (int64_t t = 0; t < call.tokens; t += 4) {
+      RowsCall c{nullptr, w.quants, nullptr, nullptr, std::min<int64_t>(4, call.tokens - t), w.rows, w.cols, w.cols, w.cols};
+      c.floats = static_cast<float*>(call.out) + t * call.out_stride;
+      c.float_bias = call.bias;
+      c.float_step = call.out_stride;
+      const float* from = x + t * call.x_stride;
+      switch (c.tokens) {
+        case 1: four_rows<D, 1>(c, from, b * kRows); break;
+        case 2: four_rows<D, 2>(c, from, b * kRows); break;
+        case 3: four_rows<D, 3>(c, from, b * kRows); break;
+        default: four_rows<D, 4>(c, from, b * kRows);
+      }
+    }
+  });
+}
+
 }  // namespace
+
+// Floats in, floats out; a token's activations lie `cols` apart.
+void linear_rows(const LinearCall& call, int threads) {
+  if (call.weight->kind == kRowsF32) tiles_of_rows<kF32>(call, threads);
+  else if (call.weight->kind == kRowsBF16) tiles_of_rows<kBF16>(call, threads);
+  else tiles_of_rows<kF16>(call, threads);
+}
+
 }  // namespace bough
 
 using namespace bough;

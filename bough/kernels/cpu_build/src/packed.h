@@ -10,6 +10,8 @@
 // weight and a scale for every `scale_blocks` blocks of columns (for half a block in kFloat4Halves). A weight is worth
 // (code - 8) * scale in kInt4, (code - zero) * scale where there are zero points, table[code] * scale in kTable4, and a float
 // of 4 or 8 bits times its scale otherwise.
+//
+// The last kinds are not packed at all: rows of floats one after the other, as a checkpoint has them.
 #pragma once
 
 #include "simd.h"
@@ -18,7 +20,8 @@ namespace bough {
 
 enum Kind : int32_t {
   kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kF16Weight, kBF16Weight, kF32Weight,
-  kInt4, kInt4Zero, kInt8, kInt8Zero, kFloat4, kFloat4Halves, kTable4, kFloat8, kNumKinds
+  kInt4, kInt4Zero, kInt8, kInt8Zero, kFloat4, kFloat4Halves, kTable4, kFloat8,
+  kRowsF16, kRowsBF16, kRowsF32, kNumKinds
 };
 
 struct Weight {  // mirrored by a ctypes structure
@@ -67,13 +70,17 @@ constexpr Traits kTraits[kNumKinds] = {
     {32, 32, 256, 0, 0, 12, false, true, true},    // kFloat4Halves
     {32, 32, 256, 0, 0, 0, false, false, true},    // kTable4
     {32, 32, 512, 0, 0, 0, false, false, true},    // kFloat8
+    {32, 64, 1024, 0, 0, 0, false, false},     // kRowsF16
+    {32, 64, 1024, 0, 0, 0, false, false},     // kRowsBF16
+    {32, 128, 2048, 0, 0, 0, false, false},    // kRowsF32
 };
 
 constexpr bool is_plain(int kind) { return kind >= kF16Weight && kind <= kF32Weight; }
+constexpr bool is_rows(int kind) { return kind >= kRowsF16; }
 constexpr bool is_bytes(int kind) { return kind == kQ8_0 || kind == kInt8 || kind == kInt8Zero || kind == kFloat8; }
 constexpr bool has_zeros(int kind) { return kind == kInt4Zero || kind == kInt8Zero; }
 // Whether a weight is an integer times a scale, so that integer products serve it.
-constexpr bool is_integer(int kind) { return !is_plain(kind) && kind != kTable4 && kind != kFloat8; }
+constexpr bool is_integer(int kind) { return !is_plain(kind) && !is_rows(kind) && kind != kTable4 && kind != kFloat8; }
 
 inline int64_t num_groups(const Weight& w) { return (w.rows + kGroup - 1) / kGroup; }
 inline int64_t num_blocks(const Weight& w) { return w.cols / kBlock; }

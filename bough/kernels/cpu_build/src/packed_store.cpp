@@ -195,10 +195,32 @@ void dequantise_tile_plain(int kind, const uint8_t* quants, int64_t block, float
   }
 }
 
+// The same of rows as a checkpoint has them; of rows past the last, that one again.
+template <Dtype D>
+void turn_tile(const Weight& w, int64_t group, int64_t block, float* out) {
+  typedef typename Element<D>::type E;
+  const E* rows = reinterpret_cast<const E*>(w.quants) + block * kBlock;
+  for (int r = 0; r < kGroup; r++) {
+    const E* row = rows + std::min(group * kGroup + r, w.rows - 1) * w.cols;
+    alignas(64) float values[kBlock];
+    store(values, load_as<D>(row));
+    store(values + 16, load_as<D>(row + 16));
+    for (int c = 0; c < kBlock; c++) out[16 * c + r] = values[c];
+  }
+}
+
 }  // namespace
 
 // Columns [32 first, 32 last) of the 16 rows of a group, without their row scales: out[32 * (last - first)][16].
 void dequantise_panel(const Weight& w, int64_t group, int64_t first, int64_t last, float* out) {
+  if (is_rows(w.kind)) {
+    for (int64_t b = first; b < last; b++, out += 512) {
+      if (w.kind == kRowsF32) turn_tile<kF32>(w, group, b, out);
+      else if (w.kind == kRowsBF16) turn_tile<kBF16>(w, group, b, out);
+      else turn_tile<kF16>(w, group, b, out);
+    }
+    return;
+  }
   const uint8_t* quants = w.quants + group * group_quants(w);
   if (is_plain(w.kind)) {
     for (int64_t b = first; b < last; b++, out += 512) dequantise_tile_plain(w.kind, quants, b, out);
