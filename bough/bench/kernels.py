@@ -397,6 +397,13 @@ def bench_experts() -> Report:
         yield Row("experts", timed.case, timed.us, timed.flops / MATRIX_RATE * 1e6)
 
 
+def bench_packed() -> Report:
+    from bough.bench.kernel_packed import dense, experts
+
+    for timed in chain(dense(cuda()), experts(cuda())):
+        yield Row("packed", timed.case, timed.us, timed.num_bytes / BANDWIDTH * 1e6, timed.plain_us)
+
+
 def bench_step() -> Report:
     from bough.bench.kernel_step import decode_step
 
@@ -418,6 +425,7 @@ BENCHES: dict[str, Callable[[], Report]] = {
     "sampling": bench_sampling,
     "moe": bench_moe,
     "experts": bench_experts,
+    "packed": bench_packed,
     "start": bench_start,
     "step": bench_step,
     "tune": bench_tune,

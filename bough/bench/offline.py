@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from bough.core.errors import ConfigError
 from bough.engine_api import Engine
@@ -33,6 +33,13 @@ class OfflineEngine(Protocol):
     def flush(self) -> None:
         """Forgets cached prompts."""
         ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """An engine that says how many tokens' KV fits."""
+
+    def kv_tokens(self) -> int: ...
 
 
 class BoughOffline:
@@ -63,6 +70,10 @@ class BoughOffline:
 
     def flush(self) -> None:
         self.engine.flush_cache()
+
+    def kv_tokens(self) -> int:
+        """Tokens whose KV fits."""
+        return int(self.engine.get_server_info()["kv_tokens"])
 
 
 class VllmOffline:

@@ -26,22 +26,22 @@ Tell = Callable[[str, float, str], None]
 
 def decode(timer: Timer, tell: Tell) -> None:
     for batch, context in ((1, 128), (4, 2000), (24, 1000), (100, 600), (200, 300)):
-        tell(f"decode_bs{batch}_ctx{context}", _decode_ms(timer, batch, context, 128), "ms")
+        tell(f"decode_bs{batch}_ctx{context}", decode_ms(timer, batch, context, 128), "ms")
 
 
 def long(timer: Timer, tell: Tell) -> None:
     for batch, context in ((1, 15000), (24, 8000)):
-        tell(f"decode_bs{batch}_ctx{context}", _decode_ms(timer, batch, context, 64), "ms")
+        tell(f"decode_bs{batch}_ctx{context}", decode_ms(timer, batch, context, 64), "ms")
 
 
 def huge(timer: Timer, tell: Tell) -> None:
     prompts = random_prompts(1, 128_000, 128)
     tell("prefill_1x128000", timer.median_s(prompts, 1), "s")
-    tell("decode_bs1_ctx128000", _decode_ms(timer, 1, 128_000, 64), "ms")
+    tell("decode_bs1_ctx128000", decode_ms(timer, 1, 128_000, 64), "ms")
 
 
 def sample(timer: Timer, tell: Tell) -> None:
-    tell("decode_bs64_t0.8_p0.95", _decode_ms(timer, 64, 128, 128, {"temperature": 0.8, "top_p": 0.95}), "ms")
+    tell("decode_bs64_t0.8_p0.95", decode_ms(timer, 64, 128, 128, {"temperature": 0.8, "top_p": 0.95}), "ms")
 
 
 def prefill(timer: Timer, tell: Tell) -> None:
@@ -99,7 +99,7 @@ GROUPS: dict[str, Callable[[Timer, Tell], None]] = {
 USUAL = [name for name in GROUPS if name != "huge"]
 
 
-def _decode_ms(
+def decode_ms(
     timer: Timer, batch: int, context: int, new_tokens: int, sampling: dict[str, float] | None = None
 ) -> float:
     """With prompts that are cached, so that the difference is decode alone."""

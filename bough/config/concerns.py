@@ -34,7 +34,7 @@ KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m
 Quantization = Literal[
     "auto", "none", "gguf", "gguf-exact",
     "fp8", "fp8_block", "int8", "w8a16", "int4", "mxfp8", "mxfp4",
-    "awq", "gptq", "auto-round", "compressed-tensors", "modelopt", "bitsandbytes",
+    "awq", "gptq", "auto-round", "compressed-tensors", "modelopt", "bitsandbytes", "torchao",
     "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8",
 ]  # fmt: skip
 LoadBalance = Literal["prefix", "round_robin", "total_requests", "total_tokens"]

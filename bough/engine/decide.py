@@ -63,7 +63,7 @@ def decide(
         config = pooling_settings(config, pooling, checkpoint, facts, device.kind)
         planned = without_kv(planned) if pooling.whole else planned
     draft = draft_of(config, checkpoint, facts)
-    planned = with_draft(planned, draft, config, Layout.of(config.parallel))
+    planned = with_draft(planned, draft, config, Layout.of(config.parallel), on_cpu=device.kind == "cpu")
     return Decided(checkpoint, facts, pooling, resolve(config, machine, planned), draft)
 
 

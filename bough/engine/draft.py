@@ -65,7 +65,9 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
     return Draft(draft, read_draft(drafts_by, draft, facts, whole))
 
 
-def with_draft(planned: ModelPlanFacts, draft: Draft | None, config: Config, layout: Layout) -> ModelPlanFacts:
+def with_draft(
+    planned: ModelPlanFacts, draft: Draft | None, config: Config, layout: Layout, *, on_cpu: bool
+) -> ModelPlanFacts:
     """The target's plan with what its draft takes: weights, KV beside its own, and states that are kept for it."""
     if draft is None:
         return planned
@@ -74,7 +76,7 @@ def with_draft(planned: ModelPlanFacts, draft: Draft | None, config: Config, lay
     dense, packed_bytes, packed_params = _num_weights(draft), 0, 0
     if facts.method == "STANDALONE":
         model = replace(config.model, quantization=config.speculative.speculative_draft_model_quantization)
-        alone = plan_facts(checkpoint, facts.model, model, keep_blocks=planned.packed_bytes > 0, layout=layout)
+        alone = plan_facts(checkpoint, facts.model, model, on_cpu=on_cpu, layout=layout)
         dense, packed_bytes, packed_params = alone.dense_params, alone.packed_bytes, alone.packed_params
     return replace(
         planned,

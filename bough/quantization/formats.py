@@ -40,7 +40,11 @@ class Eight:
     four_dims: bool = False
     """Scales of blocks are stored as [rows, 1, columns, 1]."""
     symmetric: bool = True
-    """Otherwise there is a `weight_zero_point` beside each scale."""
+    """Otherwise there is a `weight_zero_point` beside each scale..."""
+    zeros_optional: bool = False
+    """...or there may be."""
+    bits: int = 8
+    """Of integers; those of fewer than 8 are stored in bytes too, around zero."""
     inputs: InputRounding | None = None
 
 

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 _BITSANDBYTES: Final = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map)$")
 _QUANT_STATE: Final = re.compile(r"\.weight\.quant_state\.bitsandbytes__\w+$")
+_TORCHAO: Final = re.compile(r"\._weight_(qdata|scale|zero_point)$")
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 _KV_SCALES: Final = (
     ("k", re.compile(r"\.(k_proj\.(k_scale|output_scale)|(self_attn|attention)\.(attn\.)?k_scale)$")),
@@ -35,7 +36,11 @@ def kv_scale_of(name: str) -> KvScaleName | None:
 
 
 def tensor_name(name: str) -> str:
-    """The name under which layers look for a tensor of a quantised checkpoint: bitsandbytes keeps several below `weight`."""
+    """The name under which layers look for a tensor of a quantised checkpoint: bitsandbytes keeps several below `weight`,
+    torchao beside it."""
+    found = _TORCHAO.search(name)
+    if found is not None:
+        return f"{name[: found.start()]}.weight" + ("" if found[1] == "qdata" else f"_{found[1]}")
     return _QUANT_STATE.sub(".weight_quant_state", _BITSANDBYTES.sub(r".weight_\1", name))
 
 

@@ -44,7 +44,7 @@ def bits_per_weight(form: WeightFormat) -> float:
     """Of memory, scales included."""
     match form:
         case Eight():
-            return 8 + (32 / (form.block[0] * form.block[1]) if form.block else 0)
+            return (4 if form.bits <= 4 else 8) + (32 / (form.block[0] * form.block[1]) if form.block else 0)
         case Awq() | PackedInts() | Gptq():
             bits = 4 if isinstance(form, Awq) or form.bits <= 4 else 8
             return bits + (24 / form.group if form.group > 0 else 0)
@@ -78,7 +78,7 @@ def weight_sizes(checkpoint: Checkpoint, facts: ModelFacts, rules: Rules) -> Wei
         if last in ("weight", "qweight", "weight_packed") or last.endswith("blocks"):
             weights = round(stored.nbytes * 8 / _stored_bits(form))
             packed += weights
-            packed_bytes += weights * (4 if _stored_bits(form) <= 4 else 8) // 8
+            packed_bytes += weights * _kept_bits(form) // 8
         else:
             packed_bytes += stored.nbytes
     return WeightSizes(dense, packed_bytes, packed)
@@ -92,6 +92,12 @@ def _stored_bits(form: WeightFormat) -> float:
         case Awq() | Four() | BitsAndBytes4():
             return 4
     return 8
+
+
+def _kept_bits(form: WeightFormat) -> int:
+    """Bits of a weight in memory, scales not counted."""
+    small = form.bits <= 4 if isinstance(form, Eight) else _stored_bits(form) <= 4
+    return 4 if small else 8
 
 
 def _kind_of(layer: str) -> LayerKind:

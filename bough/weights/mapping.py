@@ -244,7 +244,7 @@ class Mapping:
                 return
             stored, last = _dequantised(stored, scales), rule.last
         for expert in range(stored.shape[0]):
-            item = _item(stored, expert, turned=False)
+            item = _item(stored, expert, None, turned=False)
             flat = _flat(item) if len(item.shape) > 2 else item
             yield name, flat, tuple(f"{target}.{expert}.{part}.{last}" for part in rule.parts)
 

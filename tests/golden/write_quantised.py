@@ -1,6 +1,6 @@
 """Writes `quantised/*.safetensors`: small weights as other packages store them, and what those packages dequantise them to.
 
-    python tests/golden/write_quantised.py
+    python tests/golden/write_quantised.py [torchao ...]
 
 Needs an environment with compressed-tensors 0.20, gptqmodel 7.7, auto-round 0.16, bitsandbytes 0.50, nvidia-modelopt 0.47,
 torchao 0.18 and transformers 5.22; each case says which package made it. The tests read the files only. Every file holds the
@@ -10,6 +10,7 @@ stored tensors, `dense` (the package's own dequantised weight) and, as metadata,
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def bitsandbytes() -> None:
 
 
 def modelopt() -> None:
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
 
     w = weight()
     made, scale, whole = NVFP4QTensor.quantize(w, 16)
@@ -271,12 +272,34 @@ def modelopt() -> None:
         "input_scale": torch.tensor(0.01),
     }
     save("modelopt_nvfp4", {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}, stored, dense)
+    made, scale = FP8QTensor.quantize(w)
+    dense = made.dequantize(dtype=torch.float32, scale=scale)
+    stored = {"weight": made._quantized_data, "weight_scale": scale, "input_scale": torch.tensor(0.01)}
+    save("modelopt_fp8", {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, stored, dense)
+    sizes = {-1: 128, -2: 128}
+    made, scale = FP8QTensor.quantize(weight(128, COLS), block_sizes=sizes)
+    dense = made.dequantize(dtype=torch.float32, scale=scale, block_sizes=sizes)
+    stored = {"weight": made._quantized_data, "weight_scale": scale[:, None, :, None]}
+    save("modelopt_fp8_block", {"quantization": {"quant_algo": "FP8_PB_WO"}}, stored, dense)
+    made, scale = MXFP8QTensor.quantize(w)
+    dense = made.dequantize(dtype=torch.float32, scale=scale)
+    stored = {"weight": made._quantized_data, "weight_scale": scale}
+    save("modelopt_mxfp8", {"quantization": {"quant_algo": "MXFP8"}}, stored, dense)
 
 
 def transformers() -> None:
     """Fine-grained FP8 by the layer that reads DeepSeek's checkpoints, MXFP4 by the one that reads gpt-oss's."""
+    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+    w = weight(144, 160)  # the last blocks are partial
+    padded = nn.functional.pad(w, (0, 96, 0, 112)).view(2, 128, 2, 128)
+    scale = padded.abs().amax((1, 3)) / 448
+    grown = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:144, :160]
+    stored = {"weight": (w / grown).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+    dense = _dequantize_fp8_weight(stored["weight"], scale, [128, 128], torch.float32)
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    save("transformers_fp8_block", config, stored, dense)
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (2, 64, 3, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(115, 130, (2, 64, 3), dtype=torch.uint8, generator=generator)
@@ -285,6 +308,40 @@ def transformers() -> None:
     save("mxfp4_experts", config, {"blocks": blocks, "scales": scales}, dense)
 
 
+def torchao() -> None:
+    """As transformers saves them: the tensors of a subclass beside the weight's name."""
+    from torchao import quantization as q
+    from transformers import TorchAoConfig
+
+    group, row = q.PerGroup(64), q.PerAxis(0)
+    cases = {
+        "int8": q.Int8WeightOnlyConfig(version=2),
+        "int8_group": q.Int8WeightOnlyConfig(version=2, granularity=q.PerGroup(32)),
+        "int8_dynamic": q.Int8DynamicActivationInt8WeightConfig(version=2),
+        "fp8": q.Float8WeightOnlyConfig(),
+        "int4": q.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group),
+        "int4_row": q.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=row),
+        "int3_asymmetric": q.IntxWeightOnlyConfig(
+            weight_dtype=torch.int3, granularity=group, mapping_type=q.MappingType.ASYMMETRIC
+        ),
+        "int6": q.IntxWeightOnlyConfig(weight_dtype=torch.int6, granularity=group),
+        "w4a8": q.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=group),
+    }
+    for name, config in cases.items():
+        linear = nn.Linear(COLS, ROWS, bias=False, dtype=torch.bfloat16)
+        linear.weight.data = weight().bfloat16()
+        q.quantize_(linear, config)
+        made = linear.weight
+        found = {key: getattr(made, key, None) for key in ("qdata", "scale", "zero_point")}
+        stored = {f"_weight_{key}": value for key, value in found.items() if value is not None}
+        described = {**TorchAoConfig(config).to_dict(), "quant_method": "torchao"}
+        save(f"torchao_{name}", described, stored, made.dequantize())
+
+
+WRITERS = (compressed_tensors, gptqmodel, awq, auto_round, bitsandbytes, modelopt, transformers, torchao)
+
 if __name__ == "__main__":
-    for write in (compressed_tensors, gptqmodel, awq, auto_round, bitsandbytes, modelopt, transformers):
-        write()
+    chosen = sys.argv[1:] or [write.__name__ for write in WRITERS]
+    for write in WRITERS:
+        if write.__name__ in chosen:
+            write()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.packed_linear import Codes, Inputs
+from bough.kernels.packed_linear.codes import CodeKind
 from bough.quantization.formats import Eight, InputRounding
 from bough.quantization.layouts.layout import FLOATS, Layout, Region, Span, TensorSpec
 
@@ -28,7 +29,9 @@ class EightLayout(Layout):
         specs[form.scale] = self._scales(shape, _EXPONENTS if form.exponents else FLOATS)
         if not form.symmetric:
             zeros = self._scales(shape, frozenset({"I8", "I32", "F32"}))
-            specs["weight_zero_point"] = TensorSpec(zeros.shape, zeros.rows, zeros.cols, zeros.kinds, also=zeros.also)
+            specs["weight_zero_point"] = TensorSpec(
+                zeros.shape, zeros.rows, zeros.cols, zeros.kinds, form.zeros_optional, also=zeros.also
+            )
         inputs = form.inputs
         optional = inputs is None or not inputs.static
         for name in ("input_scale", "input_scale_ub"):
@@ -63,13 +66,17 @@ class EightLayout(Layout):
         scale = exponents_to_float(scale) if form.exponents else scale.float()
         down, across = form.block or (region.num_rows if form.per == "tensor" else 1, region.num_cols)
         scale_OG = scale.reshape(-(-region.num_rows // down), -(-region.num_cols // across))
-        zero = None
-        if not form.symmetric:
-            zero = (tensors["weight_zero_point"].to(torch.int32).reshape(scale_OG.shape) + 128).to(torch.uint8)
         weight = tensors["weight"]
-        values = weight if form.kind == "float8" else weight.view(torch.uint8) ^ 128
         inputs = None if form.inputs is None else inputs_of(form.inputs, tensors)
-        return Codes(form.kind, values, scale_OG, across, rows=down, zero_OG=zero, inputs=inputs)
+        if form.kind == "float8":
+            return Codes("float8", weight, scale_OG, across, rows=down, inputs=inputs)
+        kind: CodeKind = "int4" if form.bits <= 4 else "int8"
+        middle = 8 if kind == "int4" else 128
+        values = (weight + middle).view(torch.uint8) if kind == "int4" else weight.view(torch.uint8) ^ 128
+        stored, zero = tensors.get("weight_zero_point"), None
+        if stored is not None and bool((stored != 0).any()):
+            zero = (stored.to(torch.int32).reshape(scale_OG.shape) + middle).to(torch.uint8)
+        return Codes(kind, values, scale_OG, across, rows=down, zero_OG=zero, inputs=inputs)
 
 
 def exponents_to_float(stored: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from bough.quantization.read.gptq import read_auto_round, read_gptq
 from bough.quantization.read.modelopt import read_modelopt
 from bough.quantization.read.mxfp4 import read_mxfp4
 from bough.quantization.read.rules import Config, KvRule, LayerKind, Rules, refuse
+from bough.quantization.read.torchao import read_torchao
 
 __all__ = ["METHODS", "KvRule", "LayerKind", "Rules", "read_rules"]
 
@@ -40,6 +41,7 @@ _READERS: Final[dict[str, Callable[[Config], Rules]]] = {
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
     "bitsandbytes": read_bitsandbytes,
+    "torchao": read_torchao,
 }
 METHODS: Final = tuple(_READERS)
 _ALIASES: Final = {

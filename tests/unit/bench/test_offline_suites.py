@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bough.bench import offline, shapes, suite
+from bough.bench import offline, quantized, shapes, suite
 from bough.bench.offline import Prompts, Timer, open_engine, random_prompts
 from bough.core.errors import ConfigError
 
@@ -60,6 +60,30 @@ def test_the_suite_has_its_ten_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     whole = sizes()
     assert (whole.decode_batches, whole.lone_prompt, whole.prompts) == ((1, 8, 64, 256), 2048, (8, 8192))
     assert (whole.mixed, whole.groups, whole.shared_prompt, whole.cached_prompt) == (512, (8, 64), 2048, 512)
+
+
+def test_quantised_rows_and_their_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised = quantized.RUNS["kv-fp8"]
+    assert quantized.main(["--run", "kv-fp8", "--engine", f"{__name__}:Echo"]) == 0
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert row == {"run": "kv-fp8", "workload": "decode_bs200_ctx2000", "value": 1.0, "unit": "ms"}
+    assert quantised.settings == {"kv_cache_dtype": "fp8_e4m3"}
+    rows = [
+        row,
+        {**row, "run": "kv-bf16", "value": 1.5},
+        {**row, "run": "int4", "workload": "decode_bs1_ctx128", "value": 2.5},
+    ]
+    found = {(each["run"], each["workload"]): each for each in quantized.verdicts(rows)}
+    assert found["kv-fp8", "decode_bs200_ctx2000"]["reached"]
+    assert found["kv-fp8", "decode_bs200_ctx2000"]["value"] == 1.5
+    assert found["int4", "decode_bs1_ctx128"] == {
+        "run": "int4", "workload": "decode_bs1_ctx128", "goal": "at most 2.0", "value": 2.5, "share": 0.8, "reached": False,
+    }  # fmt: skip
+    assert {gain.run for gain in quantized.GAINS} | {gain.than for gain in quantized.GAINS} <= quantized.RUNS.keys()
+    folder = Path(__file__).parents[3] / "benchmarks" / "models"
+    assert all((folder / run.model / "config.json").exists() for run in quantized.RUNS.values())
+    with pytest.raises(ConfigError, match="no run"):
+        quantized.main(["--only", "fp9"])
 
 
 def test_the_shapes_run_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
