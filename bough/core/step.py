@@ -205,6 +205,9 @@ class Outcome(Struct, kw_only=True):
     drafts: npt.NDArray[np.int32] | None = None
     """[rows, `Step.proposals`]: what the proposer on the device left for the rows' slots, which the host needs for masks;
     None where it left nothing."""
+    parents: npt.NDArray[np.int32] | None = None
+    """Of the same shape: the draft that each follows, counted from 1; 0: the row's newest token. None: each follows the one
+    before it."""
     output_logprobs: LogprobArrays | None = None
     """In the order of rows, and of each row's tokens. A row may have more positions than it yields tokens."""
     prompt_logprobs: LogprobArrays | None = None

@@ -34,6 +34,7 @@ from bough.speculative.proposers.dflash import DflashProposer
 from bough.speculative.proposers.heads import HeadProposer
 from bough.speculative.proposers.medusa import MedusaProposer
 from bough.speculative.proposers.standalone import StandaloneProposer
+from bough.speculative.proposers.tree import TreeShape
 from bough.speculative.suffix import SuffixGuesser
 
 
@@ -72,19 +73,19 @@ def load_draft(
     return load_proposer(given, model, target.vocab)
 
 
-def load_proposer(given: DraftBuild, model: Decoder, vocab: int) -> LoadedDraft:
-    """What drafts from the states of `model`."""
+def load_proposer(given: DraftBuild, model: Decoder, vocab: int, shape: TreeShape | None = None) -> LoadedDraft:
+    """What drafts from the states of `model`. `shape`: of trees; None: each draft follows the one before it."""
     facts = given.facts
     match facts.method:
         case "MEDUSA":
             medusa = build_medusa(given, model)
-            return LoadedDraft(MedusaProposer(medusa, vocab), medusa, facts)
+            return LoadedDraft(MedusaProposer(medusa, vocab, shape), medusa, facts)
         case "DFLASH":
             dflash = build_dflash(given, model)
             return LoadedDraft(DflashProposer(dflash, facts.taps, facts.model.num_layers), dflash, facts)
     heads = build_heads(given, model)
     modules = torch.nn.ModuleList(head for head in heads if isinstance(head, torch.nn.Module))
-    return LoadedDraft(HeadProposer(heads, facts.taps, vocab), modules, facts)
+    return LoadedDraft(HeadProposer(heads, facts.taps, vocab, shape), modules, facts)
 
 
 def reach_of(facts: DraftFacts) -> Callable[[int], int]:

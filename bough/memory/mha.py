@@ -81,6 +81,13 @@ class KVPool:
         self._shapes = tuple(shapes)
         self._own_values = [values for values, shape in zip(self.values, shapes, strict=True) if not shape.latent]
 
+    def caches(self, layers: slice) -> list[Tensor]:
+        """Everything that these layers keep, [pages, page size, ...] each."""
+        values = [
+            values for values, shape in zip(self.values[layers], self._shapes[layers], strict=True) if not shape.latent
+        ]
+        return [*self.keys[layers], *values]
+
     def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
         """Copies whole pages in every layer; all are read before any is written."""
         pages = upload(np.stack([source_M, target_M]).astype(np.int64), self.keys[0].device)

@@ -12,15 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bough.core.step import MOST_LEVELS, NO_PROPOSER
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SpanTensors, Tail
+from bough.core.step import MOST_LEVELS
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SpanTensors, Tail, TreeMask
+from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tree
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
 from bough.kernels.step_start import SlotState, start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.inputs import StepTensors
-from bough.runner.proposing import Bounds, Drafting, Proposer, Read, nobody, sampled_rows
+from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, nobody, sampled_rows
 
 AttentionFactory = Callable[[AttentionInputs], AttentionBackend]
 
@@ -39,6 +40,17 @@ class Extent:
     levels: int = MOST_LEVELS
     """Of those spans."""
     host: HostLengths | None = None
+    has_drafts: bool = False
+    """Whether drafts are verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """A step whose trees have been walked, as if the paths that were taken had been its drafts."""
+
+    path: TreePath
+    tensors: StepTensors
+    drawn_L: Tensor
 
 
 class Forward:
@@ -51,9 +63,12 @@ class Forward:
         state: SlotState,
         attention: AttentionFactory,
         proposer: Proposer | None = None,
+        tree_width: int = 0,
     ) -> None:
+        """`tree_width`: where drafts form trees, the tokens of their longest path with the one behind it."""
         self.model = model
         self.proposer = proposer
+        self.tree_width = tree_width
         self.pool = pool
         self.state = state
         self.narrows = True
@@ -82,6 +97,10 @@ class Forward:
             return self.hidden(tensors, extent, at.new_zeros(1), segments, read)[:0]
         state, ids = self.state, tensors.ids_T
         start_step(state, tensors, self.pool.page_size)
+        tree = None
+        if state.tree is not None and extent.has_drafts and read is not None:
+            read.tree = start_tree(state, tensors, tensors.sample_at_L)
+            tree = TreeMask(read.tree.seen_T, read.tree.tail_T, tensors.positions_T)
         shared = None
         if extent.span_tokens:
             shared = SpanTensors(
@@ -108,8 +127,9 @@ class Forward:
             v_scales=self.pool.v_scales,
             shared=shared,
             host=extent.host,
+            tree=tree,
         )
-        whole = read is not None and read.reads.hidden
+        whole = read is not None and read.proposes and read.reads.hidden
         if self.narrows and at is not None and not whole and _is_small(at, len(ids), extent):
             # A copy of the inputs: with themselves it would be a cycle.
             inputs.tail = Tail(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
@@ -155,17 +175,31 @@ class Forward:
         """[rows, 1 + width]: how many tokens each row yields, and what it drew: the slots go on from there."""
         return verify(self.state, tensors, drawn_L, num_rows, width, blocked_L)
 
+    def walk(
+        self, read: Read, tensors: StepTensors, drawn_L: Tensor, num_rows: int, blocked_L: Tensor | None = None
+    ) -> Walked:
+        """`verify` for trees. Their paths' KV is put together in the target's layers."""
+        tree = read.tree
+        assert tree is not None, "the step's pass has begun with it"
+        path = walk_tree(self.state, tensors, tree, drawn_L, num_rows, self.tree_width, blocked_L)
+        layers = slice(None if self._last_layer is None else self._last_layer + 1)
+        gather_path(self.pool.caches(layers), tensors.loc_T, path)
+        read.follow(path)
+        ids = tensors.ids_T[path.from_T]
+        chain = replace(tensors, ids_T=ids, positions_T=tree.positions_T, counter_L=tree.counter_L)
+        return Walked(path, chain, drawn_L[path.from_L])
+
     def reading(self, proposals: int) -> Read | None:
         """What `hidden` is given in a step with so many proposals."""
-        return Read.of(self.proposer.reads) if self.proposer is not None and proposals != NO_PROPOSER else None
+        return None if self.proposer is None else Read.of(self.proposer.reads, proposals)
 
     def propose(
         self, read: Read, tensors: StepTensors, drawn_L: Tensor, result: Tensor, bounds: Bounds, count: int
     ) -> Tensor:
         """Leaves `count` drafts in the slots of the rows that sample. `result`: what `keep` or `verify` gave.
 
-        Returns [rows, 1 + width + count]: as `verify` gives it, and behind it the drafts that the slots have now; without
-        drafts the `result` itself.
+        Returns [rows, 1 + width + count]: as `verify` gives it, and behind it the drafts that the slots have now, where they
+        form trees with their parents; without drafts the `result` itself.
         """
         assert self.proposer is not None, "steps of a runner without one have no proposals"
         state, num_rows = self.state, len(result)
@@ -178,12 +212,32 @@ class Forward:
         drafts = self.proposer.propose(Drafting(count, read, rows, bounds, tensors, drawn_L, state, self._attention))
         if not count:
             return result
-        state.drafts[:, :count].index_copy_(0, rows.slots_R, torch.stack(drafts, 1))
+        slots = tensors.sample_slots_L[:num_rows]
+        if yields_R is not None:
+            slots = tensors.sample_slots_L[tensors.sample_start_R1[:num_rows].long().clamp_max(len(drawn_L) - 1)]
+        left = self._leave(drafts, rows.slots_R, slots, count)
         if yields_R is None:
-            left = state.drafts[tensors.sample_slots_L[:num_rows], :count]
-            return torch.cat((torch.ones_like(left[:, :1]), result[:, None], left), 1)
-        first = tensors.sample_start_R1[:num_rows].long().clamp_max(len(drawn_L) - 1)
-        return torch.cat((result, state.drafts[tensors.sample_slots_L[first], :count]), 1)
+            left = [torch.ones_like(result[:, None]), result[:, None], *left]
+        else:
+            left = [result, *left]
+        return torch.cat(left, 1)
+
+    def _leave(self, drafts: list[Tensor] | TreeDrafts, into_R: Tensor, slots_R: Tensor, count: int) -> list[Tensor]:
+        """Notes the drafts in slots `into_R`. Returns what `slots_R` have now."""
+        state = self.state
+        if isinstance(drafts, list):
+            state.drafts[:, :count].index_copy_(0, into_R, torch.stack(drafts, 1))
+            return [state.drafts[slots_R, :count]]
+        tree = state.tree
+        assert tree is not None, "a runner of trees has room for them"
+        for held, made in (
+            (state.drafts, drafts.tokens),
+            (tree.parents, drafts.parents),
+            (tree.depth, drafts.depth),
+            (tree.seen, drafts.seen),
+        ):
+            held[:, :count].index_copy_(0, into_R, made)
+        return [state.drafts[slots_R, :count], tree.parents[slots_R, :count]]
 
 
 def _is_small(at: Tensor, num_tokens: int, extent: Extent) -> bool:

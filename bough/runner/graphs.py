@@ -212,6 +212,7 @@ class Graphs:
             max_query=key.width if key.decode else key.tokens,
             max_kv=self._context_length,
             span_tokens=key.tokens if key.shared else 0,
+            has_drafts=key.width > 1,
         )
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -228,8 +229,14 @@ class Graphs:
         if key.kind == "logits":
             return logits, read
         drawn = forward.draw(logits, tensors)
-        result = forward.keep(drawn, tensors) if key.width == 1 else forward.verify(drawn, tensors, key.rows, key.width)
-        if read is None:
+        if key.width == 1:
+            result = forward.keep(drawn, tensors)
+        elif read is not None and read.tree is not None:
+            walked = forward.walk(read, tensors, drawn, key.rows)
+            tensors, drawn, result = walked.tensors, walked.drawn_L, walked.path.result
+        else:
+            result = forward.verify(drawn, tensors, key.rows, key.width)
+        if read is None or not read.proposes:
             return result, None
         bounds = Bounds(kv_len=None, max_kv=self._context_length, only_decodes=key.decode, greedy=False)
         return forward.propose(read, tensors, drawn, result, bounds, key.proposals), None

@@ -13,6 +13,7 @@ from bough.config.resolve import SCORED_AT_ONCE
 from bough.core.messages import LogprobSpec
 from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
 from bough.kernels.attention.inputs import HostLengths
+from bough.kernels.draft_tree import TreePath
 from bough.kernels.step_start import SlotState
 from bough.layers.batch import Model
 from bough.memory.mha import KVPool
@@ -49,18 +50,22 @@ class ModelRunner:
         samples: bool = True,
         proposer: Proposer | None = None,
         most_drafts: int = 0,
+        tree_width: int = 0,
     ) -> None:
         """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
         what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`. `proposer` leaves the
-        drafts of `Step.proposals`, at most `most_drafts` per row."""
+        drafts of `Step.proposals`, at most `most_drafts` per row; they form trees with paths of `tree_width` tokens, if that
+        is not 0."""
         self.samples = samples
         self.limits = limits
         self.mover = mover
         self.machine = device
         self.device = device.torch_device
-        state = SlotState.make(limits.num_slots, limits.pages_per_slot, self.device, most_drafts=most_drafts)
+        state = SlotState.make(
+            limits.num_slots, limits.pages_per_slot, self.device, most_drafts=most_drafts, trees=tree_width > 0
+        )
         self.pool = pool
-        self.forward = Forward(model, pool, state, attention, proposer)
+        self.forward = Forward(model, pool, state, attention, proposer, tree_width)
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
@@ -148,6 +153,7 @@ class ModelRunner:
             span_tokens=0 if step.shared is None else int(step.num_query[: step.num_decodes].sum()),
             levels=0 if step.shared is None else int(step.shared.level[-1]) + 1,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
+            has_drafts=samples.starts is not None,
         )
         scored = self._scored_positions(step)
         num_samples = samples.count
@@ -163,8 +169,7 @@ class ModelRunner:
         if not self.samples:
             return launched
         if states is not None:
-            states.keep(hidden[num_scored:])
-            launched.hidden = states
+            launched.have_states(states, hidden[num_scored:])
         if scored is not None:
             launched.prompt_scores = self._score_prompt(hidden[num_samples:num_scored], scored)
         if launched.read is not None:
@@ -251,12 +256,26 @@ class LaunchedStep:
         """Rows with a list of allowed tokens, and whether anything is left of it."""
         self.prompt_scores: Scores | None = None
         self.hidden: HiddenWanted | None = None
+        self._states: Tensor | None = None
         self.read: Read | None = None
         """For the proposer, where one runs."""
 
     @property
     def step(self) -> Step:
         return self._step
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether it verifies drafts that form trees."""
+        return self.read is not None and self.read.tree is not None
+
+    def have_states(self, wanted: HiddenWanted, states: Tensor) -> None:
+        """Hidden states that were asked for. Which of a tree's belong to the answer is known when it has been walked."""
+        self.hidden = wanted
+        if self.has_trees:
+            self._states = states
+        else:
+            wanted.keep(states)
 
     @property
     def needs_masks(self) -> bool:
@@ -291,23 +310,28 @@ class LaunchedStep:
 
     def wait(self) -> Outcome:
         assert self._result is not None, "a step with constrained rows is waited for after sample"
-        rows, result = self._samples.rows, self._result
-        tokens = np.full((self._step.num_rows, self._samples.width), -1, np.int32)
+        rows, result, count = self._samples.rows, self._result, self._step.proposals
+        width = min(self._samples.width, self._runner.forward.tree_width or self._samples.width)
+        tokens = np.full((self._step.num_rows, width), -1, np.int32)
         counts = self._step.samples.astype(np.int32)
         self._stage.wait()
-        drafts = None
+        drafts = parents = None
         if result.ndim == 1:
             tokens[rows, 0] = result
         else:
             counts[rows] = result[:, 0]
             tokens[rows] = result[:, 1 : 1 + tokens.shape[1]]
-            if self._step.proposals > 0:
-                drafts = np.zeros((self._step.num_rows, self._step.proposals), np.int32)
-                drafts[rows] = result[:, -self._step.proposals :]
+            if count > 0:
+                drafts = np.zeros((self._step.num_rows, count), np.int32)
+                if self._runner.forward.tree_width:
+                    parents = drafts.copy()
+                    parents[rows], result = result[:, -count:], result[:, :-count]
+                drafts[rows] = result[:, -count:]
         return Outcome(
             tokens=tokens,
             counts=counts,
             drafts=drafts,
+            parents=parents,
             output_logprobs=self._host(self._scores),
             prompt_logprobs=self._host(self.prompt_scores),
             hidden_states=self.hidden.by_row() if self.hidden is not None else {},
@@ -330,7 +354,7 @@ class LaunchedStep:
         logits = raw
         rich = None
         if setups:
-            rich = RichSamples.of(samples, setups, tensors)
+            rich = RichSamples.of(samples, setups, tensors, self._seen())
             logits = runner.shaper.shape(raw, rich)
             owners = samples.owners()
             self._failed = {int(samples.rows[owners[at]]): why for at, why in runner.shaper.take_failed().items()}
@@ -342,6 +366,10 @@ class LaunchedStep:
         drawn = runner.forward.draw(logits, tensors)
         if samples.starts is None:
             result = runner.forward.keep(drawn, tensors)
+        elif self.read is not None and self.has_trees:
+            walked = runner.forward.walk(self.read, tensors, drawn, len(samples.rows), blocked)
+            self._tensors, drawn, result = walked.tensors, walked.drawn_L, walked.path.result
+            raw, logits = self._follow(walked.path, raw, logits, rich)
         else:
             result = runner.forward.verify(drawn, tensors, len(samples.rows), samples.width, blocked)
         if rich is not None:
@@ -349,10 +377,27 @@ class LaunchedStep:
             self._score(raw, logits, drawn, setups)
         self.finish(self.propose(drawn, result))
 
+    def _seen(self) -> Tensor | None:
+        """Bits of the query tokens that each token sees, where drafts form trees."""
+        tree = None if self.read is None else self.read.tree
+        return None if tree is None else tree.seen_T
+
+    def _follow(self, path: TreePath, raw: Tensor, logits: Tensor, rich: RichSamples | None) -> tuple[Tensor, Tensor]:
+        """What scores and states are made of, in the order of the paths that were taken."""
+        if self._states is not None and self.hidden is not None:
+            at = upload(self.hidden.at, self._runner.device)
+            place_of = torch.zeros_like(path.from_T)
+            place_of[at] = torch.arange(len(at), device=at.device)
+            self.hidden.keep(self._states[place_of[path.from_T[at]]])
+            self._states = None
+        if rich is None:
+            return raw, logits
+        return raw[path.from_L], raw[path.from_L] if logits is raw else logits[path.from_L]
+
     def propose(self, drawn_L: Tensor, result: Tensor) -> Tensor:
         """Has drafts made for the next step. Returns `result` with them behind it, where there are any."""
         step, samples = self._step, self._samples
-        if self.read is None:
+        if self.read is None or not self.read.proposes:
             return result
         bounds = bounds_of(step, samples)
         return self._runner.forward.propose(self.read, self._tensors, drawn_L, result, bounds, step.proposals)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bough.core.step import I32
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, Tail
+from bough.core.step import I32, NO_PROPOSER
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, Tail, TreeMask
+from bough.kernels.draft_tree import TreePath, TreeStep
 from bough.kernels.sampling import argmax, sample
 from bough.kernels.step_start import SlotState
 from bough.layers.batch import AttentionBackend, Batch, Taps
@@ -45,10 +46,36 @@ class Read:
     sampled_LD: Tensor | None = None
     inputs: AttentionInputs | None = None
     """As the target's layers had it."""
+    proposes: bool = True
+    """Whether drafts will be made; otherwise nothing is read."""
+    tree: TreeStep | None = None
+    """Where drafts are verified that form trees."""
 
     @staticmethod
-    def of(reads: Reads) -> Read:
-        return Read(reads, Taps(reads.layers) if reads.layers else None)
+    def of(reads: Reads, proposals: int) -> Read:
+        proposes = proposals != NO_PROPOSER
+        return Read(reads, Taps(reads.layers) if reads.layers and proposes else None, proposes=proposes)
+
+    def follow(self, path: TreePath) -> None:
+        """What was read of nodes goes to where their path has them, as if their drafts had been a chain."""
+        if self.taps is not None:
+            self.taps.states[:] = [state[path.from_T] for state in self.taps.states]
+        if self.hidden_TD is not None:
+            self.hidden_TD = self.hidden_TD[path.from_T]
+        if self.sampled_LD is not None:
+            self.sampled_LD = self.sampled_LD[path.from_L]
+        if self.inputs is not None:
+            self.inputs = replace(self.inputs, tree=None)
+
+
+@dataclass(slots=True)
+class TreeDrafts:
+    """Drafts that form a tree: [R, N] each, as in `SlotState.drafts` and `DraftTrees`."""
+
+    tokens: Tensor
+    parents: Tensor
+    depth: Tensor
+    seen: Tensor
 
 
 class Proposer(Protocol):
@@ -62,9 +89,9 @@ class Proposer(Protocol):
         """Layers that keep KV."""
         ...
 
-    def propose(self, step: Drafting) -> list[Tensor]:
-        """`step.count` drafts for each row: int64 [R] each, the next token's first. Also computes its own KV of the step's
-        tokens, and does only that if none are wanted."""
+    def propose(self, step: Drafting) -> list[Tensor] | TreeDrafts:
+        """`step.count` drafts for each row: int64 [R] each, the next token's first; or as many nodes of a tree. Also
+        computes its own KV of the step's tokens, and does only that if none are wanted."""
         ...
 
 
@@ -187,6 +214,30 @@ class Drafting:
             attention=self.attend(inputs),
             num_tokens=len(ids_R),
             loc_T=inputs.loc_T if self.bounds.kv_len is None else None,
+        )
+
+    def frontier(self, ids_RK: Tensor, seen_RK: Tensor, place: int, generation: int) -> Batch:
+        """Nodes of trees that are being grown, K of each row, `place` positions behind its KV. They lie there behind those
+        of the `generation`s before them, and see the bits `seen_RK` of all of these and of themselves."""
+        rows, size = self.rows, ids_RK.shape[1]
+        places = torch.arange(size, device=ids_RK.device) + generation * size
+        inputs = self._row_inputs(rows.kv_len_R + (generation + 1) * size - 1, (generation + 1) * size)
+        positions = (rows.kv_len_R + place).repeat_interleave(size)
+        loc = self._locations(rows.slots_R.repeat_interleave(size), (rows.kv_len_R[:, None] + places).flatten())
+        host = inputs.host
+        if host is not None:
+            host = HostLengths(num_query_R=size * host.num_query_R, context_R=host.context_R - np.int32(size - 1))
+        tail = rows.kv_len_R.to(torch.int32).repeat_interleave(size)
+        inputs = replace(
+            inputs, query_start_R1=size * inputs.query_start_R1, loc_T=loc, max_query=size, host=host,
+            tree=TreeMask(seen_RK.flatten(), tail, positions),
+        )  # fmt: skip
+        return Batch(
+            ids_T=ids_RK.flatten(),
+            positions_T=positions,
+            attention=self.attend(inputs),
+            num_tokens=len(positions),
+            loc_T=loc if self.bounds.kv_len is None else None,
         )
 
     def block(self, ids_RQ: Tensor) -> Batch:

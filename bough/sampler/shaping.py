@@ -59,24 +59,42 @@ class RichSamples:
     """How many drafts come before each."""
     path: Tensor | None
     """int64 [rich samples, most drafts]: those drafts, -1 behind them; None: the step has none."""
+    num_before: Tensor | None = None
+    """int64: how many drafts are on the path of each, where they form trees; None: `place` says it."""
 
     @staticmethod
-    def of(samples: Samples, setups: list[SlotSetup], tensors: StepIds) -> RichSamples:
+    def of(samples: Samples, setups: list[SlotSetup], tensors: StepIds, seen_T: Tensor | None = None) -> RichSamples:
+        """`seen_T`: where drafts form trees, the query tokens of its row that each token sees, as bits."""
         at, owner = samples.rich, samples.owners()[samples.rich]
-        place, path = np.zeros(len(at), np.int64), None
+        place, path, num_before = np.zeros(len(at), np.int64), None, None
         if samples.starts is not None:
             place = at - samples.starts[owner]
             drafts = np.arange(samples.width - 1)
-            before = drafts < place[:, None]
-            index = np.where(before, (at - place)[:, None] + 1 + drafts, 0)
             device = tensors.ids_T.device
-            found = tensors.ids_T[tensors.sample_at_L[upload(index, device)]]
-            path = torch.where(upload(before, device), found, -1)
-        return RichSamples(at, setups, tensors.counter_L, owner, place, path)
+            if seen_T is None:
+                before = upload(drafts < place[:, None], device)
+                index = upload(np.where(drafts < place[:, None], (at - place)[:, None] + 1 + drafts, 0), device)
+            else:
+                index, before = _ancestors(upload(at, device), upload(at - place, device), drafts, seen_T, tensors)
+                num_before = before.sum(1)
+            path = torch.where(before, tensors.ids_T[tensors.sample_at_L[index]], -1)
+        return RichSamples(at, setups, tensors.counter_L, owner, place, path, num_before)
 
     def which(self, wanted: Callable[[SlotSetup], bool]) -> list[int]:
         """Those whose request asks for something."""
         return [i for i, setup in enumerate(self.setups) if wanted(setup)]
+
+
+def _ancestors(
+    at: Tensor, root: Tensor, drafts: npt.NDArray[np.int64], seen_T: Tensor, tensors: StepIds
+) -> tuple[Tensor, Tensor]:
+    """Of samples `at`, whose rows begin with sample `root`: the samples of the nodes on their paths, from the root's child
+    on, and which of those places there are."""
+    nodes = torch.from_numpy(drafts + 1).to(at.device)
+    is_on = ((seen_T[tensors.sample_at_L[at]][:, None] >> nodes) & 1).bool()
+    ordered = torch.where(is_on, nodes, len(drafts) + 1).sort(1).values  # a node comes behind those before it
+    there = ordered <= len(drafts)
+    return torch.where(there, root[:, None] + ordered, 0), there
 
 
 class History:
@@ -301,7 +319,8 @@ class Shaper:
         wanted = self._up(heads)
         last = self._history.last[self._history.lines([rich.setups[i].slot for i in some])]
         if rich.path is not None:
-            last = shifted(last, rich.path[self._up(some)], self._up(rich.place[some]))
+            places = self._up(rich.place[some]) if rich.num_before is None else rich.num_before[self._up(some)]
+            last = shifted(last, rich.path[self._up(some)], places)
         hit = ((wanted == last) | (wanted == -2)).all(dim=1)
         penalty = torch.where(hit, -torch.inf, 0.0).to(logits.dtype)
         return logits.index_put((self._up(rich.at[some]), final), penalty, accumulate=True)

@@ -48,8 +48,8 @@ def fill_masks(flight: Flight, queues: Queues) -> Mask:
     return masks
 
 
-def _drafts_of(flight: Flight, queues: Queues) -> dict[int, list[int]]:
-    """The drafts of constrained rows that have any."""
+def _drafts_of(flight: Flight, queues: Queues) -> dict[int, list[tuple[int, int]]]:
+    """The drafts of constrained rows that have any, each with the one that it follows."""
     step = flight.step
     if not len(step.drafts):
         return {}
@@ -60,21 +60,28 @@ def _drafts_of(flight: Flight, queues: Queues) -> dict[int, list[int]]:
         if count:
             tokens = step.tokens[ends[row] - count : ends[row]].tolist()
             known = queues.proposed.get(int(step.slots[row]), [])
-            found[row] = [known[FIRST_DRAFT - token] if token < 0 else token for token in tokens]
+            found[row] = [
+                known[FIRST_DRAFT - token] if token < 0 else (token, place) for place, token in enumerate(tokens)
+            ]
     return found
 
 
-def _fill_behind(gate: Gate, drafts: list[int], masks: Mask) -> None:
+def _fill_behind(gate: Gate, drafts: list[tuple[int, int]], masks: Mask) -> None:
     """Masks for what follows each of a row's drafts. Behind one that the grammar forbids nothing is drawn that counts:
     the mask before it does not allow it."""
-    accepted = 0
-    for draft, mask in zip(drafts, masks, strict=True):
-        if not gate.accept(draft):
-            break
-        accepted += 1
-        gate.fill_mask(mask)
-    gate.rollback(accepted)
-    masks[accepted:] = -1
+    masks[:] = -1
+    children: dict[int, list[int]] = {}
+    for number, (_, parent) in enumerate(drafts, 1):
+        children.setdefault(parent, []).append(number)
+
+    def walk(parent: int) -> None:
+        for number in children.get(parent, ()):
+            if gate.accept(drafts[number - 1][0]):
+                gate.fill_mask(masks[number - 1])
+                walk(number)
+                gate.rollback(1)
+
+    walk(0)
 
 
 def _take_tail(flight: Flight, queues: Queues, row: int, slot: int) -> bool:

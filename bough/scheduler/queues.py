@@ -275,8 +275,9 @@ class Queues:
         """Slot -> gate, for rows that are not free to say anything."""
         self.forced: dict[int, list[int]] = {}
         """Slot -> tokens of its next step, all of them known: the first is the row's last one, or is being sampled."""
-        self.proposed: dict[int, list[int]] = {}
-        """Slot -> the drafts that the device has for it, for rows whose masks depend on them."""
+        self.proposed: dict[int, list[tuple[int, int]]] = {}
+        """Slot -> the drafts that the device has for it, each with the one that it follows (counted from 1; 0: the newest
+        token), for rows whose masks depend on them."""
         self.void: dict[int, int] = {}
         """Slot -> the last step in flight whose yield for it is dropped, as is that of those before: its input has changed
         since."""

@@ -60,7 +60,8 @@ def settle(
         _count_drafts(flight, outcome, queues, live)
         if outcome.drafts is not None and queues.gates:
             for row in np.flatnonzero(np.isin(step.slots, list(queues.gates)) & live).tolist():
-                queues.proposed[int(where[row])] = outcome.drafts[row].tolist()
+                parents = range(outcome.drafts.shape[1]) if outcome.parents is None else outcome.parents[row].tolist()
+                queues.proposed[int(where[row])] = list(zip(outcome.drafts[row].tolist(), parents, strict=True))
     errors: dict[int, BoughError] = {}
     if outcome.failed or outcome.barred or flight.rejected:
         errors = _errors(flight, outcome)

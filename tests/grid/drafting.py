@@ -46,7 +46,7 @@ def drafter(
     match kind:
         case "device" | "device-adaptive":
             adaptive = kind == "device-adaptive"
-            return DeviceDrafter(most_drafts, num_slots, adaptive=adaptive, reach=lambda count: max(count, 0))
+            return DeviceDrafter(most_drafts, num_slots, adaptive=adaptive, reach=lambda count: 3 * max(count, 0))
         case "ngram":
             ngram = NgramGuesser(most=5, least_match=1, most_match=8, capacity_tokens=10_000)
             return HostDrafter(ngram, num_slots, overlaps=overlaps, adaptive=False)

@@ -42,6 +42,7 @@ class DraftsOnDevice(NamedTuple):
 
     proposer: Proposer
     network: torch.nn.Module
+    tree_width: int = 0
 
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
@@ -158,6 +159,7 @@ class InProcess:
         runner = self.runner = ModelRunner(
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0,
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
+            tree_width=0 if proposer is None else proposer.tree_width,
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(

@@ -19,6 +19,7 @@ from bough.models.load import build_model
 from bough.models.registry import facts_of
 from bough.runner.proposing import Drafting, Proposer
 from bough.speculative.proposers.standalone import StandaloneProposer
+from bough.speculative.proposers.tree import TreeShape
 
 FP32 = {"dtype": torch.float32, "device": torch.device("cpu")}
 
@@ -51,16 +52,18 @@ def itself(folder: Path, vocab: int) -> DraftsOnDevice:
     return DraftsOnDevice(NowAndThen(proposer, vocab), model)
 
 
-def head(method: DraftMethod, target_folder: Path, draft_folder: Path, model: Model) -> DraftsOnDevice:
-    """What is in `draft_folder`, for the model of `target_folder`."""
+def head(
+    method: DraftMethod, target_folder: Path, draft_folder: Path, model: Model, shape: TreeShape | None = None
+) -> DraftsOnDevice:
+    """What is in `draft_folder`, for the model of `target_folder`. `shape`: of trees."""
     target = facts_of(open_checkpoint(str(target_folder)).config)
     checkpoint = open_checkpoint(str(draft_folder))
     facts = read_draft(method, checkpoint, target, None)
     assert isinstance(model, Decoder)
     count = target.num_layers
     given = DraftBuild(checkpoint, facts, torch.float32, torch.device("cpu"), 256, count, count)
-    loaded = load_proposer(given, model, target.vocab)
-    return DraftsOnDevice(loaded.proposer, loaded.network)
+    loaded = load_proposer(given, model, target.vocab, shape)
+    return DraftsOnDevice(loaded.proposer, loaded.network, 0 if shape is None else shape.steps + 1)
 
 
 def eagle3(folder: Path, model: Model) -> DraftsOnDevice:

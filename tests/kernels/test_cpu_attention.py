@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_trees import path_to, tree_mask
 from torch import Tensor
 
 from bough.kernels.attention import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, reference, torch_backend
@@ -257,3 +261,34 @@ def test_large_rows_are_attended_in_turns(monkeypatch: pytest.MonkeyPatch, spec:
     assert all(tokens.numel() * loc[1] <= max(pairs, tokens[0] * loc[1]) for tokens, loc in sizes)
     assert all(loc.numel() <= keys or loc[0] == 1 for _, loc in sizes)
     check(case, spec, TorchAttention)
+
+
+TREES = [(6, 20), (1, 9), (64, 70), (2, 0), (90, 3), (17, 61)]
+
+
+def by_reference(inputs: AttentionInputs) -> Any:
+    return SimpleNamespace(forward=lambda spec, q, k, v: reference.forward(spec, inputs, q, k, v))
+
+
+@pytest.mark.parametrize("backend", [by_reference, *BACKENDS])
+@pytest.mark.parametrize("spec", [Spec(), Spec(num_heads=4, head_dim=16, window=70, softcap=20.0)])
+def test_nodes_of_a_tree_see_their_path(backend: Any, spec: Spec) -> None:
+    """Each as if its path were all that there is."""
+    case = make_case(TREES, spec, page_size=4, host=True)
+    case.inputs.tree, parents = tree_mask(random.Random(3), TREES, len(case.q))
+    out = backend(case.inputs).forward(spec, case.q, case.k, case.v)
+    start = 0
+    for row, (queries, context) in enumerate(TREES):
+        pages = case.inputs.page_table[case.inputs.slots_R[row]]
+        k = reference.gather(case.inputs.k_caches[0], pages, context + queries)
+        v = reference.gather(case.inputs.v_caches[0], pages, context + queries)
+        mine = parents[row]
+        for node in range(queries):
+            path = list(range(node + 1)) if mine is None else path_to(mine, node)
+            keys = [*range(context), *(context + each for each in path)]
+            q = case.q[start + node][None]
+            alone = reference.attend_row(
+                q, k[keys], v[keys], scale=spec.scale, window=spec.window, softcap=spec.softcap
+            )
+            torch.testing.assert_close(out[start + node], alone.flatten(), atol=2e-5, rtol=2e-5)
+        start += queries

@@ -24,13 +24,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from random_codes import random_codes
+from random_trees import tree_mask, tree_step
 from torch import Tensor
 
 from bough.config.model_facts import ClampedGate
 from bough.kernels.activation import reference as activation_reference, triton as activation
 from bough.kernels.attention import plan as planning, reference as attention_reference, triton_backend as backend
-from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, Tail
+from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, Tail, TreeMask
 from bough.kernels.attention.plan import Kind, Plan, Shape
+from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
 from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
 from bough.kernels.moe import Biases, reference as moe_reference, triton as moe
@@ -361,6 +363,12 @@ def attention_cases(bed: Bed) -> Cases:
             else layer_of(3, 1, 24, v_head_dim=16, latent=True)
         )
         yield f"attention {latents} {dtype}", partial(_attention, bed, latents, 32, dtype, dtype)
+    for page, window in ((1, None), (16, 9), (64, None)):
+        spec = layer_of(6, 2, 32, window=window)
+        yield (
+            f"attention of trees page {page}",
+            partial(_attention, bed, spec, page, bed.dtypes[0], bed.dtypes[0], trees=True),
+        )
 
 
 def _ragged(bed: Bed) -> list[tuple[int, int]]:
@@ -373,11 +381,16 @@ def _ragged(bed: Bed) -> list[tuple[int, int]]:
     return rows
 
 
-def _attention(bed: Bed, spec: AttentionSpec, page: int, dtype: torch.dtype, cache: torch.dtype) -> None:
+def _attention(
+    bed: Bed, spec: AttentionSpec, page: int, dtype: torch.dtype, cache: torch.dtype, *, trees: bool = False
+) -> None:
     with small_shapes(bed):
         rows = _ragged(bed)
         inputs = attention_inputs(bed, rows, spec, page, cache, pad_rows=bed.rng.choice((0, 2)))
         tokens = inputs.num_tokens
+        if trees:
+            mask, _ = tree_mask(bed.rng, rows, tokens)
+            inputs.tree = TreeMask(*(getattr(mask, each.name).to(bed.device) for each in fields(mask)))
         heads = (spec.num_heads, spec.num_kv_heads)
         q, k = bed.strided(tokens, heads, spec.head_dim, dtype)
         v = bed.normal(tokens, spec.num_kv_heads, spec.v_head_dim or spec.head_dim).to(cache).to(dtype)
@@ -761,7 +774,8 @@ def _slot_state(bed: Bed, num_slots: int, pages_per_slot: int, page_size: int, m
 
 def _copied(each: object) -> SimpleNamespace:
     names = getattr(each, "__slots__", None) or vars(each)
-    return SimpleNamespace(**{name: getattr(each, name).clone() for name in names})
+    held = {name: getattr(each, name) for name in names}
+    return SimpleNamespace(**{name: value.clone() for name, value in held.items() if isinstance(value, Tensor)})
 
 
 def _start(bed: Bed, rows: int, writes: int, most_drafts: int) -> None:
@@ -844,6 +858,29 @@ def _verify(bed: Bed, rows: int, width: int, blocks: bool) -> None:
     assert torch.equal(got, want)
     for name in vars(expected):
         assert torch.equal(getattr(state, name)[: rows + 3], getattr(expected, name)[: rows + 3]), name
+
+
+def tree_cases(bed: Bed) -> Cases:
+    for rows, most, width in ((1, 4, 3), (9, 7, 4), (140, 15, 6)):
+        for blocks in (False, True):
+            yield f"{rows} trees of {most}", partial(_tree, bed, rows, most, width, blocks)
+
+
+def _tree(bed: Bed, rows: int, most: int, width: int, blocks: bool) -> None:
+    """Steps with trees, and tokens of other rows behind them, from their start to the KV of their paths."""
+    case = tree_step(bed.rng, rows, most, width, page_size=bed.rng.choice((1, 16)))
+    results = []
+    for each in (tree_reference, tree_triton):
+        state, inputs, caches = case.made(bed.device)
+        step = each.start_tree(state, inputs, inputs.sample_at_L)
+        drawn, blocked = case.drawn.to(bed.device), case.blocked.to(bed.device) if blocks else None
+        path = each.walk_tree(state, inputs, step, drawn, case.num_rows, width, blocked)
+        each.gather_path(caches, inputs.loc_T, path)
+        kept = (*caches, state.last_token[:-1], state.kv_len[:-1], state.num_output[:-1])
+        parts = (step.seen_T, step.tail_T, step.positions_T, step.counter_L, inputs.positions_T, inputs.counter_L)
+        results.append((*parts, path.result, path.from_L, path.from_T, *kept))
+    for number, (want, got) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(want, got), number
 
 
 def moe_cases(bed: Bed) -> Cases:
@@ -1128,6 +1165,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "pages": page_cases,
     "start": start_cases,
     "end": end_cases,
+    "tree": tree_cases,
     "moe": moe_cases,
     "grouping": grouping_cases,
     "packed": packed_cases,

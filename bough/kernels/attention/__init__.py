@@ -3,6 +3,6 @@
 in: q, k, v of all tokens and an `AttentionInputs`. out: [T, heads * head width]. never: scheduling, a wait for the device.
 """
 
-from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, Spec
+from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, Spec, TreeMask
 
-__all__ = ["AttentionInputs", "AttentionSpec", "HostLengths", "SpanTensors", "Spec"]
+__all__ = ["AttentionInputs", "AttentionSpec", "HostLengths", "SpanTensors", "Spec", "TreeMask"]

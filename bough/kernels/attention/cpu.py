@@ -31,6 +31,9 @@ class _Step(ctypes.Structure):
         ("group_rows", ctypes.c_void_p),
         ("group_start", ctypes.c_void_p),
         ("group_tokens", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
+        ("tail", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("rows", ctypes.c_int32),
         ("tokens", ctypes.c_int32),
@@ -105,7 +108,7 @@ class CpuAttention:
         self.inputs = inputs
         self._torch: TorchAttention | None = None
         _advise(inputs)
-        shared = inputs.shared
+        shared, tree = inputs.shared, inputs.tree
         self._keep = (
             inputs.query_start_R1.to(torch.int32).contiguous(),
             inputs.kv_len_R.to(torch.int32).contiguous(),
@@ -118,6 +121,9 @@ class CpuAttention:
             None if shared is None else shared.rows_M.data_ptr(),
             None if shared is None else shared.start_S1.data_ptr(),
             None if shared is None else shared.last_S.data_ptr(),
+            None if tree is None else tree.seen_T.data_ptr(),
+            None if tree is None else tree.tail_T.data_ptr(),
+            None if tree is None else tree.positions_T.data_ptr(),
             inputs.page_table.stride(0), kv_len.shape[0], loc.shape[0], inputs.page_size,
             0 if shared is None else shared.last_S.shape[0],
         )  # fmt: skip

@@ -93,6 +93,19 @@ class Tail:
 
 
 @dataclass(slots=True)
+class TreeMask:
+    """What tokens see where not every one follows the one before it. Each sees the KV tokens before `tail_T`, and of the up
+    to 64 from there on those whose bit is set."""
+
+    seen_T: Tensor
+    """int64 bits."""
+    tail_T: Tensor
+    """int32"""
+    positions_T: Tensor
+    """int64, for windows. KV tokens before `tail_T` stand at their place in the row; those behind it within every window."""
+
+
+@dataclass(slots=True)
 class AttentionInputs:
     """One step over R rows and T tokens (both may be padded). Row r's queries are tokens
     `query_start_R1[r] .. query_start_R1[r + 1]` and are the last of its `kv_len_R[r]` KV tokens.
@@ -127,6 +140,8 @@ class AttentionInputs:
     k_scales: Sequence[float] = field(default=())
     """By layer: the cache holds k / k_scale. Empty: 1."""
     v_scales: Sequence[float] = field(default=())
+    tree: TreeMask | None = None
+    """None: a query sees its row's KV tokens up to its own. No layer has slopes or chunks where it is given."""
     tail: Tail | None = None
     """All that the last layer has to attend for; None: every token. A backend may leave it aside."""
 

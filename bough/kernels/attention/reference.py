@@ -27,8 +27,9 @@ def attend_row(
     chunk: int | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    tree: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """float32 [Q, N, V]: queries that are the last Q of S tokens."""
+    """float32 [Q, N, V]: queries that are the last Q of S tokens. `tree`: what `TreeMask` has of each query."""
     num_query, num_heads, _ = q_QNH.shape
     num_kv, kv_heads, _ = k_SKH.shape
     k = k_SKH.float().repeat_interleave(num_heads // kv_heads, 1)
@@ -39,7 +40,10 @@ def attend_row(
     at = torch.arange(num_kv - num_query, num_kv, device=q_QNH.device).unsqueeze(1)
     key = torch.arange(num_kv, device=q_QNH.device).unsqueeze(0)
     seen = torch.ones(num_query, num_kv, dtype=torch.bool, device=q_QNH.device)
-    if causal:
+    if tree is not None:
+        seen = sees(tree[0].unsqueeze(1), tree[1].unsqueeze(1), key)
+        at = tree[2].unsqueeze(1)
+    elif causal:
         seen &= key <= at
     if window is not None:
         seen &= key > at - window
@@ -54,11 +58,18 @@ def attend_row(
     return torch.einsum("nqs,snv->qnv", scores.softmax(-1)[..., :num_kv], v)
 
 
+def sees(seen: Tensor, tail: Tensor, key: Tensor) -> Tensor:
+    """Which keys queries see by their bits and tails, all three to be broadcast."""
+    place = key - tail
+    return (place < 0) | ((place < 64) & ((seen >> place.clamp(0, 63)) & 1).bool())
+
+
 def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tensor:
     """[T, N, V] over KV that is already in the pages."""
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
     k_scale, v_scale = inputs.scales(spec.layer)
     out = torch.zeros(q_TNH.shape[0], spec.num_heads, v_cache.shape[-1], dtype=q_TNH.dtype, device=q_TNH.device)
+    tree = inputs.tree
     starts, lengths, slots = inputs.query_start_R1.tolist(), inputs.kv_len_R.tolist(), inputs.slots_R.tolist()
     for row, num_kv in enumerate(lengths):
         begin, end = starts[row], starts[row + 1]
@@ -76,6 +87,9 @@ def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tenso
             chunk=spec.chunk,
             sinks=spec.sinks,
             slopes=spec.slopes,
+            tree=None
+            if tree is None
+            else (tree.seen_T[begin:end], tree.tail_T[begin:end], tree.positions_T[begin:end]),
         ).to(out.dtype)
     return out
 

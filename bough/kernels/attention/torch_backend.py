@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bough.config.resolve import GATHERED_KEYS
 from bough.kernels.attention.inputs import I32, AttentionInputs, Spec
+from bough.kernels.attention.reference import sees
 from bough.kernels.rotary import write_kv
 
 MAX_PAIRS = 1 << 22
@@ -99,7 +100,12 @@ class TorchAttention:
             at = bucket.position_BQ.unsqueeze(2)
             keys = torch.arange(bucket.loc_BS.shape[1], device=at.device)
             found = keys < bucket.kv_len_B.view(-1, 1, 1)
-            if spec.causal:
+            tree = self._inputs.tree
+            if tree is not None:
+                tokens = bucket.tokens_BQ
+                found = found & sees(tree.seen_T[tokens].unsqueeze(2), tree.tail_T[tokens].unsqueeze(2), keys)
+                at = tree.positions_T[tokens].unsqueeze(2)
+            elif spec.causal:
                 found = found & (keys <= at)
             if spec.window is not None:
                 found = found & (keys > at - spec.window)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.kernels.attention import plan as planning
+from bough.kernels.attention.inputs import TreeMask
 from bough.kernels.attention.plan import (
     ALIGNED,
     KV_HIGH,
@@ -69,8 +70,11 @@ def _attend_blocks(
     k_token,
     v_token,
     slope,
+    bits,
+    tail,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOPED: tl.constexpr,
@@ -116,7 +120,11 @@ def _attend_blocks(
             score += slope[:, None] * tokens[None, :].to(tl.float32)
         if MASKED:
             seen = (tokens < kv_high)[None, :]
-            if CAUSAL:
+            if TREE:
+                place = tokens[None, :] - tail[:, None]
+                bit = (bits[:, None] >> tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)) & 1
+                seen = seen & ((place < 0) | ((place < 64) & (bit == 1)))
+            elif CAUSAL:
                 seen = seen & (tokens[None, :] <= position[:, None])
             if CHUNKED:
                 seen = seen & (tokens[None, :] >= (position // window * window)[:, None])
@@ -195,6 +203,9 @@ def _attention_kernel(
     shared_lse,
     sinks,
     slopes,
+    tree_seen,
+    tree_tail,
+    tree_positions,
     scale_log2,
     softcap,
     v_scale,
@@ -215,6 +226,7 @@ def _attention_kernel(
     VH: tl.constexpr,
     PAGE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOPED: tl.constexpr,
@@ -278,6 +290,11 @@ def _attention_kernel(
         norm = tl.zeros([BLOCK_M], tl.float32)
         high = tl.full([BLOCK_M], float("-inf"), tl.float32)
         where = position + row // G
+        bits, tail = where, where
+        if TREE:
+            bits = tl.load(tree_seen + query, mask=valid, other=0)
+            tail = tl.load(tree_tail + query, mask=valid, other=0)
+            where = tl.load(tree_positions + query, mask=valid, other=0).to(tl.int32)
         table = page_table + slot.to(tl.int64) * table_stride
         if TMA:
             k_base, v_base = k_cache, v_cache
@@ -288,7 +305,9 @@ def _attention_kernel(
         if TWO_PHASE:
             # Blocks that every query sees in full need no mask.
             full = kv_high
-            if CAUSAL and not GROUPED:
+            if TREE and not GROUPED:
+                full = tl.minimum(full, tl.min(tl.where(valid, tail, kv_high), 0))
+            elif CAUSAL and not GROUPED:
                 full = tl.minimum(full, position + 1)
             full_end = kv_low + tl.maximum(full - kv_low, 0) // BLOCK_N * BLOCK_N
             if WINDOWED:
@@ -301,22 +320,24 @@ def _attention_kernel(
                 full_start = tl.minimum(tl.maximum(full_start, low), high_end)
                 acc, high, norm = _attend_blocks(
                     acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_start, kv_high,
-                    scale_log2, softcap, window, k_token, v_token, slope,
-                    True, CAUSAL, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+                    scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
+                    True, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H,
+                    BLOCK_V,
                 )  # fmt: skip
                 low = full_start
             full_end = tl.minimum(tl.maximum(full_end, low), high_end)
             acc, high, norm = _attend_blocks(
                 acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_end, kv_high,
-                scale_log2, softcap, window, k_token, v_token, slope,
-                False, CAUSAL, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+                scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
+                False, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H,
+                BLOCK_V,
             )  # fmt: skip
             low = full_end
         acc, high, norm = _attend_blocks(
             acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, high_end, kv_high,
-            scale_log2, softcap, window, k_token, v_token, slope,
-            True, CAUSAL and not GROUPED, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N,
-            BLOCK_H, BLOCK_V,
+            scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
+            True, CAUSAL and not GROUPED, TREE and not GROUPED, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH,
+            PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
         )  # fmt: skip
 
         first = head_start // per_chunk
@@ -450,6 +471,7 @@ def attend(
     shared: tuple[Tensor, Tensor] | None = None,
     zero_padding: bool = False,
     after_plan: bool = False,
+    tree: TreeMask | None = None,
 ) -> None:
     """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous). `q_TNH` must have their tokens, those
     behind it need not.
@@ -482,6 +504,9 @@ def attend(
         lse,
         workspace.stats if sinks is None else sinks,
         workspace.stats if slopes is None else slopes,
+        plan.header if tree is None else tree.seen_T,
+        plan.header if tree is None else tree.tail_T,
+        plan.header if tree is None else tree.positions_T,
         scale * k_scale * _LOG2E.value,
         0.0 if softcap is None else softcap,
         v_scale,
@@ -502,6 +527,7 @@ def attend(
         VH=v_width,
         PAGE=page_size,
         CAUSAL=causal,
+        TREE=tree is not None,
         WINDOWED=window is not None or chunk is not None,
         CHUNKED=chunk is not None,
         SLOPED=slopes is not None,

@@ -32,6 +32,8 @@ PREFILL = Shape(block_m=128, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=
 SHARED = Shape(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2)
 """Query tokens against a span that their rows share. Reading a span from memory takes about as long as one such tile's
 arithmetic, so that groups of few rows are not paid for with empty tiles."""
+MOST_NODES = 64
+"""Query tokens of a row whose drafts form a tree."""
 _LARGE_STEP = 1024
 _LATENT_BYTES = 2048
 """Keys and values of a head together are larger in attention over latents alone (576 and 512 numbers, rounded up)."""
@@ -269,6 +271,7 @@ class TritonAttention:
                 shared=front if each.prefixed or not is_rows else None,
                 zero_padding=is_rows and each is prepared.rows[0],
                 after_plan=prepared.just_planned and place == 0,
+                tree=inputs.tree,
             )
         if not prepared.rows and prepared.fresh:
             last = max(first + length for first, length in prepared.fresh)
@@ -288,6 +291,10 @@ class TritonAttention:
         inputs = self._step()
         v_width = inputs.v_caches[spec.layer].shape[3]
         kind = _kind_of(spec)
+        if (
+            inputs.tree is not None and kind.window is not None
+        ):  # nodes stand up to so many positions before their places
+            kind = replace(kind, window=kind.window + MOST_NODES)
         fresh_from = _NEVER
         if inputs.host is not None and fresh.suits(spec, q, v):
             fresh_from = fresh.shortest(q, v, hopper=self._hopper)

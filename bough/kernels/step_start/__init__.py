@@ -22,6 +22,19 @@ _IMPLEMENTATIONS = standard(__name__)
 
 
 @dataclass(slots=True)
+class DraftTrees:
+    """By slot, how its drafts hang together where they form a tree: int64 [slots + 1, most drafts] each. Node n of a row is
+    its draft n - 1; node 0 is its newest token, the root. A node comes behind its parent."""
+
+    parents: Tensor
+    """The node that each follows."""
+    depth: Tensor
+    """Nodes from the root to each: 1 for its children."""
+    seen: Tensor
+    """Bits: the root, the nodes on the way to each, and itself."""
+
+
+@dataclass(slots=True)
 class SlotState:
     """What lives on the device by slot, advanced by the sampler or the verifier. The last slot is spare, for padding."""
 
@@ -37,9 +50,13 @@ class SlotState:
     """int64 [slots + 1, most drafts]: tokens that a proposer on the device expects to follow `last_token`."""
     room: Tensor
     """int64 [slots + 1]: KV tokens that the row's pages hold, for a proposer that writes beyond `kv_len`."""
+    tree: DraftTrees | None = None
+    """None: each draft follows the one before it."""
 
     @staticmethod
-    def make(num_slots: int, pages_per_slot: int, device: torch.device, *, most_drafts: int = 0) -> SlotState:
+    def make(
+        num_slots: int, pages_per_slot: int, device: torch.device, *, most_drafts: int = 0, trees: bool = False
+    ) -> SlotState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
 
@@ -50,6 +67,7 @@ class SlotState:
             num_output=zeros(),
             drafts=zeros(most_drafts),
             room=zeros(),
+            tree=DraftTrees(*(zeros(most_drafts) for _ in range(3))) if trees else None,
         )
 
 

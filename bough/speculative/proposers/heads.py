@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bough.layers.draft_heads import StateHead
-from bough.runner.proposing import Drafting, Reads
+from bough.runner.proposing import Drafting, Reads, TreeDrafts
+from bough.speculative.proposers.tree import Frontier, TreeShape, grow_tree
 from bough.speculative.proposers.vocabulary import draw_among
 
 
@@ -22,23 +23,47 @@ class HeadProposer:
     """Drives one `StateHead`, whose own results take the place of the target's states, or several, each of which reads the
     results of the one before it."""
 
-    def __init__(self, heads: Sequence[StateHead], taps: Sequence[int], vocab: int) -> None:
-        """`taps`: as in `DraftFacts`; without any it reads the states after the final norm. `vocab`: the target's."""
+    def __init__(
+        self, heads: Sequence[StateHead], taps: Sequence[int], vocab: int, shape: TreeShape | None = None
+    ) -> None:
+        """`taps`: as in `DraftFacts`; without any it reads the states after the final norm. `vocab`: the target's. `shape`:
+        of trees; None: each draft follows the one before it."""
         self.heads = list(heads)
+        self._shape = shape
         self.num_layers = sum(head.num_layers for head in heads)
         self.reads = Reads(tuple(sorted(set(taps))), hidden=not taps)
         self._order = [self.reads.layers.index(layer) for layer in taps]
         self._vocab = vocab
 
-    def propose(self, step: Drafting) -> list[Tensor]:
+    def propose(self, step: Drafting) -> list[Tensor] | TreeDrafts:
         states = [step.states[place] for place in self._order] or [step.hidden_TD]
         features_TD = self.heads[0].features(states)
-        return self._one_by_one(step, features_TD) if len(self.heads) == 1 else self._in_turn(step, features_TD)
-
-    def _one_by_one(self, step: Drafting, features_TD: Tensor) -> list[Tensor]:
+        if len(self.heads) > 1:
+            return self._in_turn(step, features_TD)
         (head,) = self.heads
         following = step.following_ids()
         state_RD = head.run(head.embed(following), features_TD, step.whole(following, head.last_layer))
+        if self._shape is not None and step.count:
+            return self._tree(step, head, state_RD, self._shape)
+        return self._chain(step, head, state_RD)
+
+    def _tree(self, step: Drafting, head: StateHead, state_RD: Tensor, shape: TreeShape) -> TreeDrafts:
+        num_rows, topk = len(state_RD), shape.topk
+        states_RKD = head.carried(state_RD)[:, None].expand(-1, topk, -1)
+
+        def expand(frontier: Frontier) -> Tensor:
+            nonlocal states_RKD
+            generation = frontier.number
+            if generation:
+                states_RKD = states_RKD.gather(1, frontier.parent[..., None].expand(-1, -1, states_RKD.shape[2]))
+            batch = step.frontier(frontier.tokens, frontier.seen, generation, generation)
+            made = head.run(head.embed(batch.ids_T), states_RKD.flatten(0, 1), batch)
+            states_RKD = head.carried(made).view(num_rows, topk, -1)
+            return head.logits(made).view(num_rows, topk, -1)
+
+        return grow_tree(head.logits(state_RD), expand, shape, step.count, head.target_ids_V)
+
+    def _chain(self, step: Drafting, head: StateHead, state_RD: Tensor) -> list[Tensor]:
         drafts: list[Tensor] = []
         for place in range(step.count):
             if place:

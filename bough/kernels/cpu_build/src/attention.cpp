@@ -195,8 +195,17 @@ int prompt_rows(const Step& s, const Layer& l, const Piece& p, QueryRow* out) {
   const int32_t begin = s.query_start[p.index], queries = s.query_start[p.index + 1] - begin, keys = s.kv_len[p.index];
   int count = 0;
   for (int32_t q = p.first; q < p.last; q++) {
-    const int32_t position = keys - queries + q, hi = l.causal ? position + 1 : keys;
-    for (int g = 0; g < group; g++) out[count++] = {begin + q, p.kv_head * group + g, window_start(l, position), hi};
+    const int32_t token = begin + q, place = keys - queries + q, position = s.seen ? int32_t(s.positions[token]) : place;
+    QueryRow row = {token, 0, window_start(l, position), l.causal && !s.seen ? place + 1 : keys};
+    if (s.seen) {
+      row.tail = s.tail[token];
+      row.seen = uint64_t(s.seen[token]);
+      if (!row.seen) row.hi = row.tail;
+    }
+    for (int g = 0; g < group; g++) {
+      row.head = p.kv_head * group + g;
+      out[count++] = row;
+    }
   }
   return count;
 }
@@ -216,7 +225,9 @@ void run_piece(const Step& s, const Layer& l, const Plan& whole, const Piece& p)
   if (p.kind == kPrompt) {
     QueryRow* rows = rows_scratch.get<QueryRow>((p.last - p.first) * group);
     const int count = prompt_rows(s, l, p, rows);
-    attend_tiles(s, l, rows, count, s.slots[p.index], p.kv_head, rows[0].lo, rows[count - 1].hi, {nullptr, 0, 0});
+    int32_t lo = rows[0].lo, hi = rows[0].hi;
+    for (int i = 1; i < count; i++) lo = std::min(lo, rows[i].lo), hi = std::max(hi, rows[i].hi);
+    attend_tiles(s, l, rows, count, s.slots[p.index], p.kv_head, lo, hi, {nullptr, 0, 0});
     return;
   }
   // A shared span: each row's first part. Rows lie anywhere, so results go through a buffer of their own.

@@ -6,6 +6,8 @@
 // do this, and whoever puts parts together.
 #pragma once
 
+#include <cstdint>
+
 #include <algorithm>
 
 #include "simd.h"
@@ -21,6 +23,9 @@ struct Step {  // mirrored by a ctypes structure
   const int32_t* group_rows;    // rows of the groups that share a leading span, or null
   const int32_t* group_start;   // [groups + 1]
   const int32_t* group_tokens;  // [groups]
+  const int64_t* seen;          // [tokens] bits of keys from `tail` on that each token sees, or null: those up to its own
+  const int32_t* tail;          // [tokens]: keys before it are seen
+  const int64_t* positions;     // [tokens], for windows
   int64_t table_stride;
   int32_t rows, tokens, page_size, groups;
 };
@@ -37,9 +42,10 @@ struct Layer {  // mirrored by a ctypes structure
 constexpr int kKvTile = 64;               // keys at a time
 constexpr int kRowTile = kWide ? 12 : 4;  // query rows of a register tile
 
-// One query head of one token, and the keys it may see: positions lo .. hi - 1.
+// One query head of one token, and the keys it may see: positions lo .. hi - 1, from `tail` on those whose bits are set.
 struct QueryRow {
-  int32_t token, head, lo, hi;
+  int32_t token, head, lo, hi, tail = INT32_MAX;
+  uint64_t seen = 0;
 };
 
 // Where a stretch of attention leaves its result: the output itself, or a part to be merged: v_dim sums, the sums of weights

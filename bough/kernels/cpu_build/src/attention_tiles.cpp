@@ -89,11 +89,17 @@ BOUGH_INLINE void mask_row(const Layer& l, const QueryRow& row, int32_t first, i
   if (l.slopes)
     for (int c = 0; c < 4; c++) v[c] = v[c] + l.slopes[row.head] * positions_from(first + 16 * c);
   const int lo = row.lo - first, hi = std::min(count, row.hi - first);
-  if (lo <= 0 && hi >= kKvTile) return;
+  if (lo > 0 || hi < kKvTile) {
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    const I32 at = lane + 16 * c, seen = (at >= lo) & (at < hi);
-    v[c] = (F32)(((I32)v[c] & seen) | ((I32)splat(-__builtin_inff()) & ~seen));
+    for (int c = 0; c < 4; c++) {
+      const I32 at = lane + 16 * c, seen = (at >= lo) & (at < hi);
+      v[c] = (F32)(((I32)v[c] & seen) | ((I32)splat(-__builtin_inff()) & ~seen));
+    }
+  }
+  if (row.tail >= first + kKvTile) return;
+  for (int at = std::max(0, row.tail - first); at < kKvTile; at++) {
+    const int place = first + at - row.tail;
+    if (place >= 64 || !(row.seen >> place & 1)) v[at / 16][at % 16] = -__builtin_inff();
   }
 }
 
