@@ -290,6 +290,7 @@ def _speculative(config: Config) -> None:
     _in_range(
         "speculative_ngram_external_corpus_max_tokens", asked.speculative_ngram_external_corpus_max_tokens, 0, 2**31
     )
+    _in_range("speculative_eagle_topk", asked.speculative_eagle_topk, 1, 32)
     _in_range("speculative_num_steps", asked.speculative_num_steps, 1, MOST_DRAFT_TOKENS - 1)
     _draft_model(config)
     if asked.speculative_algorithm == "none":
@@ -344,13 +345,19 @@ def _draft_model(config: Config) -> None:
             fix=f"choose one of {', '.join(sorted(ON_DEVICE))}, or leave the path out",
             param="speculative_draft_model_path",
         )
-    elif asked.speculative_num_steps is not AUTO:
-        raise ConfigError(
-            what=f"--speculative-num-steps with --speculative-algorithm {method}",
-            why="nothing drafts step by step",
-            fix="use --speculative-num-draft-tokens",
-            param="speculative_num_steps",
-        )
+    else:
+        given = {
+            "speculative_num_steps": asked.speculative_num_steps,
+            "speculative_eagle_topk": asked.speculative_eagle_topk,
+        }
+        for name, value in given.items():
+            if value not in (AUTO, 1):
+                raise ConfigError(
+                    what=f"--{name.replace('_', '-')} with --speculative-algorithm {method}",
+                    why="nothing drafts step by step",
+                    fix="use --speculative-num-draft-tokens",
+                    param=name,
+                )
 
 
 def _stages(config: Config) -> None:

@@ -161,9 +161,13 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     if config.speculative.speculative_algorithm in ON_DEVICE:
         numbers = draft_numbers(config.speculative, model.most_draft_steps)
         passes = settle("speculative_num_steps", passes, AUTO, Decision(numbers.steps, numbers.because))
-    config = replace(
-        config, speculative=replace(config.speculative, speculative_num_steps=0 if passes is AUTO else passes)
-    )
+        drafted = settle("speculative_num_draft_tokens", drafted, AUTO, Decision(numbers.tokens, numbers.because))
+    topk = config.speculative.speculative_eagle_topk
+    settled = replace(
+        config.speculative, speculative_num_steps=0 if passes is AUTO else passes, speculative_num_draft_tokens=drafted,
+        speculative_eagle_topk=1 if topk is AUTO else topk,
+    )  # fmt: skip
+    config = replace(config, speculative=settled)
     if config.speculative.speculative_algorithm != "none":
         drafted = settle("speculative_num_draft_tokens", drafted, AUTO, Decision(*draft_tokens(config.speculative)))
     elif drafted is AUTO:

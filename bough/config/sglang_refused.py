@@ -53,10 +53,10 @@ REFUSALS: Final = (
         """,
     ),
     Refusal(
-        "drafts are one chain, as long as --speculative-num-draft-tokens says",
+        "n-gram drafts are one chain, as long as --speculative-num-draft-tokens says",
         "use --speculative-num-draft-tokens",
         """
-        speculative_eagle_topk=1 speculative_ngram_min_bfs_breadth=1
+        speculative_ngram_min_bfs_breadth=1
         speculative_ngram_max_bfs_breadth=1 speculative_ngram_match_type=BFS
         """,
     ),

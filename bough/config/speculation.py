@@ -18,6 +18,9 @@ ON_DEVICE: Final[frozenset[SpeculativeAlgorithm]] = frozenset(
     {"STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLASH"}
 )
 """Algorithms whose drafts are computed beside the model."""
+TREES: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"EAGLE", "EAGLE3", "NEXTN", "MEDUSA"})
+"""Those whose drafts may form trees."""
+_TREE_TOKENS: Final = 16
 _STEPS: Final = 4
 """Drafts of a row at most, where what drafts could make any number; how many of them pay is learned."""
 _METHODS = {"ngram": "NGRAM", "suffix": "SUFFIX"}
@@ -67,16 +70,31 @@ class DraftNumbers(NamedTuple):
     """How drafts are made on the device."""
 
     steps: int
+    topk: int
     tokens: int
     """Of a row, verified in a step: its newest one and drafts."""
     because: str
 
 
 def draft_numbers(config: SpeculativeConfig, most: int | None = None) -> DraftNumbers:
-    """Of an algorithm that drafts on the device. `most`: drafts that it can make; None: any number.
+    """Of an algorithm that drafts on the device. `most`: drafts, one behind the other, that it can make; None: any number.
 
     Raises `ConfigError` for numbers that contradict one another.
     """
+    topk = config.speculative_eagle_topk
+    numbers = _chain(config, most) if topk is AUTO or topk == 1 else _tree(config, topk, most)
+    if most is not None and numbers.steps > most:
+        raise ConfigError(
+            what=f"{numbers.steps} drafts were asked for, the checkpoint makes {most}",
+            why=f"{config.speculative_algorithm} has a part of its own for each draft",
+            fix=f"use --speculative-num-steps {most}",
+            param="speculative_num_steps",
+        )
+    return numbers
+
+
+def _chain(config: SpeculativeConfig, most: int | None) -> DraftNumbers:
+    """Each draft follows the one before it."""
     steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not AUTO and tokens is not AUTO and tokens != steps + 1:
         raise ConfigError(
@@ -86,21 +104,45 @@ def draft_numbers(config: SpeculativeConfig, most: int | None = None) -> DraftNu
             param="speculative_num_draft_tokens",
         )
     if steps is not AUTO:
-        numbers = DraftNumbers(steps, steps + 1, "--speculative-num-steps")
-    elif tokens is not AUTO:
-        numbers = DraftNumbers(tokens - 1, tokens, "--speculative-num-draft-tokens")
-    elif most is not None:
-        return DraftNumbers(most, most + 1, "as many as the checkpoint drafts")
-    else:
-        return DraftNumbers(_STEPS, _STEPS + 1, "fewer are made where they do not pay")
-    if most is not None and numbers.steps > most:
+        return DraftNumbers(steps, 1, steps + 1, "--speculative-num-steps")
+    if tokens is not AUTO:
+        return DraftNumbers(tokens - 1, 1, tokens, "--speculative-num-draft-tokens")
+    if most is not None:
+        return DraftNumbers(most, 1, most + 1, "as many as the checkpoint drafts")
+    return DraftNumbers(_STEPS, 1, _STEPS + 1, "fewer are made where they do not pay")
+
+
+def _tree(config: SpeculativeConfig, topk: int, most: int | None) -> DraftNumbers:
+    """Of the nodes that are looked at, the likeliest are kept."""
+    method = config.speculative_algorithm
+    if method not in TREES:
         raise ConfigError(
-            what=f"{numbers.steps} drafts were asked for, the checkpoint makes {most}",
-            why=f"{config.speculative_algorithm} has a part of its own for each draft",
-            fix=f"use --speculative-num-steps {most}",
-            param="speculative_num_steps",
+            what=f"--speculative-eagle-topk {topk} with --speculative-algorithm {method}",
+            why="its drafts follow one another",
+            fix=f"use --speculative-eagle-topk 1, or one of {', '.join(sorted(TREES))}",
+            param="speculative_eagle_topk",
         )
-    return numbers
+    given = config.speculative_num_steps
+    steps = min(_STEPS, most or _STEPS) if given is AUTO else given
+    looked_at = topk + (steps - 1) * topk**2
+    if topk * (steps - 1) > MOST_DRAFT_TOKENS:
+        raise ConfigError(
+            what=f"trees of {steps} steps with {topk} nodes each are too large",
+            why=f"{topk * (steps - 1)} nodes would go on, at most {MOST_DRAFT_TOKENS} can",
+            fix="use a smaller --speculative-num-steps or --speculative-eagle-topk",
+            param="speculative_eagle_topk",
+        )
+    tokens = config.speculative_num_draft_tokens
+    if tokens is AUTO:
+        tokens = min(_TREE_TOKENS, looked_at + 1)
+    if tokens > looked_at + 1:
+        raise ConfigError(
+            what=f"--speculative-num-draft-tokens {tokens} were asked for, the tree has {looked_at} nodes",
+            why=f"{steps} steps with {topk} nodes each look at no more",
+            fix=f"use --speculative-num-draft-tokens {looked_at + 1}",
+            param="speculative_num_draft_tokens",
+        )
+    return DraftNumbers(steps, topk, tokens, f"a tree of {topk} nodes a step")
 
 
 def draft_tokens(config: SpeculativeConfig) -> tuple[int, str]:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.config.concerns import Config
+from bough.config.concerns import AUTO, Config
 from bough.config.draft_facts import DraftFacts, DraftMethod, misfit, read_draft
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.layout import Layout
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import Gqa, Mixer, ModelFacts
 from bough.config.resolve import ModelPlanFacts
 from bough.config.shares import rank_kv_values
 from bough.config.speculation import ON_DEVICE
@@ -46,6 +46,13 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
             fix="use --speculative-algorithm STANDALONE or NGRAM",
             param="speculative_algorithm",
         )
+    if asked.speculative_eagle_topk not in (AUTO, 1) and any(_counts_keys(mixer) for mixer in facts.mixers):
+        raise ConfigError(
+            what=f"--speculative-eagle-topk {asked.speculative_eagle_topk} can't be had with {facts.architecture}",
+            why="its attention goes by the places of keys (slopes or chunks), which are not those of a tree's nodes",
+            fix="use --speculative-eagle-topk 1",
+            param="speculative_eagle_topk",
+        )
     if method == "NEXTN":
         names_of(facts.architecture)
     draft = target
@@ -63,6 +70,11 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
         whole = facts_of(draft.config, "bough")
         _same_tokens(target, draft)
     return Draft(draft, read_draft(drafts_by, draft, facts, whole))
+
+
+def _counts_keys(mixer: Mixer) -> bool:
+    """Whether attention depends on where keys lie, beyond their order and a window."""
+    return isinstance(mixer, Gqa) and (mixer.alibi is not None or mixer.chunk is not None)
 
 
 def with_draft(

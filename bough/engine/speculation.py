@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bough.config.concerns import Config, SpeculativeConfig
-from bough.config.draft_facts import Dflash, DraftFacts, Eagle3, Medusa
+from bough.config.draft_facts import Dflash, DraftFacts, Eagle3, Fused, Medusa
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts
 from bough.config.speculation import drafts_of_row
@@ -70,7 +70,15 @@ def load_draft(
         draft.checkpoint, facts, dtype, device.torch_device, plan.context_length, first_layer, target.num_layers, mesh,
         load_format, quantization, config.model.seed,
     )  # fmt: skip
-    return load_proposer(given, model, target.vocab)
+    return load_proposer(given, model, target.vocab, tree_of(asked))
+
+
+def tree_of(asked: SpeculativeConfig) -> TreeShape | None:
+    """The shape of trees of drafts; None: each follows the one before it."""
+    steps, topk = asked.speculative_num_steps, asked.speculative_eagle_topk
+    assert isinstance(steps, int), "decided by now"
+    assert isinstance(topk, int), "decided by now"
+    return TreeShape(steps, topk) if topk > 1 else None
 
 
 def load_proposer(given: DraftBuild, model: Decoder, vocab: int, shape: TreeShape | None = None) -> LoadedDraft:
@@ -88,11 +96,14 @@ def load_proposer(given: DraftBuild, model: Decoder, vocab: int, shape: TreeShap
     return LoadedDraft(HeadProposer(heads, facts.taps, vocab, shape), modules, facts)
 
 
-def reach_of(facts: DraftFacts) -> Callable[[int], int]:
+def reach_of(facts: DraftFacts, tree: TreeShape | None) -> Callable[[int], int]:
     """KV tokens behind a row's own that are written while so many drafts are made."""
     match facts.kind:
         case Medusa():
             return lambda proposals: 0
+        case Eagle3() | Fused() if tree is not None:
+            written = tree.topk * (tree.steps - 1)
+            return lambda proposals: written if proposals > 0 else 0
         case Dflash(block_size=size):
             return lambda proposals: size if proposals > 0 else 0
         case None:
@@ -118,8 +129,9 @@ def drafter_of(config: Config, limits: Limits, decided: Decided) -> Drafter | No
             drafts_of_row(asked),
             limits.num_slots,
             adaptive=asked.speculative_adaptive,
-            reach=reach_of(decided.draft.facts),
+            reach=reach_of(decided.draft.facts, tree_of(asked)),
             upkeep=upkeep_of(decided.draft.facts, decided.facts),
+            trees=tree_of(asked) is not None,
         )
     guesser: Guesser
     if asked.speculative_algorithm == "SUFFIX":

@@ -79,6 +79,39 @@ class PlaceRates:
         return self._tried[rows], self._right[rows]
 
 
+class TreeRates:
+    """By range of batch sizes and number of nodes: how many nodes are on the path that is taken."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seen: dict[int, dict[int, tuple[float, float]]] = {}
+        """Range -> nodes -> rows and their accepted nodes, older ones counting less."""
+
+    def observe(self, rows: int, drafts: I32, accepted: I32) -> None:
+        keep = float(np.exp(-len(drafts) / _MEMORY_ROWS))
+        known = self._seen.setdefault(rows, {})
+        for count in np.unique(drafts).tolist():
+            mine = drafts == count
+            before, right = known.get(count, (0.0, 0.0))
+            known[count] = keep * before + np.count_nonzero(mine), keep * right + float(accepted[mine].sum())
+
+    def expected(self, rows: int) -> F64:
+        """[most + 1]: tokens that a row yields in a step with so many nodes. Twice as many nodes add about as much each
+        time, so what was not tried lies on a line over the logarithm."""
+        nearest = min(self._seen, key=lambda each: abs(each - rows), default=None)
+        points = {0: 1.0}
+        for count, (tried, right) in ({} if nearest is None else self._seen[nearest]).items():
+            prior = _PRIOR_RATE * (1.0 + np.log2(count)) / 2.0
+            points[count] = 1.0 + (right + _PRIOR_ROWS * prior) / (tried + _PRIOR_ROWS)
+        if len(points) == 1:
+            points[self._most] = 1.0 + _PRIOR_RATE * (1.0 + np.log2(self._most)) / 2.0
+        counts = sorted(points)
+        made: F64 = np.interp(
+            np.log1p(np.arange(self._most + 1)), np.log1p(counts), [points[count] for count in counts]
+        )
+        return made
+
+
 class _Range:
     """What is known of steps of about as many rows."""
 
@@ -122,15 +155,24 @@ class DeviceDrafter:
     """A `scheduler.drafting.Drafter` for a proposer on the device."""
 
     def __init__(
-        self, most: int, num_slots: int, *, adaptive: bool, reach: Callable[[int], int], upkeep: float = 0.0
+        self,
+        most: int,
+        num_slots: int,
+        *,
+        adaptive: bool,
+        reach: Callable[[int], int],
+        upkeep: float = 0.0,
+        trees: bool = False,
     ) -> None:
         """`most`: drafts of a row. `adaptive`: only as many as pay; otherwise always as many. `reach`: as in `Drafter`.
-        `upkeep`: the part of a step that the proposer takes even if it makes no drafts."""
+        `upkeep`: the part of a step that the proposer takes even if it makes no drafts. `trees`: drafts are their nodes."""
         self.most = most
+        self._counts = np.unique([0, most // 4, most // 2, most]) if trees else np.arange(most + 1)
+        """Numbers of drafts that are chosen from."""
         self._adaptive = adaptive
         self._reach = reach
         self._upkeep = upkeep
-        self.rates = PlaceRates(most)
+        self.rates: PlaceRates | TreeRates = TreeRates(most) if trees else PlaceRates(most)
         self._ranges: dict[int, _Range] = {}
         self._may_draft = np.zeros(num_slots, np.bool_)
         self._covered = np.zeros(num_slots, np.bool_)
@@ -211,7 +253,8 @@ class DeviceDrafter:
             known.trial, known.trials = 0, _LOOK_STEPS
             return
         expected, times = self.rates.expected(rows), known.times()
-        worth = expected / times
+        worth = np.zeros(self.most + 1)
+        worth[self._counts] = (expected / times)[self._counts]
         best = int(worth.argmax())
         if worth[best] > _CLEAR_GAIN * worth[known.chosen]:
             known.chosen = best

@@ -11,6 +11,7 @@ from drafting import Answers, drafter
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
+from bough.core.grammar import GrammarQueue
 from bough.core.messages import (
     End,
     Generate,
@@ -130,6 +131,7 @@ class InProcess:
         setup: Setup,
         answers: Answers | None = None,
         proposer: DraftsOnDevice | None = None,
+        grammars: GrammarQueue | None = None,
     ) -> None:
         """`answers`: what requests will be answered, for drafts that know it. `proposer`: makes drafts on the device."""
         assert isinstance(model, torch.nn.Module)
@@ -179,7 +181,7 @@ class InProcess:
             spans=spans if setup.shared_spans else None,
             max_step_drafts=64,
         )
-        self.queues = Queues(limits)
+        self.queues = Queues(limits, grammars)
         self.queues.drafter = drafter(
             setup.drafts, slots, overlaps=setup.overlap, answers=answers, most_drafts=setup.most_drafts
         )
@@ -232,7 +234,12 @@ class InProcess:
 
     def generate_with_a_retraction(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """As `generate`, but everything that runs is thrown out of memory in the middle."""
-        ids = [self.submit(p) for p in prompts]
+        answers = self.finish_with_a_retraction([self.submit(p) for p in prompts])
+        assert self.queues.counters.retractions >= len(prompts), "nothing was thrown out"
+        return [answer.tokens for answer in answers]
+
+    def finish_with_a_retraction(self, ids: Sequence[int]) -> list[Answer]:
+        """As `finish`, with what runs thrown out of memory now and then."""
 
         def send(message: ToEngine) -> Callable[[], None]:
             return lambda: self.mailbox.incoming.append(message)
@@ -243,6 +250,4 @@ class InProcess:
             40: send(Pause(call=3, mode="retract")),
             43: send(Resume(call=4)),
         }
-        answers = self.finish(ids, steps)
-        assert self.queues.counters.retractions >= len(prompts), "nothing was thrown out"
-        return [answer.tokens for answer in answers]
+        return self.finish(ids, steps)

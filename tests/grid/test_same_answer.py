@@ -73,6 +73,7 @@ OTHER_FLAGS = {
     "speculative_draft_model_revision": "which file is loaded",
     "speculative_draft_load_format": "which drafts there are, not which are right",
     "speculative_draft_model_quantization": "which drafts there are, not which are right",
+    "speculative_eagle_topk": "tests/grid/test_proposers.py grows trees",
     "speculative_num_steps": "tests/sim drafts any number of them",
     "speculative_config": "vLLM's spelling of the other flags",
     "speculative_num_draft_tokens": "tests/sim drafts any number of them",

@@ -60,6 +60,7 @@ _FITTING = {
 _TOGETHER = {
     "speculative_draft_model_path": ["--speculative-algorithm", "EAGLE3"],
     "speculative_num_steps": ["--speculative-algorithm", "NEXTN"],
+    "speculative_eagle_topk": ["--speculative-algorithm", "NEXTN"],
 }
 """Settings that mean nothing without another."""
 
