@@ -31,7 +31,7 @@ import bough
 from bough.config.check import is_loopback
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint, checkpoint_of
-from bough.config.hosts import local_ranks
+from bough.config.hosts import crew_of, local_ranks
 from bough.config.layout import Layout
 from bough.config.served_names import with_own_name
 from bough.core.errors import BoughError, Unavailable
@@ -196,7 +196,8 @@ class Running:
         self._deadline_s = float("inf")
         self._owner_pid = os.getpid()
         self._lifeline, self._keep_alive = os.pipe()
-        self._engines = self.endpoints.replicas(config.parallel.dp_size)
+        self._engines = self.endpoints.replicas(config.parallel.num_schedulers)
+        """Of each scheduler."""
         for each in self._engines:
             Path(each.directory).mkdir(mode=0o700, exist_ok=True)
             if quarantine:
@@ -264,9 +265,8 @@ class Running:
             statuses = [read_status(each) for each in self._engines]
             behind = min(statuses, key=lambda status: (status.phase == "ready", status.progress))
             if behind.phase == "ready" and len(statuses) > 1:
-                ranks = [
-                    {"replica": number, **rank} for number, each in enumerate(statuses) for rank in each.facts["ranks"]
-                ]
+                each_engine, count = enumerate(statuses), self.config.parallel.attn_dp_size
+                ranks = [{"replica": at // count, **rank} for at, each in each_engine for rank in each.facts["ranks"]]
                 behind.facts = statuses[0].facts | {"ranks": ranks}
                 write_status(self.endpoints, behind)
             return behind
@@ -329,13 +329,16 @@ class Running:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def _save_launch(self, replica: int | None = None) -> Launch:
-        """For the children that the calling thread is about to start: those of one engine, or the others."""
+    def _save_launch(self, scheduler: int | None = None) -> Launch:
+        """For the children that the calling thread is about to start: those of one scheduler, or the others."""
+        replica = 0 if scheduler is None else scheduler // self.config.parallel.attn_dp_size
         launch = Launch(
             config=self.config,
-            directory=(self.endpoints if replica is None else self._engines[replica]).directory,
+            directory=(self.endpoints if scheduler is None else self._engines[scheduler]).directory,
             home=self.endpoints.directory,
-            replica=replica or 0,
+            replica=replica,
+            scheduler=scheduler or 0,
+            meeting_directory=self._schedulers_of(replica)[0].directory,
             parent_pid=os.getpid(),
             lifeline_fd=self._lifeline,
             die_with_parent_thread=threading.current_thread() is threading.main_thread(),
@@ -348,7 +351,7 @@ class Running:
 
     def _start_children(self) -> None:
         write_checkpoint(self.endpoints, self.checkpoint)
-        for replica in range(len(self._engines)):
+        for replica in range(self.config.parallel.dp_size):
             self._start_engine(replica)
         launch = self._save_launch()
         if launch.detokenizes and self.config.parallel.node_rank == 0:
@@ -357,12 +360,24 @@ class Running:
     def _start_engine(self, replica: int) -> None:
         """Starts the ranks of one engine that run on this machine."""
         self._meet(replica)
-        directory = self._save_launch(replica).directory
-        several = len(self._engines) > 1
-        for rank in local_ranks(self.config.parallel):
-            name = ("engine" if rank == 0 else f"rank{rank}") + (f".{replica}" if several else "")
+        parallel = self.config.parallel
+        first = replica * parallel.attn_dp_size
+        for scheduler in range(first, first + parallel.attn_dp_size):
+            self._save_launch(scheduler)
+        layout = Layout.of(parallel)
+        for rank in local_ranks(parallel):
+            scheduler = first + layout.place(rank)["dp"]
+            if rank == crew_of(parallel, rank)[0]:
+                name = f"engine.{scheduler}" if len(self._engines) > 1 else "engine"
+            else:
+                name = f"rank{rank}.{replica}" if parallel.dp_size > 1 else f"rank{rank}"
             which = () if name == "engine" else (str(rank), name)
-            self._spawn(name, (*self._programs.engine, directory, *which), replica)
+            self._spawn(name, (*self._programs.engine, self._engines[scheduler].directory, *which), replica, scheduler)
+
+    def _schedulers_of(self, replica: int) -> list[Endpoints]:
+        """Where the schedulers of one engine are reached."""
+        count = self.config.parallel.attn_dp_size
+        return self._engines[replica * count : (replica + 1) * count]
 
     def _meet(self, replica: int) -> None:
         """Opens the meeting place of an engine's ranks, or joins that of machine 0."""
@@ -374,7 +389,7 @@ class Running:
             place, secret = parallel.dist_init_addr, parallel.dist_secret
             self._group = Member(place, secret, facts, parallel.node_rank, parallel.dist_timeout_s)
             return
-        listeners = [Listener(self._engines[replica].meeting)]
+        listeners = [Listener(self._schedulers_of(replica)[0].meeting)]
         if facts is not None:
             listeners.append(Listener(parallel.dist_init_addr, parallel.dist_secret))
         meeting = StoreServer(listeners, generation=time.time_ns() & 0x7FFF_FFFF_FFFF if facts else 0)
@@ -392,7 +407,9 @@ class Running:
     def _spawn_worker(self, name: str) -> None:
         self._spawn(name, (*self._programs.api, self.endpoints.directory, name.removeprefix("api")))
 
-    def _spawn(self, name: str, arguments: tuple[str, ...], replica: int | None = None) -> None:
+    def _spawn(
+        self, name: str, arguments: tuple[str, ...], replica: int | None = None, scheduler: int | None = None
+    ) -> None:
         inherited = (self._lifeline, *self._listen_fds) if name.startswith("api") else (self._lifeline,)
         pipe = JsonPipe(name) if self.config.log.log_format == "json" else None
         try:
@@ -408,7 +425,7 @@ class Running:
         finally:
             if pipe is not None:
                 pipe.handed_over()
-        endpoints = self.endpoints if replica is None else self._engines[replica]
+        endpoints = self.endpoints if scheduler is None else self._engines[scheduler]
         self._children.append(Child(name, process, endpoints, replica, pipe))
 
     # -- watching --------------------------------------------------------------------------------------------------
@@ -480,7 +497,11 @@ class Running:
     def _can_lose(self, dead: list[Child]) -> bool:
         """Whether other engines go on without these processes."""
         gone = {child.replica for child in dead}
-        ready = [number for number, each in enumerate(self._engines) if read_status(each).phase == "ready"]
+        ready = [
+            number
+            for number in range(self.config.parallel.dp_size)
+            if all(read_status(each).phase == "ready" for each in self._schedulers_of(number))
+        ]
         return None not in gone and self._ready.is_set() and bool(set(ready) - gone - self._lost)
 
     def _lose(self, dead: Child) -> None:
@@ -493,7 +514,8 @@ class Running:
         self._found_stuck, self._found_stopped = "", ""
         self._children = [child for child in self._children if child.replica != replica]
         self._lost.add(replica)
-        write_status(self._engines[replica], Status(phase="failed", error=error.sentence()))
+        for each in self._schedulers_of(replica):
+            write_status(each, Status(phase="failed", error=error.sentence()))
         _log.error("replica %d is lost: %s", replica, error.sentence())
         for child in its:
             child.signal(signal.SIGKILL)
@@ -506,7 +528,7 @@ class Running:
                 if not self._stopping.is_set():
                     _log.info("starting replica %d again", replica)
                     for child in its:
-                        self._engines[replica].error(child.name).unlink(missing_ok=True)
+                        child.endpoints.error(child.name).unlink(missing_ok=True)
                     self._lost.discard(replica)
                     self._start_engine(replica)
 
@@ -530,7 +552,7 @@ class Running:
         error = self._cause(dead, self._children)
         if self._group is not None:
             self._group.fail(error)
-        steps = read_flight(self._engines[(dead.replica if dead else 0) or 0].flight)
+        steps = read_flight((self._engines[0] if dead is None or dead.replica is None else dead.endpoints).flight)
         self.suspects = suspects(steps)
         with self._lock:
             if self._stopping.is_set():

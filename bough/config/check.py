@@ -12,6 +12,7 @@ from bough.config.hosts import LEAST_SECRET
 from bough.config.layout import Layout
 from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, draft_numbers
 from bough.core.errors import ConfigError
+from bough.core.messages import MOST_REPLICAS
 
 
 def check(config: Config) -> None:
@@ -193,7 +194,7 @@ def _json_object(name: str, text: str, example: str) -> None:
 
 def _parallel(config: Config) -> None:
     parallel = config.parallel
-    for name in ("tp_size", "pp_size", "ep_size", "nnodes"):
+    for name in ("tp_size", "pp_size", "ep_size", "attn_dp_size", "nnodes"):
         _in_range(name, getattr(parallel, name), 1, 1024)
     _in_range("node_rank", parallel.node_rank, 0, parallel.nnodes - 1)
     _in_range("dist_timeout_s", parallel.dist_timeout_s, 1, None)
@@ -217,7 +218,23 @@ def _parallel(config: Config) -> None:
             fix="add --pp-size, or leave them out",
             param="pp_size",
         )
-    _in_range("dp_size", parallel.dp_size, 1, 256)
+    _in_range("dp_size", parallel.dp_size, 1, MOST_REPLICAS)
+    if parallel.num_schedulers > MOST_REPLICAS:
+        raise ConfigError(
+            what=f"{parallel.dp_size} replicas of {parallel.attn_dp_size} replicas of attention were asked for",
+            why=f"a server has at most {MOST_REPLICAS} of them",
+            fix="choose a smaller --dp-size or --attn-dp-size",
+            param="attn_dp_size",
+        )
+    if parallel.attn_dp_size > 1:
+        _attention_replicas(config)
+    elif parallel.enable_dp_attention:
+        raise ConfigError(
+            what="enable_dp_attention is set, there is one replica of attention",
+            why="attn_dp_size (or dp_size) is 1",
+            fix="add --attn-dp-size, or leave it out",
+            param="attn_dp_size",
+        )
     if parallel.dp_size > 1 and parallel.nnodes > 1:
         raise ConfigError(
             what=f"{parallel.dp_size} replicas can't be spread over {parallel.nnodes} machines",
@@ -375,6 +392,32 @@ def _stages(config: Config) -> None:
                 fix="use --tp-size instead of --pp-size, or leave it out",
                 param="pp_size",
             )
+
+
+def _attention_replicas(config: Config) -> None:
+    """What replicas of attention in lockstep can't do."""
+    parallel, drafts = config.parallel, config.speculative.speculative_algorithm
+    for asked, what, why in (
+        (parallel.pp_size > 1, "--pp-size", "stages of replicas in lockstep would wait for one another"),
+        (parallel.nnodes > 1, "--nnodes", "requests reach schedulers on the first machine only"),
+        (bool(config.log.tensor_dump_dir), "--tensor-dump-dir", "rank 0 sees one replica's tokens only"),
+        (config.model.is_embedding, "--is-embedding", "models that pool have one scheduler"),
+        (drafts in ON_DEVICE, f"--speculative-algorithm {drafts}", "replicas would draft at different times"),
+    ):
+        if asked:
+            raise ConfigError(
+                what=f"{what} and {parallel.attn_dp_size} replicas of attention can't both be had",
+                why=why,
+                fix="leave one of them out, or use --dp-size",
+                param="attn_dp_size",
+            )
+    if parallel.moe_a2a_backend != "none" and parallel.ep_size % parallel.attn_dp_size:
+        raise ConfigError(
+            what=f"tokens of {parallel.attn_dp_size} replicas can't be dispatched to {parallel.ep_size} groups of experts",
+            why="ranks that split an expert would hold different tokens",
+            fix=f"choose an --ep-size that is a multiple of {parallel.attn_dp_size}, or --moe-a2a-backend none",
+            param="ep_size",
+        )
 
 
 def _in_range(name: str, value: float | Auto, low: float, high: float | None) -> None:

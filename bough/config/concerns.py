@@ -174,6 +174,11 @@ class ParallelConfig:
     """Steps that wait in front of the first stage beyond one per stage."""
     dp_size: int = 1
     """Replicas of the whole engine behind one server and port, each with a KV cache of its own."""
+    attn_dp_size: int = 1
+    """Of the ranks that split each layer, groups that compute attention for different requests, each with a scheduler and a
+    KV cache of its own; feed-forward blocks and experts are split over all ranks."""
+    enable_dp_attention: bool = False
+    """Reads --dp-size as --attn-dp-size: replicas of attention within one engine instead of replicas of the engine."""
     load_balance_method: LoadBalance = "prefix"
     """Which replica gets a request: the one that has most of its prompt cached, unless it is much busier than another;
     each in turn; the one with the fewest requests; or that with the fewest tokens."""
@@ -187,6 +192,11 @@ class ParallelConfig:
     """Secret that the machines prove to one another, the same on all; at least 8 characters."""
     dist_timeout_s: float = 600.0
     """Seconds that ranks and machines wait for one another at the start."""
+
+    @property
+    def num_schedulers(self) -> int:
+        """Replicas that requests are spread over: those of the engine, and those of attention within each."""
+        return self.dp_size * self.attn_dp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

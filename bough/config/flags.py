@@ -75,6 +75,7 @@ ALIASES: Mapping[str, Alias] = {
     "enable_eplb": Alias("eplb"),
     "pp": Alias("pp_size"),
     "pipeline_parallel_size": Alias("pp_size"),
+    "attention_data_parallel_size": Alias("attn_dp_size"),
     "dp": Alias("dp_size"),
     "data_parallel_size": Alias("dp_size"),
     "nccl_init_addr": Alias("dist_init_addr"),
@@ -130,8 +131,6 @@ setting."""
 NOT_THERE: Mapping[str, str] = {
     "lora": "adapters (LoRA)",
     "disaggregation": "disaggregated prefill",
-    "dp_attention": "attention replicas within one engine (DP attention)",
-    "attn_dp": "attention replicas within one engine (DP attention)",
     "attn_cp": "context parallelism",
     "context_parallel": "context parallelism",
     "two_batch_overlap": "two-batch overlap",

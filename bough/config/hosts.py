@@ -55,6 +55,13 @@ def local_ranks(parallel: ParallelConfig) -> range:
     return range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
 
 
+def crew_of(parallel: ParallelConfig, rank: int) -> list[int]:
+    """The ranks that run the steps of one scheduler, that of `rank`; the first of them decides."""
+    layout = Layout.of(parallel)
+    replica = layout.place(rank)["dp"]
+    return [each for each in range(layout.size) if layout.place(each)["dp"] == replica]
+
+
 def nodes_of_ranks(parallel: ParallelConfig) -> list[int]:
     """The machine of each rank."""
     per_node = ranks_per_node(parallel)

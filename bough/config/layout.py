@@ -1,7 +1,9 @@
 """How the ranks of one engine are laid out along the axes of parallelism.
 
 Ranks are numbered by stage, and within a stage by their place on the axis `tp`. That axis is cut twice: into
-`dp` x `cp` x `heads` for attention, and into `ep` x `units` for experts; the last factor counts fastest.
+`dp` x `cp` x `heads` for attention, and into `ep` x `units` for experts; the last factor counts fastest. Two more axes join
+some of these: `tokens` is `dp` x `cp`, ranks that may hold different tokens; `replica` is `cp` x `heads`, ranks that compute
+the same requests.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Final, Literal, get_args
 from bough.config.concerns import ParallelConfig
 from bough.core.errors import ConfigError
 
-AxisName = Literal["world", "pp", "tp", "dp", "cp", "heads", "ep", "units"]
+AxisName = Literal["world", "pp", "tp", "dp", "cp", "heads", "tokens", "replica", "ep", "units"]
 AXES: Final[tuple[AxisName, ...]] = get_args(AxisName)
 
 
@@ -48,6 +50,7 @@ class Layout:
         return cls(
             pp=config.pp_size,
             tp=config.tp_size,
+            dp=config.attn_dp_size,
             ep=config.ep_size,
             redundant=config.ep_num_redundant_experts,
             whole_shared=config.moe_a2a_backend != "none",
@@ -75,15 +78,16 @@ class Layout:
         context, head = divmod(in_replica, self.heads)
         expert, unit = divmod(in_stage, self.units)
         return {
-            "world": rank, "pp": stage, "tp": in_stage, "dp": replica, "cp": context, "heads": head, "ep": expert,
-            "units": unit,
+            "world": rank, "pp": stage, "tp": in_stage, "dp": replica, "cp": context, "heads": head,
+            "tokens": replica * self.cp + context, "replica": in_replica, "ep": expert, "units": unit,
         }  # fmt: skip
 
     def groups(self, axis: AxisName) -> list[list[int]]:
         """The sets of ranks that stand on one line along the axis, each in its order. Together they are all ranks."""
         within: dict[AxisName, tuple[AxisName, ...]] = {
             "world": (), "pp": ("tp",), "tp": ("pp",), "dp": ("pp", "cp", "heads"), "cp": ("pp", "dp", "heads"),
-            "heads": ("pp", "dp", "cp"), "ep": ("pp", "units"), "units": ("pp", "ep"),
+            "heads": ("pp", "dp", "cp"), "tokens": ("pp", "heads"), "replica": ("pp", "dp"), "ep": ("pp", "units"),
+            "units": ("pp", "ep"),
         }  # fmt: skip
 
         def line(rank: int) -> tuple[int, ...]:

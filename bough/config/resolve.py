@@ -9,6 +9,7 @@ from typing import Generic, Literal, TypeVar
 
 from bough.config.concerns import AUTO, Config, DType, KvDType, Quantization
 from bough.config.hosts import ranks_per_node
+from bough.config.layout import Layout
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
 from bough.config.speculation import ON_DEVICE, draft_numbers, draft_tokens, drafts_of_step
 from bough.core.errors import ConfigError
@@ -437,6 +438,8 @@ def switch_offs(config: Config, machine: MachineFacts, backend: str) -> dict[str
         off = dict.fromkeys(("overlap_schedule", "cuda_graph", "custom_kernels"), "--safe-mode")
     if backend == "torch":
         off.setdefault("cuda_graph", "torch attention looks at lengths on the host, which no graph can")
+    if config.parallel.attn_dp_size > 1:
+        off.setdefault("cuda_graph", "replicas of attention agree on sizes step by step")
     if machine.device == "cpu":
         off["cuda_graph"] = "a CPU has no CUDA graphs"
         off.setdefault(
@@ -464,6 +467,7 @@ def memory_facts(
     table: bool,
 ) -> PlanFacts:
     """The memory plan's inputs for one rank. `captured`: tokens of the largest graph, 0 without graphs."""
+    layout = Layout.of(config.parallel)
     ranks = config.parallel.tp_size
     context = config.model.context_length
     if context is not AUTO and context > model.context_length:
@@ -498,8 +502,9 @@ def memory_facts(
 
     def activations(tokens: int) -> int:
         return unpacked + activation_bytes(
-            model, machine.device, tokens, rows, ITEM_BYTES[dtype], ranks, gathers=gathers, drafts=drafts
-        )
+            model, machine.device, tokens, rows, ITEM_BYTES[dtype], layout.heads,
+            gathers=gathers, drafts=drafts, owners=layout.dp * layout.cp,
+        )  # fmt: skip
 
     return PlanFacts(
         model=model.name,
@@ -543,13 +548,16 @@ def activation_bytes(
     *,
     gathers: int = 0,
     drafts: int = 0,
+    owners: int = 1,
 ) -> int:
     """Peak of any step: a layer's buffers for all its tokens beside logits with the sampler's copies; or the logits beside
     what penalties take; or the logits beside those of a prompt that is scored.
 
     `gathers`: longest context, where attention copies keys and values out of their pages. `drafts`: logits beyond one a row.
+    `owners`: groups of `ranks` ranks with tokens of their own, which feed-forward blocks gather.
     """
-    per_token = 4 * model.hidden_size + (2 * model.attention_width + 3 * model.ffn_size) // ranks
+    streams = 4 + (2 * owners if owners > 1 else 0)
+    per_token = streams * model.hidden_size + (2 * model.attention_width + 3 * model.ffn_size) // ranks
     layer = step_tokens * (per_token + model.tapped_values) * item_bytes
     if gathers:
         keys = max(gathers, GATHERED_KEYS)

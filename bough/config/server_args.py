@@ -66,6 +66,18 @@ def _spread_speculative_config(values: dict[str, Value], origins: dict[str, str]
                 values[name], origins[name] = value, origin
 
 
+def _attention_replicas(values: dict[str, Value], origins: dict[str, str]) -> list[str]:
+    """`--dp-size` as SGLang means it with `--enable-dp-attention`. Returns what there is to say about it."""
+    count = values.get("dp_size", 1)
+    if not values.get("enable_dp_attention") or "attn_dp_size" in values or count == 1:
+        return []
+    values["attn_dp_size"], origins["attn_dp_size"] = count, origins["enable_dp_attention"]
+    del values["dp_size"]
+    return [
+        f"{origins.pop('dp_size')} {count} is read as --attn-dp-size {count}: {origins['enable_dp_attention']} is given"
+    ]
+
+
 def load_config(
     given: Mapping[str, object],
     *,
@@ -112,6 +124,7 @@ def load_config(
     apply(from_environment, lambda name: ENV_PREFIX + name.upper())
     apply(given, lambda name: "--" + name.replace("_", "-") if as_flags else name)
     _spread_speculative_config(values, origins)
+    notes += _attention_replicas(values, origins)
     config = assemble(values)
     check(config)
     media = [origin for name, origin in origins.items() if settings()[name].group == "media"]

@@ -270,6 +270,13 @@ class ExpertRecord(Struct, frozen=True, tag="expert_record"):
     action: Literal["start", "stop", "dump"]
 
 
+class Wake(Struct, frozen=True, tag="wake"):
+    """From one scheduler to another, where replicas of attention run in lockstep: it has work."""
+
+    sleep: int
+    """Number of the sleep that ends."""
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Finish what is running within `drain_s`, then end."""
 
@@ -291,6 +298,7 @@ ToEngine = (
     | Profile
     | Corpus
     | ExpertRecord
+    | Wake
     | Shutdown
 )
 

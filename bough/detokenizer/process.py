@@ -142,7 +142,7 @@ def run(launch: Launch) -> None:
     inbox: Inbox[ToDetokenizer] = Inbox(launch.endpoints.detokenizer, ToDetokenizer)
     signal.signal(signal.SIGTERM, lambda *_: inbox.close())
     answers = Answers(tokenizer_of(launch.config.model, read_checkpoint(launch.endpoints)))
-    engines = [Outbox(each.engine) for each in launch.endpoints.replicas(launch.config.parallel.dp_size)]
+    engines = [Outbox(each.engine) for each in launch.endpoints.replicas(launch.config.parallel.num_schedulers)]
     workers: dict[int, Outbox] = {}
     # Tables with hundreds of thousands of strings would make every full garbage collection slow.
     gc.collect()

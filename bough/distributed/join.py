@@ -11,7 +11,7 @@ import torch
 from bough.config.layout import AxisName, Layout
 from bough.core.errors import ConfigError
 from bough.distributed.collectives import Collectives
-from bough.distributed.mesh import SINGLE, Mesh, make_mesh
+from bough.distributed.mesh import SINGLE, Axis, Mesh, make_mesh
 from bough.distributed.process_group import ProcessGroups
 from bough.distributed.shared_memory import Patience, SharedMemoryCollectives, segment_bytes
 from bough.ipc.segment import Segment
@@ -37,6 +37,37 @@ def choose(device: str, num_hosts: int, shared_memory: bool) -> Choice:
     if not shared_memory:
         return Choice("gloo", "nothing is compiled here, and this processor's stores may be seen out of order")
     return Choice("shared memory", "CPU ranks of one machine")
+
+
+def join_host(
+    layout: Layout,
+    rank: int,
+    store: AnyStore,
+    axis: Axis,
+    *,
+    patience: Patience | None = None,
+    timeout_s: float = 600.0,
+) -> Collectives:
+    """Collectives for tensors on the host between the first ranks of replicas of attention, whatever the others use. Waits
+    for all of them. `axis`: that of the replicas."""
+    ranks = next(group for group in layout.groups("dp") if rank in group)
+    if not SharedMemoryCollectives.possible():
+        cpu = torch.device("cpu")
+        return ProcessGroups(store, rank, layout.size, cpu, timeout_s).connect(ranks, backend="gloo")
+    return _share_memory(store, f"segment/host/{ranks[0]}", axis.rank, len(ranks), patience, timeout_s)
+
+
+def _share_memory(
+    store: AnyStore, key: str, place: int, size: int, patience: Patience | None, timeout_s: float
+) -> SharedMemoryCollectives:
+    if place == 0:
+        segment = Segment.create(segment_bytes(size))
+        store.set(key, segment.path.encode())
+    else:
+        segment = Segment.open(store.get(key, timeout_s).decode())
+    talk = SharedMemoryCollectives(segment, place, size, patience=patience)
+    talk.barrier()  # after it, the segment's maker may let go of its descriptor
+    return talk
 
 
 def join_mesh(
@@ -68,14 +99,6 @@ def join_mesh(
             say(f"{len(ranks)} ranks of {axis} talk by {choice.kind}: {choice.because}")
         if choice.kind != "shared memory":
             return groups.connect(ranks)
-        key = f"segment/{axis}/{ranks[0]}"
-        if place == 0:
-            segment = Segment.create(segment_bytes(len(ranks)))
-            store.set(key, segment.path.encode())
-        else:
-            segment = Segment.open(store.get(key, timeout_s).decode())
-        talk = SharedMemoryCollectives(segment, place, len(ranks), patience=patience)
-        talk.barrier()  # after it, the segment's maker may let go of its descriptor
-        return talk
+        return _share_memory(store, f"segment/{axis}/{ranks[0]}", place, len(ranks), patience, timeout_s)
 
     return make_mesh(layout, rank, connect)

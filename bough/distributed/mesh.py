@@ -41,6 +41,8 @@ class Mesh:
     dp: Axis = LONE
     cp: Axis = LONE
     heads: Axis = LONE
+    tokens: Axis = LONE
+    replica: Axis = LONE
     ep: Axis = LONE
     units: Axis = LONE
 
@@ -48,7 +50,7 @@ class Mesh:
     def tensor(rank: int, size: int, talk: Collectives = ALONE) -> Mesh:
         """The mesh of a rank where tensor parallelism is all there is."""
         axis = Axis(rank, size, talk)
-        return Mesh(world=axis, tp=axis, heads=axis, units=axis)
+        return Mesh(world=axis, tp=axis, heads=axis, replica=axis, units=axis)
 
     def close(self) -> None:
         """Ends all communication; the last call a rank makes."""

@@ -94,15 +94,16 @@ class ProcessGroups:
     def backend(self) -> str:
         return "nccl" if self._device.type == "cuda" else "gloo"
 
-    def connect(self, ranks: Sequence[int]) -> GroupCollectives:
-        """The collectives of these ranks, this one among them. Only they call, once all have called for all ranks."""
+    def connect(self, ranks: Sequence[int], backend: str | None = None) -> GroupCollectives:
+        """The collectives of these ranks, this one among them. Only they call, once all have called for all ranks.
+        `backend`: another than that of the device."""
         if not dist.is_initialized():
             if self.backend == "nccl":
                 torch.cuda.set_device(self._device)
             dist.init_process_group(
                 self.backend, store=self._store, rank=self._rank, world_size=self._num_ranks, timeout=self._timeout
             )
-        if len(ranks) == self._num_ranks:
+        if len(ranks) == self._num_ranks and backend in (None, self.backend):
             assert dist.group.WORLD is not None
             return GroupCollectives(dist.group.WORLD, ranks)
-        return GroupCollectives(dist.new_group(list(ranks), use_local_synchronization=True), ranks)
+        return GroupCollectives(dist.new_group(list(ranks), backend=backend, use_local_synchronization=True), ranks)

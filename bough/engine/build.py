@@ -22,7 +22,7 @@ from bough.cache.prefix import PrefixCache
 from bough.config.concerns import Config
 from bough.config.experts import PLAIN_EXPERTS, ExpertPlan
 from bough.config.hf import Checkpoint
-from bough.config.hosts import nodes_of_ranks
+from bough.config.hosts import crew_of, nodes_of_ranks
 from bough.config.layout import Layout
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts, Moe
@@ -31,9 +31,9 @@ from bough.config.resolve import largest_step
 from bough.config.shares import stage_layers, uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.core.errors import ConfigError
-from bough.core.messages import ToEngine
+from bough.core.messages import ToEngine, Wake
 from bough.core.step import NO_PROPOSER, Runner, RunnerLimits
-from bough.distributed.join import join_mesh
+from bough.distributed.join import join_host, join_mesh
 from bough.distributed.mesh import SINGLE, Mesh
 from bough.distributed.shared_memory import Patience
 from bough.engine.agree import agree, part_of
@@ -45,6 +45,8 @@ from bough.engine.expert_balance import BalanceRules, ExpertBalancer, has_mixtur
 from bough.engine.expert_plan import plan_experts
 from bough.engine.grammars import grammars_of
 from bough.engine.held import Held, exchange, of_rank
+from bough.engine.inbox import Inbox as Requests
+from bough.engine.lockstep import Agreement, LockstepInbox, LockstepRunner, exchange_over
 from bough.engine.loop import Loop
 from bough.engine.outbox import open_outbox
 from bough.engine.pipeline import PipelineRunner, open_outcomes, open_sink, run_stage, sampling_rank
@@ -54,11 +56,12 @@ from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_d
 from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
-from bough.ipc import Inbox, Launch, Status, read_checkpoint, write_status
+from bough.ipc import Inbox, Launch, Outbox, Status, read_checkpoint, write_status
 from bough.ipc.store import Store
 from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
 from bough.layers.decoder import Decoder
+from bough.layers.spread import TokenSpread
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
@@ -91,10 +94,10 @@ SPIN_S = 0.002
 
 @dataclass(slots=True)
 class StartUp:
-    """Tells the launcher how far the engine has come, and how long each phase took."""
+    """Tells the launcher how far the engine has come, and how long each phase took. A scheduler's first rank does so."""
 
     launch: Launch
-    rank: int
+    tells: bool
     phases: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -105,12 +108,12 @@ class StartUp:
         def tell(done_bytes: int, total_bytes: int) -> None:
             nonlocal told_s
             now = time.perf_counter()
-            if self.rank == 0 and (now - told_s >= _TELL_EVERY_S or done_bytes == total_bytes):
+            if self.tells and (now - told_s >= _TELL_EVERY_S or done_bytes == total_bytes):
                 told_s = now
                 reached = progress + (until - progress) * done_bytes / max(1, total_bytes)
                 self._write(name, reached, done_bytes, total_bytes)
 
-        if self.rank == 0:
+        if self.tells:
             self._write(name, progress)
         yield tell
         self.phases[name] = round(time.perf_counter() - begin, 3)
@@ -126,10 +129,11 @@ class StartUp:
 
 def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> None:
     """The whole life of one engine rank, once this module is imported."""
-    start = StartUp(launch, rank, {"importing the engine": round(importing_s, 3)})
+    layout = Layout.of(launch.config.parallel)
+    parallel = launch.config.parallel
+    crew = crew_of(parallel, rank)
+    start = StartUp(launch, rank == crew[0], {"importing the engine": round(importing_s, 3)})
     with start.phase("reading the checkpoint's headers", 0.05):
-        layout = Layout.of(launch.config.parallel)
-        parallel = launch.config.parallel
         store = meeting_place(launch) if layout.size > 1 else None
         agreed = None
         if store is not None:
@@ -159,7 +163,8 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
             )  # fmt: skip
     with start.phase("loading weights", 0.2, until=0.8) as tell:
         experts = plan_experts(parallel, facts)
-        model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell, experts)
+        spread = TokenSpread(mesh) if mesh.tokens.size > 1 else None
+        model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell, experts, spread)
         drafts = None if draft is None else load_draft(draft, model, config, resolved.plan, device, mesh, facts)
     with start.phase("laying out memory", 0.8):
         scales = kv_scales(checkpoint, config, facts)
@@ -173,19 +178,23 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
     gc.freeze()
     gc.enable()
     with torch.inference_mode():  # once: steps that find it on are launched sooner
-        if store is None or rank == 0:
-            others, outcomes = None, None
-            if store is not None:
-                others = open_channel(store, launch.endpoints, parallel, launch.generation)
+        if rank == crew[0]:
+            others, outcomes, company = None, None, None
+            if store is not None and len(crew) > 1:
+                others = open_channel(store, launch.endpoints, parallel, launch.generation, rank)
                 if layout.pp > 1:
                     outcomes = open_outcomes(store, launch.endpoints, parallel, others)
-            serve_steps(launch, start, decided, runner, others, held, patience, outcomes, balancer)
+            if store is not None and spread is not None:
+                assert isinstance(runner, ModelRunner), "pooling models have one scheduler"
+                company = open_company(launch, layout, rank, store, mesh, runner, spread, others, patience)
+            serve_steps(launch, start, decided, runner, others, held, patience, outcomes, balancer, company)
         else:
+            assert store is not None, "a lone rank is the first of its crew"
             source = open_source(
                 store, launch.endpoints, parallel, rank, ToWorker, launch.generation, spin_s=_spin_s(device)
             )
             if layout.pp == 1:
-                run_worker(source, runner, patience)
+                run_worker(source, runner, patience, spread)
             else:
                 assert isinstance(runner, ModelRunner), "pooling models have no stages"
                 sink = open_sink(store, launch.endpoints, source) if rank == sampling_rank(parallel) else None
@@ -226,6 +235,7 @@ def load_model(
     pooling: PoolingFacts | None = None,
     progress: Progress | None = None,
     experts_plan: ExpertPlan = PLAIN_EXPERTS,
+    spread: TokenSpread | None = None,
 ) -> Model:
     return build_model(
         checkpoint,
@@ -243,6 +253,7 @@ def load_model(
         progress=progress,
         model_impl=config.model.model_impl,
         experts_plan=experts_plan,
+        spread=spread,
     )
 
 
@@ -328,6 +339,8 @@ def make_runner(
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
         runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which
+    if config.parallel.attn_dp_size > 1:
+        runner.forward.narrows = False  # replicas agree on one number of tokens for all layers
     return runner
 
 
@@ -340,7 +353,7 @@ def balance_rank(
         return None  # a stage may have none
     groups = max(mixture.scored.groups if mixture.scored is not None else 1 for mixture in mixtures)
     rules = BalanceRules.of(config.parallel)
-    balancer = ExpertBalancer(model, mesh.dp, rules, groups=groups, num_nodes=config.parallel.nnodes)
+    balancer = ExpertBalancer(model, mesh.tokens, rules, groups=groups, num_nodes=config.parallel.nnodes)
     runner.before_step = balancer.before_step
     return balancer
 
@@ -401,10 +414,11 @@ def serve_steps(
     patience: Patience,
     outcomes: StepSource | None = None,
     balancer: ExpertBalancer | None = None,
+    company: tuple[LockstepRunner, Agreement] | None = None,
 ) -> None:
     """Rank 0: takes requests until it is asked to stop. `others`: the way to the other ranks, if there are any; `held`: what
     each rank has loaded; `patience`: how long this one waits for the others; `outcomes`: what the last stage samples, if
-    there are stages."""
+    there are stages; `company`: the other schedulers, if there are replicas of attention."""
     checkpoint, resolved = decided.checkpoint, decided.resolved
     config, endpoints = resolved.config, launch.endpoints
     runner: Runner = local
@@ -412,9 +426,13 @@ def serve_steps(
     if others is not None and outcomes is not None:
         assert isinstance(local, ModelRunner), "pooling models have no stages"
         runner = broadcast = PipelineRunner(local, others, outcomes, patience)
+    elif company is not None:
+        runner = company[0]
     elif others is not None:
         runner = broadcast = BroadcastRunner(local, others, patience)
-    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine, spin_s=_spin_s(local.machine))
+    inbox: Requests = Inbox(endpoints.engine, ToEngine, spin_s=_spin_s(local.machine))
+    if company is not None:
+        inbox = LockstepInbox(inbox, company[1])
     drafts = drafts_of_step(config.speculative, local.machine.kind, local.limits.num_slots)
     limits = Limits.of(local.limits, config.scheduler, max_step_drafts=drafts, seed=config.model.seed)
     parallel = config.parallel
@@ -434,7 +452,7 @@ def serve_steps(
     if config.log.tensor_dump_dir:
         runner = _dumping(runner, local, queues, config)
     runner, watch = observe(
-        runner, config, launch, queues, cache, local.machine, local.idle if broadcast is None else None
+        runner, config, launch, queues, cache, local.machine, local.idle if runner is local else None
     )
     hooks = watch.hooks()
     hooks.corpus = corpora_of(drafter)
@@ -453,6 +471,7 @@ def serve_steps(
         hooks=hooks,
         report_every_s=config.log.decode_log_interval_s,
         report_every_steps=config.log.decode_log_interval,
+        company=None if company is None else company[0],
     )
     watch.follow(loop)
     processors = local.shaper.names if isinstance(local, ModelRunner) else []
@@ -460,9 +479,37 @@ def serve_steps(
     start.ready({**ready_facts(decided, local.limits), "logit_processors": processors, "ranks": ranks})
     try:
         loop.run()
+        if company is not None:
+            company[0].stop(inbox)
     finally:
         if broadcast is not None:
             broadcast.stop()
+
+
+def open_company(
+    launch: Launch,
+    layout: Layout,
+    rank: int,
+    store: Store,
+    mesh: Mesh,
+    runner: ModelRunner,
+    spread: TokenSpread,
+    others: StepChannel | None,
+    patience: Patience,
+) -> tuple[LockstepRunner, Agreement]:
+    """The first rank's runner where several replicas of attention run in lockstep, and what it agrees with the others by."""
+    parallel = launch.config.parallel
+    talk = join_host(layout, rank, store, mesh.dp, patience=patience, timeout_s=parallel.dist_timeout_s)
+    first = launch.replica * parallel.attn_dp_size
+    peers = launch.server.replicas(parallel.num_schedulers)[first : first + parallel.attn_dp_size]
+    outboxes = [Outbox(each.engine) for each in peers if each != launch.endpoints]
+
+    def wake(message: Wake) -> None:
+        for outbox in outboxes:
+            outbox.send(message)
+
+    agreement = Agreement(exchange_over(talk), wake)
+    return LockstepRunner(runner, agreement, spread, others, patience), agreement
 
 
 def steps_in_flight(config: Config) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from msgspec import Struct
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import BoughError, Unavailable
-from bough.core.messages import Abort, Generate, StopAt
+from bough.core.messages import Abort, Generate, StopAt, Wake
 from bough.core.step import Launched, Outcome, Runner
 from bough.engine.control import Control, Hooks
 from bough.engine.inbox import Clock, Inbox, Outbox, SystemClock
@@ -63,6 +64,14 @@ class _InFlight(Struct):
         return self.launched.wait()
 
 
+class Company(Protocol):
+    """Other schedulers that this one runs in lockstep with."""
+
+    def join(self) -> bool:
+        """Called in turns without a step of its own. Returns whether others are at work."""
+        ...
+
+
 class Loop:
     """Drives a runner from an inbox to an outbox. `depth` steps stay in flight while the next one is planned."""
 
@@ -82,6 +91,7 @@ class Loop:
         report_every_s: float = 5.0,
         report_every_steps: int = 0,
         strict: bool = False,
+        company: Company | None = None,
     ) -> None:
         self.runner = runner
         self.queues = queues
@@ -93,6 +103,7 @@ class Loop:
         self.hooks = hooks or Hooks()
         self.clock = clock or SystemClock()
         self.idle_s = idle_s
+        self.company = company
         self.strict = strict
         """Check the whole page account after every turn (tests)."""
         self.control = Control(
@@ -118,6 +129,8 @@ class Loop:
         """One turn: what has come, one step planned and launched, the steps before it settled, what is due sent."""
         self._receive()
         entry = self._launch_next()
+        if entry is None and self.company is not None and self.company.join():
+            self._worked = True
         pipelined = self.limits.num_stages > 1
         if entry is not None and entry.launched is not None and entry.launched.needs_masks:
             if not pipelined:  # no step in a pipeline has a row of this one
@@ -147,6 +160,8 @@ class Loop:
                     abort(self.queues, self.cache, message, now=now)
                 case StopAt():
                     stop_at(self.queues, self.cache, message, now=now)
+                case Wake():
+                    """The inbox has seen to it."""
                 case _:
                     self.control.handle(message, now=now)
         if self.queues.deadlines:

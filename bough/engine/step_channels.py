@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from bough.config.concerns import ParallelConfig
-from bough.config.hosts import nodes_of_ranks
+from bough.config.hosts import crew_of, nodes_of_ranks
 from bough.core.errors import Unavailable
 from bough.ipc import Codec, Endpoints, Inbox, Outbox
 from bough.ipc.codec import encoder
@@ -100,20 +100,23 @@ class LinkSource:
             raise Unavailable(what="a rank on another machine is gone", why=str(error)) from error
 
 
-def open_channel(store: AnyStore, endpoints: Endpoints, parallel: ParallelConfig, generation: int) -> Ways:
-    """Rank 0's way to the others. Waits for those on other machines."""
+def open_channel(
+    store: AnyStore, endpoints: Endpoints, parallel: ParallelConfig, generation: int, rank: int = 0
+) -> Ways:
+    """The way of a scheduler's first rank (`rank`) to the others. Waits for those on other machines."""
     nodes = nodes_of_ranks(parallel)
-    num_local = nodes.count(0)
+    others = crew_of(parallel, rank)[1:]
+    near = [each for each in others if nodes[each] == nodes[rank]]
     ways: list[_Way] = []
-    if num_local > 1 and STORES_STAY_IN_ORDER:
-        ring = RingWriter(num_local - 1)
-        store.set(_RING, ring.path.encode())
+    if near and STORES_STAY_IN_ORDER:
+        ring = RingWriter(len(near))
+        store.set(f"{_RING}/{rank}", ring.path.encode())
         ways.append(ring)
-    elif num_local > 1:
-        ways.extend(Outbox(endpoints.rank(rank)) for rank in range(1, num_local))
+    elif near:
+        ways.extend(Outbox(endpoints.rank(each)) for each in near)
     links: dict[int, Link] = {}
-    if num_local < len(nodes):
-        links = _accept(store, parallel, set(range(num_local, len(nodes))), generation)
+    if len(near) < len(others):
+        links = _accept(store, parallel, set(others) - set(near), generation)
     return Ways(ways, links)
 
 
@@ -127,17 +130,20 @@ def open_source(
     *,
     spin_s: float = 0.0,
 ) -> StepSource:
-    """The other end, on rank `rank`; `spin_s`: a wait for the next step on rank 0's machine begins busily for so long."""
+    """The other end, on rank `rank`; `spin_s`: a wait for the next step on the first rank's machine begins busily for so
+    long."""
     nodes = nodes_of_ranks(parallel)
-    if nodes[rank] != 0:
+    first, *others = crew_of(parallel, rank)
+    if nodes[rank] != nodes[first]:
         address = store.get(_STEPS, parallel.dist_timeout_s).decode()
         link = connect(address, parallel.dist_secret, parallel.dist_timeout_s)
         link.send(msgspec.msgpack.encode(_Hello(rank, generation)))
         return LinkSource(link, message_type)
     if not STORES_STAY_IN_ORDER:
         return Inbox(endpoints.rank(rank), message_type, spin_s=spin_s)
-    path = store.get(_RING, parallel.dist_timeout_s).decode()
-    return RingReader(path, rank - 1, nodes.count(0) - 1, message_type, spin_s=spin_s)
+    near = [each for each in others if nodes[each] == nodes[first]]
+    path = store.get(f"{_RING}/{first}", parallel.dist_timeout_s).decode()
+    return RingReader(path, near.index(rank), len(near), message_type, spin_s=spin_s)
 
 
 def _accept(store: AnyStore, parallel: ParallelConfig, wanted: set[int], generation: int) -> dict[int, Link]:

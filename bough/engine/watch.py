@@ -106,7 +106,7 @@ def observe(
     known_bad = read_quarantine(endpoints)
     if known_bad:
         queues.screen = Quarantine(known_bad).check
-    board = "engine" if config.parallel.dp_size == 1 else f"engine{launch.replica}"
+    board = "engine" if config.parallel.num_schedulers == 1 else f"engine{launch.scheduler}"
     sheet = Sheet(launch.server.board(board), "engine")
     free_bytes = device.free_bytes if device.is_async else None
     meter = EngineMeter(sheet, queues, cache, free_bytes=free_bytes, utilization=device.utilization())

@@ -17,10 +17,13 @@ from bough.core.step import I32, Launched, Mask, Outcome, Runner, Step
 from bough.distributed.shared_memory import Patience
 from bough.engine.loop import EngineBroken
 from bough.engine.step_channels import StepChannel, StepSource
+from bough.layers.spread import TokenSpread
 
 
 class RunStep(Struct, tag="step"):
     step: Step
+    rows: int = 0
+    """Tokens that each replica of attention brings to it, where there are several."""
 
 
 class Masks(Struct, tag="masks"):
@@ -116,15 +119,19 @@ class _BroadcastLaunched:
         return self._launched.wait()
 
 
-def run_worker(source: StepSource, runner: Runner, patience: Patience | None = None) -> None:
+def run_worker(
+    source: StepSource, runner: Runner, patience: Patience | None = None, spread: TokenSpread | None = None
+) -> None:
     """Launches what rank 0 sends until it says stop (or this process is ended with its parent). `patience`: as that of a
-    `BroadcastRunner`."""
+    `BroadcastRunner`; `spread`: hears what replicas of attention have agreed on, where there are several."""
     patience = patience or Patience()
     unmasked: deque[Launched] = deque()
     while not source.closed:
         for message in source.drain(block_s=1.0):
             match message:
-                case RunStep(step=step):
+                case RunStep(step=step, rows=rows):
+                    if spread is not None:
+                        spread.begin(rows)
                     with timed(patience):
                         launched = runner.launch(step)
                     if launched.needs_masks:

@@ -21,7 +21,7 @@ async def loads(service: Service) -> Json:
         "timestamp": time.time(),
         "version": import_module("bough").__version__,
         "model": service.served.name,
-        "dp_rank_count": service.config.parallel.dp_size,
+        "dp_rank_count": service.config.parallel.num_schedulers,
         "loads": every,
         "aggregate": {
             "total_running_reqs": running,

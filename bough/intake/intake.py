@@ -106,7 +106,7 @@ class Intake:
         self._gone: BoughError | None = None
         self.pools = pools
         self.sessions = Sessions(self.abort)
-        self.joins = Joins(self.call, tokenizer, self._parallel.dp_size)
+        self.joins = Joins(self.call, tokenizer, self._parallel.num_schedulers)
         limits = Limits(context_length, vocab_size, tokenizer, truncate=truncate)
         self._preparer = Preparer(
             limits, self.tokenizers, self.sessions, self.joins, pools=pools, processors=processors
@@ -148,7 +148,7 @@ class Intake:
     async def start(self) -> None:
         """Opens the channels. Call once, in the loop that will use the intake."""
         self._inbox: AsyncInbox[ToApi] = AsyncInbox(self._endpoints.api(self._worker), ToApi, self._take)
-        self._engines = self._endpoints.replicas(self._parallel.dp_size)
+        self._engines = self._endpoints.replicas(self._parallel.num_schedulers)
         self._replicas = Replicas.connect(self._engines, self._parallel.load_balance_method)
         if self._worker:  # an earlier process in this place may have died and left requests behind
             for number in range(len(self._replicas)):

@@ -30,6 +30,11 @@ class Launch(Struct, frozen=True, kw_only=True):
     home: str = ""
     """...and of the server; empty: the same."""
     replica: int = 0
+    """Number of the engine, where there are several..."""
+    scheduler: int = 0
+    """...and of the scheduler that this process works for: an engine with replicas of attention has as many."""
+    meeting_directory: str = ""
+    """Where the engine's ranks on this machine meet; empty: in `directory`."""
     parent_pid: int
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the parent ends; -1: none."""
@@ -54,7 +59,8 @@ class Launch(Struct, frozen=True, kw_only=True):
     def meeting(self) -> str:
         """Where this machine's ranks meet the others."""
         parallel = self.config.parallel
-        return self.endpoints.meeting if parallel.node_rank == 0 else parallel.dist_init_addr
+        place = Endpoints(self.meeting_directory or self.directory)
+        return place.meeting if parallel.node_rank == 0 else parallel.dist_init_addr
 
     @property
     def detokenizes(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from bough.config.experts import PLAIN_EXPERTS, ExpertPlan
 from bough.distributed.mesh import SINGLE, Mesh
+from bough.layers.spread import TokenSpread
 from bough.quantization.read import LayerKind
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part, Scheme
 
@@ -27,6 +28,8 @@ class Build:
     """Where experts are, and how tokens reach them."""
     first_layer: int = 0
     """Where the KV of the model's first layer lies in the cache: behind that of the model which it drafts for."""
+    spread: TokenSpread | None = None
+    """Ranks that hold different tokens; None: all ranks of a stage hold the same."""
 
     def matrix(self, name: str, parts: Sequence[Part], kind: LayerKind = "linear") -> Matrix:
         """An empty matrix of the layer `name`, as the scheme stores it."""

@@ -58,7 +58,8 @@ def parts_of(block: nn.Module) -> BlockParts | None:
         return None
     matrices = [_packed(linear) for linear in (attn.qkv, attn.out, mlp.gate_up, mlp.down)]
     packed = [matrix for matrix in matrices if matrix is not None]
-    if len(packed) != len(matrices) or attn.out.axis.size > 1 or not _plain(block, attn, mlp):
+    split = attn.out.axis.size > 1 or mlp.down.axis.size > 1
+    if len(packed) != len(matrices) or split or not _plain(block, attn, mlp):
         return None
     before, after_attn, norms = block.attn_norm, block.mlp_norm, attn.kernel_norms
     assert isinstance(before, RMSNorm) and isinstance(after_attn, RMSNorm), "a plain block has no others"  # noqa: PT018

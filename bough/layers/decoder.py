@@ -76,6 +76,8 @@ class Decoder(nn.Module):
         self.pp = build.mesh.pp
         self.like = torch.empty(0, facts.hidden, dtype=build.dtype, device=build.device)
         """What the stream is made of."""
+        if build.spread is not None:
+            build.spread.blank_1D = self.like.new_zeros(1, facts.hidden)
         is_last = self.is_last
         self.embed = _here(self.pp.rank == 0 or (is_last and facts.tie_embeddings), build, partial(Embedding, facts))
         self.layers = nn.ModuleList(

@@ -4,7 +4,8 @@ Every way gives every rank the sum over each token's experts. With `SumDispatch`
 tokens, and one sum over ranks combines them: nothing is exchanged beforehand. The others bring each expert's result back by
 itself and add in float32 in the order of the router's choice, so that the sum does not depend on where experts are.
 
-N tokens of all ranks of a stage, S tokens that this rank combines, M rows that it computes, k experts per token, D width.
+T tokens of this rank, N tokens of all ranks of a stage, S tokens that this rank combines, M rows that it computes, k experts
+per token, D width.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bough.config.concerns import MoeDispatch
 from bough.core.errors import ConfigError
 from bough.distributed.mesh import Axis, Mesh
 from bough.layers.expert_table import ExpertTable
+from bough.layers.spread import TokenSpread
 
 Shared = Callable[[Tensor], Tensor]
 """The shared expert: [T, D] -> [T, D]."""
@@ -48,34 +50,50 @@ class Dispatch(Protocol):
         ...
 
 
-def make_dispatch(kind: MoeDispatch, mesh: Mesh, table: ExpertTable) -> Dispatch:
+def make_dispatch(kind: MoeDispatch, mesh: Mesh, table: ExpertTable, spread: TokenSpread | None) -> Dispatch:
     if kind == "none":
-        return SumDispatch(mesh.tp, table)
-    lanes = Lanes(mesh)
+        return SumDispatch(mesh.tp, table, spread)
+    lanes = Lanes(mesh, spread)
     return GatherDispatch(lanes, table) if kind == "allgather" else ExchangeDispatch(lanes, table)
+
+
+def gathered(routed: Routed, spread: TokenSpread | None) -> Routed:
+    """The tokens of all ranks of the stage; what pads them has chosen nothing."""
+    if spread is None:
+        return routed
+    k = routed.slots_Tk.shape[1]
+    chosen_T2k = torch.cat((routed.weights_Tk, routed.slots_Tk.float() + 1), 1)  # whole numbers below 2^24
+    weights_Nk, slots_Nk = spread.gather(chosen_T2k).split_with_sizes((k, k), 1)
+    x_ND = spread.gather(routed.x_TD)
+    plain_ND = x_ND if routed.plain_TD is routed.x_TD else spread.gather(routed.plain_TD)
+    return Routed(x_ND, weights_Nk, (slots_Nk - 1).int(), plain_ND)
 
 
 class SumDispatch:
     """Every rank computes its experts for all tokens, and its part of the shared expert; one sum combines them."""
 
-    def __init__(self, axis: Axis, table: ExpertTable) -> None:
+    def __init__(self, axis: Axis, table: ExpertTable, spread: TokenSpread | None) -> None:
         self.axis = axis
         self.first: int = table.mine.start
+        self.spread = spread
 
     def __call__(self, routed: Routed, compute: Compute, shared: Shared | None) -> Tensor:
-        slots_Tk = routed.slots_Tk - self.first if self.first else routed.slots_Tk
-        out_TD = compute(routed.x_TD, routed.weights_Tk, slots_Tk)
+        every = gathered(routed, self.spread)
+        slots_Nk = every.slots_Tk - self.first if self.first else every.slots_Tk
+        out_ND = compute(every.x_TD, every.weights_Tk, slots_Nk)
         if shared is not None:
-            out_TD = out_TD + shared(routed.plain_TD)
-        return self.axis.talk.all_reduce(out_TD)
+            out_ND = out_ND + shared(every.plain_TD)
+        if self.spread is not None:
+            return self.spread.reduce(out_ND, len(routed.x_TD))
+        return self.axis.talk.all_reduce(out_ND)
 
 
 class Lanes:
-    """How the tokens that all ranks of a stage hold are shared out for combining: each group of ranks with the same experts
-    (a place on the axis `ep`) combines one part of them. The ranks of a group (the axis `units`) split each expert."""
+    """How tokens are shared out for combining: of those that a group of ranks holds alike, each lane combines an equal part.
+    The ranks of a lane (the axis `units`) split each expert, and there are as many lanes as places on the axis `ep`."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.ep, self.units = mesh.ep, mesh.units
+    def __init__(self, mesh: Mesh, spread: TokenSpread | None) -> None:
+        self.ep, self.units, self.tp, self.spread = mesh.ep, mesh.units, mesh.tp, spread
         if mesh.ep.size == 1:
             raise ConfigError(
                 what="there is nowhere to dispatch tokens to",
@@ -83,25 +101,54 @@ class Lanes:
                 fix="add --ep-size, or leave out --moe-a2a-backend",
                 param="moe_a2a_backend",
             )
+        if spread is not None and mesh.heads.size % mesh.units.size:
+            raise ConfigError(
+                what=f"tokens of {mesh.tokens.size} replicas can't be dispatched to {mesh.ep.size} groups of experts",
+                why="ranks that split an expert would hold different tokens",
+                fix=f"choose an --ep-size that is a multiple of {mesh.tokens.size}, or --moe-a2a-backend none",
+                param="ep_size",
+            )
 
-    def padded(self, x: Tensor) -> Tensor:
-        """[ep * S, ...]: as many tokens for each group, zeros at the end."""
-        short = -len(x) % self.ep.size
-        return F.pad(x, (0,) * (2 * x.dim() - 2) + (0, short)) if short else x
+    @property
+    def sharers(self) -> Axis:
+        """Ranks that hold the same tokens."""
+        return self.tp if self.spread is None else self.spread.sharers
 
-    def mine(self, x: Tensor) -> Tensor:
-        """This group's part of the tokens, [S, ...]."""
-        size = -(-len(x) // self.ep.size)
-        return self.padded(x).view(self.ep.size, size, *x.shape[1:])[self.ep.rank]
+    @property
+    def count(self) -> int:
+        """Lanes that share out the same tokens."""
+        return self.sharers.size // self.units.size
+
+    def shared_out(self, x: Tensor, rows: int, value: int = 0) -> Tensor:
+        """[..., rows, *rest] as [..., lanes, S, *rest], where `rest` are the last two dimensions; `value` fills the end."""
+        size = -(-rows // self.count)
+        short = size * self.count - rows
+        if short:
+            x = (
+                F.pad(x, (0, 0, 0, short), value=value)
+                if x.dim() == 2
+                else F.pad(x, (0, 0, 0, 0, 0, short), value=value)
+            )
+        return x.view(self.count, size, *x.shape[1:])
+
+    def mine(self, x_T: Tensor, value: int = 0) -> Tensor:
+        """This lane's part of the tokens, [S, ...]."""
+        rows = len(x_T) if self.spread is None else self.spread.rows
+        short = rows - len(x_T)
+        padded = F.pad(x_T, (0, 0, 0, short), value=value) if short else x_T
+        return self.shared_out(padded, rows, value)[self.sharers.rank // self.units.size]
 
     def mine_of(self, routed: Routed) -> Routed:
         x_SD = self.mine(routed.x_TD)
         plain_SD = x_SD if routed.plain_TD is routed.x_TD else self.mine(routed.plain_TD)
-        return Routed(x_SD, self.mine(routed.weights_Tk), self.mine(routed.slots_Tk), plain_SD)
+        return Routed(x_SD, self.mine(routed.weights_Tk), self.mine(routed.slots_Tk, -1), plain_SD)
 
     def all(self, mine_SD: Tensor, num_tokens: int) -> Tensor:
-        """[T, D] on every rank, from each group's part of the tokens."""
-        return self.ep.talk.all_gather(mine_SD).flatten(0, 1)[:num_tokens]
+        """[T, D] on every rank that holds these tokens, from each lane's part of them."""
+        if self.spread is None:
+            return self.ep.talk.all_gather(mine_SD).flatten(0, 1)[:num_tokens]
+        every = self.sharers.talk.all_gather(mine_SD)[:: self.units.size]
+        return self.spread.done(every.flatten(0, 1)[:num_tokens])
 
     def combine(self, parts_SkD: Tensor, routed: Routed, shared: Shared | None) -> Tensor:
         """[S, D]: what the experts gave, weighted and added in the order of choice in float32, with the shared expert's.
@@ -123,7 +170,7 @@ def weighted_sum(parts_SkD: Tensor, weights_Sk: Tensor) -> Tensor:
 
 
 class GatherDispatch:
-    """Every rank computes its experts for all tokens, each result by itself; each group gathers those of its part of the
+    """Every rank computes its experts for all tokens, each result by itself; each lane gathers those of its part of the
     tokens. No shape depends on what is routed where, so that graphs can hold it."""
 
     def __init__(self, lanes: Lanes, table: ExpertTable) -> None:
@@ -132,19 +179,21 @@ class GatherDispatch:
         self.last: int = table.mine.stop
 
     def __call__(self, routed: Routed, compute: Compute, shared: Shared | None) -> Tensor:
-        lanes, (num_tokens, width), k = self.lanes, routed.x_TD.shape, routed.slots_Tk.shape[1]
-        slots_M1 = routed.slots_Tk.reshape(-1, 1)
+        lanes, k = self.lanes, routed.slots_Tk.shape[1]
+        every = gathered(routed, lanes.spread)
+        slots_M1 = every.slots_Tk.reshape(-1, 1)
         here = (slots_M1 >= self.first) & (slots_M1 < self.last)
         slots_M1 = torch.where(here, slots_M1 - self.first, -1)
-        rows_MD = routed.x_TD.repeat_interleave(k, 0)
-        out_MD = compute(rows_MD, _ones(slots_M1), slots_M1)
-        parts = lanes.padded(out_MD.view(num_tokens, k, width)).view(lanes.ep.size, -1, k, width)
+        out_MD = compute(every.x_TD.repeat_interleave(k, 0), _ones(slots_M1), slots_M1)
+        rows = len(every.x_TD) if lanes.spread is None else lanes.spread.rows
+        by_owner = out_MD.view(-1, rows, k, out_MD.shape[1])
+        parts = torch.stack([lanes.shared_out(each, rows) for each in by_owner]).flatten(0, 1)
         parts_SkD = lanes.ep.talk.reduce_scatter(parts)  # one rank of the axis has each of them, the others zeros
-        return lanes.all(lanes.combine(parts_SkD, lanes.mine_of(routed), shared), num_tokens)
+        return lanes.all(lanes.combine(parts_SkD, lanes.mine_of(routed), shared), len(routed.x_TD))
 
 
 class ExchangeDispatch:
-    """Each group sends its part of the tokens to the ranks of their experts, a token once to a rank whatever it chose
+    """Each lane sends its part of the tokens to the ranks of their experts, a token once to a rank whatever it chose
     there, and gets each expert's result back. Ranks must know how much comes, so that on a GPU the host waits for the
     router: steps that are captured as a graph are dispatched by `GatherDispatch`."""
 
@@ -157,12 +206,11 @@ class ExchangeDispatch:
         lanes = self.lanes
         if routed.x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
             return self.captured(routed, compute, shared)
-        num_tokens = len(routed.x_TD)
-        begin = lanes.ep.rank * -(-num_tokens // lanes.ep.size)
+        if lanes.spread is not None:
+            lanes.spread.within = True
         mine = lanes.mine_of(routed)
-        mine.slots_Tk[max(0, num_tokens - begin) :] = -1  # zeros that pad the tokens
         parts_SkD = self.exchanged(mine, compute)
-        return lanes.all(lanes.combine(parts_SkD, mine, shared), num_tokens)
+        return lanes.all(lanes.combine(parts_SkD, mine, shared), len(routed.x_TD))
 
     def exchanged(self, mine: Routed, compute: Compute) -> Tensor:
         """[S, k, D]: what the experts on all ranks make of this rank's tokens; zeros where none was chosen."""

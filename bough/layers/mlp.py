@@ -14,7 +14,7 @@ from bough.config.model_facts import Activation, Dense
 from bough.layers.build import Build
 from bough.layers.linear import ColumnLinear, GateUpLinear, RowLinear
 from bough.layers.norm import fill
-from bough.layers.stream import Input, Product
+from bough.layers.stream import Input, Product, value_of
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored
 
@@ -57,9 +57,14 @@ class GatedMlp(nn.Module):
     def __init__(self, facts: Dense, hidden: int, build: Build) -> None:
         super().__init__()
         self.gate_up = GateUpLinear(hidden, facts.intermediate, build, activation=facts.activation, bias=facts.bias)
-        self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias)
+        self.spread = build.spread
+        self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias, reduce=self.spread is None)
+        if self.spread is not None:
+            self.spread.blocks.append(self)
 
-    def forward(self, x: Input) -> Product:
+    def forward(self, x: Input) -> Product | Tensor:
+        if self.spread is not None:
+            return self.spread.through(value_of(x), lambda x_ND: self.down(self.gate_up(x_ND)).value())
         out: Product = self.down(self.gate_up(x))
         return out
 
@@ -71,9 +76,14 @@ class Mlp(nn.Module):
         super().__init__()
         self.up = ColumnLinear(hidden, facts.intermediate, build, bias=facts.bias)
         self.activation = XIELU(build) if facts.activation == "xielu" else ACTIVATIONS[facts.activation]
-        self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias)
+        self.spread = build.spread
+        self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias, reduce=self.spread is None)
+        if self.spread is not None:
+            self.spread.blocks.append(self)
 
-    def forward(self, x: Input) -> Product:
+    def forward(self, x: Input) -> Product | Tensor:
+        if self.spread is not None:
+            return self.spread.through(value_of(x), lambda x_ND: self.down(self.activation(self.up(x_ND))).value())
         out: Product = self.down(self.activation(self.up(x)))
         return out
 

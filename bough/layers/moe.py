@@ -101,6 +101,8 @@ class MixtureOfExperts(nn.Module):
         self.axis = build.mesh.tp
         self.experts_per_token = facts.experts_per_token
         self.renormalise = facts.renormalise
+        self.spreads = build.spread is not None
+        """Ranks hold different tokens."""
         self.forced_ids: Tensor | None = None
         """int32 [n, k]: the experts of token t are those of line t modulo n, whatever the router says. For dummy weights."""
         dense = replace(build, scheme=Unquantized())
@@ -113,7 +115,9 @@ class MixtureOfExperts(nn.Module):
         self.router = ReplicatedLinear(hidden, facts.num_experts, dense, bias=facts.router_bias)
         self.experts = Experts(facts, hidden, build, mixture)
         plan = build.experts_plan
-        self.dispatch = make_dispatch(plan.dispatch, build.mesh, self.experts.table)
+        self.dispatch = make_dispatch(plan.dispatch, build.mesh, self.experts.table, build.spread)
+        if build.spread is not None:
+            build.spread.blocks.append(self)
         self.chosen_E: Tensor | None = None
         """int64 [E]: tokens that chose each expert, where they are counted."""
         if plan.records:
@@ -154,7 +158,7 @@ class MixtureOfExperts(nn.Module):
         """Whether experts are chosen and computed together: not where they are forced (of one token, any do)."""
         facts = self.facts
         plain = self.choose is None and not (facts.router_bias or facts.clamped or facts.weighs_input)
-        whole = self.shared is None and self.experts.has_all
+        whole = self.shared is None and self.experts.has_all and not self.spreads
         return plain and whole and (self.forced_ids is None or num_tokens == 1)
 
     def _after(self, norm: RMSNorm, loc_T: Tensor | None, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from bough.layers.cpu_stack import use_cpu_stack
 from bough.layers.decoder import Decoder
 from bough.layers.moe import route_uniformly
 from bough.layers.place import place_weights
+from bough.layers.spread import TokenSpread
 from bough.models.hosted import load_through_transformers
 from bough.models.pooled import PooledModel, load_projections, pooled_architecture
 from bough.models.registry import facts_of, find_architecture
@@ -49,6 +50,7 @@ def build_model(
     model_impl: ModelImpl = "auto",
     experts_plan: ExpertPlan = PLAIN_EXPERTS,
     first_layer: int = 0,
+    spread: TokenSpread | None = None,
 ) -> Model:
     """The model that `checkpoint` describes: this rank's share of it, on `device`.
 
@@ -56,7 +58,7 @@ def build_model(
     which are drawn as `dummy_weights` says, and route tokens as `dummy_routing` says. With `pooling` it is a `PooledModel`.
     `first_layer_table`: see `Decoder.look_up_first_layer`. `progress` hears how much has been read; dummy weights are not
     read. `model_impl`: see `ModelConfig`. `experts_plan`: where experts are, and how tokens reach them. `first_layer`: as in
-    `Build`.
+    `Build`. `spread`: set before each step, where ranks hold different tokens.
     """
     facts = facts_of(checkpoint.config, model_impl)
     if facts.through_transformers:
@@ -71,6 +73,7 @@ def build_model(
         mesh=mesh,
         experts_plan=experts_plan,
         first_layer=first_layer,
+        spread=spread,
     )
     model: nn.Module = architecture.make(facts, build)
     place_weights(model)

@@ -177,7 +177,7 @@ class Worker:
             await _cancel(waiting)
             raise
         served = make_served(self._config, checkpoint, tokenizer, facts)
-        replicas = self._endpoints.replicas(self._config.parallel.dp_size)
+        replicas = self._endpoints.replicas(self._config.parallel.num_schedulers)
         pulse = Pulses([each.heartbeat for each in replicas])
         admission = make_admission(self._config, facts, pulse)
         intake = Intake.from_facts(

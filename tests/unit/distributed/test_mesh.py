@@ -19,7 +19,7 @@ def test_ranks_are_numbered_by_stage_replica_context_and_head() -> None:
     layout = Layout(pp=2, tp=8, dp=2, cp=2, ep=4)
     assert (layout.size, layout.heads, layout.units) == (16, 2, 2)
     assert layout.place(13) == {
-        "world": 13, "pp": 1, "tp": 5, "dp": 1, "cp": 0, "heads": 1, "ep": 2, "units": 1
+        "world": 13, "pp": 1, "tp": 5, "dp": 1, "cp": 0, "heads": 1, "tokens": 2, "replica": 1, "ep": 2, "units": 1
     }  # fmt: skip
     assert layout.groups("pp")[5] == [5, 13]
     assert layout.groups("tp") == [list(range(8)), list(range(8, 16))]

@@ -1,0 +1,212 @@
+"""Replicas of attention run in lockstep: each has a scheduler of its own, and all of them launch a step together.
+
+Schedulers are awake or asleep, all of them alike. While they are awake, every turn of each has an agreement, in which it
+says how many tokens it brings; one that has nothing to run brings none, and launches an empty step if another has some. If
+none has, all fall asleep at that agreement. One that gets work then wakes the others by a message and waits for them. A
+sleep has a number, so that a message about an earlier one wakes no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from bough.core.messages import Wake
+from bough.core.step import Launched, Mask, Outcome, RunnerLimits, Step
+from bough.distributed.collectives import Collectives
+from bough.distributed.shared_memory import Patience
+from bough.engine.inbox import Inbox
+from bough.engine.step_channels import StepChannel
+from bough.engine.worker import Masks, RunStep, Stop, in_step, timed
+from bough.layers.spread import TokenSpread
+from bough.runner.model_runner import ModelRunner
+
+_LOOK_S: Final = 0.5
+"""A scheduler that has ended, and waits for the others, looks for messages this often."""
+
+
+class Agreed(NamedTuple):
+    """What schedulers agree on for one step."""
+
+    rows: int
+    """Tokens that each brings, zeros among them; 0: none has any, and all fall asleep."""
+    over: bool
+    """All have ended."""
+
+
+class Agreement:
+    """One scheduler's end. `exchange` gives the others' numbers with its own, in the order of replicas, once all have come
+    to it; `wake` sends a message to each of the others."""
+
+    def __init__(self, exchange: Callable[[Sequence[int]], list[list[int]]], wake: Callable[[Wake], None]) -> None:
+        self._exchange = exchange
+        self._wake = wake
+        self.awake = False
+        self.sleep = 0
+        """Number of the sleep that lasts, or comes next."""
+
+    def woken(self, message: Wake) -> None:
+        """Another scheduler has work."""
+        if message.sleep == self.sleep:
+            self.awake = True
+
+    def agree(self, num_tokens: int, *, ends: bool = False) -> Agreed:
+        """Waits for the others. Wakes them if they sleep."""
+        if not self.awake:
+            self._wake(Wake(self.sleep))
+            self.awake = True
+        every = self._exchange((num_tokens, int(ends)))
+        rows = max(tokens for tokens, _ in every)
+        if not rows:
+            self.awake = False
+            self.sleep += 1
+        return Agreed(rows, all(ended for _, ended in every))
+
+
+def exchange_over(talk: Collectives) -> Callable[[Sequence[int]], list[list[int]]]:
+    """The exchange of an `Agreement` over collectives for tensors on the host."""
+
+    def exchange(mine: Sequence[int]) -> list[list[int]]:
+        every: list[list[int]] = talk.all_gather(torch.tensor(mine)).tolist()
+        return every
+
+    return exchange
+
+
+class LockstepInbox:
+    """A scheduler's inbox without the others' messages, which go to the agreement."""
+
+    def __init__(self, inbox: Inbox, agreement: Agreement) -> None:
+        self._inbox = inbox
+        self._agreement = agreement
+
+    @property
+    def closed(self) -> bool:
+        return self._inbox.closed
+
+    def drain(self, block_s: float) -> Sequence[Any]:
+        """What has come for the scheduler. Waits for nothing while others are at work."""
+        messages = self._inbox.drain(0.0 if self._agreement.awake else block_s)
+        kept = [message for message in messages if not isinstance(message, Wake)]
+        if len(kept) < len(messages):
+            for message in messages:
+                if isinstance(message, Wake):
+                    self._agreement.woken(message)
+        return kept
+
+
+class LockstepRunner:
+    """The runner of one replica's first rank."""
+
+    def __init__(
+        self,
+        local: ModelRunner,
+        agreement: Agreement,
+        spread: TokenSpread,
+        others: StepChannel | None,
+        patience: Patience | None = None,
+    ) -> None:
+        """`others`: the way to the other ranks of the replica, if it has any."""
+        self._local = local
+        self._agreement = agreement
+        self._spread = spread
+        self._others = others
+        self._patience = patience or Patience()
+        self._empty = empty_step(local.limits)
+
+    def launch(self, step: Step) -> Launched:
+        return self._run(step, self._agreement.agree(step.num_tokens).rows)
+
+    def join(self) -> bool:
+        """A turn without a step of its own. Returns whether others are at work: then there is another turn at once."""
+        if not self._agreement.awake:
+            return False
+        rows = self._agreement.agree(0).rows
+        if rows:
+            self._run(self._empty, rows).wait()
+        return rows > 0
+
+    def clear(self) -> None:
+        self._local.clear()
+
+    def idle(self) -> None:
+        """Nothing: ranks must capture the same graphs at the same step."""
+
+    def stop(self, inbox: Inbox) -> None:
+        """Ends together with the others: takes part in their steps until all have ended. `inbox`: where they wake it."""
+        over = False
+        while not over and not inbox.closed:
+            agreed = self._agreement.agree(0, ends=True)
+            over = agreed.over
+            if agreed.rows:
+                self._run(self._empty, agreed.rows).wait()
+            while not over and not self._agreement.awake and not inbox.closed:
+                inbox.drain(_LOOK_S)
+        if self._others is not None:
+            self._others.send(Stop())
+
+    def send_masks(self, index: int, masks: Mask) -> None:
+        assert self._others is not None
+        self._others.send(Masks(index, masks))
+
+    def _run(self, step: Step, rows: int) -> Launched:
+        self._spread.begin(rows)
+        if self._others is None:
+            with timed(self._patience):
+                return self._alone(step)
+        self._others.send(RunStep(step, rows))
+        with in_step(), timed(self._patience):
+            return _LockstepLaunched(self._local.launch(step), self)
+
+    def _alone(self, step: Step) -> Launched:
+        """A replica of one rank: if its step fails, it takes part in what is left of it for the others' sake."""
+        try:
+            return self._local.launch(step)
+        except Exception:
+            with in_step(), torch.inference_mode():
+                if not self._spread.join_rest():
+                    raise
+            raise
+
+
+class _LockstepLaunched:
+    """A step that other ranks of the replica run, too."""
+
+    def __init__(self, launched: Launched, runner: LockstepRunner) -> None:
+        self._launched = launched
+        self._runner = runner
+
+    @property
+    def step(self) -> Step:
+        return self._launched.step
+
+    @property
+    def needs_masks(self) -> bool:
+        return self._launched.needs_masks
+
+    def sample(self, masks: Mask) -> None:
+        self._runner.send_masks(self.step.index, masks)
+        with in_step():
+            self._launched.sample(masks)
+
+    def wait(self) -> Outcome:
+        return self._launched.wait()
+
+
+def empty_step(limits: RunnerLimits) -> Step:
+    """A step of one token in the spare slot, which has no pages and samples nothing."""
+    one = np.ones(1, np.int32)
+    return Step(
+        index=-1,
+        num_decodes=0,
+        slots=one * limits.num_slots,
+        num_query=one,
+        context=np.zeros(1, np.int32),
+        samples=np.zeros(1, np.bool_),
+        tokens=np.zeros(1, np.int32),
+        table_at=np.empty(0, np.int64),
+        table_pages=np.empty(0, np.int32),
+    )
