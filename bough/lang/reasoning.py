@@ -14,7 +14,8 @@ class ReasoningFormat:
     open_at_start: bool = False
 
     def split(self, text: str, *, final: bool) -> tuple[str, str]:
-        """(reasoning, answer) of `text`; while not final, a tail that may yet become a tag is held back."""
+        """(reasoning, answer) of `text`, with their white space; while not final, a tail that may yet become a tag is held
+        back."""
         body = text.lstrip()
         if body.startswith(self.start):
             body = body[len(self.start) :]
@@ -23,10 +24,12 @@ class ReasoningFormat:
             return ("", "") if unsure else ("", _without_partial(text, self.start, final))
         elif not final and self.start.startswith(body):
             return "", ""
+        else:
+            body = text
         reasoning, tag, answer = body.partition(self.end)
         if tag:
-            return reasoning.strip(), answer.lstrip()
-        return _without_partial(reasoning, self.end, final).strip(), ""
+            return reasoning, answer
+        return _without_partial(reasoning, self.end, final), ""
 
 
 def _without_partial(text: str, tag: str, final: bool) -> str:

@@ -45,7 +45,8 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A ToolCallFormat with `NAME` where the tool's name goes. The arguments are a JSON object."""
+    """A ToolCallFormat with `NAME` where the tool's name goes (in a trigger: one for each tool). The arguments are a JSON
+    object."""
 
     begin: str
     end: str
@@ -66,7 +67,7 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True):
             calls.append(CallTag(tool.name, begin, self.end, tool.parameters, content))
         return ToolCallFormat(
             calls=calls,
-            triggers=list(self.triggers),
+            triggers=list(dict.fromkeys(each.replace("NAME", tool.name) for each in self.triggers for tool in tools)),
             section_begin=self.section_begin,
             separator=self.separator,
             section_end=self.section_end,
@@ -80,7 +81,8 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True):
 class MarkupShape(CallShape, frozen=True, kw_only=True):
     """Arguments one after another, in the schema's order: texts as they are, everything else as JSON.
 
-    `argument_begin` has `KEY` for the argument's name and `IS_TEXT` for whether it is a text.
+    `argument_begin` has `KEY` for the argument's name (`argument_end` may), `IS_TEXT` for whether it is a text, and `TYPE`
+    for its type's name.
     """
 
     argument_begin: str
@@ -95,8 +97,10 @@ class MarkupShape(CallShape, frozen=True, kw_only=True):
             if content is None:
                 return None
             is_text = "false" if content["type"] == "json_schema" else "true"
-            begin = self.argument_begin.replace("KEY", name).replace("IS_TEXT", is_text)
-            written: Json = {"type": "tag", "begin": begin, "content": content, "end": self.argument_end}
+            kind = value["type"] if is_text == "false" else "string"
+            begin = self.argument_begin.replace("IS_TEXT", is_text).replace("TYPE", kind).replace("KEY", name)
+            end = self.argument_end.replace("KEY", name)
+            written: Json = {"type": "tag", "begin": begin, "content": content, "end": end}
             elements.append(written if name in required else {"type": "optional", "content": written})
         return {"type": "sequence", "elements": elements} if elements else {"type": "const_string", "value": ""}
 
@@ -108,6 +112,11 @@ _MOST_OPTIONAL = 16
 class PythonShape(CallShape, frozen=True, kw_only=True):
     """Arguments by name, the required ones first: `a=1, b="x"`. Values are written as JSON, which is read as well."""
 
+    assign: str = "="
+    comma: str = ", "
+    quote: str = ""
+    """Around texts, which are then written as they are."""
+
     def _arguments(self, schema: Json) -> Json | None:
         shared = {name: schema[name] for name in _SHARED if name in schema}
         properties = schema.get("properties") or {}
@@ -118,15 +127,17 @@ class PythonShape(CallShape, frozen=True, kw_only=True):
             return None
 
         def written(name: str, before: str) -> list[Json]:
-            content = {"type": "json_schema", "json_schema": values[name]}
-            return [{"type": "const_string", "value": f"{before}{name}="}, content]
+            content: Json = {"type": "json_schema", "json_schema": values[name]}
+            if self.quote and (text := _value(values[name], shared)) is not None and text["type"] != "json_schema":
+                content = {"type": "tag", "begin": self.quote, "content": text, "end": self.quote}
+            return [{"type": "const_string", "value": f"{before}{name}{self.assign}"}, content]
 
         def more(names: Sequence[str]) -> list[Json]:
-            return [{"type": "optional", "content": _sequence(written(name, ", "))} for name in names]
+            return [{"type": "optional", "content": _sequence(written(name, self.comma))} for name in names]
 
         if required:
             first, *rest = required
-            parts = written(first, "") + [part for name in rest for part in written(name, ", ")]
+            parts = written(first, "") + [part for name in rest for part in written(name, self.comma)]
             return _sequence(parts + more(optional))
         if len(optional) > _MOST_OPTIONAL:
             return None

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from bough.parsers.json_stream import JsonStream
-from bough.parsers.machine import MAX_NAME, Calls, Status, ToolParser, is_name
+from bough.parsers.machine import MAX_NAME, Body, Calls, Status, ToolParser, is_name
 from bough.parsers.scan import Cursor, Markers, markers_of
 
 
@@ -170,6 +170,79 @@ class HeaderCalls:
             self._calls.end()
             self.status = Status.DONE
         return self._stream.done
+
+
+class Headed:
+    """A body behind a header: reads up to one of `ends`; `then` is given the header and its end, and opens what follows.
+
+    `then` may return a status instead: BROKEN (there is no call) or DONE (there is none, and the header is no content).
+    `lead`: what the header begins with. `skipped`: may stand between the header and the body, behind white space.
+    """
+
+    def __init__(
+        self,
+        ends: Markers,
+        then: Callable[[str, str], Body | Status],
+        *,
+        lead: str = "",
+        skipped: tuple[str, ...] = (),
+    ) -> None:
+        self.status = Status.RUNNING
+        self.spill = ""
+        self._ends = ends
+        self._then = then
+        self._lead = lead
+        self._skipped = markers_of(*skipped)
+        self._body: Body | None = None
+        self._state: Callable[[Cursor], bool] = self._read_lead if lead else self._read_header
+
+    def step(self, cursor: Cursor) -> bool:
+        return self._state(cursor)
+
+    def _broken(self) -> bool:
+        self.status = Status.BROKEN
+        return True
+
+    def _read_lead(self, cursor: Cursor) -> bool:
+        if not cursor.text.startswith(self._lead, cursor.pos):
+            return not cursor.waits_for(markers_of(self._lead)) and self._broken()
+        cursor.pos += len(self._lead)
+        self._state = self._read_header
+        return True
+
+    def _read_header(self, cursor: Cursor) -> bool:
+        begin = cursor.pos
+        found = cursor.word(self._ends, MAX_NAME)
+        if found is None:
+            return cursor.no_word(self._ends, MAX_NAME) and self._broken()
+        if len(found[0].split()) > 1:
+            cursor.pos = begin
+            return self._broken()
+        body = self._then(*found)
+        if isinstance(body, Status):
+            self.status = body
+            return True
+        self._body = body
+        self._state = self._open
+        return True
+
+    def _open(self, cursor: Cursor) -> bool:
+        cursor.skip_space()
+        if cursor.at_end():
+            return False
+        if (skipped := self._skipped.at(cursor.text, cursor.pos)) is not None:
+            cursor.pos += len(skipped)
+            return True
+        if cursor.waits_for(self._skipped):
+            return False
+        self._state = self._inside
+        return True
+
+    def _inside(self, cursor: Cursor) -> bool:
+        assert self._body is not None
+        more = self._body.step(cursor)
+        self.status, self.spill = self._body.status, self._body.spill
+        return more
 
 
 class HeaderToolParser(ToolParser):

@@ -22,6 +22,8 @@ class CallKeys(msgspec.Struct, frozen=True, kw_only=True):
     id: tuple[str, ...] = ()
     nested: tuple[str, ...] = ("function",)
     """The call may stand one level down, under one of these."""
+    is_name_the_key: bool = False
+    """The object is `{"<tool's name>": {<arguments>}}`."""
     arguments_required: bool = False
     """An object without arguments is no call."""
 
@@ -163,6 +165,10 @@ class JsonCalls:
         char, key, keys = cursor.text[cursor.pos], self._key, self._keys
         self._new_value()
         self._state = self._skip
+        if keys.is_name_the_key and not self._told:
+            if not key.strip() or len(key) > MAX_NAME or char not in "{n":
+                return self._broken()
+            self._name, key = key.strip(), keys.arguments[0]
         if key in keys.nested and char == "{" and self._depth == 0:
             cursor.pos += 1
             self._depth = 1

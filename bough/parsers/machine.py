@@ -39,7 +39,8 @@ def is_name(text: str) -> bool:
 class Status(Enum):
     RUNNING = 0
     DONE = 1
-    """The calls are read; what follows is content, closing markers or the next call."""
+    """The calls are read, or there were none and nothing of it is content; what follows is content, closing markers or the
+    next call."""
     BROKEN = 2
     """This is no call after all."""
 
@@ -266,6 +267,7 @@ class ToolParser(ABC):
         if body.status is Status.DONE:
             self._body = None
             self._raw.clear()
+            self._space.clear()
             self._state = self._edge
             if body.spill:
                 self._say(body.spill)

@@ -1,54 +1,27 @@
-"""Reasoning formats: a section between delimiters, before the answer. The formats are a table; one machine reads them."""
+"""Reasoning: a section between delimiters, before the answer. The formats are a table; one machine reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
-from bough.core.messages import ParsedEvent
+from bough.core.messages import Content, ParsedEvent
 from bough.parsers.events import EventSink
 from bough.parsers.harmony import HarmonyReasoningParser
-from bough.parsers.names import lookup
-from bough.parsers.scan import SPACE, Cursor, Parser, markers_of
+from bough.parsers.reasoning_formats import FORMATS, ReasoningFormat, reasoning_format
+from bough.parsers.scan import SPACE, Cursor, Markers, Parser, markers_of
 
-
-class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family marks its reasoning. `starts[0]` and `ends[0]` are what it writes today; the others are understood."""
-
-    name: str
-    starts: tuple[str, ...] = ("<think>",)
-    ends: tuple[str, ...] = ("</think>",)
-    starts_inside: bool = False
-    """The prompt ends inside the section: its start is not part of the answer (and is dropped if the model repeats it)."""
-    ended_by: tuple[str, ...] = ()
-    """Markers of tool calls that end the section although its own end is missing; they stay part of the answer."""
-    label: str = ""
-    """A word the format writes behind the start."""
-    again: bool = False
-    """Further sections may follow inside the answer (where the delimiters are special tokens, nothing else looks so)."""
-    answer: tuple[tuple[str, str], ...] = ()
-    """Wrappers of the answer that are not part of it."""
-    answer_prefix: str = ""
-    """What the model writes between the end and the answer; a grammar for the answer starts behind it."""
-    trim: str = "\r\n"
-    """Characters next to the delimiters that belong to them."""
-    needs_special_tokens: bool = False
-    harmony: bool = False
-
-    @property
-    def start(self) -> str:
-        return self.starts[0]
-
-    @property
-    def end(self) -> str:
-        return self.ends[0]
-
-    @property
-    def forced_end(self) -> str:
-        """What to append when the thinking budget is spent, so that the answer begins."""
-        return self.end + self.answer_prefix
+__all__ = [
+    "FORMATS",
+    "DelimitedReasoningParser",
+    "ReasoningFormat",
+    "ReasoningParser",
+    "chat_closed_reasoning",
+    "chat_opens_reasoning",
+    "prompt_opens_reasoning",
+    "reasoning_format",
+    "reasoning_parser",
+]
 
 
 class ReasoningParser(Parser, Protocol):
@@ -58,93 +31,12 @@ class ReasoningParser(Parser, Protocol):
         ...
 
 
-def _format(name: str, **fields: object) -> ReasoningFormat:
-    return msgspec.convert({"name": name, **fields}, ReasoningFormat)
-
-
-_QWEN_TOOL = ("<tool_call>",)
-FORMATS: dict[str, ReasoningFormat] = {
-    entry.name: entry
-    for entry in (
-        _format("deepseek-r1", starts_inside=True),
-        _format("deepseek-v3", ended_by=("<｜tool▁calls▁begin｜>", "<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")),
-        _format("qwen3", ended_by=_QWEN_TOOL),
-        _format("qwen3-thinking", starts_inside=True, ended_by=_QWEN_TOOL),
-        _format("glm45", ended_by=_QWEN_TOOL),
-        _format(
-            "gpt-oss",
-            starts=("<|channel|>analysis<|message|>",),
-            ends=("<|end|>",),
-            answer_prefix="<|start|>assistant<|channel|>final<|message|>",
-            harmony=True,
-            needs_special_tokens=True,
-        ),
-        _format("kimi", starts=("◁think▷",), ends=("◁/think▷",), needs_special_tokens=True),
-        _format("kimi_k2", ended_by=("<|tool_calls_section_begin|>",)),
-        _format("step3", starts_inside=True, ended_by=("<｜tool_calls_begin｜>",)),
-        _format("minimax", starts_inside=True, ended_by=("<minimax:tool_call>",)),
-        _format(
-            "mistral",
-            starts=("[THINK]", "<think>"),
-            ends=("[/THINK]", "</think>"),
-            ended_by=("[TOOL_CALLS]",),
-            needs_special_tokens=True,
-        ),
-        _format("nemotron_3", ended_by=_QWEN_TOOL),
-        _format(
-            "granite",
-            starts=("<think>", "Here is my thought process:", "Here's my thought process:"),
-            ends=("</think>", "Here is my response:", "Here's my response:"),
-            answer=(("<response>", "</response>"),),
-            trim=SPACE,
-        ),
-        _format(
-            "gemma",
-            starts=("<|channel>",),
-            ends=("<channel|>",),
-            label="thought\n",
-            again=True,
-            needs_special_tokens=True,
-        ),
-        _format("hunyuan", ended_by=("<tool_calls>",), answer=(("<answer>", "</answer>"),)),
-        _format(
-            "hunyuan-opensource",
-            starts=("<think:opensource>",),
-            ends=("</think:opensource>",),
-            ended_by=("<tool_calls:opensource>",),
-            needs_special_tokens=True,
-        ),
-        _format("interns1", ended_by=("<|action_start|>",)),
-        _format("ernie", starts_inside=True, ended_by=_QWEN_TOOL, answer=(("<response>", "</response>"),)),
-        _format(
-            "command-r",
-            starts=("<|START_THINKING|>",),
-            ends=("<|END_THINKING|>",),
-            ended_by=("<|START_ACTION|>",),
-            answer=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
-            needs_special_tokens=True,
-        ),
-    )
-}
-ALIASES = {
-    "deepseek-v31": "deepseek-v3",
-    "deepseek-v32": "deepseek-v3",
-    "gemma4": "gemma",
-    "glm47": "glm45",
-    "granite-thinking-parser": "granite",
-    "minimax-m2": "minimax",
-    "ernie45": "ernie",
-    "hunyuan-a13b": "hunyuan",
-    "cohere-command4": "command-r",
-    "openai": "gpt-oss",
-}
-
-
 class DelimitedReasoningParser:
     """Reasoning between a format's delimiters becomes Reasoning, the rest Content.
 
-    Line breaks next to the delimiters belong to them and are dropped. Only at the start of the answer (behind white
-    space) is a start a start, unless the format says `again`.
+    White space is kept as the model wrote it, but for what the format says belongs to the delimiters. Only at the start of
+    the answer (behind white space) is a start a start, unless the format says `again`. A delimiter that the text's end
+    cuts is left out.
     """
 
     def __init__(
@@ -157,11 +49,13 @@ class DelimitedReasoningParser:
         self._inside = format.starts_inside if force_reasoning is None else force_reasoning
         self._starts = markers_of(*format.starts)
         self._ends = markers_of(*format.ends, *format.ended_by)
+        self._dropped = markers_of(*format.dropped)
         self._answer_opens = markers_of(*(opening for opening, _ in format.answer))
         self._answer_closes = dict(format.answer)
         self._closer = ""
         self._trim = format.trim
         self._at_delimiter = False
+        self._interrupted = False
         self._state: Callable[[], bool] = self._begin
 
     @property
@@ -172,7 +66,10 @@ class DelimitedReasoningParser:
     def markers(self) -> tuple[str, ...]:
         format = self._format
         wrappers = tuple(marker for pair in format.answer for marker in pair)
-        return (*format.starts, *format.ends, *format.ended_by, *wrappers)
+        resumes = (format.resumes_after,) if format.resumes_after else ()
+        return tuple(
+            dict.fromkeys((*format.starts, *format.ends, *format.ended_by, *wrappers, *format.dropped, *resumes))
+        )
 
     @property
     def in_reasoning(self) -> bool:
@@ -186,6 +83,9 @@ class DelimitedReasoningParser:
 
     def finish(self) -> list[ParsedEvent]:
         rest = self._cursor.take_rest()
+        cut = self._ends if self._inside else self._answer_markers()
+        if len(rest) > 1 and self._state != self._begin and cut.may_start_with(rest):
+            rest = ""
         if rest or not self._at_delimiter:
             rest = "".join(self._space) + rest
         self._space.clear()
@@ -215,7 +115,12 @@ class DelimitedReasoningParser:
         if (start := self._starts.at(cursor.text, cursor.pos)) is not None:
             self._open_section(start)
             return True
-        if cursor.waits_for(self._starts):
+        if not self._inside and (marker := self._dropped.at(cursor.text, cursor.pos)) is not None:
+            cursor.pos += len(marker)
+            self._space.clear()
+            self._state = self._answer_begin
+            return True
+        if cursor.waits_for(self._starts) or (not self._inside and cursor.waits_for(self._dropped)):
             return False
         if self._inside:
             self._space = ["".join(self._space).lstrip(self._trim)]
@@ -265,7 +170,8 @@ class DelimitedReasoningParser:
         self._space.clear()
         self._inside = False
         self._sink.reasoning_ends()
-        if found[1] in self._format.ends:
+        self._interrupted = found[1] not in self._format.ends
+        if not self._interrupted:
             cursor.pos += len(found[1])
             self._at_delimiter = True
             self._state = self._answer_begin
@@ -293,29 +199,55 @@ class DelimitedReasoningParser:
         self._state = self._answer
         return True
 
+    def _answer_markers(self) -> Markers:
+        """What may stand inside the answer without being part of it."""
+        format = self._format
+        closers = (self._closer, *(c + self._closer for c in format.trim)) if self._closer else ()
+        resumes = (format.resumes_after,) if self._interrupted and format.resumes_after else ()
+        return markers_of(*closers, *format.dropped, *resumes, *(format.starts if format.again else ()))
+
     def _answer(self) -> bool:
         cursor, format = self._cursor, self._format
-        closers = (self._closer, *(c + self._closer for c in format.trim)) if self._closer else ()
-        markers = markers_of(*closers, *(format.starts if format.again else ()))
+        markers = self._answer_markers()
         found = markers.find(cursor.text, cursor.pos)
         until = found[0] if found else markers.partial(cursor.text, cursor.pos)
         self._sink.content(cursor.text[cursor.pos : until])
         cursor.pos = until
         if found is None:
             return False
-        if found[1] in closers:
-            cursor.pos += len(found[1])
+        if found[1] in format.starts:
+            self._open_section(found[1])
+            return True
+        cursor.pos += len(found[1])
+        if found[1] == format.resumes_after:
+            self._sink.content(found[1])
+            self._interrupted, self._inside = False, True
+            self._state = self._reasoning
+        elif found[1] not in format.dropped:
             self._closer = ""
             self._at_delimiter = True
             self._state = self._answer_begin
-        else:
-            self._open_section(found[1])
         return True
 
 
-def reasoning_format(name: str) -> ReasoningFormat:
-    """The format called `name` (or an alias); underscores, dots and hyphens are the same."""
-    return lookup(FORMATS, ALIASES, name, kind="reasoning parser", flag="--reasoning-parser")
+class UnseparatedReasoningParser:
+    """All is Content, behind the start of the section if the prompt ended with it."""
+
+    in_reasoning = False
+
+    def __init__(self, format: ReasoningFormat, *, is_open: bool) -> None:
+        self._before = format.start if is_open else ""
+        self.needs_special_tokens = format.needs_special_tokens
+        self.markers = (format.start, format.end)
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        if not text:
+            return []
+        before, self._before = self._before, ""
+        return [Content(before + text)]
+
+    def finish(self) -> list[ParsedEvent]:
+        return []
 
 
 def reasoning_parser(
@@ -329,6 +261,8 @@ def reasoning_parser(
     format = reasoning_format(name)
     if format.harmony:
         return HarmonyReasoningParser(force_reasoning=bool(force_reasoning), stream_reasoning=stream_reasoning)
+    if format.stays_content:
+        return UnseparatedReasoningParser(format, is_open=force_reasoning is not False)
     return DelimitedReasoningParser(format, force_reasoning=force_reasoning, stream_reasoning=stream_reasoning)
 
 

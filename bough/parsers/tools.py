@@ -9,27 +9,40 @@ import msgspec
 
 from bough.parsers.call_shapes import CallShape, CallTag, MarkupShape, PythonShape, ToolCallFormat
 from bough.parsers.events import ToolSpec
+from bough.parsers.gemma_calls import QUOTE, Gemma4Parser
 from bough.parsers.harmony import HarmonyToolParser
 from bough.parsers.header_calls import DeepseekV3Parser, DeepseekV31Parser, KimiK2Parser
 from bough.parsers.names import lookup
+from bough.parsers.nested_calls import TOKEN as M3_TOKEN, MinimaxM3Parser
 from bough.parsers.pythonic_calls import Lfm2Parser, PythonicParser
 from bough.parsers.scan import IdFactory, Parser
 from bough.parsers.tools_json import (
+    ApertusParser,
     CommandRParser,
     ErnieParser,
+    GigaChat3Parser,
     GraniteParser,
     HermesParser,
+    InklingParser,
     InternlmParser,
     Llama3Parser,
     MistralParser,
     Phi4Parser,
+    TrinityParser,
 )
-from bough.parsers.xml_calls import (
+from bough.parsers.tools_markup import (
     DeepseekV32Parser,
+    DotsParser,
+    GigaChat35Parser,
     Glm45Parser,
     HunyuanOpensourceParser,
     HunyuanParser,
+    KimiK3Parser,
+    MimoParser,
+    Minicpm5Parser,
     MinimaxM2Parser,
+    MuseParser,
+    PoolsideV1Parser,
     Qwen3CoderParser,
     Step3Parser,
 )
@@ -65,6 +78,31 @@ def _python(begin: str, end: str, *, is_bare: bool = False) -> CallShape:
     )
 
 
+def _invokes(mark: str, section: str) -> CallShape:
+    """Elements `invoke` and `parameter` whose tags begin with a mark; parameters say whether they are texts."""
+    return MarkupShape(
+        begin=f'<{mark}invoke name="NAME">\n',
+        end=f"</{mark}invoke>\n",
+        argument_begin=f'<{mark}parameter name="KEY" string="IS_TEXT">',
+        argument_end=f"</{mark}parameter>\n",
+        section_begin=f"<{mark}{section}>\n",
+        section_end=f"</{mark}{section}>",
+        triggers=(f"<{mark}{section}>",),
+    )
+
+
+def _keyed(separator: str) -> CallShape:
+    """GLM's elements, one for each key and one for each value."""
+    return MarkupShape(
+        begin="<tool_call>NAME\n",
+        end="</tool_call>",
+        argument_begin="<arg_key>KEY</arg_key>\n<arg_value>",
+        argument_end="</arg_value>\n",
+        separator=separator,
+        triggers=("<tool_call>",),
+    )
+
+
 FORMATS: dict[str, ToolFormat] = {
     entry.name: entry
     for entry in (
@@ -83,6 +121,18 @@ FORMATS: dict[str, ToolFormat] = {
                 end="</function>\n</tool_call>",
                 argument_begin="<parameter=KEY>\n",
                 argument_end="\n</parameter>\n",
+                separator="\n",
+                triggers=("<tool_call>",),
+            ),
+        ),
+        ToolFormat(
+            "mimo",
+            MimoParser,
+            MarkupShape(
+                begin="<tool_call>\n<function=NAME>\n",
+                end="</function>\n</tool_call>",
+                argument_begin="<parameter=KEY>",
+                argument_end="</parameter>\n",
                 separator="\n",
                 triggers=("<tool_call>",),
             ),
@@ -112,19 +162,9 @@ FORMATS: dict[str, ToolFormat] = {
                 triggers=("<｜tool▁calls▁begin｜>",),
             ),
         ),
-        ToolFormat(
-            "deepseekv32",
-            DeepseekV32Parser,
-            MarkupShape(
-                begin='<｜DSML｜invoke name="NAME">\n',
-                end="</｜DSML｜invoke>\n",
-                argument_begin='<｜DSML｜parameter name="KEY" string="IS_TEXT">',
-                argument_end="</｜DSML｜parameter>\n",
-                section_begin="<｜DSML｜function_calls>\n",
-                section_end="</｜DSML｜function_calls>",
-                triggers=("<｜DSML｜function_calls>",),
-            ),
-        ),
+        ToolFormat("deepseekv32", DeepseekV32Parser, _invokes("｜DSML｜", "function_calls")),
+        ToolFormat("deepseekv4", DeepseekV32Parser, _invokes("｜DSML｜", "tool_calls")),
+        ToolFormat("gigachat35", GigaChat35Parser, _invokes("｜GCML｜", "tool_calls")),
         ToolFormat(
             "kimi_k2",
             KimiK2Parser,
@@ -137,17 +177,20 @@ FORMATS: dict[str, ToolFormat] = {
             ),
         ),
         ToolFormat(
-            "glm45",
-            Glm45Parser,
+            "kimi_k3",
+            KimiK3Parser,
             MarkupShape(
-                begin="<tool_call>NAME\n",
-                end="</tool_call>",
-                argument_begin="<arg_key>KEY</arg_key>\n<arg_value>",
-                argument_end="</arg_value>\n",
-                separator="\n",
-                triggers=("<tool_call>",),
+                begin='<|open|>call tool="NAME" index="1"<|sep|>',
+                end="<|close|>call<|sep|>",
+                argument_begin='<|open|>argument key="KEY" type="TYPE"<|sep|>',
+                argument_end="<|close|>argument<|sep|>",
+                section_begin="<|open|>tools<|sep|>",
+                section_end="<|close|>tools<|sep|>",
+                triggers=("<|open|>tools<|sep|>",),
             ),
         ),
+        ToolFormat("glm45", Glm45Parser, _keyed("\n")),
+        ToolFormat("poolside_v1", PoolsideV1Parser, _keyed("\n")),
         ToolFormat(
             "gpt-oss",
             HarmonyToolParser,
@@ -169,6 +212,55 @@ FORMATS: dict[str, ToolFormat] = {
                 section_begin="<minimax:tool_call>\n",
                 section_end="</minimax:tool_call>",
                 triggers=("<minimax:tool_call>",),
+            ),
+        ),
+        ToolFormat(
+            "minimax-m3",
+            MinimaxM3Parser,
+            MarkupShape(
+                begin=f'{M3_TOKEN}<invoke name="NAME">',
+                end=f"{M3_TOKEN}</invoke>\n",
+                argument_begin=f"{M3_TOKEN}<KEY>",
+                argument_end=f"{M3_TOKEN}</KEY>",
+                section_begin=f"{M3_TOKEN}<tool_call>\n",
+                section_end=f"{M3_TOKEN}</tool_call>",
+                triggers=(f"{M3_TOKEN}<tool_call>",),
+            ),
+        ),
+        ToolFormat(
+            "dots",
+            DotsParser,
+            MarkupShape(
+                begin='<invoke name="NAME">\n',
+                end="</invoke>\n",
+                argument_begin='<parameter name="KEY">',
+                argument_end="</parameter>\n",
+                section_begin="<dots_function_call>\n",
+                section_end="</dots_function_call>",
+                triggers=("<dots_function_call>",),
+            ),
+        ),
+        ToolFormat(
+            "minicpm5",
+            Minicpm5Parser,
+            MarkupShape(
+                begin='<function name="NAME">',
+                end="</function>",
+                argument_begin='<param name="KEY">',
+                argument_end="</param>",
+                triggers=('<function name="',),
+            ),
+        ),
+        ToolFormat(
+            "muse",
+            MuseParser,
+            MarkupShape(
+                begin=' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\n',
+                end="</atem:invoke>\n</atem:function_calls><|eom|>",
+                argument_begin='<atem:parameter name="KEY">',
+                argument_end="</atem:parameter>\n",
+                separator="<|start|>assistant",
+                triggers=(" to=NAME<|message|>",),
             ),
         ),
         ToolFormat(
@@ -217,6 +309,34 @@ FORMATS: dict[str, ToolFormat] = {
             ),
         ),
         ToolFormat("ernie", ErnieParser, _HERMES),
+        ToolFormat("trinity", TrinityParser, _HERMES),
+        ToolFormat("apertus", ApertusParser, _listed("<|tools_prefix|>[", "]<|tools_suffix|>", call='{"NAME": ')),
+        ToolFormat(
+            "gigachat3",
+            GigaChat3Parser,
+            CallShape(begin=f"<|function_call|>{_OBJECT}", end="}", triggers=("<|function_call|>",)),
+        ),
+        ToolFormat(
+            "inkling",
+            InklingParser,
+            CallShape(
+                begin='<|message_model|>NAME<|content_invoke_tool_json|>{"name":"NAME","args":',
+                end="}<|end_message|>",
+                triggers=("<|message_model|>NAME<|content_invoke_tool_json|>",),
+            ),
+        ),
+        ToolFormat(
+            "gemma4",
+            Gemma4Parser,
+            PythonShape(
+                begin="<|tool_call>call:NAME{",
+                end="}<tool_call|>",
+                triggers=("<|tool_call>",),
+                assign=":",
+                comma=",",
+                quote=QUOTE,
+            ),
+        ),
     )
 }
 ALIASES = {
@@ -231,7 +351,7 @@ ALIASES = {
     "deepseek-v3": "deepseekv3",
     "deepseek-v31": "deepseekv31",
     "deepseek-v32": "deepseekv32",
-    "deepseekv4": "deepseekv32",
+    "deepseek-v4": "deepseekv4",
     "glm": "glm45",
     "glm47": "glm45",
     "openai": "gpt-oss",
@@ -244,6 +364,10 @@ ALIASES = {
     "hunyuan-a13b": "hunyuan",
     "ernie45": "ernie",
     "granite4": "hermes",
+    "step3p5": "qwen3_coder",
+    "nanbeige": "qwen3_coder",
+    "apertus2509": "apertus",
+    "muse-glimmer": "muse",
 }
 
 

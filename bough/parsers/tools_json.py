@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from bough.parsers.header_calls import MISTRAL_HEADER, HeaderCalls
+from bough.parsers.header_calls import MISTRAL_HEADER, Headed, HeaderCalls
 from bough.parsers.json_calls import CallKeys, JsonCalls
-from bough.parsers.machine import Body, ToolParser, new_short_id
-from bough.parsers.scan import Cursor, IdFactory
+from bough.parsers.machine import Body, Status, ToolParser, new_short_id
+from bough.parsers.scan import Cursor, IdFactory, Markers, markers_of
 
 _LITTER = ("}", "]")  # one bracket too many behind the call is a common slip
 
@@ -102,6 +102,65 @@ class InternlmParser(JsonToolParser):
 
 class ErnieParser(HermesParser):
     """ERNIE 4.5 thinking models: Hermes' objects, one per `<tool_call>`."""
+
+
+class TrinityParser(HermesParser):
+    """Trinity: Hermes' objects, which may stand inside a reasoning section; the section's marks are no content."""
+
+    never_content = ("<think>", "</think>")
+
+
+class GigaChat3Parser(JsonToolParser):
+    """GigaChat 3: a message of the role `function call`, or `<|function_call|>`, and `{"name": ..., "arguments": {...}}`."""
+
+    needs_special_tokens = True
+    starts = ("<|function_call|>", "function call<|role_sep|>")
+    never_content = ("<|message_sep|>",)
+
+
+class ApertusParser(JsonToolParser):
+    """Apertus: `<|tools_prefix|>[{"<tool's name>": {...}}, ...]<|tools_suffix|>`."""
+
+    needs_special_tokens = True
+    starts = ("<|tools_prefix|>",)
+    closers = ("<|tools_suffix|>",)
+    keys = CallKeys(is_name_the_key=True)
+    opens_with = "["
+
+
+class InklingParser(JsonToolParser):
+    """Inkling: typed messages of special tokens. A call is
+    `<|message_model|>name<|content_invoke_tool_json|>{"name": ..., "args": {...}}<|end_message|>`."""
+
+    needs_special_tokens = True
+    starts = ("<|message_model|>", "<|content_invoke_tool_json|>")
+    closers = ("<|end_message|>",)
+    never_content = (
+        "<|message_model|>",
+        "<|content_invoke_tool_json|>",
+        "<|content_text|>",
+        "<|end_message|>",
+        "<|content_model_end_sampling|>",
+    )
+    keys = CallKeys(arguments=("args", "arguments"))
+
+    def extra_markers(self) -> tuple[str, ...]:
+        return self.never_content
+
+    def open_body(self, marker: str, cursor: Cursor) -> Body | None:
+        if marker == "<|message_model|>":
+            return Headed(self._ends_of_headers, self._open_message)
+        return super().open_body(marker, cursor)
+
+    _ends_of_headers: ClassVar[Markers] = markers_of(
+        "<|content_invoke_tool_json|>", "<|content_text|>", "<|content_thinking|>", "<|end_message|>"
+    )
+
+    def _open_message(self, header: str, end: str) -> Body | Status:
+        """Of other messages, thoughts are left as they came, for a reasoning parser; the rest lose their headers."""
+        if end == "<|content_invoke_tool_json|>":
+            return JsonCalls(self.calls, keys=self.keys)
+        return Status.BROKEN if end == "<|content_thinking|>" else Status.DONE
 
 
 class MistralParser(JsonToolParser):

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from bough.parsers.events import ToolSpec
 from bough.parsers.json_stream import mend_json
 from bough.parsers.literals import literal_to_json
@@ -15,6 +17,30 @@ JsonType = Literal["string", "integer", "number", "boolean", "null", "object", "
 ALL_TYPES: frozenset[JsonType] = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 _MAX_HOPS = 16
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """A place in a tool's schema, where nested values are read one by one. Empty: it says nothing about the value."""
+
+    here: Any = {}
+    root: Mapping[str, Any] = {}
+
+    @property
+    def types(self) -> frozenset[JsonType]:
+        return _types(self.here, self.root, _MAX_HOPS)
+
+    def child(self, key: str) -> Schema:
+        """The schema of an object's member."""
+        here = _follow(self.here, self.root)
+        properties = here.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            return Schema(properties[key], self.root)
+        return Schema(here.get("additionalProperties"), self.root)
+
+    def item(self) -> Schema:
+        """The schema of a list's members (of an object's member called `item`, where it is one)."""
+        here = _follow(self.here, self.root)
+        return Schema(here["items"], self.root) if "items" in here else self.child("item")
 
 
 class ArgumentTypes:
@@ -32,6 +58,11 @@ class ArgumentTypes:
         if not isinstance(properties, Mapping) or argument not in properties:
             return frozenset()
         return _types(properties[argument], root, _MAX_HOPS)
+
+    def schema(self, tool: str) -> Schema:
+        """What the tool's arguments, together, may be."""
+        root = self._schemas.get(tool, {})
+        return Schema(root, root)
 
     def names(self, tool: str) -> list[str]:
         """The tool's arguments in the order the schema lists them."""

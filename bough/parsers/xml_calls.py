@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
 
-from bough.parsers.json_calls import JsonCalls
 from bough.parsers.machine import MAX_NAME, Body, Calls, Status, ToolParser, is_name
 from bough.parsers.scan import Cursor, markers_of
 from bough.parsers.typing_by_schema import ArgumentTypes, JsonType, encode_text, encode_typed
+from bough.parsers.value_text import ValueText
 
 _MAX_KEY = 1024
+_CDATA, _CDATA_END = markers_of("<![CDATA["), markers_of("]]>")
 _JSON_ONLY: frozenset[JsonType] = frozenset(("integer", "number", "boolean", "null", "object", "array"))
 
 
@@ -42,17 +44,34 @@ class Markup(msgspec.Struct, frozen=True, kw_only=True):
     """Between tags, models write line breaks as a backslash and an n, too."""
     quoted_values: bool = False
     """Some write texts as JSON strings: a value that is one stands for what it says."""
+    strip_values: bool = False
+    """White space around a value is none of it."""
+    escaped_attributes: bool = False
+    """Names and keys are escaped as in XML (`&quot;`)."""
+    escaped_values: bool = False
+    """Values are escaped as in XML (`&lt;`)."""
+    cdata: bool = False
+    """A value may be a CDATA section, in which nothing is escaped."""
 
 
 class MarkupCalls:
     """A body of one call. Strings stream through; other values are typed when they are whole."""
 
-    def __init__(self, calls: Calls, markup: Markup, types: ArgumentTypes) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        markup: Markup,
+        types: ArgumentTypes,
+        *,
+        named: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        """`named`: the tool that a written name stands for."""
         self.status = Status.RUNNING
         self.spill = ""
         self._calls = calls
         self._markup = markup
         self._types = types
+        self._named = named
         self._name = ""
         self._key = ""
         self._num_arguments = 0
@@ -60,10 +79,11 @@ class MarkupCalls:
         self._streams = False
         self._unquotes = False
         self._value: list[str] = []
+        self._text = ValueText()
+        self._ends = markers_of(*markup.value_ends, *markup.value_ends_before)
         self._name_ends = markers_of(*markup.name_ends)
         self._key_end = markers_of(markup.key_end)
         self._next = markers_of(markup.param_open, markup.call_close, *markup.call_closes_before)
-        self._value_end = markers_of(*markup.value_ends, *markup.value_ends_before)
         self._state: Callable[[Cursor], bool] = self._open
 
     def step(self, cursor: Cursor) -> bool:
@@ -94,10 +114,11 @@ class MarkupCalls:
         word, end = found
         if end in (self._markup.param_open, self._markup.call_close):
             cursor.pos -= len(end)
-        self._name = (_attribute(word)[0] if self._markup.attributes else word).strip()
+        self._name = (self._attribute(word)[0] if self._markup.attributes else word).strip()
         if not is_name(self._name):
             cursor.pos = begin
             return self._broken()
+        self._name = self._named(self._name)
         self._state = self._between
         return True
 
@@ -128,8 +149,8 @@ class MarkupCalls:
         says_string: bool | None = None
         self._key = found[0].strip()
         if self._markup.attributes:
-            self._key, rest = _attribute(found[0])
-            says_string = True if 'string="true"' in rest else False if 'string="false"' in rest else None
+            self._key, rest = self._attribute(found[0])
+            says_string = _says_string(rest)
         self._value_types = _decide(self._types.of(self._name, self._key), says_string)
         self._streams = self._value_types == {"string"}
         self._unquotes = False
@@ -158,11 +179,22 @@ class MarkupCalls:
     def _first_of_value(self, cursor: Cursor) -> bool:
         if cursor.at_end():
             return False
-        if self._markup.trim_line_break:
-            if self._value_end.at(cursor.text, cursor.pos) is None and cursor.waits_for(self._value_end):
+        if self._markup.strip_values:
+            cursor.skip_space()
+            if cursor.at_end():
                 return False
-            if self._value_end.at(cursor.text, cursor.pos) is None and cursor.text[cursor.pos] == "\n":
+        if self._markup.trim_line_break:
+            if self._ends.at(cursor.text, cursor.pos) is None and cursor.waits_for(self._ends):
+                return False
+            if self._ends.at(cursor.text, cursor.pos) is None and cursor.text[cursor.pos] == "\n":
                 cursor.pos += 1
+        is_section = False
+        if self._markup.cdata:
+            is_section = _CDATA.at(cursor.text, cursor.pos) is not None
+            if not is_section and cursor.waits_for(_CDATA):
+                return False
+            cursor.pos += len(_CDATA.all[0]) if is_section else 0
+        self._begin_text(is_section)
         if self._markup.quoted_values and cursor.text[cursor.pos] == '"':
             self._streams, self._unquotes = False, True
         comma = ", " if self._num_arguments else "{"
@@ -171,25 +203,49 @@ class MarkupCalls:
         self._state = self._read_value
         return True
 
+    def _begin_text(self, is_section: bool) -> None:
+        markup = self._markup
+        ends = _CDATA_END if is_section else markers_of(*markup.value_ends, *markup.value_ends_before)
+        self._ends = ends
+        self._text = ValueText(strips=markup.strip_values, unescapes=markup.escaped_values and not is_section)
+
     def _read_value(self, cursor: Cursor) -> bool:
-        found = self._value_end.find(cursor.text, cursor.pos)
-        until = found[0] if found else self._value_end.partial(cursor.text, cursor.pos)
-        piece = cursor.text[cursor.pos : until]
+        found = self._ends.find(cursor.text, cursor.pos)
+        until = found[0] if found else self._ends.partial(cursor.text, cursor.pos)
+        piece = self._text.feed(cursor.text[cursor.pos : until])
         cursor.pos = until
+        if found is not None:
+            piece += self._text.end()
         if self._streams:
             self._calls.arguments(encode_text(piece))
         else:
             self._value.append(piece)
         if found is None:
             return False
-        if found[1] in self._markup.value_ends:
+        if found[1] not in self._markup.value_ends_before:
             cursor.pos += len(found[1])
         value = "".join(self._value)
         if self._unquotes:
             value = _unquoted(value)
         self._calls.arguments('"' if self._streams else encode_typed(value, self._value_types))
+        self._state = self._between if self._ends is not _CDATA_END else self._close_section
+        return True
+
+    def _close_section(self, cursor: Cursor) -> bool:
+        """Behind a CDATA section: the value's own end."""
+        cursor.skip_space()
+        ends = markers_of(*self._markup.value_ends)
+        end = ends.at(cursor.text, cursor.pos)
+        if end is None:
+            return not cursor.waits_for(ends) and self._broken()
+        cursor.pos += len(end)
         self._state = self._between
         return True
+
+    def _attribute(self, text: str) -> tuple[str, str]:
+        """`city" string="true"`: the quoted value whose opening quote was part of the tag, and the rest."""
+        value, _, rest = text.partition('"')
+        return (html.unescape(value) if self._markup.escaped_attributes else value), rest
 
 
 def _unquoted(text: str) -> str:
@@ -201,10 +257,11 @@ def _unquoted(text: str) -> str:
     return value if isinstance(value, str) else text
 
 
-def _attribute(text: str) -> tuple[str, str]:
-    """`city" string="true"`: the quoted value whose opening quote was part of the tag, and the rest."""
-    value, _, rest = text.partition('"')
-    return value, rest
+def _says_string(attributes: str) -> bool | None:
+    """Whether an argument's tag calls it a text (`string="true"`, `type="string"`); None: it does not say."""
+    if 'string="true"' in attributes or 'type="string"' in attributes:
+        return True
+    return False if 'string="false"' in attributes or 'type="' in attributes else None
 
 
 def _decide(by_schema: frozenset[JsonType], says_string: bool | None) -> frozenset[JsonType]:
@@ -232,162 +289,9 @@ class MarkupToolParser(ToolParser):
     def open_bare(self, cursor: Cursor) -> Body | None:
         """Behind a call of a section the next one may follow without another opening marker."""
         call_open = self.markup.call_open
-        return self.open_body("", cursor) if call_open and self._expected and _may_be(call_open, cursor) else None
+        return self.open_body("", cursor) if call_open and self._expected and may_be(call_open, cursor) else None
 
 
-def _may_be(marker: str, cursor: Cursor) -> bool:
+def may_be(marker: str, cursor: Cursor) -> bool:
+    """Whether the marker stands at the cursor, as far as the text goes."""
     return cursor.text.startswith(marker, cursor.pos) or cursor.waits_for(markers_of(marker))
-
-
-class Qwen3CoderParser(MarkupToolParser):
-    """Qwen3-Coder, Qwen 3.5, Nemotron 3: `<function=name><parameter=key>value</parameter></function>` in `<tool_call>` tags.
-    These may be missing; Hermes' JSON between them is understood too."""
-
-    starts = ("<tool_call>", "<function=")
-    closers = ("</tool_call>",)
-    markup = Markup(
-        call_open="<function=",
-        name_ends=(">",),
-        param_open="<parameter=",
-        key_end=">",
-        value_ends=("\n</parameter>", "</parameter>"),
-        value_ends_before=("\n<parameter=", "\n</function>"),
-        call_close="</function>",
-        call_closes_before=("</tool_call>",),
-        trim_line_break=True,
-    )
-
-    def open_body(self, marker: str, cursor: Cursor) -> Body | None:
-        if marker == "<function=":
-            return MarkupCalls(self.calls, _WITHOUT_OPEN, self.types)
-        if cursor.text[cursor.pos] == "{":
-            return JsonCalls(self.calls)
-        return super().open_body(marker, cursor)
-
-    def open_bare(self, cursor: Cursor) -> Body | None:
-        return None
-
-
-_WITHOUT_OPEN = msgspec.structs.replace(Qwen3CoderParser.markup, call_open="")
-
-
-class MinimaxM2Parser(MarkupToolParser):
-    """MiniMax M2: `<minimax:tool_call><invoke name="..."><parameter name="key">value</parameter></invoke>...`."""
-
-    needs_special_tokens = True
-    starts = ("<minimax:tool_call>",)
-    closers = ("</minimax:tool_call>",)
-    markup = Markup(
-        call_open='<invoke name="',
-        name_ends=(">",),
-        param_open='<parameter name="',
-        key_end=">",
-        value_ends=("</parameter>",),
-        call_close="</invoke>",
-        attributes=True,
-    )
-
-
-class Step3Parser(MarkupToolParser):
-    """Step3: `<steptml:invoke name="..."><steptml:parameter name="key">value</steptml:parameter></steptml:invoke>`, each
-    call between its own tokens, all of them in a section."""
-
-    needs_special_tokens = True
-    starts = ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>", "<steptml:invoke ")
-    leads = ("<｜tool_call_begin｜>", "function<｜tool_sep｜>", "<steptml:invoke ")
-    closers = ("<｜tool_call_end｜>", "<｜tool_calls_end｜>")
-    markup = Markup(
-        call_open='name="',
-        name_ends=(">",),
-        param_open='<steptml:parameter name="',
-        key_end=">",
-        value_ends=("</steptml:parameter>",),
-        call_close="</steptml:invoke>",
-        call_closes_before=("<｜tool_call_end｜>",),
-        attributes=True,
-    )
-
-    def extra_markers(self) -> tuple[str, ...]:
-        return (*super().extra_markers(), "<｜tool_sep｜>")
-
-    def open_body(self, marker: str, cursor: Cursor) -> Body | None:
-        return super().open_body(marker, cursor) if marker == "<steptml:invoke " else None
-
-    def open_bare(self, cursor: Cursor) -> Body | None:
-        return None
-
-
-class DeepseekV32Parser(MarkupToolParser):
-    """DeepSeek V3.2 (and V4, whose section is called `tool_calls`): DSML, whose parameters say whether they are strings."""
-
-    needs_special_tokens = True
-    starts = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
-    closers = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
-    markup = Markup(
-        call_open='<｜DSML｜invoke name="',
-        name_ends=(">",),
-        param_open='<｜DSML｜parameter name="',
-        key_end=">",
-        value_ends=("</｜DSML｜parameter>",),
-        call_close="</｜DSML｜invoke>",
-        attributes=True,
-    )
-
-    def extra_markers(self) -> tuple[str, ...]:
-        return (*super().extra_markers(), "｜DSML｜")
-
-
-class Glm45Parser(MarkupToolParser):
-    """GLM 4.5 to 4.7: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with or without
-    line breaks between, which some write as a backslash and an n."""
-
-    needs_special_tokens = True
-    starts = ("<tool_call>",)
-    closers = ()
-    markup = Markup(
-        call_open="",
-        name_ends=("\n", "\\n", "<arg_key>", "</tool_call>"),
-        param_open="<arg_key>",
-        key_end="</arg_key>",
-        value_open="<arg_value>",
-        value_ends=("</arg_value>",),
-        call_close="</tool_call>",
-        written_breaks=True,
-        quoted_values=True,
-    )
-
-
-def _hunyuan_markup(suffix: str) -> Markup:
-    return Markup(
-        call_open="",
-        name_ends=(f"<tool_sep{suffix}>", f"<arg_key{suffix}>", f"</tool_call{suffix}>"),
-        param_open=f"<arg_key{suffix}>",
-        key_end=f"</arg_key{suffix}>",
-        value_open=f"<arg_value{suffix}>",
-        value_ends=(f"</arg_value{suffix}>",),
-        call_close=f"</tool_call{suffix}>",
-    )
-
-
-class HunyuanParser(MarkupToolParser):
-    """Hunyuan A13B: `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`; Hunyuan 3: markup like GLM's, with
-    `<tool_sep>` behind the name."""
-
-    starts = ("<tool_calls>", "<tool_call>")
-    leads = ("<tool_call>",)
-    closers = ("</tool_calls>",)
-    markup = _hunyuan_markup("")
-
-    def open_body(self, marker: str, cursor: Cursor) -> Body | None:
-        if cursor.text[cursor.pos] in "[{":
-            return JsonCalls(self.calls)
-        return super().open_body(marker, cursor) if marker == self.leads[0] else None
-
-
-class HunyuanOpensourceParser(HunyuanParser):
-    """Hunyuan 3 as released: every tag carries the suffix `:opensource`."""
-
-    starts = ("<tool_calls:opensource>", "<tool_call:opensource>")
-    leads = ("<tool_call:opensource>",)
-    closers = ("</tool_calls:opensource>",)
-    markup = _hunyuan_markup(":opensource")

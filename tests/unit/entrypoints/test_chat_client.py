@@ -235,13 +235,13 @@ def thinking(thinker: FakeServer) -> Iterator[openai.OpenAI]:
 
 def test_reasoning_is_separate(thinking: openai.OpenAI) -> None:
     message = thinking.chat.completions.create(model="fake", messages=USER).choices[0].message
-    assert message.content == "Four."
+    assert message.content == "\n\nFour."
     assert message.model_extra["reasoning_content"] == "two and two"
     said, thought = "", ""
     for chunk in thinking.chat.completions.create(model="fake", messages=USER, stream=True):
         said += chunk.choices[0].delta.content or ""
         thought += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content") or ""
-    assert (said, thought) == ("Four.", "two and two")
+    assert (said, thought) == ("\n\nFour.", "two and two")
 
 
 def test_reasoning_content_can_be_read_where_there_is_none(thinking: openai.OpenAI) -> None:

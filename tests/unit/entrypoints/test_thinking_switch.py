@@ -11,7 +11,7 @@ from scripted_server import Answer, serving
 
 from bough.parsers import REASONING_FORMATS, ResponseParser, assemble
 
-INSIDE = sorted(name for name, format in REASONING_FORMATS.items() if format.starts_inside)
+INSIDE = sorted(name for name, format in REASONING_FORMATS.items() if format.starts_inside and not format.stays_content)
 HEAD = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
 TEMPLATES = {
     "opens": HEAD + "<think>\n{% endif %}",
@@ -23,10 +23,16 @@ TEMPLATES = {
 USER = [{"role": "user", "content": "two and two?"}]
 
 
+def in_marks_of(name: str, text: str) -> str:
+    return text.replace("<think>", REASONING_FORMATS[name].start).replace("</think>", REASONING_FORMATS[name].end)
+
+
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
 def test_thinking_on_and_off(template: str, name: str) -> None:
-    with serving(Answer(), template=TEMPLATES[template], served={"reasoning_parser": name}) as server:
+    with serving(
+        Answer(), template=in_marks_of(name, TEMPLATES[template]), served={"reasoning_parser": name}
+    ) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
         def read(messages: list[Any], **asked: Any) -> tuple[str, str]:
@@ -49,20 +55,25 @@ def test_thinking_on_and_off(template: str, name: str) -> None:
         parts = [{"type": "text", "text": "It"}, {"type": "text", "text": "is"}]
         begun = [*USER, {"role": "assistant", "content": parts}]
         assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("", "four")
-        begun[-1]["content"] = [{"type": "text", "text": "<think>It"}, {"type": "text", "text": "is"}]
+        begun[-1]["content"] = [
+            {"type": "text", "text": in_marks_of(name, "<think>It")},
+            {"type": "text", "text": "is"},
+        ]
         assert read(begun, continue_final_message=True, add_generation_prompt=False) == ("four", "")
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_raw_prompt_opens_a_section_only_by_saying_so(name: str) -> None:
-    with serving(Answer(), template=TEMPLATES["opens"], served={"reasoning_parser": name}) as server:
+    template = in_marks_of(name, TEMPLATES["opens"])
+    with serving(Answer(), template=template, served={"reasoning_parser": name}) as server:
 
         def read(**asked: Any) -> tuple[str, str]:
             body = {"model": "fake", "prompt": "two and two is", "stream": False, **asked}
             said = httpx.post(f"{server.url}/api/generate", json=body).raise_for_status().json()
             return said.get("thinking", ""), said["response"]
 
-        assert read() == read(raw=True, prompt="Let me see. <think>\n") == ("Hello there.", "")
+        opened = in_marks_of(name, "Let me see. <think>\n")
+        assert read() == read(raw=True, prompt=opened) == ("Hello there.", "")
         assert read(raw=True) == ("", "Hello there.")
 
 

@@ -420,7 +420,7 @@ def test_use_thread_false_executes_line_by_line(backend: sgl.RuntimeEndpoint, fa
 
 @pytest.mark.parametrize("model_type", ["deepseek-r1", "qwen3", "server-side"])
 def test_separate_reasoning(backend: sgl.RuntimeEndpoint, fake: FakeServer, model_type: str) -> None:
-    replies = {"deepseek-r1": "hmm so</think>\n42", "qwen3": "<think>hmm so</think>42", "server-side": "hmm so||42"}
+    replies = {"deepseek-r1": "hmm so</think>42", "qwen3": "\n<think>hmm so</think>42", "server-side": "hmm so||42"}
     fake.script = [("assistant\n$", replies[model_type])]
 
     @sgl.function

@@ -274,7 +274,7 @@ def test_streamed_reasoning_equals_whole_reasoning(model_type: str, text: str) -
         shown = part
     assert answer.startswith(shown)
     if text.count("{}") == 2:
-        assert (reasoning, answer) == ("hm <b> 1", "the <i> answer")
+        assert (reasoning, answer) == ("hm <b> 1", " the <i> answer")
     elif text.count("{}") == 1 or form.open_at_start:
         assert answer == ""
     else:

@@ -11,7 +11,7 @@ import pytest
 
 from bough.parsers import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser
 
-SIZE = 80_000
+SIZE = 40_000
 GROWTH = 8
 TOLERANCE = 3.0
 """A quadratic parser takes GROWTH ** 2 times as long; noise on a busy machine stays below GROWTH * TOLERANCE."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 from typing import Any
 
@@ -46,6 +47,39 @@ def tagged(tag: str, value: str = TEXT) -> str:
 
 
 PYTHON_CALL = NAME + "(" + arguments("{{ k }}={{ v | python }}", ", ") + ")"
+
+
+def _dsml(mark: str) -> str:
+    return (
+        f'<{mark}invoke name="{NAME}">\n'
+        + arguments(
+            f'<{mark}parameter name="{{{{ k }}}}" string="{{{{ (v is string) | tojson }}}}">{TEXT}</{mark}parameter>\n'
+        )
+        + f"</{mark}invoke>\n"
+    )
+
+
+def as_gemma(value: Any) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return "{" + ",".join(f'<|"|>{k}<|"|>:{as_gemma(v)}' for k, v in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(as_gemma, value)) + "]"
+        case _:
+            return json.dumps(value)
+
+
+def as_nested(value: Any, tag: str) -> str:
+    """Lists of numbers as items; other lists and objects as JSON, for a tag has no way of being any key."""
+    mark = "]<]minimax[>["
+    if isinstance(value, list) and value and all(isinstance(item, int | float) for item in value):
+        inside = "".join(as_nested(item, "item") for item in value)
+    else:
+        inside = value if isinstance(value, str) else json.dumps(value)
+    return f"{mark}<{tag}>{inside}{mark}</{tag}>"
+
 
 # The part of each family's chat template that writes an assistant's calls.
 TEMPLATES = {
@@ -114,14 +148,70 @@ TEMPLATES = {
         + "</tool_call:opensource>\n"
     )
     + "</tool_calls:opensource>",
+    "mimo": each(
+        f"<tool_call>\n<function={NAME}>\n"
+        + arguments("<parameter={{ k }}>{{ (v if v is string else v | tojson) | xml }}</parameter>\n")
+        + "</function>\n</tool_call>",
+        "\n",
+    ),
+    "deepseekv4": "<｜DSML｜tool_calls>\n" + each(_dsml("｜DSML｜")) + "</｜DSML｜tool_calls>",
+    "gigachat35": "<｜GCML｜tool_calls>\n" + each(_dsml("｜GCML｜")) + "</｜GCML｜tool_calls>",
+    "kimi_k3": "<|open|>tools<|sep|>"
+    + each(
+        f'<|open|>call tool="{NAME}" index="{{{{ loop.index }}}}"<|sep|>'
+        + arguments(
+            '<|open|>argument key="{{ k }}" type="{{ "string" if v is string else "other" }}"<|sep|>'
+            + TEXT
+            + "<|close|>argument<|sep|>"
+        )
+        + "<|close|>call<|sep|>"
+    )
+    + "<|close|>tools<|sep|>",
+    "poolside_v1": each(
+        f"<tool_call>{NAME}\n"
+        + arguments("<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXT + "</arg_value>\n")
+        + "</tool_call>",
+        "\n",
+    ),
+    "dots": "<dots_function_call>\n"
+    + each(f'<invoke name="{NAME}">\n' + tagged("parameter") + "</invoke>\n")
+    + "</dots_function_call>",
+    "minicpm5": each(
+        f'<function name="{NAME}">'
+        + arguments('<param name="{{ k }}">{{ (v if v is string else v | tojson) | xml }}</param>')
+        + "</function>"
+    ),
+    "minimax-m3": "]<]minimax[>[<tool_call>\n"
+    + each(f']<]minimax[>[<invoke name="{NAME}">' + arguments("{{ v | nested(k) }}") + "]<]minimax[>[</invoke>\n")
+    + "]<]minimax[>[</tool_call>",
+    "muse": each(
+        f'<|start|>assistant to={NAME}<|message|><atem:function_calls>\n<atem:invoke name="{NAME}">\n'
+        + tagged("atem:parameter")
+        + "</atem:invoke>\n</atem:function_calls><|eom|>"
+    ),
+    "trinity": each(f'<tool_call>\n{{"name": {QUOTED}, "arguments": {JSON}}}\n</tool_call>', "\n"),
+    "apertus": "<|tools_prefix|>[" + each("{{ '{' }}" + f"{QUOTED}: {JSON}}}", ", ") + "]<|tools_suffix|>",
+    "gigachat3": each(f'<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": {QUOTED}, "arguments": {JSON}}}'),
+    "inkling": each(
+        f'<|message_model|>{NAME}<|content_invoke_tool_json|>{{"name":{QUOTED},"args":{JSON}}}<|end_message|>'
+    ),
+    "gemma4": each(f"<|tool_call>call:{NAME}{{{{ c.arguments | gemma }}}}<tool_call|>"),
     "pythonic": "[" + each(PYTHON_CALL, ", ") + "]",
     "lfm2": "<|tool_call_start|>[" + each(PYTHON_CALL, ", ") + "]<|tool_call_end|>",
 }
-MARKUP = {"deepseekv32", "qwen3_coder", "glm45", "minimax-m2", "step3", "hunyuan-opensource"}
+MARKUP = {
+    *("deepseekv32", "deepseekv4", "gigachat35", "qwen3_coder", "glm45", "minimax-m2", "minimax-m3", "step3"),
+    *("hunyuan-opensource", "kimi_k3", "mimo", "minicpm5", "poolside_v1", "dots", "muse"),
+}
+STRIPPING = {"dots", "minicpm5"}
+"""White space around a value is none of it."""
 
 ENVIRONMENT = jinja2.Environment(keep_trailing_newline=True)
 ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
 ENVIRONMENT.filters["python"] = repr
+ENVIRONMENT.filters["xml"] = lambda text: html.escape(text, quote=False)
+ENVIRONMENT.filters["gemma"] = as_gemma
+ENVIRONMENT.filters["nested"] = as_nested
 
 RENDERED = {name: ENVIRONMENT.from_string(template) for name, template in TEMPLATES.items()}
 
@@ -168,16 +258,21 @@ def check(parsed: Any, calls: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(calls=CALLS, pieces=st.integers(1, 60))
 def test_reads_back_what_the_template_wrote(name: str, calls: list[dict[str, Any]], pieces: int) -> None:
     text = RENDERED[name].render(calls=calls)
     if name in MARKUP and "<" in "".join(call["arguments"].get("text", "") for call in calls):
         return  # markup has no way to quote a tag inside a value
+    if name in STRIPPING:
+        calls = [
+            {**call, "arguments": {k: v.strip(" \t\r\n") if k == "text" else v for k, v in call["arguments"].items()}}
+            for call in calls
+        ]
     check(parse(name, text, pieces), calls)
 
 
-JSON_FORMATS = sorted(set(TOOL_FORMATS) - MARKUP - {"pythonic", "lfm2"})
+JSON_FORMATS = sorted(set(TOOL_FORMATS) - MARKUP - {"pythonic", "lfm2", "gemma4"})
 
 
 @pytest.mark.parametrize("name", JSON_FORMATS)
@@ -226,7 +321,8 @@ def test_a_forced_call_that_is_cut_short_leaves_no_content(name: str, reasoning:
             at_once = new_parser()
             whole = at_once.feed(text[:end]) + at_once.finish()
             said += slow.feed(text[end - 1 : end]) if end else []
-            for events in (whole, said + copy.deepcopy(slow).finish()):
+            streamed = [said + copy.deepcopy(slow).finish()] if end % 4 == len(text) % 4 else []  # copies take long
+            for events in (whole, *streamed):
                 parsed = assemble(events)
                 assert (parsed.content, parsed.reasoning) == ("", ""), text[:end]
                 assert all(call.name in ("make_note", "list_notes") for call in parsed.tool_calls)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bough.parsers import Parsed, Parser, ToolSpec, assemble, reasoning_parser, tool_parser
+from bough.parsers import REASONING_FORMATS, Parsed, Parser, ToolSpec, assemble, reasoning_parser, tool_parser
 
 SPEC = ToolSpec("get", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
 KIMI = "<|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -78,8 +78,23 @@ def test_calls(name: str, text: str, content: str | None, calls: list[dict[str, 
         assert parsed.content == ("A [1] and [see (b)] first." if content is None else content)
 
 
-def test_white_space_of_reasoning() -> None:
-    """Line breaks beside the marks belong to them; all other white space is kept."""
-    for pieces in cuts("<think>\n  Hm.\n\n  So.  \n</think>\n\n  Yes.\n"):
-        parsed = run(reasoning_parser("qwen3"), pieces)
-        assert (parsed.reasoning, parsed.content) == ("  Hm.\n\n  So.  ", "  Yes.\n")
+WRAPPED = {"hunyuan", "ernie", "granite", "command-r"}
+"""Formats with marks around the answer too: line breaks between two marks are none of either's."""
+
+
+@pytest.mark.parametrize("name", sorted(set(REASONING_FORMATS) - WRAPPED - {"gpt-oss", "minimax-append-think"}))
+def test_white_space_of_reasoning(name: str) -> None:
+    """It is kept as the model wrote it, in the thoughts and in the answer."""
+    format = REASONING_FORMATS[name]
+    thoughts, answer = "\n  Hm.\n\n  So.  \n", "\n\n  Yes.\n"
+    for pieces in cuts(f"{format.start}{format.label}{thoughts}{format.forced_end}{answer}"):
+        parsed = run(reasoning_parser(name, force_reasoning=False), pieces)
+        assert (parsed.reasoning, parsed.content) == (thoughts, answer)
+
+
+@pytest.mark.parametrize("name", sorted(set(REASONING_FORMATS) - {"gpt-oss", "minimax-append-think"}))
+def test_an_end_that_a_limit_cut_is_left_out(name: str) -> None:
+    format = REASONING_FORMATS[name]
+    for end in range(2, len(format.end)):
+        for pieces in cuts(f"{format.start}{format.label}1 < 2{format.end[:end]}"):
+            assert run(reasoning_parser(name, force_reasoning=False), pieces) == Parsed("", "1 < 2", [])
