@@ -14,6 +14,7 @@ from bough.scheduler.constrain import Gate
 from bough.scheduler.estimate import expected_output
 from bough.scheduler.plan import plan_step, prefill_budget
 from bough.scheduler.preempt import victims
+from bough.scheduler.prefill import PATIENCE_TO_FOLLOW
 from bough.scheduler.queues import Waiting
 from tests.sim.harness import VOCAB, Client, ParityMatcher, Sim, alone, check_answer
 
@@ -60,21 +61,38 @@ def test_a_row_that_gives_way_takes_its_forced_tokens_along(depth: int) -> None:
     assert with_runs >= 2, "some came when a run was due"
 
 
-def test_forced_tokens_are_part_of_a_steps_tokens() -> None:
-    """A run and a prompt's chunk together are no longer than a step may be."""
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_forced_tokens_are_part_of_a_steps_tokens(num_rows: int) -> None:
+    """Several runs, and runs and a prompt's chunk, are together no longer than a step may be."""
     sizes: list[int] = []
 
     def note(step: Step) -> None:
         sizes.append(len(step.tokens))
 
-    sim = Sim(max_step_tokens=16, num_pages=128, context_length=200, fail_launch=note)  # type: ignore[arg-type]
-    rows = [sim.ask([at, *PROMPT[:5]], max_new=60, grammar=forced(60, 7)) for at in range(2)]
+    sim = Sim(max_step_tokens=16, num_pages=160, context_length=200, fail_launch=note)  # type: ignore[arg-type]
+    rows = [sim.ask([at, *PROMPT[:4]], max_new=60, grammar=forced(60, 7)) for at in range(num_rows)]
+    while len(sim.queues.running) < num_rows:
+        sim.turn()
     long = sim.ask([at % 7 for at in range(150)], max_new=2)
     sim.run()
     assert max(sizes) == 16
     for client in rows:
         assert client.tokens == alone(client, Gate(ParityMatcher(60, 7)), 60)
     check_answer(sim, long)
+
+
+@pytest.mark.parametrize("num_pages", range(30, 40))
+def test_forced_tokens_take_their_pages_before_prompts_do(num_pages: int) -> None:
+    """However tight it is: what a step takes is no more than there is, or the pool would be dry."""
+    sim = Sim(num_pages=num_pages, page_size=2, conservativeness=0.0, radix=False, max_step_tokens=24, depth=0)
+    rows = [sim.ask([at, *PROMPT[:3]], max_new=40, grammar=forced(40, 7)) for at in range(2)]
+    while len(sim.queues.running) < 2:
+        sim.turn()
+    late = sim.ask(PROMPT, max_new=1)
+    sim.run()
+    check_answer(sim, late)
+    for client in rows:
+        assert client.tokens == alone(client, Gate(ParityMatcher(40, 7)), 40)
 
 
 # -- who is admitted ------------------------------------------------------------------------------
@@ -94,6 +112,43 @@ def test_nobody_waits_for_the_prefix_of_another_tenant() -> None:
     assert len(admitted(together)) == 1
     apart.run()
     together.run()
+
+
+def test_who_was_overtaken_often_waits_for_nobodys_prefix() -> None:
+    sim = Sim(num_pages=128)
+    sim.ask(PROMPT[:12], max_new=4)
+    patient, overtaken = (sim.ask(PROMPT[:12], max_new=4) for _ in range(2))
+    sim.loop._receive()
+    for client, times in ((patient, PATIENCE_TO_FOLLOW - 1), (overtaken, PATIENCE_TO_FOLLOW)):
+        waiting = sim.queues.where[client.ask.id]
+        assert isinstance(waiting, Waiting)
+        waiting.skipped = times
+    sim.turn()
+    assert (patient.ask.id in admitted(sim), overtaken.ask.id in admitted(sim)) == (False, True)
+    sim.run()
+
+
+def test_what_one_request_will_need_is_not_promised_to_the_next() -> None:
+    """Each fits by itself, both do not: the second waits, although the first has not taken its memory yet."""
+    sim = Sim(page_size=1, num_pages=21, conservativeness=1.0, share_tokens=64)
+    first, second = (sim.ask([at, *PROMPT[:4]], max_new=10) for at in range(2))
+    sim.turn()
+    assert admitted(sim) == {first.ask.id}
+    sim.run()
+    assert first.end.retractions == second.end.retractions == 0
+
+
+def test_rows_that_do_not_fit_into_a_step_take_turns() -> None:
+    sim = Sim(max_step_tokens=4, num_pages=128, num_slots=8)
+    clients = [sim.ask([at, *PROMPT[:2]], max_new=24) for at in range(7)]
+    while len(sim.queues.running) < len(clients):
+        sim.turn()
+    began = [len(client.tokens) for client in clients]
+    for _ in range(21):
+        sim.turn()
+    grown = [len(client.tokens) - before for client, before in zip(clients, began, strict=True)]
+    assert min(grown) >= 8, "of twelve on average"
+    sim.run()
 
 
 def test_pages_that_two_requests_lock_are_counted_once() -> None:
@@ -169,25 +224,33 @@ def test_the_last_row_keeps_its_memory() -> None:
     sim.run()
 
 
+def test_a_row_whose_memory_is_reserved_keeps_it() -> None:
+    sim, (older, younger) = two_rows()
+    slots = {row.job.id: slot for slot, row in sim.queues.running.items()}
+    sim.queues.slots.pinned[slots[younger.ask.id]] = True
+    assert victims(sim.queues, sim.limits, 1) == [slots[older.ask.id]]
+    sim.run()
+
+
 @pytest.mark.parametrize("scarce", ["slots", "pages"])
 def test_who_leaves_makes_room_and_nobody_else_gives_way(scarce: str) -> None:
     """A row is on its way out, and a step still reads its pages: they are enough for the urgent request."""
-    sim, (stays, leaves) = two_rows(**({"num_slots": 2, "num_pages": 64} if scarce == "slots" else {}))
+    sim, (stays, leaves) = two_rows(**({"num_slots": 2, "num_pages": 64} if scarce == "slots" else {"num_pages": 25}))
     sim.abort(leaves)
     sim.ask(PROMPT[:20], max_new=12, priority=20)
     sim.loop._receive()
     assert sim.queues.leaving, "its last step is in flight"
-    assert plan_step(sim.queues, sim.cache.view(), sim.limits).preempt == []
+    plan = plan_step(sim.queues, sim.cache.view(), sim.limits)
+    assert (plan.preempt, plan.shares) == ([], []), "it waits for what is about to come"
     sim.run()
     assert stays.end.retractions == 0
 
 
 def test_pages_that_are_coming_spare_a_retraction() -> None:
     """Rows need a page each when there is none, but one that leaves is about to return its own."""
-    sim = Sim(num_pages=13, page_size=4, depth=1, conservativeness=0.0, radix=False, num_slots=3)
-    rows = [sim.ask([at, *PROMPT[:7]], max_new=30) for at in range(3)]
-    while sim.cache.num_available:
-        sim.turn()
+    sim = Sim(num_pages=21, page_size=4, depth=1, conservativeness=0.0, radix=False, num_slots=3)
+    rows = [sim.ask([at, *PROMPT[: 7 + 2 * at]], max_new=30) for at in range(3)]
+    sim.turn()
     while not plan_step(sim.queues, sim.cache.view(), sim.limits).retract:
         sim.turn()
     sim.abort(rows[0])
@@ -195,6 +258,7 @@ def test_pages_that_are_coming_spare_a_retraction() -> None:
     assert sim.queues.leaving
     plan = plan_step(sim.queues, sim.cache.view(), sim.limits)
     assert plan.retract == []
+    assert len(plan.decodes) == 1, "the other one needs a page that is not there yet"
     sim.run()
     check_answer(sim, rows[1])
 

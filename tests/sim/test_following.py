@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bough.core.messages import AbortByName, FlushCache
+from bough.core.messages import AbortByName, FlushCache, owned_name
 from tests.sim.harness import VOCAB, Client, Sim, check_answer
 
 
@@ -61,6 +61,18 @@ def test_who_follows_nothing_or_something_else_is_served_all_the_same() -> None:
     assert late.end.cached_tokens == 0
 
 
+def test_what_a_tenant_keeps_is_followed_by_nobody_else() -> None:
+    """By its plain name, which another tenant may give, it is not found: only to the last whole page, like any prompt."""
+    sim = Sim(num_pages=128, page_size=4)
+    kept = keep(sim, [(7 * i + 3) % VOCAB for i in range(18)])
+    kept.ask.tenant = "one"
+    sim.run()
+    others, own = (follow(sim, kept, [1 + at]) for at in range(2))
+    own.ask.follows = owned_name("one", kept.ask.rid)
+    sim.run()
+    assert (others.end.cached_tokens, own.end.cached_tokens) == (16, 18)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_under_traffic_in_little_memory(seed: int) -> None:
     """Kept prompts come and go, are evicted and followed; what followers read is always their own prompt."""
@@ -81,6 +93,23 @@ def test_under_traffic_in_little_memory(seed: int) -> None:
     assert asked
     for client in (*kept, *asked):
         check_answer(sim, client)
+
+
+def test_a_tenant_ends_its_own_requests_only() -> None:
+    sim = Sim(num_slots=4)
+    clients = [sim.ask([i, 1, 2, 3], max_new=30) for i in range(4)]
+    for client, tenant in zip(clients, ("one", "two", "one", ""), strict=True):
+        client.ask.rid, client.ask.tenant = "same", tenant
+    for _ in range(3):
+        sim.turn()
+    sim.inbox.messages.append(AbortByName(1, "same", tenant="one"))
+    sim.turn()
+    assert sim.replies[-1].body["aborted"] == 2
+    sim.inbox.messages.append(AbortByName(2, "", tenant="two"))
+    sim.turn()
+    assert sim.replies[-1].body["aborted"] == 1
+    sim.run()
+    assert [client.end.reason for client in clients] == ["abort", "abort", "abort", "length"]
 
 
 def test_ending_by_name() -> None:
