@@ -19,7 +19,7 @@ ENFORCED = {
     "type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable",
     "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties",
     "items", "prefixItems", "additionalItems", "minItems", "maxItems",
-    "minLength", "maxLength", "pattern", "format",
+    "minLength", "maxLength", "pattern", "format", "x-grammar",
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
 }  # fmt: skip
 """Keywords that every answer obeys."""
@@ -182,7 +182,7 @@ def _is_well_formed(keyword: str, value: Any) -> bool:
             return _is_schema(value) or (isinstance(value, list) and all(_is_schema(each) for each in value))
         case "additionalProperties" | "additionalItems" | "propertyNames":
             return _is_schema(value)
-        case "pattern" | "format" | "$ref":
+        case "pattern" | "format" | "x-grammar" | "$ref":
             return isinstance(value, str)
         case "nullable":
             return isinstance(value, bool)

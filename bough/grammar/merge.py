@@ -84,7 +84,7 @@ def merge(a: Schema, b: Schema, at: str) -> Schema | None:
             merged[keyword] = _of_two(keyword, a, b, at, min)
     if "required" in a and "required" in b:
         merged["required"] = list(dict.fromkeys(a["required"] + b["required"]))
-    for keyword in ("pattern", "format", "patternProperties", "prefixItems", "additionalItems"):
+    for keyword in ("pattern", "format", "x-grammar", "patternProperties", "prefixItems", "additionalItems"):
         if keyword in a and keyword in b and a[keyword] != b[keyword]:
             raise unsupported(keyword, at, "two different ones apply at the same place")
     if "items" in a and "items" in b:
@@ -244,7 +244,7 @@ _IMPLIES = {
         "maxProperties",
     ),
     "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
+    "string": ("minLength", "maxLength", "pattern", "format", "x-grammar"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }  # fmt: skip
 

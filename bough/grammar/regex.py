@@ -55,9 +55,9 @@ END = Ref("$")
 """Anchors, until `_place_anchors` has taken them out."""
 
 
-def parse_regex(pattern: str) -> Node:
-    """What the whole text must match."""
-    return _place_anchors(_Parser(pattern).whole(), EMPTY, EMPTY)
+def parse_regex(pattern: str, *, dot_all: bool = False) -> Node:
+    """What the whole text must match. `dot_all`: a dot stands for line breaks, too."""
+    return _place_anchors(_Parser(pattern, dot_all=dot_all).whole(), EMPTY, EMPTY)
 
 
 def parse_search(pattern: str, any_text: Node) -> Node:
@@ -104,10 +104,11 @@ def _has_anchor(node: Node) -> bool:
 class _Parser:
     """Recursive descent over one pattern."""
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, *, dot_all: bool = False) -> None:
         self._text = pattern
         self._at = 0
         self._depth = 0
+        self._dot = complement(()) if dot_all else _ANY_BUT_NEWLINE
 
     def whole(self) -> Node:
         node = self._alternatives()
@@ -177,7 +178,7 @@ class _Parser:
             case "[":
                 return self._class()
             case ".":
-                return chars(_ANY_BUT_NEWLINE)
+                return chars(self._dot)
             case "^":
                 return START
             case "$":

@@ -12,6 +12,7 @@ from bough.grammar.formats import FORMATS, OF_NUMBERS
 from bough.grammar.keywords import REFUSED, Schema, escape, is_harmless
 from bough.grammar.regex import parse_search
 from bough.grammar.rules import EMPTY
+from bough.grammar.sources import of_ebnf
 
 RELAXED: Final = frozenset({
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "multipleOf", "dependencies",
@@ -62,12 +63,22 @@ def _is_dropped(keyword: str, value: Any, schema: Schema, *, strict: bool) -> bo
         return keyword in REFUSED and not is_harmless(keyword, value)
     if keyword == "format" and isinstance(value, str):
         return (value not in FORMATS and value not in OF_NUMBERS) or ("pattern" in schema and not strict)
-    return keyword == "pattern" and not strict and isinstance(value, str) and not _is_readable(value)
+    if strict or not isinstance(value, str):
+        return False
+    return (keyword == "pattern" and not _is_readable(value)) or (keyword == "x-grammar" and not _is_grammar(value))
 
 
 def _is_readable(pattern: str) -> bool:
     try:
         parse_search(pattern, EMPTY)
+    except (BadGrammar, RecursionError):
+        return False
+    return True
+
+
+def _is_grammar(source: str) -> bool:
+    try:
+        of_ebnf(source)
     except (BadGrammar, RecursionError):
         return False
     return True

@@ -213,6 +213,21 @@ def length_range(node: Node) -> tuple[int, int | None]:
     return min((low for low, _ in ranges), default=0), None if unlimited else max(highs, default=0)
 
 
+def prefixed(node: Node, prefix: str) -> Node:
+    """The node with another beginning of the rules' names."""
+    match node:
+        case Ref():
+            return Ref(prefix + node.name)
+        case Seq():
+            return Seq(tuple(prefixed(part, prefix) for part in node.parts))
+        case Alt():
+            return Alt(tuple(prefixed(part, prefix) for part in node.parts))
+        case Repeat():
+            return Repeat(prefixed(node.node, prefix), node.low, node.high)
+        case _:
+            return node
+
+
 # -- ends that can't be reached ---------------------------------------------------------------------
 
 

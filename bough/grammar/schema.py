@@ -13,6 +13,7 @@ from typing import Any
 from bough.grammar.errors import BadGrammar, shorten, unsupported
 from bough.grammar.formats import FORMATS, OF_NUMBERS
 from bough.grammar.keywords import JsonSchema, Schema, constraints, escape, unescape
+from bough.grammar.lark import read_grammar
 from bough.grammar.merge import COMBINING, check_apart, expand, implied_types, keywords_of, plain_types, type_of
 from bough.grammar.numbers import Bounds, integers, numbers
 from bough.grammar.regex import in_json, parse_search
@@ -32,6 +33,7 @@ from bough.grammar.rules import (
     complement,
     length_range,
     optional,
+    prefixed,
     repeat,
     seq,
     text,
@@ -214,6 +216,8 @@ class SchemaRules:
         high = int(schema["maxLength"]) if "maxLength" in schema else None
         if high is not None and low > high:
             return NOTHING
+        if "x-grammar" in schema:
+            return self._in_grammar(schema, at)
         if "pattern" in schema and "format" in schema:
             raise unsupported("format", at, "it stands beside pattern")
         if "format" in schema and schema["format"] not in FORMATS:
@@ -237,6 +241,20 @@ class SchemaRules:
                 "maxLength" if high is not None else "minLength", at, f"it stands beside a {keyword} of another length"
             )
         return in_json(fitted)
+
+    def _in_grammar(self, schema: Schema, at: str) -> Node:
+        """A text in the language of a grammar of its own, as a JSON string writes it."""
+        beside = [keyword for keyword in keywords_of("string") if keyword in schema and keyword != "x-grammar"]
+        if beside:
+            raise unsupported(beside[0], at, "it stands beside x-grammar")
+        try:
+            inner = read_grammar(schema["x-grammar"])
+        except BadGrammar as error:
+            raise BadGrammar(str(error), at=f"{at}/x-grammar") from None
+        prefix = f"lang{len(self._rules)}"
+        for name, node in inner.rules.items():
+            self._rules[f"{prefix}_{name}"] = in_json(prefixed(node, f"{prefix}_"))
+        return Ref(f"{prefix}_{inner.root}")
 
     # -- arrays -----------------------------------------------------------------------------------
 

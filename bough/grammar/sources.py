@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from bough.core.sampling import GrammarKind
-from bough.grammar.ebnf import parse_ebnf
 from bough.grammar.errors import BadGrammar
 from bough.grammar.keywords import MAX_BYTES, JsonSchema, load
+from bough.grammar.lark import read_grammar
 from bough.grammar.regex import parse_regex
 from bough.grammar.rules import Chars, Grammar, Text, alt, num_states, prune, text, walk
 from bough.grammar.schema import any_object, schema_grammar
@@ -16,7 +16,7 @@ MAX_STATES = 200_000
 
 
 def grammar_of(kind: GrammarKind, source: str, max_whitespace: int) -> Grammar:
-    """The grammar of a schema, a pattern, a choice or EBNF. Raises `BadGrammar`."""
+    """The grammar of a schema, a pattern, a choice, EBNF or Lark. Raises `BadGrammar`."""
     grammar = _grammar(kind, source, max_whitespace)
     if not any(isinstance(node, Text | Chars) for rule in grammar.rules.values() for node in walk(rule)):
         raise BadGrammar("only the empty text fits it, and an answer has at least one token")
@@ -50,9 +50,10 @@ def of_pattern(pattern: str) -> Grammar:
 
 
 def of_ebnf(source: str) -> Grammar:
+    """A grammar in EBNF or in Lark's notation."""
     if len(source.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise BadGrammar(f"the grammar is larger than {MAX_BYTES} bytes")
-    return finished(parse_ebnf(source))
+    return finished(read_grammar(source))
 
 
 def finished(grammar: Grammar) -> Grammar:

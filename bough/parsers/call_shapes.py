@@ -13,7 +13,7 @@ from bough.parsers.typing_by_schema import encode_text
 
 Json = dict[str, Any]
 _SHARED = ("$defs", "definitions")
-_LIMITS = ("pattern", "format", "minLength", "maxLength")
+_LIMITS = ("pattern", "format", "minLength", "maxLength", "x-grammar")
 _JSON_TYPES = ("integer", "number", "boolean", "array", "object", "null")
 
 

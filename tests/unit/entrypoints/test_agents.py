@@ -94,6 +94,23 @@ def test_custom_and_namespaced_tools_there_and_back() -> None:
 
 
 @pytest.mark.parametrize(
+    ("syntax", "definition", "keyword"),
+    [("lark", 'start: "a" LF\n%import common.LF', "x-grammar"), ("regex", "a+", "pattern"),
+     ("lark", "start: _list{A}\n_list{x}: x", ""), ("regex", "(?=a)b", "")],
+)  # fmt: skip
+def test_a_custom_tool_is_held_to_its_grammar(syntax: str, definition: str, keyword: str) -> None:
+    """In calls that the model begins, too. A grammar that can't be followed is shown to the model instead."""
+    tool = {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+    with serving(Answer(), served={"tool_parser": "hermes"}) as running:
+        body = {"model": "fake", "input": "Hi", "tools": [tool]}
+        httpx.post(f"{running.url}/v1/responses", json=body).raise_for_status()
+        message = running.engine.seen[-1]
+        grammar = message.sampling.grammar
+        assert (grammar is not None and keyword in grammar.source) == bool(keyword)
+        assert bool(keyword) or "Text in the language of this grammar" in prompt_of(message)
+
+
+@pytest.mark.parametrize(
     ("choice", "forced"),
     [
         ({"type": "custom", "name": "apply_patch"}, "apply_patch"),

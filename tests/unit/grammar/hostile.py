@@ -139,6 +139,14 @@ _GRAMMARS = [
     'root ::= "unclosed',
     "root ::= " + "(" * 500 + '"a"' + ")" * 500,
     'root ::= (("a"{1,999}){1,999}){1,999}',
+    "start:" * 50,
+    "start: " + "(" * 500 + '"a"' + ")" * 500,
+    'start: ("a"~1..60000)~1..60000',
+    "start: A\nA: B\nB: A",
+    'start: start "x"',
+    "start: /(a{1,999}){1,999}/",
+    "%import common.NOPE\nstart: NOPE",
+    "%ignore /x/\n" * 200 + "start: missing",
     SLOW[1],
 ]
 

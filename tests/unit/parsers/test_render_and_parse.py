@@ -169,7 +169,7 @@ TEMPLATES = {
     + "<|close|>tools<|sep|>",
     "poolside_v1": each(
         f"<tool_call>{NAME}\n"
-        + arguments("<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXT + "</arg_value>\n")
+        + arguments("<arg_key>{{ k }}</arg_key>\n<arg_value>\n" + TEXT + "\n</arg_value>\n")
         + "</tool_call>",
         "\n",
     ),

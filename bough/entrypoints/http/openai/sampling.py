@@ -149,7 +149,7 @@ def constraint(response_format: dict[str, Any]) -> dict[Constraint, str]:
             if not isinstance(pattern, str):
                 raise _bad_format("response_format.pattern is missing", 'send {"type": "regex", "pattern": "..."}')
             return {"regex": pattern}
-        case "ebnf":
+        case "ebnf" | "lark":
             grammar = response_format.get("grammar")
             if not isinstance(grammar, str):
                 raise _bad_format("response_format.grammar is missing", 'send {"type": "ebnf", "grammar": "..."}')
@@ -157,7 +157,7 @@ def constraint(response_format: dict[str, Any]) -> dict[Constraint, str]:
         case other:
             raise _bad_format(
                 f"response_format.type is {str(other)[:50]!r}",
-                "use text, json_object, json_schema, structural_tag, regex or ebnf",
+                "use text, json_object, json_schema, structural_tag, regex, ebnf or lark",
             )
 
 

@@ -1,8 +1,8 @@
 """Tools of a Responses body as the chat route's functions, and the calls of these functions as the client's own items.
 
-Functions stay as they are. A `custom` tool takes text instead of JSON: it becomes a function with one string argument. A
-`namespace` is flattened: its functions carry its name in theirs. Tools that OpenAI's service runs itself (`web_search`, ...)
-don't exist here: they are left out, and the answer's header says so.
+Functions stay as they are. A `custom` tool takes text instead of JSON: it becomes a function with one string argument, which
+is held to the tool's grammar if it has one. A `namespace` is flattened: its functions carry its name in theirs. Tools that
+OpenAI's service runs itself (`web_search`, ...) don't exist here: they are left out, and the answer's header says so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.openai.fields import bad_field
 from bough.entrypoints.http.openai.schema import FunctionDefinition, NamedFunction, NamedTool, Tool
 from bough.entrypoints.http.responses.schema import Json
+from bough.grammar.relax import relax
 
 HOSTED = frozenset({
     "apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search",
@@ -176,7 +177,18 @@ def _custom(tool: Json, where: str) -> Tool:
         raise bad_field(f"{where} has the wrong types", "description is text, format an object", where)
     what: Json = {"type": "string"}
     definition = form.get("definition") if form is not None and form.get("type") == "grammar" else None
-    if isinstance(definition, str):
-        what["description"] = f"Text in the language of this grammar:\n{definition}"
+    if form is not None and isinstance(definition, str):
+        what |= _language(definition, form.get("syntax"))
     schema = {"type": "object", "properties": {_TEXT: what}, "required": [_TEXT], "additionalProperties": False}
-    return Tool(function=FunctionDefinition(name=name, description=about, parameters=schema))
+    strict = "pattern" in what or "x-grammar" in what
+    return Tool(function=FunctionDefinition(name=name, description=about, parameters=schema, strict=strict))
+
+
+def _language(definition: str, syntax: object) -> Json:
+    """A text's schema by the grammar (`lark` or `regex`) of a custom tool. One that can't be followed is shown to the model,
+    for OpenAI's own service takes more than can be."""
+    keyword, source = ("pattern", f"^(?:{definition})$") if syntax == "regex" else ("x-grammar", definition)
+    readable, _ = relax({"type": "string", keyword: source}, strict=False)
+    if keyword in readable:
+        return {keyword: source}
+    return {"description": f"Text in the language of this grammar:\n{definition}"}
