@@ -100,6 +100,25 @@ def test_frames_may_arrive_in_pieces(endpoints: Endpoints, size: int) -> None:
     inbox.release()
 
 
+def test_a_large_frame_is_whole_with_its_last_byte_only(endpoints: Endpoints) -> None:
+    inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
+    sent = Abort(9, "y" * (1 << 20))
+    frame = msgspec.msgpack.encode(sent)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(endpoints.engine)
+        writer = threading.Thread(target=raw.sendall, args=(len(frame).to_bytes(8, "little") + frame[:-1],))
+        writer.start()
+        taken: list[ToEngine] = []
+        while writer.is_alive():
+            taken += inbox.drain(0.01)
+        writer.join()
+        taken += inbox.drain(0.05)
+        assert (taken, inbox.num_malformed) == ([], 0)
+        raw.sendall(frame[-1:])
+        assert _collect(inbox, 1) == [sent]
+    inbox.release()
+
+
 def test_a_writer_never_waits_for_its_reader(endpoints: Endpoints) -> None:
     inbox: Inbox[ToEngine] = Inbox(endpoints.engine, ToEngine)
     outbox = Outbox(endpoints.engine)
