@@ -7,9 +7,9 @@
     python tests/mutants/mutate.py --report             what is known, without running anything
 
 Faults are data: one YAML file per area beside this one. Each names a file, a text that occurs in it once, what stands there
-instead, and the tests that should notice. A fault is noticed if these tests fail (or hang) with it; they pass without it.
-Results are kept in `.mutate.json` and hold as long as neither the file nor the tests have changed. Every bug that is found
-adds a fault. The exit status is 1 if less than nine tenths of an area's faults are noticed.
+instead, and the tests that should notice. A fault is noticed if these tests fail with it (or hang, or end their process);
+they pass without it. Results are kept in `.mutate.json` and hold as long as neither the file nor the tests have changed.
+Every bug that is found adds a fault. The exit status is 1 if less than nine tenths of an area's faults are noticed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,8 @@ KNOWN = ".mutate.json"
 LEAST = 0.9
 """Share of an area's faults that tests must notice."""
 TEST_TIMEOUT_S = 300.0
+MOST_MEMORY_BYTES = 6 * 2**30
+"""Of each process of the tests: some faults would take all there is."""
 NOTICED, SURVIVED, BROKEN = "noticed", "survived", "broken"
 """`broken`: the tests fail without the fault, or there are none."""
 
@@ -120,8 +123,11 @@ class Copy:
         try:
             ended = subprocess.run(
                 command, cwd=self.root, env=environ, capture_output=True, timeout=TEST_TIMEOUT_S, check=False,
+                preexec_fn=_bound_memory,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
+            return False
+        if ended.returncode < 0:  # it crashed, or took all the memory it may
             return False
         if ended.returncode not in (0, 1, 2):
             raise LookupError(
@@ -138,6 +144,10 @@ class Copy:
             return SURVIVED if self.run(fault.tests) else NOTICED
         finally:
             path.write_text(whole)
+
+
+def _bound_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
 
 
 def tracked(root: Path) -> list[str]:
