@@ -33,10 +33,14 @@ test-gpu: setup
 # Frameworks that clients use, in an environment of their own: they pin what bough pins otherwise.
 test-clients: setup
 	test -x .venv-clients/bin/python || python3 -m venv .venv-clients
-	.venv-clients/bin/pip install -q litellm mcp instructor langchain-openai langgraph "pydantic-ai-slim[openai]" pytest pytest-timeout
-	test -d .venv-clients/node/node_modules/@openai/codex || \
-		npm install --silent --prefix .venv-clients/node openai @openai/codex @anthropic-ai/claude-code
+	.venv-clients/bin/pip install -q litellm mcp instructor langchain-openai langgraph "pydantic-ai-slim[openai]" "lm_eval[api]" \
+		pytest pytest-timeout
+	test -d .venv-clients/node/node_modules/cline || npm install --silent --prefix .venv-clients/node \
+		openai @openai/codex @anthropic-ai/claude-code @continuedev/cli cline
+	test -x .venv-clients/aider/bin/aider || \
+		(python3 -m venv .venv-clients/aider && .venv-clients/aider/bin/pip install -q aider-chat)
 	LITELLM_LOCAL_MODEL_COST_MAP=True BOUGH_PYTHON=$(PY) BOUGH_NODE_MODULES=.venv-clients/node/node_modules \
+		BOUGH_AIDER=.venv-clients/aider/bin \
 		.venv-clients/bin/python -m pytest tests/clients -c /dev/null --rootdir tests/clients --confcutdir tests/clients -q
 
 # Realistic faults, one at a time, in a copy of the code: do the tests notice? `make mutate ONLY="ipc cache" MINUTES=20`.

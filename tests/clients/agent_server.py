@@ -21,11 +21,15 @@ CALLS = {
     "functions__exec": {"input": f"text(await tools.exec_command({{cmd: 'echo {MARK}'}}))"},
     "exec_command": {"cmd": f"echo {MARK}"},
     "Bash": {"command": f"echo {MARK}", "description": "Says a word."},
+    "run_commands": {"commands": [f"echo {MARK}"]},
 }
-"""The shells of Codex (within a program, or by itself) and of Claude Code, and what they are called with."""
+"""The shells of Codex (within a program, or by itself), of Claude Code and Continue, and of Cline, and what they are called
+with."""
 
 
 def answer(message: object, prompt: str) -> scripted.Answer:
+    if "*file listing*" in prompt:  # aider, which reads edits out of the text
+        return scripted.Answer(pieces=["Here it is:\n\nword.txt\n``", f"`\n{MARK}\n```", "\n"])
     plain = prompt.replace(" ", "")
     if f"tool\n{MARK}" not in prompt and MARK not in prompt.rpartition("tool\n")[2]:
         for name, arguments in CALLS.items():

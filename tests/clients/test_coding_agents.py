@@ -1,5 +1,5 @@
-"""Codex CLI and Claude Code with their defaults: their own model names, prompts and tools, and one call of their shell.
-LangGraph's agent with a tool of its own."""
+"""Codex CLI, Claude Code, Cline and Continue with their defaults: their own model names, prompts and tools, and one call of
+their shell. aider with one edit, LangGraph's agent with a tool of its own."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def agents_url() -> Iterator[str]:
     process.wait(60)
 
 
-def run(name: str, arguments: list[str], directory: Path, **environ: str) -> str:
-    binary = (BINARIES / name).absolute()
+def run(name: str, arguments: list[str], directory: Path, *, where: Path = BINARIES, **environ: str) -> str:
+    binary = (where / name).absolute()
     if not binary.exists():
         pytest.skip(f"{name} is not installed")
     answer = subprocess.run(
@@ -58,6 +58,33 @@ def test_claude_code(agents_url: str, tmp_path: Path) -> None:
         ANTHROPIC_BASE_URL=agents_url, ANTHROPIC_API_KEY="none", CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )  # fmt: skip
     assert f"It said {MARK}." in said
+
+
+def test_continue(agents_url: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "name: bough\nversion: 1.0.0\nschema: v1\nmodels:\n  - name: bough\n    provider: openai\n    model: gpt-bough\n"
+        f"    apiBase: {agents_url}/v1\n    apiKey: none\n    roles: [chat]\n    capabilities: [tool_use]\n"
+    )
+    said = run("cn", ["--config", str(config), "--auto", "-p", "Say a word with the shell."], tmp_path)
+    assert f"It said {MARK}." in said
+
+
+def test_cline(agents_url: str, tmp_path: Path) -> None:
+    run("cline", ["auth", "-p", "openai", "-k", "none", "-m", "gpt-bough", "-b", f"{agents_url}/v1"], tmp_path)
+    assert f"It said {MARK}." in run("cline", ["Say a word with the shell."], tmp_path)
+
+
+def test_aider(agents_url: str, tmp_path: Path) -> None:
+    (tmp_path / "word.txt").write_text("old\n")
+    arguments = [
+        "--openai-api-base", f"{agents_url}/v1", "--openai-api-key", "none", "--model", "openai/gpt-bough",
+        "--yes-always", "--no-git", "--no-check-update", "--analytics-disable", "--no-show-model-warnings",
+        "--message", "Say a word.", "word.txt",
+    ]  # fmt: skip
+    where = Path(os.environ.get("BOUGH_AIDER", "."))
+    run("aider", arguments, tmp_path, where=where, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    assert (tmp_path / "word.txt").read_text() == f"{MARK}\n"
 
 
 def test_langgraph(agents_url: str) -> None:
