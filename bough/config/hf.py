@@ -188,14 +188,20 @@ def open_checkpoint(
     load_format: str = "auto",
     overrides: str = "",
     download_dir: str = "",
+    processor: str = "",
+    language_model_only: bool = False,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Finds `model` and reads its headers; downloads it first if it is a hub id that is not in the cache.
 
-    `overrides` is a JSON object merged into the config. `load_format="dummy"` needs only a config. `download_dir`:
-    instead of the hub's cache. `progress` is called with the progress of a download.
+    `overrides` is a JSON object merged into the config, `processor` one merged into the settings of its media processor.
+    `language_model_only` is noted in the config. `load_format="dummy"` needs only a config. `download_dir`: instead of the
+    hub's cache. `progress` is called with the progress of a download.
     """
-    patch = _parse_overrides(overrides)
+    patch = _parse_overrides(overrides, "--json-model-override-args")
+    given = _parse_overrides(processor, "--mm-processor-kwargs")
+    if language_model_only:
+        patch = {**patch, "language_model_only": True}
     path = _locate(model, revision, load_format, progress, download_dir)
     name = _display_name(model, path)
     if path.is_file():
@@ -203,7 +209,13 @@ def open_checkpoint(
     lone = _lone_gguf(path)
     if lone is not None:
         return _open_gguf(lone, name, load_format, patch)
-    return _open_directory(path, name, load_format, patch)
+    checkpoint = _open_directory(path, name, load_format, patch)
+    if given and "processor_config" in checkpoint.config:
+        found = checkpoint.config["processor_config"]
+        for part in ("image_processor", "video_processor"):
+            if part in found:
+                found[part] = {**found[part], **given}
+    return checkpoint
 
 
 def checkpoint_of(model: ModelConfig, progress: Progress | None = None) -> Checkpoint:
@@ -214,19 +226,21 @@ def checkpoint_of(model: ModelConfig, progress: Progress | None = None) -> Check
         load_format=model.load_format,
         overrides=model.json_model_override_args,
         download_dir=model.download_dir,
+        processor=model.mm_processor_kwargs,
+        language_model_only=model.language_model_only,
         progress=progress,
     )
 
 
-def _parse_overrides(overrides: str) -> dict[str, Any]:
+def _parse_overrides(overrides: str, flag: str) -> dict[str, Any]:
     if not overrides:
         return {}
     try:
         patch = json.loads(overrides)
     except ValueError as error:
-        raise ConfigError(what="--json-model-override-args is no JSON", why=str(error)) from error
+        raise ConfigError(what=f"{flag} is no JSON", why=str(error)) from error
     if not isinstance(patch, dict):
-        raise ConfigError(what="--json-model-override-args must be a JSON object", why=f"it is {patch!r}")
+        raise ConfigError(what=f"{flag} must be a JSON object", why=f"it is {patch!r}")
     return patch
 
 
@@ -319,7 +333,7 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
         name=name,
         kind="config-only" if load_format == "dummy" else "safetensors",
         path=path,
-        config={**with_text_config(config), **patch},
+        config={**with_text_config(config), **processor_config(path), **patch},
         generation_config=_read_json(path / "generation_config.json") or {},
         files=files,
         tokenizer=path,
@@ -337,6 +351,21 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     kind = str(text.get("model_type") or "")
     kept = {key: config[key] for key in ("architectures", "model_type", "tie_word_embeddings") if key in config}
     return {**config, **text, **kept, "text_model_type": kind}
+
+
+def processor_config(path: Path) -> dict[str, Any]:
+    """What a checkpoint's files say about how media become features, as `{"processor_config": {...}}`: the processor's own
+    settings, and under `image_processor`, `video_processor` and `feature_extractor` those of its parts. Empty if the model
+    takes text only."""
+    found = dict(_read_json(path / "processor_config.json") or {})
+    for part, name in (
+        ("image_processor", "preprocessor_config.json"),
+        ("video_processor", "video_preprocessor_config.json"),
+    ):
+        given = _read_json(path / name)
+        if given is not None and part not in found:
+            found[part] = given
+    return {"processor_config": found} if found else {}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

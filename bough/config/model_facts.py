@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from bough.config.encoder_facts import EncoderFacts
+from bough.config.media_facts import TowerFacts
 from bough.config.rope_facts import RopeFacts
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
-"""relu2 is the square of relu; xielu has learned parameters of its own."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "xielu"]
+"""quick_gelu is x * sigmoid(1.702 x), relu2 the square of relu; xielu has learned parameters of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +344,10 @@ class ModelFacts:
     """Computed by a module of transformers (`models/through_transformers.py`)."""
     encoder: EncoderFacts | None = None
     """What only encoders of BERT's kind have."""
+    tower: TowerFacts | None = None
+    """What turns media into embeddings; None: the model takes text only, or is served for text only."""
+    deepstack: int = 0
+    """Leading layers after which further features of the tower are added at media positions."""
     config: Mapping[str, Any]
     """The config as it was read, for architectures with facts of their own."""
 
@@ -388,7 +393,7 @@ class ModelFacts:
 
     def num_parameters(self) -> int:
         """Weights of the model, by arithmetic on its shapes."""
-        total = self.end_parameters(self.vocab)
+        total = self.end_parameters(self.vocab) + (self.tower.num_parameters if self.tower is not None else 0)
         for layer in self.layers:
             total += self.norm_parameters + sum(mixer.num_parameters(self.hidden) for mixer in layer.mixers)
             if layer.ffn is not None:

@@ -33,6 +33,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
     "xielu": "xielu",

@@ -49,6 +49,10 @@ class RopeFacts:
     """Neighbouring values of a head make a pair, (2i, 2i + 1); otherwise one of each half, (i, i + rotary_dim / 2)."""
     backwards: bool = False
     """Pairs turn the other way."""
+    sections: tuple[int, ...] = ()
+    """Frequencies that turn by each axis of a position (mrope: time, height, width); empty: positions have one axis."""
+    sections_take_turns: bool = False
+    """Axes alternate from frequency to frequency, as long as each has any; otherwise sections lie one behind the other."""
 
     @property
     def max_context(self) -> int:
@@ -72,6 +76,8 @@ def rope_facts(
     interleaved: bool = False,
     backwards: bool = False,
     alpha: bool = False,
+    sections: tuple[int, ...] = (),
+    sections_take_turns: bool = False,
 ) -> RopeFacts:
     """The rotation of layers of `layer_type` ("full_attention" or "sliding_attention").
 
@@ -79,6 +85,7 @@ def rope_facts(
     `rope_local_base_freq`. `kinds`: names of scalings that mean something else in this family.
     `rotary_dim`: how much of a head is rotated, whatever the config's share says; `share`: the share where it says none.
     `alpha`: whether a "dynamic" scaling with an `alpha` means a base that is stretched by it, once and for all (Hunyuan).
+    `sections`: those of positions with several axes, where the config's `mrope_section` does not say.
     """
     params = _parameters(fields, layer_type, default_theta)
     if alpha and params.has("alpha"):
@@ -121,7 +128,15 @@ def rope_facts(
         long_factor=params.numbers("long_factor") or (),
         interleaved=interleaved,
         backwards=backwards,
+        sections=_sections(params, sections) if sections else (),
+        sections_take_turns=sections_take_turns,
     )
+    if facts.sections and sum(facts.sections) != rotary_dim // 2:
+        raise ConfigError(
+            what=f"the model's mrope_section is {list(facts.sections)}",
+            why=f"its heads have {rotary_dim // 2} frequencies",
+            fix="check config.json",
+        )
     if kind == "longrope" and not len(facts.short_factor) == len(facts.long_factor) == rotary_dim // 2:
         raise ConfigError(
             what="the model's longrope factors don't fit its heads",
@@ -148,6 +163,11 @@ def _parameters(fields: Fields, layer_type: str, default_theta: float) -> Fields
         params = {**fields.inner("rope_scaling").raw, **params}
     theta = Fields(params).positive("rope_theta", default=fields.positive(legacy, default=default_theta))
     return Fields({**params, "rope_theta": theta})
+
+
+def _sections(params: Fields, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The frequencies of each axis of a position: `mrope_section`, or `default` if it is missing."""
+    return tuple(params.counts("mrope_section", len(default)) or default)
 
 
 def _kind(params: Fields, kinds: Mapping[str, RopeKind]) -> RopeKind:

@@ -143,6 +143,8 @@ def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
     total = facts.end_parameters(rows=rows) if stage in (0, layout.pp - 1) else 0
     if total and layout.pp > 1 and not facts.tie_embeddings:
         total -= rows * facts.hidden  # the embedding is on the first stage, the head on the last
+    if facts.tower is not None and stage == 0:
+        total += facts.tower.num_parameters  # every rank that begins the model holds all of it
     for layer in _held_layers(facts, layout, rank):
         mixers = [rank_mixer(mixer, layout, rank) for mixer in layer.mixers]
         total += facts.norm_parameters + sum(mixer.num_parameters(facts.hidden) for mixer in mixers)

@@ -155,16 +155,16 @@ class Attention(nn.Module):
     def _heads(self, x: Input, batch: Batch, queries_at_L: Tensor | None) -> Heads:
         """[T, N, H], [T, K, H], [T, K, H], or queries of some tokens only."""
         table_VO = self.by_token_VO
-        if table_VO is not None and batch.embeds_TD is None and isinstance(x, Normed) and x.stream.fuses:
+        if table_VO is not None and batch.media is None and isinstance(x, Normed) and x.stream.fuses:
             return self.qkv.heads(embedding(batch.ids_T, table_VO))
         heads: Heads = self.qkv(x, queries_at_L)
         return heads
 
     def _attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: Batch) -> Tensor:
         """[T, N * H]. Backends that can norm, rotate, write and attend in one pass over the fused projection do."""
-        backend, rope, positions_T = batch.attention, self.rope, batch.positions_T
+        backend, rope = batch.attention, self.rope
         if self.facts.temperature is not None:
-            q_TNH = q_TNH * growth(self.facts.temperature, positions_T)[:, None, None].to(q_TNH.dtype)
+            q_TNH = q_TNH * growth(self.facts.temperature, batch.positions_T)[:, None, None].to(q_TNH.dtype)
         norms = self.kernel_norms
         if norms is None and not self.norms_after_rope:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
@@ -174,13 +174,14 @@ class Attention(nn.Module):
             q_TNH, k_TKH, v_TKH = (each.clamp(-self.facts.clip, self.facts.clip) for each in (q_TNH, k_TKH, v_TKH))
         if rope is not None and rotates(backend) and not self.norms_after_rope:
             q_norm, k_norm = (None, None) if norms is None else norms
+            positions_T, cos_sin_PR = rope.at(batch)
             return backend.forward_rope(
                 self.spec,
                 q_TNH,
                 k_TKH,
                 v_TKH,
                 positions_T,
-                rope.cos_sin_PR,
+                cos_sin_PR,
                 q_norm=None if q_norm is None else q_norm.weight,
                 k_norm=None if k_norm is None else k_norm.weight,
                 eps=1e-6 if q_norm is None else q_norm.eps,
@@ -188,9 +189,9 @@ class Attention(nn.Module):
                 interleaved=rope.interleaved,
             )
         if rope is not None and norms is not None:
-            q_TNH, k_TKH = rope.after_norms(q_TNH, k_TKH, *norms, positions_T)
+            q_TNH, k_TKH = rope.after_norms(q_TNH, k_TKH, *norms, batch)
         elif rope is not None:
-            q_TNH, k_TKH = rope(q_TNH, k_TKH, positions_T)
+            q_TNH, k_TKH = rope(q_TNH, k_TKH, batch)
         if self.norms_after_rope:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         return backend.forward(self.spec, q_TNH, k_TKH, v_TKH)

@@ -14,6 +14,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionSpec",
     "Batch",
+    "BatchMedia",
     "Model",
     "RotatingBackend",
     "Taps",
@@ -65,6 +66,16 @@ def rotates(backend: AttentionBackend) -> TypeGuard[RotatingBackend]:
 
 
 @dataclass(slots=True)
+class BatchMedia:
+    """What a tower made of the media that a step's tokens stand for."""
+
+    at_M: Tensor
+    """int64 indices into T."""
+    values_MW: Tensor
+    """Of each: its embedding, then what deeper layers add, [M, width of the model x (1 + such layers)]."""
+
+
+@dataclass(slots=True)
 class Taps:
     """States of the stream that are read between a model's layers, of all tokens."""
 
@@ -91,10 +102,14 @@ class Batch:
     """int64, in steps that may be padded: negative for tokens of which nothing is read. None: all are real..."""
     is_padding_T1: Tensor | None = None
     """...and bool [T, 1]: where it is negative, once something has asked (`Stream.is_padding_T1`)."""
-    embeds_TD: Tensor | None = None
-    """Replaces the embedding of `ids_T` where given (multimodal input)."""
     taps: Taps | None = None
     """None: nothing is read between the layers."""
+    media: BatchMedia | None = None
+    """Embeddings of media, in place of those of `ids_T` at some tokens; None: there are none."""
+    axes_AT: Tensor | None = None
+    """int64 [axes, T]: positions with several axes (mrope), in steps that have media; None: `positions_T` says all."""
+    rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By `id` of a `Rope`: positions and table of this pass, where they differ from the layer's own (`Rope.at`)."""
     segments_T: Tensor | None = None
     """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
 

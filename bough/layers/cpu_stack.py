@@ -38,7 +38,7 @@ class StackedBlocks:
 
     def __call__(self, model: Decoder, stream: Stream, batch: Batch) -> None:
         at_once = None
-        if isinstance(batch.attention, CpuAttention):
+        if isinstance(batch.attention, CpuAttention) and batch.media is None:
             cuts = () if batch.taps is None else batch.taps.layers
             at_once = self._stack.tapped(stream.x_TD, batch.positions_T, batch.attention, cuts)
         if at_once is None:

@@ -20,6 +20,7 @@ from bough.layers.norm import RMSNorm, make_norm
 from bough.layers.parts import Parts
 from bough.layers.place import place_weights
 from bough.layers.stream import Stream
+from bough.layers.tower import Tower
 
 MakeBlock = Callable[[Parts, int], nn.Module]
 """Makes the block of a layer: a module that is called with (`Stream`, `Batch`) and adds to the stream."""
@@ -89,6 +90,10 @@ class Decoder(nn.Module):
         if facts.embed_dim is not None:
             self.project_out = _here(is_last, build, partial(ReplicatedLinear, facts.hidden, facts.embed_dim))
         self.head = _here(is_last, build, partial(_head, facts, self.embed))
+        self.deepstack = facts.deepstack
+        """Leading layers after which features of media are added."""
+        self.tower: Tower | None = None
+        """What turns media into embeddings, where the model has it and this rank computes it."""
         self.run_blocks: RunBlocks = one_by_one
         """A device may have a quicker way (`layers/cpu_stack.py`)."""
 
@@ -145,9 +150,20 @@ def one_by_one(model: Decoder, stream: Stream, batch: Batch) -> None:
     if batch.taps is not None:
         _tapped(model, stream, batch, batch.taps)
         return
-    for block in model.layers:
+    deep = model.deepstack if batch.media is not None else 0
+    for number, block in enumerate(model.layers):
         if not isinstance(block, Elsewhere):
             block(stream, batch)
+            if number < deep:
+                add_deep(model, stream, batch, number)
+
+
+def add_deep(model: Decoder, stream: Stream, batch: Batch, layer: int) -> None:
+    """Adds the features of media that follow a layer."""
+    assert batch.media is not None, "there are none otherwise"
+    width = model.like.shape[1]
+    values_MD = batch.media.values_MW[:, (1 + layer) * width : (2 + layer) * width]
+    stream.add_at(batch.media.at_M, values_MD)
 
 
 def _tapped(model: Decoder, stream: Stream, batch: Batch, taps: Taps) -> None:
@@ -156,6 +172,8 @@ def _tapped(model: Decoder, stream: Stream, batch: Batch, taps: Taps) -> None:
         if number in taps.layers:
             taps.states.append(stream.tap())
         block(stream, batch)
+        if batch.media is not None and number < model.deepstack:
+            add_deep(model, stream, batch, number)
     if len(model.layers) in taps.layers:
         taps.states.append(stream.tap())
 

@@ -36,9 +36,10 @@ class VocabEmbedding(nn.Module):
         return self.matrix.weight_slots()
 
     def forward(self, batch: Batch) -> Tensor:
-        if batch.embeds_TD is not None:
-            return batch.embeds_TD.clone()  # what follows may be added to it in place
-        return self.of(batch.ids_T)
+        x_TD, media = self.of(batch.ids_T), batch.media
+        if media is not None:
+            x_TD.index_copy_(0, media.at_M, media.values_MW[:, : x_TD.shape[1]])
+        return x_TD
 
     def of(self, ids_T: Tensor) -> Tensor:
         """The vectors of tokens -> [T, D]."""

@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         latent_TR, k_TE = self.kv_down(x_TD).split_with_sizes((self.facts.kv_rank, self.facts.rope_dim), 1)
         k_T1E = k_TE.unsqueeze(1)
         if self.rope is not None:
-            q_TNE, k_T1E = self.rope(q_TNE.contiguous(), k_T1E.contiguous(), batch.positions_T)
+            q_TNE, k_T1E = self.rope(q_TNE.contiguous(), k_T1E.contiguous(), batch)
         q = torch.cat((self.kv_up.absorb(q_TNC), q_TNE), 2)
         k = torch.cat((self.kv_norm(latent_TR.contiguous()).unsqueeze(1), k_T1E), 2)
         read_TF = backend.forward(self.spec, q, k, k[..., : self.facts.kv_rank])

@@ -21,6 +21,7 @@ from bough.weights.stored import Stored
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bough.config.rope_facts import RopeFacts
 from bough.kernels.rotary import apply_rope, qk_norm_rope
+from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.norm import RMSNorm
 
@@ -23,14 +24,33 @@ class Rope:
     def __init__(self, facts: RopeFacts, build: Build) -> None:
         self.cos_sin_PR = rope_table(facts, build.context_length, build.device)
         self.interleaved = facts.interleaved
+        self.sections = facts.sections
+        self.axis_R = axis_of_frequency(facts).repeat(2).to(build.device) if facts.sections else None
+        """By column of the table: the axis of a position that it is looked up by; None: positions have one."""
 
-    def __call__(self, q_TNH: Tensor, k_TKH: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_rope(q_TNH, k_TKH, positions_T, self.cos_sin_PR, interleaved=self.interleaved)
+    def at(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What kernels take: each token's line of a table, and the table. If positions have several axes, it is a table of
+        this pass, made once for all layers that share this rope."""
+        axes_AT, axis_R = batch.axes_AT, self.axis_R
+        if axes_AT is None or axis_R is None:
+            return batch.positions_T, self.cos_sin_PR
+        made = batch.rotary.get(id(self))
+        if made is None:
+            by_axis_ATR = self.cos_sin_PR[axes_AT]
+            table_TR = by_axis_ATR[0]
+            for axis in range(1, len(axes_AT)):
+                table_TR = torch.where(axis_R == axis, by_axis_ATR[axis], table_TR)
+            made = batch.rotary[id(self)] = torch.arange(len(table_TR), device=table_TR.device), table_TR
+        return made
+
+    def __call__(self, q_TNH: Tensor, k_TKH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return apply_rope(q_TNH, k_TKH, *self.at(batch), interleaved=self.interleaved)
 
     def after_norms(
-        self, q_TNH: Tensor, k_TKH: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, positions_T: Tensor
+        self, q_TNH: Tensor, k_TKH: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """Norms each head, then rotates."""
+        positions_T, cos_sin_PR = self.at(batch)
         return qk_norm_rope(
             q_TNH,
             k_TKH,
@@ -38,10 +58,21 @@ class Rope:
             k_norm.weight,
             q_norm.eps,
             positions_T,
-            self.cos_sin_PR,
+            cos_sin_PR,
             offset=q_norm.offset,
             interleaved=self.interleaved,
         )
+
+
+def axis_of_frequency(facts: RopeFacts) -> Tensor:
+    """int64 [R / 2]: the axis of a position that each frequency turns by."""
+    if not facts.sections_take_turns:
+        return torch.arange(len(facts.sections)).repeat_interleave(torch.tensor(facts.sections))
+    axes = torch.zeros(facts.rotary_dim // 2, dtype=torch.int64)
+    count = len(facts.sections)
+    for axis in range(1, count):
+        axes[axis : count * facts.sections[axis] : count] = axis
+    return axes
 
 
 def rope_table(facts: RopeFacts, num_positions: int, device: torch.device) -> Tensor:

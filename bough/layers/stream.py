@@ -158,6 +158,11 @@ class Stream:
         x_TD = self.fit(value_of(x))
         self.x_TD, self.residual_TD = x_TD if scale is None else x_TD * scale, total_TD
 
+    def add_at(self, at_M: Tensor, x_MD: Tensor) -> None:
+        """Adds to some tokens. Not once the stream has been narrowed."""
+        self._settle()
+        self._total().index_add_(0, at_M, x_MD)
+
     def replace(self, x: Tensor | Product | Normed) -> None:
         """The stream becomes `x`."""
         self._settle()

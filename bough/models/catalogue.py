@@ -127,6 +127,16 @@ GROUPS: Final = (
         },
     ),
     Group(
+        "Models that see",
+        "tests/media",
+        {
+            "Qwen2VLForConditionalGeneration": "Qwen/Qwen2-VL-7B-Instruct",
+            "Qwen2_5_VLForConditionalGeneration": "Qwen/Qwen2.5-VL-7B-Instruct",
+            "Qwen3VLForConditionalGeneration": "Qwen/Qwen3-VL-8B-Instruct",
+            "Qwen3VLMoeForConditionalGeneration": "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        },
+    ),
+    Group(
         "Language models of models that also see",
         "tests/models/test_text_of.py",
         {
@@ -171,7 +181,8 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
 - **Mistral's own layout** (`params.json`, `consolidated.safetensors`, `tekken.json`) is read if there is no `config.json`.
 - **Heads**: `...ForSequenceClassification`, `...ForRewardModel` and bare `...Model` classes of these architectures pool,
   embed and score: see [embeddings](embeddings.md).
-- **Models that also see** (Gemma 3, Llama 4, Mistral Small 3) answer texts by their language models; pictures are not taken.
+- **Models that see** take images: see [multimodal](multimodal.md). `--language-model-only` serves them without their towers.
+  Gemma 3, Llama 4 and Mistral Small 3 answer texts by their language models; they take no pictures yet.
 - **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3) are read over.
 - **Windows** (Gemma, Mistral, gpt-oss ...) bound what attention reads. Pages behind a window are not freed yet.
 - **Latents** (MLA) keep `kv_lora_rank + qk_rope_head_dim` numbers per token and layer, on every rank.

@@ -72,8 +72,7 @@ class _Body(nn.Module):
         self.host = host
 
     def run(self, batch: Batch) -> Tensor:
-        text = {"input_ids": batch.ids_T[None]} if batch.embeds_TD is None else {"inputs_embeds": batch.embeds_TD[None]}
-        out = self.inner(**text, position_ids=batch.positions_T[None], use_cache=False)
+        out = self.inner(input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False)
         hidden_TD: Tensor = out.last_hidden_state[0]
         return hidden_TD
 

@@ -23,6 +23,7 @@ from bough.layers.spread import TokenSpread
 from bough.models.hosted import load_through_transformers
 from bough.models.pooled import PooledModel, load_projections, pooled_architecture
 from bough.models.registry import facts_of, find_architecture
+from bough.models.seeing import TOWER
 from bough.quantization.choose import choose_scheme
 from bough.quantization.names import weight_name
 from bough.weights import mistral_names
@@ -82,7 +83,14 @@ def build_model(
         if dummy_routing == "uniform":
             route_uniformly(model, seed)
     else:
-        load_weights(model, architecture.weights, checkpoint, progress, _names(checkpoint))
+        load_weights(
+            model,
+            architecture.weights,
+            checkpoint,
+            progress,
+            _names(checkpoint),
+            left_out=TOWER if facts.tower is None else "",
+        )
         if isinstance(model, PooledModel):
             load_projections(model, checkpoint.path)
         if device.type == "cpu" and isinstance(model, Decoder):

@@ -37,11 +37,12 @@ def load_weights(
     checkpoint: Checkpoint,
     progress: Progress | None = None,
     names: Callable[[str], str | None] | None = None,
+    left_out: str = "",
 ) -> None:
     """Fills every slot of `model`. Raises one WeightsError that lists all missing, extra, misshaped and mistyped tensors.
 
     Modules are filled in their order, and each one finishes as soon as it has all of its tensors. `names` turns the
-    checkpoint's names of tensors into those that `mapping` knows; None: no layer's.
+    checkpoint's names of tensors into those that `mapping` knows; None: no layer's. `left_out`: as in `Mapping.fit`.
     """
     owners = owners_of(model)
     slots = {name: slot for owner in owners for name, slot in owner.slots.items()}
@@ -49,7 +50,7 @@ def load_weights(
         open_safetensors(checkpoint.files) if checkpoint.kind == "safetensors" else nullcontext(open_gguf(checkpoint))
     )
     with source as tensors:
-        fit = mapping.fit(tensors if names is None else _renamed(tensors, names), slots)
+        fit = mapping.fit(tensors if names is None else _renamed(tensors, names), slots, left_out)
         if fit.problems:
             raise _misfit(fit, checkpoint)
         with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:

@@ -71,6 +71,8 @@ class Stacked:
     mxfp4: bool = False
     """It is stored as `source_blocks` and `source_scales`, outputs first. Experts that have slots for `blocks` and `scales`
     get them as they are, others are dequantised."""
+    either_first: bool = False
+    """With `inputs_first`: some writers store outputs first. The shape tells, unless it is square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +182,16 @@ class Mapping:
         self._targets[source] = targets
         self._sources |= dict.fromkeys(targets, source)
 
-    def fit(self, tensors: dict[str, Stored], slots: dict[str, Slot]) -> Fit:
-        """Pairs every tensor with its slot. Reads nothing."""
+    def fit(self, tensors: dict[str, Stored], slots: dict[str, Slot], left_out: str = "") -> Fit:
+        """Pairs every tensor with its slot. Reads nothing. `left_out`: what the names of slots begin with that the model
+        has not; their tensors are passed over."""
         fit = Fit()
         filled: set[str] = set()
         count = 1 + max((int(slot.split(".")[1]) for slot in slots if slot.startswith("layers.")), default=0)
         held = {name: stored for name, stored in tensors.items() if not self._is_elsewhere(name, count)}
         for name, stored, targets in self._with_targets(held, slots):
+            if left_out and targets and all(target.startswith(left_out) for target in targets):
+                continue
             if targets is None or any(target not in slots for target in targets):
                 fit.extra.append(name)
                 continue
@@ -225,9 +230,16 @@ class Mapping:
                 yield name, _turn(stored) if turned else stored, self.targets_of(name)
                 continue
             target = _fill(rule.target, _NUMBER.findall(name))
+            turned = rule.inputs_first
+            if turned and rule.either_first and len(stored.shape) == 3:
+                names = [f"{target}.0.{part}.{rule.last}" for part in rule.parts]
+                fits = all(each in slots for each in names) and stored.shape[1:] == _whole_shape(
+                    [slots[n] for n in names]
+                )
+                turned = not fits or stored.shape[1] == stored.shape[2]
             rows = _rows_of_an_expert(rule, slots.get(f"{target}.0.{rule.parts[0]}.{rule.last}"))
             for expert in range(stored.shape[0] // rows):
-                item = _item(stored, expert, rows if rule.flat else None, turned=rule.inputs_first)
+                item = _item(stored, expert, rows if rule.flat else None, turned=turned)
                 yield name, item, tuple(f"{target}.{expert}.{part}.{rule.last}" for part in rule.parts)
 
     def _blocks_with_targets(

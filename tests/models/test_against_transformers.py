@@ -12,7 +12,7 @@ from families import greedy
 from tiny import CASES, SIZES, make_tiny
 
 from bough.config.hf import open_checkpoint
-from bough.layers.batch import Model, attention_specs
+from bough.layers.batch import BatchMedia, Model, attention_specs
 from bough.models.load import build_model
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -95,7 +95,8 @@ def test_given_embeddings_replace_the_lookup(tmp_path: Path) -> None:
     model = load(tmp_path)
     with torch.no_grad():
         batch = DenseAttention(1).step([(0, PROMPTS[0])])
-        batch.embeds_TD = reference.get_input_embeddings()(torch.tensor(PROMPTS[0]))
+        embeddings = reference.get_input_embeddings()(torch.tensor(PROMPTS[0]))
+        batch.media = BatchMedia(torch.arange(len(PROMPTS[0])), embeddings)
         batch.ids_T = torch.zeros_like(batch.ids_T)
         expected = reference(torch.tensor([PROMPTS[0]])).logits[0, -1]
         assert (model.logits(model.forward(batch))[0] - expected).abs().max() <= TOLERANCE

@@ -13,7 +13,7 @@ from tiny import CASES, make_tiny
 from torch import Tensor
 
 from bough.config.hf import open_checkpoint
-from bough.layers.batch import Model
+from bough.layers.batch import BatchMedia, Model
 from bough.layers.decoder import Decoder, one_by_one
 from bough.layers.stream import Stream
 from bough.models.load import build_model
@@ -79,7 +79,7 @@ def test_given_embeddings_are_not_looked_up(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
     model, plain = load(tmp_path, first_layer_table=True), load(tmp_path)
     batch = DenseAttention(1).step([(0, [5, 17, 99])])
-    batch.embeds_TD = torch.randn(3, plain.embed.tokens.shape[1])  # type: ignore[attr-defined]
+    batch.media = BatchMedia(torch.arange(3), torch.randn(3, plain.embed.tokens.shape[1]))  # type: ignore[attr-defined]
     with torch.no_grad():
         expected = plain.forward(replace(batch, attention=DenseAttention(1).step([(0, [5, 17, 99])]).attention))
         torch.testing.assert_close(model.forward(batch), expected)

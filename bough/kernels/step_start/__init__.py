@@ -52,10 +52,19 @@ class SlotState:
     """int64 [slots + 1]: KV tokens that the row's pages hold, for a proposer that writes beyond `kv_len`."""
     tree: DraftTrees | None = None
     """None: each draft follows the one before it."""
+    turn: Tensor | None = None
+    """int64 [slots + 1]: how far the row's positions stand from where its KV lies, behind media whose positions have
+    several axes (`StepMedia.turns`); None: positions have one axis."""
 
     @staticmethod
     def make(
-        num_slots: int, pages_per_slot: int, device: torch.device, *, most_drafts: int = 0, trees: bool = False
+        num_slots: int,
+        pages_per_slot: int,
+        device: torch.device,
+        *,
+        most_drafts: int = 0,
+        trees: bool = False,
+        turns: bool = False,
     ) -> SlotState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
@@ -68,6 +77,7 @@ class SlotState:
             drafts=zeros(most_drafts),
             room=zeros(),
             tree=DraftTrees(*(zeros(most_drafts) for _ in range(3))) if trees else None,
+            turn=zeros() if turns else None,
         )
 
 
