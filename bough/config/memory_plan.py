@@ -49,6 +49,8 @@ class PlanFacts:
     small_activation_bytes: int | None = None
     """Activations of that step; None: in proportion to its tokens."""
     graph_bytes: int = 0
+    media_bytes: int = 0
+    """Embeddings of media that are kept."""
     page_size: int = 1
     model_context: int
     """The model's own limit."""
@@ -77,6 +79,7 @@ class MemoryPlan:
     kv_bytes: int
     graph_bytes: int
     activation_bytes: int
+    media_bytes: int = 0
     page_size: int
     kv_tokens: int
     """Capacity for requests, a multiple of the page size."""
@@ -91,7 +94,7 @@ class MemoryPlan:
     @property
     def free_bytes(self) -> int:
         used = self.other_bytes + self.weight_bytes + self.kv_bytes + self.graph_bytes + self.activation_bytes
-        return self.total_bytes - used
+        return self.total_bytes - used - self.media_bytes
 
     @property
     def max_concurrency(self) -> float:
@@ -100,9 +103,11 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, remark), for tables."""
+        media = [("media", self.media_bytes, "embeddings that are kept")] if self.media_bytes else []
         return [
             ("weights", self.weight_bytes, ""),
             ("KV cache", self.kv_bytes, f"{self.kv_tokens:,} tokens in pages of {self.page_size}"),
+            *media,
             ("graphs", self.graph_bytes, ""),
             ("activations", self.activation_bytes, "at the largest step"),
             ("other", self.other_bytes, "runtime and other programs"),
@@ -142,7 +147,9 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     if commands:
         fix = "one of: " + " | ".join(commands)
     else:
-        need = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + runtime_bytes(facts)
+        need = (
+            facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + facts.media_bytes + runtime_bytes(facts)
+        )
         need += min(MIN_AUTO_CONTEXT, facts.model_context) * facts.kv_bytes_per_token
         fix = f"choose a smaller or quantised model, or a device with at least {show_bytes(need)} free"
     raise ConfigError(what=problem.what, why=problem.why, fix=fix)
@@ -157,11 +164,12 @@ class _Misfit:
 def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
     room, because = _kv_room(facts)
     tokens = _tokens_in(room, facts)
-    fixed = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    fixed = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + facts.media_bytes
     numbers = (
         f"{show_bytes(facts.free_bytes)} free of {show_bytes(facts.total_bytes)}: weights {show_bytes(facts.weight_bytes)}, "
         f"activations {show_bytes(facts.activation_bytes)}, graphs {show_bytes(facts.graph_bytes)}, "
         f"runtime {show_bytes(runtime_bytes(facts))}"
+        + (f", embeddings of media {show_bytes(facts.media_bytes)}" if facts.media_bytes else "")
     )
     if room <= 0:
         return _Misfit(
@@ -203,6 +211,7 @@ def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
         kv_bytes=kv_bytes,
         graph_bytes=facts.graph_bytes,
         activation_bytes=facts.activation_bytes,
+        media_bytes=facts.media_bytes,
         page_size=facts.page_size,
         kv_tokens=tokens,
         context_length=context,
@@ -213,6 +222,7 @@ def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
 def _most_room(facts: PlanFacts) -> tuple[int, str]:
     """Bytes that KV pages may take at most, and why. Zero or less: not even the weights fit."""
     left = facts.free_bytes - runtime_bytes(facts) - facts.weight_bytes - facts.activation_bytes - facts.graph_bytes
+    left -= facts.media_bytes
     if facts.mem_fraction is None:
         return left, "all that weights, graphs and activations leave"
     asked = int(facts.total_bytes * facts.mem_fraction) - facts.weight_bytes

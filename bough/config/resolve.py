@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
-from bough.config.concerns import AUTO, Config, DType, KvDType, Quantization
+from bough.config.concerns import AUTO, Config, DType, KvDType, MediaConfig, Quantization
 from bough.config.hosts import ranks_per_node
 from bough.config.layout import Layout
+from bough.config.media_facts import TowerFacts
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
 from bough.config.speculation import ON_DEVICE, draft_numbers, draft_tokens, drafts_of_step
 from bough.core.errors import ConfigError
@@ -44,6 +45,10 @@ UNWATCHED_TOKENS = 132 * 128
 128 end in full waves; with 16,384 tokens each token costs 0.5 % more."""
 ROOMY_SHARE = 16
 """The larger steps are used only if their activations take at most 1/16 of the KV cache."""
+MEDIA_BYTES: Mapping[str, int] = {"cuda": 512 * MIB, "cpu": 256 * MIB}
+"""Memory of the embedding store, by device, unless the largest item needs more."""
+MEDIA_BLOCK_ROWS = 16
+"""Rows of the embedding store that are handed out together (`scheduler.media`)."""
 TABLE_SHARE = 32
 """A table of the first layer is used only if it takes at most 1/32 of the KV cache."""
 
@@ -106,6 +111,8 @@ class ModelPlanFacts:
     """Query, key and value widths together."""
     vocab_size: int
     kv_page_multiple: int = 1
+    tower: TowerFacts | None = None
+    """What turns media into embeddings, if the model does."""
     weight_share: float | None = None
     """Share of all weights on the rank with the most; None: an equal part."""
     rank_kv_values: int | None = None
@@ -208,6 +215,19 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     settle("context_length", config.model.context_length, AUTO, choose_context(plan, model))
     settle("max_total_tokens", config.cache.max_total_tokens, AUTO, Decision(plan.kv_tokens, plan.because))
     fraction = settle("mem_fraction_static", device.mem_fraction_static, AUTO, choose_fraction(plan))
+    media = replace(
+        config.media,
+        mm_workers=choose_workers(machine) if config.media.mm_workers is AUTO else config.media.mm_workers,
+        mm_cache_size=plan.media_bytes,
+        mm_encoder_step_tokens=0,
+    )
+    if model.tower is not None:
+        rows = media_rows(plan.media_bytes, model.tower, dtype)
+        kept = Decision(plan.media_bytes, f"{rows:,} positions of {model.tower.width:,} values")
+        given_patches = config.media.mm_encoder_step_tokens
+        patches = settle("mm_encoder_step_tokens", given_patches, AUTO, choose_step_patches(machine))
+        settle("mm_cache_size", config.media.mm_cache_size, AUTO, kept)
+        media = replace(media, mm_encoder_step_tokens=patches)
     running = settle("max_running_requests", config.scheduler.max_running_requests, AUTO, choose_running(machine, plan))
 
     resolved = replace(
@@ -226,6 +246,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
             unwatched_prefill_size=unwatched, tpot_target_ms=tpot, overlap_schedule=switches["overlap_schedule"],
         ),
         speculative=replace(config.speculative, speculative_num_draft_tokens=drafted),
+        media=media,
     )  # fmt: skip
     return Resolved(config=resolved, decisions=decisions, plan=plan)
 
@@ -500,11 +521,17 @@ def memory_facts(
     if packed_bytes and machine.device == "cuda":  # with many tokens, one weight at a time is dequantised
         unpacked = max(2 * model.ffn_size, model.attention_width) * model.hidden_size * ITEM_BYTES[dtype] // ranks
 
+    kept_bytes, tower_bytes = 0, 0
+    if model.tower is not None:
+        kept_bytes = media_bytes(config.media, machine, model.tower, longest, dtype)
+        tower_bytes = tower_activations(config.media, machine, model.tower, longest, dtype)
+
     def activations(tokens: int) -> int:
-        return unpacked + activation_bytes(
+        layers = unpacked + activation_bytes(
             model, machine.device, tokens, rows, ITEM_BYTES[dtype], layout.heads,
             gathers=gathers, drafts=drafts, owners=layout.dp * layout.cp,
         )  # fmt: skip
+        return max(layers, tower_bytes)
 
     return PlanFacts(
         model=model.name,
@@ -518,6 +545,7 @@ def memory_facts(
         step_tokens=step_tokens,
         small_step_tokens=small_step,
         graph_bytes=graph_bytes(captured) if captured else 0,
+        media_bytes=kept_bytes,
         page_size=page_size,
         model_context=model.context_length,
         context_length=None if context is AUTO else context,
@@ -529,6 +557,41 @@ def memory_facts(
         num_devices=machine.num_devices,
         host_free_bytes=machine.host_free_bytes,
     )
+
+
+def choose_workers(machine: MachineFacts) -> int:
+    """Processes of an API worker that prepare media."""
+    return max(1, min(8, machine.physical_cores // 4))
+
+
+def choose_step_patches(machine: MachineFacts) -> Decision[int]:
+    if machine.device == "cpu":
+        return Decision(4096, "a CPU gains nothing from larger steps")
+    return Decision(16_384, "about as long as a large prefill step")
+
+
+def media_bytes(media: MediaConfig, machine: MachineFacts, tower: TowerFacts, context: int, dtype: str) -> int:
+    """Bytes of the embedding store: those asked for, or the default and at least the largest item that fits a context."""
+    row_bytes = tower.width * ITEM_BYTES[dtype]
+    if media.mm_cache_size is not AUTO:
+        wanted = media.mm_cache_size
+    else:
+        wanted = max(MEDIA_BYTES[machine.device], min(tower.max_positions, context) * row_bytes)
+    blocks = max(1, -(-wanted // (row_bytes * MEDIA_BLOCK_ROWS)))
+    return blocks * MEDIA_BLOCK_ROWS * row_bytes
+
+
+def media_rows(num_bytes: int, tower: TowerFacts, dtype: str) -> int:
+    """Positions that an embedding store of so many bytes holds."""
+    return num_bytes // (tower.width * ITEM_BYTES[dtype])
+
+
+def tower_activations(media: MediaConfig, machine: MachineFacts, tower: TowerFacts, context: int, dtype: str) -> int:
+    """Peak of the tower, for the largest item or the most that a step computes of several."""
+    patches = media.mm_encoder_step_tokens
+    step = choose_step_patches(machine).value if patches is AUTO else patches
+    largest = min(tower.max_positions, context) * tower.tokens_per_position
+    return max(step, largest) * tower.values_per_token * ITEM_BYTES[dtype]
 
 
 def largest_step(chunk: int, unwatched: int, context: int, rows: int) -> int:

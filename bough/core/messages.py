@@ -21,6 +21,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from bough.core.errors import no_such_token
+from bough.core.media import MediaItem
 from bough.core.sampling import SamplingParams
 
 RequestId = int
@@ -155,6 +156,10 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """Send the request's timeline with its end."""
     keep: bool = False
     """Its KV stays within reach under its name after its end, as long as memory allows, so that a `Join` can use it."""
+    media: tuple[MediaItem, ...] = ()
+    """What stands in the prompt beside text, in order; items do not overlap."""
+    positions: bytes = b""
+    """For models whose positions have several axes, if there is media: int32 [axes, prompt tokens]."""
     follows: str = ""
     """The name (`owned_name`) of a kept request whose prompt this one begins with: found to its last token, not to its last
     page."""
@@ -333,6 +338,8 @@ class End(Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    media_tokens: dict[str, int] = {}
+    """Of the prompt: positions of media, by kind ("image", "video", "audio")."""
     reasoning_tokens: int = 0
     """Output tokens before the mark that ends the reasoning; all of them, if the answer ended before it was whole."""
     reasoning_mark: int = 0

@@ -12,7 +12,7 @@ next step before it knows how many tokens this one yields. It goes by bounds unt
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +130,35 @@ class KVMoves(Struct, kw_only=True):
     """How many positions further each token stands at its target; its key is rotated by as many."""
 
 
+class Encode(Struct, kw_only=True):
+    """An item of media that the tower computes before the step's forward pass."""
+
+    features: npt.NDArray[Any]
+    """As a processor has prepared it; never written to."""
+    grid: tuple[int, ...]
+    """As `core.media.MediaItem.grid`."""
+    rows: I32
+    """Of the embedding store: where what it gives for each of the item's positions goes."""
+
+
+class StepMedia(Struct, kw_only=True):
+    """What a step has beyond tokens."""
+
+    encode: list[Encode] = []
+    at: I32 = _no_rows()
+    """Tokens of the step (places in `Step.tokens`) whose embeddings come from the store..."""
+    rows: I32 = _no_rows()
+    """...and the rows that they are in."""
+    axes_at: I32 = _no_rows()
+    """Tokens of the step whose positions have axes that differ, with those around them in their rows..."""
+    axes: npt.NDArray[np.int32] = np.empty((0, 0), np.int32)
+    """...and their positions, [axes, len(axes_at)]. All axes of other tokens are the KV position, plus their slot's turn."""
+    turn_slots: I32 = _no_rows()
+    """Slots whose turn changes, from this step on..."""
+    turns: I32 = _no_rows()
+    """...and to what: how far positions behind the media of a prompt stand from where their KV lies."""
+
+
 class Step(Struct, kw_only=True):
     """One launch. Arrays are owned by the step: nothing changes them after `commit`."""
 
@@ -168,6 +197,7 @@ class Step(Struct, kw_only=True):
     """Where a proposer runs, per row: the KV tokens that its pages hold. It may write beyond the row's own within them."""
     following_ids: I32 = _no_rows()
     """Where a proposer runs, per row: the prompt token behind its last query token. 0 where the row samples one."""
+    media: StepMedia | None = None
 
     @property
     def num_rows(self) -> int:
@@ -255,6 +285,19 @@ class Runner(Protocol):
         ...
 
 
+class MediaLimits(Struct, frozen=True, kw_only=True):
+    """What a runner can hold of media."""
+
+    num_rows: int
+    """Positions whose embeddings it keeps: those that steps are about to read, and others as a cache."""
+    step_tokens: int
+    """Tower tokens that a step computes at most, unless one item alone has more."""
+    axes: int = 0
+    """Axes of a position, where it has several; 0: it has one."""
+    atomic: bool = False
+    """As `TowerFacts.atomic`."""
+
+
 class RunnerLimits(Struct, frozen=True, kw_only=True):
     """What the computing half can hold; the deciding half plans within it."""
 
@@ -273,3 +316,5 @@ class RunnerLimits(Struct, frozen=True, kw_only=True):
     """None: attention has no use for shared spans."""
     kv_moves: bool = True
     """Whether KV that was computed at some positions can be moved to others."""
+    media: MediaLimits | None = None
+    """None: the model takes text only."""

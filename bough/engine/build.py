@@ -48,6 +48,7 @@ from bough.engine.held import Held, exchange, of_rank
 from bough.engine.inbox import Inbox as Requests
 from bough.engine.lockstep import Agreement, LockstepInbox, LockstepRunner, exchange_over
 from bough.engine.loop import Loop
+from bough.engine.media import encoder_of, media_limits
 from bough.engine.outbox import open_outbox
 from bough.engine.pipeline import PipelineRunner, open_outcomes, open_sink, run_stage, sampling_rank
 from bough.engine.places import device_index, sharing
@@ -57,6 +58,7 @@ from bough.engine.step_channels import StepChannel, StepSource, open_channel, op
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import Inbox, Launch, Outbox, Status, read_checkpoint, write_status
+from bough.ipc.features import open_features
 from bough.ipc.store import Store
 from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
@@ -75,6 +77,7 @@ from bough.runner.pooling import PoolingRunner
 from bough.runner.rehearsal import rehearsals
 from bough.sampler.processors import load_processors
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
 from bough.weights.load import Progress
 
@@ -318,6 +321,7 @@ def make_runner(
         vocab_size=facts.vocab,
         kv_moves=facts.kv_moves,
         spans=span_costs(config.device.attention_backend, specs, pool.keys[0].itemsize) if specs else None,
+        media=media_limits(facts, config, plan),
     )
     if pooling is not None:
         assert isinstance(model, PooledModel)
@@ -336,6 +340,7 @@ def make_runner(
         proposer=None if drafts is None else drafts.proposer,
         most_drafts=drafts_of_row(config.speculative) if drafts is not None else 0,
         tree_width=0 if drafts is None or (tree := tree_of(config.speculative)) is None else tree.steps + 1,
+        encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device),
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
         runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which
@@ -447,6 +452,8 @@ def serve_steps(
         enabled=config.cache.radix_cache,
     )
     queues = Queues(limits, grammars_of(config, checkpoint, limits.vocab_size))
+    if local.limits.media is not None:
+        queues.media = MediaAccount(local.limits.media, open_features)
     drafter = drafter_of(config, limits, decided)
     queues.drafter = drafter
     if config.log.tensor_dump_dir:
@@ -556,6 +563,7 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "device": resolved.config.device.device,
         "dtype": resolved.config.model.dtype,
         "kv_join": resolved.config.cache.radix_cache and pooling is None and facts.kv_moves,
+        "media": list(facts.tower.kinds) if facts.tower is not None and pooling is None else [],
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],
         "memory_table": plan.table(),

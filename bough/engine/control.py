@@ -141,6 +141,8 @@ class Control:
         live = self._queues.num_live
         if live:
             return f"the cache can't be flushed while {live} requests are running", {}
+        if self._queues.media is not None:
+            self._queues.media.store.clear()
         return "", {"pages_freed": self._cache.flush()}
 
     def _profile(self, message: Profile) -> tuple[str, Info]:

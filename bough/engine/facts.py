@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 from bough.config.concerns import DType, ModelConfig, Quantization
+from bough.config.fields import Fields
 from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.layout import Layout
 from bough.config.model_facts import ModelFacts
 from bough.config.resolve import MachineFacts, ModelPlanFacts
 from bough.config.shares import fullest_rank
+from bough.models.registry import find_architecture
+from bough.models.seeing import TOWER
 from bough.platform import DeviceFacts
 from bough.platform.cpu_dtype import fastest_dtype
 from bough.quantization.readable import rules_for
@@ -77,6 +81,7 @@ def plan_facts(
         ffn_size=max((layer.ffn.inner_values for layer in facts.layers if layer.ffn is not None), default=0),
         attention_width=max(mixer.projected for mixer in facts.mixers),
         vocab_size=facts.vocab,
+        tower=facts.tower,
         weight_share=weight_share,
         rank_kv_values=kv_values,
     )
@@ -88,8 +93,11 @@ def _sizes(checkpoint: Checkpoint, facts: ModelFacts, *, on_cpu: bool, keep_bloc
         return WeightSizes(facts.num_parameters())
     packed_params = dense_params = 0
     packed_bytes = 0.0
+    left_out = _left_out(facts)
     blocks = keep_blocks and checkpoint.kind == "gguf"
-    for tensor in checkpoint.tensors.values():
+    for name, tensor in checkpoint.tensors.items():
+        if left_out(name):
+            continue
         count = math.prod(tensor.shape)
         halves = on_cpu and tensor.kind in ("F16", "BF16") and len(tensor.shape) > 1
         bits = 16.0 if halves else KEPT_BITS.get(tensor.kind)
@@ -99,3 +107,16 @@ def _sizes(checkpoint: Checkpoint, facts: ModelFacts, *, on_cpu: bool, keep_bloc
         else:
             dense_params += count
     return WeightSizes(dense_params, math.ceil(packed_bytes), packed_params)
+
+
+def _left_out(facts: ModelFacts) -> Callable[[str], bool]:
+    """Tells the tensors of a tower that is not served."""
+    if facts.tower is not None or not Fields(facts.config).flag("language_model_only") or facts.through_transformers:
+        return lambda name: False
+    targets_of = find_architecture(facts.architecture).weights.targets_of
+
+    def left_out(name: str) -> bool:
+        targets = targets_of(name)
+        return bool(targets) and all(target.startswith(TOWER) for target in targets or ())
+
+    return left_out

@@ -9,6 +9,7 @@ from typing import Protocol
 from msgspec import structs
 
 from bough.cache.prefix import PrefixCache
+from bough.config.resolve import MEDIA_BLOCK_ROWS
 from bough.engine.loop import Laps
 from bough.observability.metrics import DRAFT_PLACES, PHASES, Sheet
 from bough.scheduler.queues import Queues
@@ -67,6 +68,7 @@ class EngineMeter:
             "page_repairs_total", "spec_accept_length", "spec_accept_rate", "spec_verify_total",
             "spec_draft_tokens_total", "spec_accepted_tokens_total", "expert_balancedness", "expert_rebalances_total",
             "expert_moves_total",
+            "media_items_total", "media_item_hits_total", "media_tower_tokens_total", "media_used_positions",
         )  # fmt: skip
         self._cells = {name: sheet.cell(name) for name in names}
         self._phases = {phase: sheet.cell("engine_seconds_total", phase) for phase in PHASES}
@@ -88,6 +90,12 @@ class EngineMeter:
     def _write(self, laps: Laps) -> None:
         queues, cache, cells = self._queues, self._cache, self._cells
         counters, size = queues.counters, cache.page_size
+        media = queues.media
+        if media is not None:
+            cells["media_items_total"].set(media.counters.items)
+            cells["media_item_hits_total"].set(media.counters.hits)
+            cells["media_tower_tokens_total"].set(media.counters.tower_tokens)
+            cells["media_used_positions"].set(media.store.num_held * MEDIA_BLOCK_ROWS)
         cells["num_running_reqs"].set(queues.num_live)
         cells["num_prefilling_reqs"].set(len(queues.prefilling))
         cells["num_queue_reqs"].set(len(queues.waiting))

@@ -99,6 +99,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("spec_accept_rate", "gauge", "Share of draft tokens accepted, recently.", "engine"),
     Metric("spec_verify_total", "counter", "Rows of decode steps, with speculative decoding.", "engine"),
+    Metric("media_items_total", "counter", "Images and other media of prompts that were admitted.", "engine"),
+    Metric("media_item_hits_total", "counter", "Media whose embeddings were stored already.", "engine"),
+    Metric("media_tower_tokens_total", "counter", "Patches that encoders have computed.", "engine"),
+    Metric("media_used_positions", "gauge", "Positions of the embedding store in use.", "engine"),
     Metric("spec_draft_tokens_total", "counter", "Draft tokens verified.", "engine"),
     Metric("spec_accepted_tokens_total", "counter", "Draft tokens accepted.", "engine"),
     Metric(

@@ -20,6 +20,7 @@ from bough.kernels.step_end import advance, verify
 from bough.kernels.step_start import SlotState, start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
+from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
 from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, nobody, sampled_rows
 
@@ -90,11 +91,12 @@ class Forward:
         at: Tensor | None,
         segments: Tensor | None = None,
         read: Read | None = None,
+        media: MediaTensors | None = None,
     ) -> Tensor:
         """Makes the step's page-table writes, and gives hidden states after the final norm at token indices `at` (all
         tokens: None). `read` gets what a proposer will need."""
         if at is not None and not len(at):
-            return self.hidden(tensors, extent, at.new_zeros(1), segments, read)[:0]
+            return self.hidden(tensors, extent, at.new_zeros(1), segments, read, media)[:0]
         state, ids = self.state, tensors.ids_T
         start_step(state, tensors, self.pool.page_size)
         tree = None
@@ -135,9 +137,12 @@ class Forward:
             inputs.tail = Tail(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
         if read is not None:
             read.inputs = inputs
+        positions_T = tensors.positions_T
+        if state.turn is not None:
+            positions_T = positions_T + state.turn[tensors.token_slots_T]
         batch = Batch(
             ids_T=ids,
-            positions_T=tensors.positions_T,
+            positions_T=positions_T,
             attention=self._attention(inputs),
             logits_at=None if whole else at,
             num_tokens=len(ids),
@@ -145,6 +150,8 @@ class Forward:
             segments_T=segments,
             taps=None if read is None else read.taps,
         )
+        if media is not None:
+            media.put(batch)
         hidden = self.model.forward(batch)
         if read is None or not whole:
             return hidden

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bough.config.resolve import SCORED_AT_ONCE
 from bough.core.messages import LogprobSpec
-from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
+from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step, StepMedia
 from bough.kernels.attention.inputs import HostLengths
 from bough.kernels.draft_tree import TreePath
 from bough.kernels.step_start import SlotState
@@ -20,6 +20,7 @@ from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
 from bough.platform.device import Device
 from bough.runner.copies import PageCopies
+from bough.runner.encoder import Encoder, MediaTensors, media_tensors
 from bough.runner.forward import AttentionFactory, Extent, Forward
 from bough.runner.graphs import Extents, Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
@@ -51,19 +52,27 @@ class ModelRunner:
         proposer: Proposer | None = None,
         most_drafts: int = 0,
         tree_width: int = 0,
+        encoder: Encoder | None = None,
     ) -> None:
         """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
         what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`. `proposer` leaves the
         drafts of `Step.proposals`, at most `most_drafts` per row; they form trees with paths of `tree_width` tokens, if that
-        is not 0."""
+        is not 0. `encoder` carries out `Step.media`; without one the model takes text only, or this stage does not begin
+        it."""
         self.samples = samples
         self.limits = limits
         self.mover = mover
         self.machine = device
         self.device = device.torch_device
         state = SlotState.make(
-            limits.num_slots, limits.pages_per_slot, self.device, most_drafts=most_drafts, trees=tree_width > 0
+            limits.num_slots,
+            limits.pages_per_slot,
+            self.device,
+            most_drafts=most_drafts,
+            trees=tree_width > 0,
+            turns=limits.media is not None and limits.media.axes > 0,
         )
+        self.encoder = encoder
         self.pool = pool
         self.forward = Forward(model, pool, state, attention, proposer, tree_width)
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
@@ -99,11 +108,24 @@ class ModelRunner:
             self.copies.copy(step.copy_from, step.copy_to, stage)
         samples = self.params.gather(step)
         states = self.hidden.of(step)
-        if self.graphs is not None and not len(step.prompt_logprobs) and states is None:
+        media = self._media(step.media) if step.media is not None else None
+        if self.graphs is not None and not len(step.prompt_logprobs) and states is None and media is None:
             launched = self._replay(self.graphs, step, samples, stage)
             if launched is not None:
                 return launched
-        return self._eager(step, samples, stage, states)
+        return self._eager(step, samples, stage, states, media)
+
+    def _media(self, media: StepMedia) -> MediaTensors | None:
+        """Turns slots, has items computed, and gives what the step reads of the store; None: nothing."""
+        turn = self.forward.state.turn
+        if turn is not None and len(media.turn_slots):
+            at = upload(media.turn_slots.astype(np.int64), self.device)
+            turn.index_copy_(0, at, upload(media.turns.astype(np.int64), self.device))
+        if self.encoder is not None and media.encode:
+            self.encoder.encode(media.encode)
+        if not len(media.at) and not len(media.axes_at):
+            return None
+        return media_tensors(media, self.encoder, self.device)
 
     def idle(self) -> None:
         """Uses a moment without work to capture a graph that was missed."""
@@ -145,7 +167,9 @@ class ModelRunner:
         self.forward.write_table(at, pages)
         self.packer.write_table(step)
 
-    def _eager(self, step: Step, samples: Samples, stage: Stage, states: HiddenWanted | None) -> Launched:
+    def _eager(
+        self, step: Step, samples: Samples, stage: Stage, states: HiddenWanted | None, media: MediaTensors | None
+    ) -> Launched:
         tensors = self.packer.upload(step, samples, stage)
         extent = Extent(
             max_query=int(step.num_query.max()),
@@ -165,7 +189,7 @@ class ModelRunner:
             at = torch.cat([at, upload(states.at, self.device)])
         launched = LaunchedStep(self, step, samples, tensors, stage)
         launched.read = self.forward.reading(step.proposals)
-        hidden = self.forward.hidden(tensors, extent, at if self.samples else None, read=launched.read)
+        hidden = self.forward.hidden(tensors, extent, at if self.samples else None, read=launched.read, media=media)
         if not self.samples:
             return launched
         if states is not None:

@@ -24,6 +24,7 @@ from bough.core.sampling import GrammarSpec
 from bough.scheduler.constrain import Gate
 from bough.scheduler.leave import end_request, make_end, output_of
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import job_media, media_key
 from bough.scheduler.queues import Compiling, Job, Queues, Waiting
 
 
@@ -36,6 +37,8 @@ def accept(queues: Queues, ask: Generate, *, now: float) -> None:
     job = _job(queues, ask, now)
     try:
         _check(queues, job, now)
+        if ask.media:
+            _open_media(queues, job)
     except BoughError as error:
         refuse(queues, job, error, now)
         return
@@ -48,6 +51,14 @@ def accept(queues: Queues, ask: Generate, *, now: float) -> None:
         if ask.thinking_budget >= 0 and ask.reasoning_end:
             job.gate = Gate(None, marker=ask.reasoning_end, before=_tail(job), budget=ask.thinking_budget)
         _enqueue(queues, job)
+
+
+def _open_media(queues: Queues, job: Job) -> None:
+    """From here on the job holds its media. Raises `BoughError`."""
+    account = queues.media
+    limits, opened = (None, None) if account is None else (account.limits, account.open_features)
+    job.media = job_media(job.ask, job.prompt, limits, opened)
+    job.key = media_key(job.key, job.media)
 
 
 def refuse(queues: Queues, job: Job, error: BoughError, now: float) -> None:

@@ -10,9 +10,10 @@ from msgspec import Struct
 
 from bough.cache.prefix import PrefixCache
 from bough.core.messages import LogprobSpec
-from bough.core.step import FROM_DEVICE, I32, I64, NO_PROPOSER, SlotSetup, Step
+from bough.core.step import FROM_DEVICE, I32, I64, NO_PROPOSER, SlotSetup, Step, StepMedia
 from bough.scheduler.leave import retract
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import MediaChunk, MediaStep
 from bough.scheduler.plan import StepPlan
 from bough.scheduler.policy import mix
 from bough.scheduler.prefill import Share
@@ -125,6 +126,8 @@ def commit(
         setups=arrays.setups,
         shared=groups.of(queues, limits, plan.decodes, _queries(plan)) if cache.enabled and num > 1 else None,
     )
+    if queues.media is not None and chunks:
+        step.media = _media(queues, chunks, plan.num_decode_tokens + sum(len(run.tokens) for run in plan.runs), index)
     if arrays.tails:
         step.copy_from = np.array([page for _, page in arrays.tails], np.int32)
         step.copy_to = np.array([queues.slots.private_pages(slot)[0] for slot, _ in arrays.tails], np.int32)
@@ -423,6 +426,19 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
             del queues.prefilling[slot]
             queues.start_running(Running(job, slot, row.node))
     return chunks
+
+
+def _media(queues: Queues, chunks: list[ChunkRow], at: int, index: int) -> StepMedia | None:
+    """What the step's chunks have of media. `at`: the first chunk's first token's place in the step."""
+    assert queues.media is not None
+    found = []
+    for chunk in chunks:
+        stop = chunk.start + chunk.num_tokens
+        found.append(MediaChunk(chunk.slot, chunk.job.id, chunk.job.media, chunk.start, stop, at))
+        at += chunk.num_tokens
+    made = MediaStep(queues.media, queues.slots.turn, index)
+    made.add_all(found)
+    return made.done()
 
 
 def _mark_scored(flight: Flight) -> None:

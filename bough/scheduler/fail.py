@@ -6,6 +6,7 @@ from bough.cache.prefix import PrefixCache
 from bough.core.errors import RequestFailed
 from bough.scheduler.commit import Flight
 from bough.scheduler.leave import end_request, let_go, make_end, release_settled, retract
+from bough.scheduler.media import lost_rows
 from bough.scheduler.queues import Leaving, Queues, Row
 
 _OOM_STEPS = 2
@@ -33,6 +34,7 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     queues.counters.failed_steps += 1
     queues.settled = step.index
     cache.drop_step(step.index)
+    lost = queues.media.store.drop_step(step.index) if queues.media is not None else set()
     out_of_memory = is_out_of_memory(error)
     queues.counters.oom_steps += out_of_memory
     prefills = {chunk.slot for chunk in flight.chunks}
@@ -54,11 +56,23 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
         else:
             _fail(queues, cache, row, error, now)
     others: list[Row] = [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]
+    if lost:
+        for other in others:
+            _drop_readers(queues, cache, other, lost)
     for other in others:
         if other.node.detached and queues.slots.live[other.slot]:
             _start_again(queues, cache, other, keep_kv=False)
     cache.settle(step.index)
     release_settled(queues, cache)
+
+
+def _drop_readers(queues: Queues, cache: PrefixCache, row: Row, lost: set[bytes]) -> None:
+    """A row of a later step that read embeddings which were never computed starts again."""
+    slot, media = row.slot, row.job.media
+    computed = int(queues.slots.kv_settled[slot])
+    if media is not None and queues.slots.live[slot] and queues.in_flight(slot) and lost_rows(media, lost, computed):
+        cache.drop_beyond(row.node, computed)
+        _start_again(queues, cache, row, keep_kv=False)
 
 
 def _row(queues: Queues, slot: int) -> Row | None:

@@ -47,6 +47,7 @@ def make_end(
         prompt_tokens=len(job.prompt),
         completion_tokens=len(output),
         cached_tokens=job.cached_tokens,
+        media_tokens=job.media.tokens() if job.media is not None else {},
         reasoning_tokens=reasoning,
         reasoning_mark=mark,
         retractions=job.retractions,
@@ -152,6 +153,8 @@ def let_go(queues: Queues, cache: PrefixCache, row: Row, *, requeue: bool, keep_
             requeue = requeue and row.requeue
             keep_kv = keep_kv and row.keep_kv
     queues.forced.pop(slot, None)
+    if queues.media is not None and row.job.media is not None:
+        queues.media.let_go(row.job.id, row.job.media)
     leaving = Leaving(row.job, slot, row.node, requeue, keep_kv)
     if requeue:
         queues.where[row.job.id] = leaving
@@ -212,7 +215,7 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
 
 def _keep(cache: PrefixCache, job: Job, node: Node, private: I32) -> I32:
     """Keeps an ended request's prompt within reach of a join. Returns the pages that are left to be freed."""
-    if not cache.enabled or node.detached:
+    if not cache.enabled or node.detached or job.media is not None:
         return private
     own = int(len(job.key) % cache.page_size > 0)
     page = int(private[0]) if own else 0

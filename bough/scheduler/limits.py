@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bough.config.concerns import AUTO, Auto, SchedulePolicy, SchedulerConfig
-from bough.core.step import RunnerLimits, SpanCosts
+from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 
 DEFAULT_CHUNK_TOKENS = 8192
 
@@ -53,6 +53,8 @@ class Limits:
     """What attention takes for shared spans; None: nothing is shared."""
     kv_moves: bool = True
     """Whether KV that was computed at some positions can be moved to others."""
+    media: MediaLimits | None = None
+    """What the device holds of media; None: the model takes text only."""
     max_retractions: int = 4
     estimate_clip_tokens: int = 4096
     """`max_new_tokens` above this count as this much when a request's memory is estimated."""
@@ -96,6 +98,7 @@ class Limits:
             vocab_size=runner.vocab_size,
             spans=runner.spans,
             kv_moves=runner.kv_moves,
+            media=runner.media,
             max_running=runner.num_slots if running is AUTO else min(_int(running), runner.num_slots),
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,

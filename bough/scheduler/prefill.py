@@ -12,6 +12,7 @@ from bough.cache.radix import Match
 from bough.core.step import I64
 from bough.scheduler.estimate import expected_output, prefill_need, running_need
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import EncodePlan
 from bough.scheduler.policy import is_starved, match, ordered
 from bough.scheduler.preempt import give_way
 from bough.scheduler.queues import Prefilling, Queues, Waiting
@@ -122,6 +123,7 @@ class _Sharing:
         self.locked: dict[int, int] = {}
         """Node -> pages of it that requests admitted in this step lock."""
         self.admitted: set[int] = set()
+        self.media = EncodePlan(queues.media) if queues.media is not None else None
         self.leaders = [(row.job.ask.namespace, row.key) for row in queues.prefilling.values()]
 
     def _kept_for_short(self) -> int:
@@ -170,6 +172,8 @@ class _Sharing:
                 return False
             over = (share.start + count) % size
             count -= over if over < count else 0
+        if count > 0 and self.media is not None and share.row.job.media is not None:
+            count = self.media.fit(share.row.job.media, share.start, count)
         if count <= 0:
             return False
         share.num_tokens = count

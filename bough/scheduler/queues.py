@@ -17,6 +17,7 @@ from bough.scheduler.drafting import NUM_DRAFT_PLACES, Drafter
 from bough.scheduler.learn import HitRate, OutputRatio, StepCost
 from bough.scheduler.limits import Limits
 from bough.scheduler.mail import Mail
+from bough.scheduler.media import JobMedia, MediaAccount
 from bough.scheduler.slots import NEVER, SlotTable
 
 _NO_IDS = np.empty(0, np.int32)
@@ -33,7 +34,8 @@ class Job(Struct, kw_only=True, eq=False):
     id: int
     prompt: Ids
     key: I64
-    """The prompt as the tree sees it."""
+    """The prompt as the tree sees it: ids of media stand for their content."""
+    media: JobMedia | None = None
     seq: int
     """Order of arrival."""
     limit: int
@@ -286,6 +288,8 @@ class Queues:
         self.moves: list[KVMoves] = []
         """KV to be moved before the next step computes anything."""
         self.deadlines: list[tuple[float, int]] = []
+        self.media: MediaAccount | None = None
+        """None: the model takes text only."""
         self.drafter: Drafter | None = None
         """Makes drafts for decode rows; None: each of them yields one token a step."""
         self.mail = Mail()

@@ -71,6 +71,8 @@ class SlotTable:
         """Somebody sees its tokens arrive."""
         self.pinned: Bool = np.zeros(n, np.bool_)
         """Retracted too often: its memory is reserved to the end, and it is not retracted again."""
+        self.turn: I32 = np.zeros(n, np.int32)
+        """How far positions stand from where their KV lies, as the device has it (`StepMedia.turns`)."""
         self.dirty: dict[int, tuple[int, int]] = {}
         """Page-table entries `lo..hi` that the device does not have yet."""
         self._free = list(range(n - 1, -1, -1))

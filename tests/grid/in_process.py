@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from drafting import Answers, drafter
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
 from bough.core.grammar import GrammarQueue
+from bough.core.media import MediaItem
 from bough.core.messages import (
     End,
     Generate,
@@ -26,15 +29,18 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.core.sampling import SamplingParams
-from bough.core.step import RunnerLimits, SpanCosts
+from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 from bough.engine.attention import attention_factory
 from bough.engine.loop import Loop
 from bough.layers.batch import Model, attention_specs
+from bough.layers.decoder import Decoder
 from bough.memory.mha import KVPool, KVShape
 from bough.platform import Device
+from bough.runner.encoder import Encoder
 from bough.runner.model_runner import ModelRunner
 from bough.runner.proposing import Proposer
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
 
 
@@ -77,6 +83,10 @@ class Setup:
     eviction: EvictionPolicy = "lru"
     conservativeness: float = 1.0
     """Small: more rows are admitted than memory will do for, and retracted."""
+    media_rows: int = 512
+    """Of the embedding store, for models that see."""
+    step_patches: int = 4096
+    """Tower tokens of a step."""
     drafts: str = "none"
     """Where drafts come from (see drafting.py)."""
     most_drafts: int = 3
@@ -121,6 +131,13 @@ class Mailbox:
                     answer.prompt_logprobs = extra.prompt_logprobs
 
 
+def _media_limits(model: Model, setup: Setup) -> MediaLimits | None:
+    if not isinstance(model, Decoder) or model.tower is None:
+        return None
+    axes = max((len(layer.attn.rope.sections) for layer in model.layers), default=0)  # type: ignore[union-attr]
+    return MediaLimits(num_rows=setup.media_rows, step_tokens=setup.step_patches, axes=axes)
+
+
 class InProcess:
     """An engine over `model`, set up one way."""
 
@@ -145,6 +162,7 @@ class InProcess:
             context_length=setup.context_length,
             max_step_tokens=max(setup.chunk_tokens, slots),
             vocab_size=vocab_size,
+            media=_media_limits(model, setup),
         )
         specs = attention_specs(model) + ([] if proposer is None else attention_specs(proposer.network))
         shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
@@ -158,10 +176,13 @@ class InProcess:
             setup.v_scales,
         )
         factory = attention_factory(setup.attention, device.torch_device)
+        encoder = None
+        if isinstance(model, Decoder) and model.tower is not None:
+            encoder = Encoder(model.tower, setup.media_rows, setup.dtype, device.torch_device)
         runner = self.runner = ModelRunner(
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0,
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
-            tree_width=0 if proposer is None else proposer.tree_width,
+            tree_width=0 if proposer is None else proposer.tree_width, encoder=encoder,
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(
@@ -182,6 +203,9 @@ class InProcess:
             max_step_drafts=64,
         )
         self.queues = Queues(limits, grammars)
+        self.features: dict[str, npt.NDArray[np.generic]] = {}
+        if self.limits.media is not None:
+            self.queues.media = MediaAccount(self.limits.media, lambda given: self.features[given.path])
         self.queues.drafter = drafter(
             setup.drafts, slots, overlaps=setup.overlap, answers=answers, most_drafts=setup.most_drafts
         )
@@ -203,7 +227,13 @@ class InProcess:
         self._next_id = 0
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, logprobs: LogprobSpec | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        logprobs: LogprobSpec | None = None,
+        *,
+        media: tuple[MediaItem, ...] = (),
+        positions: bytes = b"",
     ) -> int:
         self._next_id += 1
         self.mailbox.incoming.append(
@@ -214,6 +244,8 @@ class InProcess:
                 sampling=sampling,
                 stream=self.stream,
                 logprobs=logprobs,
+                media=media,
+                positions=positions,
             )
         )
         return self._next_id

@@ -1,0 +1,36 @@
+"""What an engine has of media: its limits, and the encoder that computes them."""
+
+from __future__ import annotations
+
+import torch
+
+from bough.config.concerns import Config
+from bough.config.memory_plan import MemoryPlan
+from bough.config.model_facts import ModelFacts
+from bough.config.resolve import media_rows
+from bough.core.step import MediaLimits, RunnerLimits
+from bough.layers.batch import Model
+from bough.layers.decoder import Decoder
+from bough.platform import Device
+from bough.runner.encoder import Encoder
+
+
+def media_limits(facts: ModelFacts, config: Config, plan: MemoryPlan) -> MediaLimits | None:
+    """What the engine can hold of media; None: it takes text only."""
+    tower, patches = facts.tower, config.media.mm_encoder_step_tokens
+    if tower is None:
+        return None
+    assert isinstance(patches, int), "decided by now"
+    return MediaLimits(
+        num_rows=media_rows(plan.media_bytes, tower, config.model.dtype),
+        step_tokens=patches,
+        axes=max((len(rope.sections) for rope in facts.ropes if rope is not None), default=0),
+        atomic=tower.atomic,
+    )
+
+
+def encoder_of(model: Model, limits: RunnerLimits, dtype: torch.dtype, device: Device) -> Encoder | None:
+    """What computes media on this rank; None: nothing does."""
+    if limits.media is None or not isinstance(model, Decoder) or model.tower is None:
+        return None
+    return Encoder(model.tower, limits.media.num_rows, dtype, device.torch_device)

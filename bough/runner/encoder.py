@@ -1,0 +1,67 @@
+"""Media on the device: runs the tower over a step's items, keeps what it gives in a store of rows, and hands a step the rows
+that it reads. Which rows hold what is decided by `scheduler.media`. M tokens of media, W width of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bough.core.step import Encode, StepMedia
+from bough.layers.batch import Batch, BatchMedia
+from bough.layers.tower import Tower, TowerInput
+from bough.memory.transfer import upload
+
+
+class Encoder:
+    """A tower and the store of its results."""
+
+    def __init__(self, tower: Tower, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tower = tower
+        self.device = device
+        self.store_RW = torch.zeros(num_rows, tower.width, dtype=dtype, device=device)
+
+    def encode(self, work: Sequence[Encode]) -> None:
+        """Computes items, all of them in one pass, into their rows. Queues device work only."""
+        inputs = [TowerInput(upload(_writable(each.features), self.device), each.grid) for each in work]
+        out_MW = self.tower(inputs)
+        rows = upload(np.concatenate([each.rows for each in work]).astype(np.int64), self.device)
+        self.store_RW.index_copy_(0, rows, out_MW.to(self.store_RW.dtype))
+
+
+def _writable(features: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Torch warns of memory that it could not write to, though nothing does."""
+    return features if features.flags.writeable else features.copy()
+
+
+@dataclass(slots=True)
+class MediaTensors:
+    """What a forward pass has of media."""
+
+    values: BatchMedia | None
+    axes_at: Tensor | None
+    """int64 tokens whose positions have axes of their own..."""
+    axes: Tensor | None
+    """...and those, int64 [axes, tokens]."""
+
+    def put(self, batch: Batch) -> None:
+        """Completes a batch, whose `positions_T` are those of the other tokens."""
+        batch.media = self.values
+        if self.axes is not None and self.axes_at is not None:
+            batch.axes_AT = batch.positions_T.repeat(len(self.axes), 1).index_copy_(1, self.axes_at, self.axes)
+
+
+def media_tensors(media: StepMedia, encoder: Encoder | None, device: torch.device) -> MediaTensors:
+    """The step's rows of the store. Without an encoder (a later stage of a pipeline) only its positions."""
+    values = axes_at = axes = None
+    if encoder is not None and len(media.at):
+        at_M, rows_M = (upload(each.astype(np.int64), device) for each in (media.at, media.rows))
+        values = BatchMedia(at_M, encoder.store_RW.index_select(0, rows_M))
+    if len(media.axes_at):
+        axes_at, axes = upload(media.axes_at.astype(np.int64), device), upload(media.axes.astype(np.int64), device)
+    return MediaTensors(values, axes_at, axes)

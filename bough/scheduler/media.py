@@ -1,0 +1,379 @@
+"""Media in the scheduler: which items' embeddings the device has, and what of them a step computes and reads.
+
+The device keeps embeddings in a store of rows, one for each position of an item. This is its account: the host decides which
+rows an item gets and when they are given to another one, and every step names the rows it writes and reads. Steps run in
+order, so that rows may be given away as soon as the last step that reads them is committed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from bough.config.resolve import MEDIA_BLOCK_ROWS
+from bough.core.errors import BoughError, InvalidRequest, RequestFailed
+from bough.core.media import KEY_BYTES, Features, MediaItem, key_ids
+from bough.core.messages import Generate, Ids
+from bough.core.step import I32, I64, Encode, MediaLimits, StepMedia
+
+Open = Callable[[Features], npt.NDArray[np.generic]]
+"""Opens the features of an item. Raises `OSError` or `ValueError` if they are gone, or are others."""
+
+
+class JobMedia:
+    """The media of one request."""
+
+    def __init__(self, items: Sequence[MediaItem], prompt: Ids, positions: npt.NDArray[np.int32] | None) -> None:
+        self.items = tuple(items)
+        self.starts = [item.start for item in items]
+        self.stops = [item.stop for item in items]
+        found = [item.start + np.flatnonzero(prompt[item.start : item.stop] == item.token) for item in items]
+        self.places: I64 = np.concatenate(found) if found else np.empty(0, np.int64)
+        """Positions of the prompt that get embeddings, in order."""
+        self.first_place = np.cumsum([0, *(len(each) for each in found)]).tolist()
+        self.positions = positions
+        """[axes, prompt tokens]; None: positions have one axis."""
+        self.num_prompt = len(prompt)
+        self.features: dict[str, npt.NDArray[np.generic]] = {}
+        """Those of the items, opened, by path."""
+
+    @property
+    def end_turn(self) -> int:
+        """How far positions behind the prompt stand from where their KV lies."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - self.num_prompt
+
+    def tokens(self) -> dict[str, int]:
+        """Positions of the prompt, by kind of media."""
+        counts: Counter[str] = Counter()
+        for item in self.items:
+            counts[item.kind] += item.count
+        return dict(counts)
+
+    def between(self, start: int, stop: int) -> range:
+        """Numbers of the items that have a position in `start .. stop - 1`."""
+        return range(bisect_right(self.stops, start), bisect_left(self.starts, stop))
+
+    def features_of(self, item: MediaItem) -> npt.NDArray[np.generic]:
+        whole = self.features[item.features.path]
+        return whole[item.first : item.last] if item.last else whole
+
+
+def job_media(ask: Generate, prompt: Ids, limits: MediaLimits | None, open_features: Open | None) -> JobMedia:
+    """The media of a request, with their features opened. Raises `BoughError` if they can't be computed, or if what the
+    message says of them does not hold."""
+    if limits is None or open_features is None:
+        raise InvalidRequest(
+            what="the request has media", why="the served model takes text only", fix="send text", param="messages"
+        )
+    _check(ask, prompt, limits)
+    positions = None
+    if limits.axes:
+        positions = np.frombuffer(ask.positions, "<i4").reshape(limits.axes, len(prompt))
+    media = JobMedia(ask.media, prompt, positions)
+    try:
+        for item in ask.media:
+            if item.features.path not in media.features:
+                media.features[item.features.path] = open_features(item.features)
+    except (OSError, ValueError) as error:
+        raise RequestFailed(
+            what="the request's media can't be read", why="their memory is gone", fix="send the request again"
+        ) from error
+    return media
+
+
+def _check(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
+    before = 0
+    for item in ask.media:
+        held = int(np.count_nonzero(prompt[item.start : item.stop] == item.token))
+        fits = before <= item.start < item.stop <= len(prompt) and held == item.count > 0
+        if not fits or len(item.key) != KEY_BYTES:
+            raise _malformed("an item does not stand where it says")
+        if -(-item.count // MEDIA_BLOCK_ROWS) > limits.num_rows // MEDIA_BLOCK_ROWS:
+            raise InvalidRequest(
+                what=f"an {item.kind} takes {item.count:,} positions, at most {limits.num_rows:,} can be kept",
+                why="embeddings are kept until the prompt is computed (--mm-cache-size)",
+                fix="send a smaller one, or start the server with a larger --mm-cache-size",
+                param="messages",
+            )
+        before = item.stop
+    if len(ask.positions) != 4 * limits.axes * len(prompt):
+        raise _malformed("positions are not as many as tokens")
+
+
+def _malformed(why: str) -> BoughError:
+    return RequestFailed(what="the request's media can't be used", why=why)
+
+
+def media_key(key: I64, media: JobMedia) -> I64:
+    """A prompt's radix key with ids that stand for the content of its media."""
+    key = key.copy()
+    for item, first, last in zip(media.items, media.first_place, media.first_place[1:], strict=False):
+        key[media.places[first:last]] = key_ids(item.key, last - first)
+    return key
+
+
+class Kept(Struct, eq=False):
+    """An item whose embeddings are in the store, or will be once the steps in flight have run."""
+
+    rows: I32
+    blocks: list[int]
+    step: int
+    """The step that computes it."""
+    users: set[int] = set()
+    """Requests whose prompts are in the middle of it."""
+
+
+class EmbeddingStore:
+    """Which rows of the store hold which item. Items that no request is in the middle of stay as a cache, the one that was
+    used longest ago going first."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.kept: OrderedDict[bytes, Kept] = OrderedDict()
+        self.num_blocks = num_rows // MEDIA_BLOCK_ROWS
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._used = 0
+        """Blocks of items that some request is in the middle of."""
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free, or hold what no request needs now."""
+        return self.num_blocks - self._used
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that hold something."""
+        return self.num_blocks - len(self._free)
+
+    def take(self, key: bytes, count: int, user: int, step: int) -> tuple[I32, bool]:
+        """The rows of an item for a request, and whether `step` has to compute it. There must be room."""
+        kept = self.kept.get(key)
+        fresh = kept is None
+        if kept is None:
+            blocks = self._alloc(blocks_of(count))
+            rows = (np.array(blocks)[:, None] * MEDIA_BLOCK_ROWS + np.arange(MEDIA_BLOCK_ROWS)).reshape(-1)[:count]
+            kept = self.kept[key] = Kept(rows.astype(np.int32), blocks, step)
+        self.kept.move_to_end(key)
+        if not kept.users:
+            self._used += len(kept.blocks)
+        kept.users.add(user)
+        return kept.rows, fresh
+
+    def let_go(self, key: bytes, user: int) -> None:
+        """The request has no more use for the item."""
+        kept = self.kept.get(key)
+        if kept is not None and user in kept.users:
+            kept.users.remove(user)
+            if not kept.users:
+                self._used -= len(kept.blocks)
+
+    def drop_step(self, step: int) -> set[bytes]:
+        """`step` has failed. Returns the keys of what it was to compute: their rows hold anything."""
+        lost = {key for key, kept in self.kept.items() if kept.step == step}
+        for key in lost:
+            self._drop(key)
+        return lost
+
+    def clear(self) -> int:
+        """Forgets all items that no request is in the middle of. Returns how many."""
+        unused = [key for key, kept in self.kept.items() if not kept.users]
+        for key in unused:
+            self._drop(key)
+        return len(unused)
+
+    def _alloc(self, count: int) -> list[int]:
+        while len(self._free) < count:
+            oldest = next(key for key, kept in self.kept.items() if not kept.users)
+            self._drop(oldest)
+        taken = self._free[-count:]
+        del self._free[-count:]
+        return taken
+
+    def _drop(self, key: bytes) -> None:
+        kept = self.kept.pop(key)
+        if kept.users:
+            self._used -= len(kept.blocks)
+        self._free += kept.blocks
+
+
+def blocks_of(count: int) -> int:
+    return -(-count // MEDIA_BLOCK_ROWS)
+
+
+class MediaCounters(Struct):
+    """Since the start."""
+
+    items: int = 0
+    """Items of requests whose prompts reached them: computed, or found in the store."""
+    hits: int = 0
+    """Of those, found."""
+    tower_tokens: int = 0
+    """Computed."""
+
+
+class MediaAccount:
+    """What the scheduler knows of media: the store, what steps may compute, and what they did."""
+
+    def __init__(self, limits: MediaLimits, open_features: Open) -> None:
+        self.limits = limits
+        self.open_features = open_features
+        self.store = EmbeddingStore(limits.num_rows)
+        self.counters = MediaCounters()
+
+    def let_go(self, job_id: int, media: JobMedia) -> None:
+        """A request leaves its slot, for good or to come back."""
+        for item in media.items:
+            self.store.let_go(item.key, job_id)
+
+
+class EncodePlan:
+    """One step's media in the making: which items fit into it. Pure: the store is changed by `MediaStep`."""
+
+    def __init__(self, account: MediaAccount) -> None:
+        self._store = account.store
+        self._limits = account.limits
+        self._blocks = account.store.num_available
+        self._tokens = account.limits.step_tokens
+        self._counted: set[bytes] = set()
+        self._encodes = False
+
+    def fit(self, media: JobMedia, start: int, count: int) -> int:
+        """How many of the `count` tokens from `start` on the step can have: those before the first item that must wait."""
+        for number in media.between(start, start + count):
+            item = media.items[number]
+            if item.key not in self._counted and not self._has_room(item):
+                return max(0, item.start - start)
+            self._counted.add(item.key)
+        return count
+
+    def _has_room(self, item: MediaItem) -> bool:
+        kept = self._store.kept.get(item.key)
+        if kept is not None and kept.users:
+            return True
+        blocks = blocks_of(item.count)
+        if blocks > self._blocks:
+            return False
+        if kept is None:
+            if item.cost > self._tokens and self._encodes:
+                return False
+            self._encodes = True
+            self._tokens -= item.cost
+        self._blocks -= blocks
+        return True
+
+
+class MediaChunk(Struct):
+    """A prompt's chunk, as far as media are concerned."""
+
+    slot: int
+    job_id: int
+    media: JobMedia | None
+    start: int
+    stop: int
+    at: int
+    """Its first token's place in the step."""
+
+
+class MediaStep:
+    """Makes `StepMedia` of the chunks of a step: the store changes as planned."""
+
+    def __init__(self, account: MediaAccount, turns: I32, step: int) -> None:
+        """`turns`: by slot, what the device has; brought up to date here."""
+        self._account = account
+        self._turns = turns
+        self._step = step
+        self._encode: list[Encode] = []
+        self._at: list[I64] = []
+        self._rows: list[I32] = []
+        self._axes_at: list[I64] = []
+        self._axes: list[npt.NDArray[np.int32]] = []
+        self._turned: dict[int, int] = {}
+        self._passed: list[tuple[bytes, int]] = []
+
+    def add_all(self, chunks: Sequence[MediaChunk]) -> None:
+        store = self._account.store
+        for chunk in chunks:  # what is there stays there while others' items get their rows
+            if chunk.media is not None:
+                for number in chunk.media.between(chunk.start, chunk.stop):
+                    item = chunk.media.items[number]
+                    if item.key in store.kept:
+                        store.take(item.key, item.count, chunk.job_id, self._step)
+        for chunk in chunks:
+            self._add(chunk)
+
+    def _add(self, chunk: MediaChunk) -> None:
+        media = chunk.media
+        turn = 0
+        if media is not None:
+            numbers = media.between(chunk.start, chunk.stop)
+            for number in numbers:
+                self._read(chunk, media, number)
+            turn = self._turn_of(chunk, media, with_media=bool(numbers))
+        if turn != self._turns[chunk.slot]:
+            self._turns[chunk.slot] = self._turned[chunk.slot] = turn
+
+    def _read(self, chunk: MediaChunk, media: JobMedia, number: int) -> None:
+        item, counters = media.items[number], self._account.counters
+        rows, fresh = self._account.store.take(item.key, item.count, chunk.job_id, self._step)
+        if fresh:
+            self._encode.append(Encode(features=media.features_of(item), grid=item.grid, rows=rows))
+            counters.tower_tokens += item.cost
+        if item.start >= chunk.start:
+            counters.items += 1
+            counters.hits += not fresh
+        first, last = media.first_place[number], media.first_place[number + 1]
+        places = media.places[first:last]
+        lo, hi = np.searchsorted(places, (chunk.start, chunk.stop))
+        self._at.append(places[lo:hi] - chunk.start + chunk.at)
+        self._rows.append(rows[lo:hi])
+        if item.stop <= chunk.stop:
+            self._passed.append((item.key, chunk.job_id))
+
+    def _turn_of(self, chunk: MediaChunk, media: JobMedia, *, with_media: bool) -> int:
+        """The slot's turn from now on. Chunks with media bring their positions with them."""
+        if media.positions is None:
+            return 0
+        if not with_media:
+            inside = chunk.start < media.num_prompt
+            return int(media.positions[0, chunk.start]) - chunk.start if inside else media.end_turn
+        self._axes_at.append(np.arange(chunk.at, chunk.at + chunk.stop - chunk.start))
+        self._axes.append(positions_of(media, chunk.start, chunk.stop))
+        return media.end_turn if chunk.stop >= media.num_prompt else int(self._turns[chunk.slot])
+
+    def done(self) -> StepMedia | None:
+        """Call once, after the last chunk. None: the step has no media, and no slot's turn changes."""
+        for key, job_id in self._passed:
+            self._account.store.let_go(key, job_id)
+        if not self._at and not self._turned:
+            return None
+        made = StepMedia(encode=self._encode)
+        if self._at:
+            made.at = np.concatenate(self._at).astype(np.int32)
+            made.rows = np.concatenate(self._rows)
+        if self._axes:
+            made.axes_at = np.concatenate(self._axes_at).astype(np.int32)
+            made.axes = np.concatenate(self._axes, axis=1)
+        if self._turned:
+            made.turn_slots = np.array(list(self._turned), np.int32)
+            made.turns = np.array(list(self._turned.values()), np.int32)
+        return made
+
+
+def positions_of(media: JobMedia, start: int, stop: int) -> npt.NDArray[np.int32]:
+    """[axes, stop - start]: positions of tokens of a prompt, and of an answer behind it."""
+    assert media.positions is not None
+    cut = min(stop, media.num_prompt)
+    inside = media.positions[:, start:cut]
+    if stop <= media.num_prompt:
+        return inside
+    rest = np.arange(max(start, cut), stop, dtype=np.int32) + media.end_turn
+    return np.concatenate([inside, np.broadcast_to(rest, (len(inside), len(rest)))], axis=1).astype(np.int32)
+
+
+def lost_rows(media: JobMedia, lost: set[bytes], computed: int) -> bool:
+    """Whether what a request computes beyond its first `computed` tokens depends on an item among `lost`."""
+    return any(item.key in lost and item.stop > computed for item in media.items)
