@@ -20,9 +20,12 @@ from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions,
 from bough.intake.driver import Driver, DriverClosed
 from bough.intake.endings import as_error
 from bough.intake.joins import parse_join
+from bough.intake.media_fields import NATIVE_MEDIA
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.intake.sampling import sampling_defaults
 from bough.launch import Programs, Running, start
+from bough.multimodal.media import media_of
+from bough.multimodal.own import own_media
 from bough.platform.processor import can_wait_busily
 from bough.tokenizer import Tokenizer, tokenizer_of
 
@@ -72,6 +75,7 @@ class Engine:
         prompt: str | Sequence[str] | None = None,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        image_data: Any = None,
         *,
         return_logprob: bool | Sequence[bool] | None = None,
         logprob_start_len: int | Sequence[int] | None = None,
@@ -90,14 +94,16 @@ class Engine:
     ) -> Answers | Iterator[Json]:
         """Generates for one prompt (a dict) or many (a list of dicts): `{"text", "output_ids", "meta_info"}`.
 
-        `sampling_params`, `rid` and the logprob options may be lists with one entry a prompt. With `stream`, an iterator
-        of such dicts, each with all text so far; in a batch they carry `index`. Leaving the iterator early ends the
-        requests. `others`: SGLang's fields for what is not served here, taken while they are off (`lora_path=[None]`).
+        `image_data`: the prompt's images, one or a list: PIL images, arrays (uint8, height x width x 3), bytes, paths, URLs;
+        of several prompts a list with one such entry for each. `sampling_params`, `rid` and the logprob options may be lists
+        with one entry a prompt. With `stream`, an iterator of such dicts, each with all text so far; in a batch they carry
+        `index`. Leaving the iterator early ends the requests. `others`: SGLang's fields for what is not served here, taken
+        while they are off (`lora_path=[None]`).
         Raises `InvalidRequest`, and what a lone request failed with: `RequestFailed`, `DeadlineExceeded`, ...
         """
         batch = self._batch({
             "text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream,
-            "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
+            "image_data": image_data, "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
             "top_logprobs_num": top_logprobs_num, "token_ids_logprob": token_ids_logprob,
             "processed_logprobs": processed_logprobs, "return_text_in_logprobs": return_text_in_logprobs,
             "return_hidden_states": return_hidden_states, "rid": rid, "priority": priority,
@@ -329,9 +335,14 @@ class Engine:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     async def _open_intake(self) -> Intake:
+        facts = self._running.facts
+        media = media_of(
+            self.config, self._checkpoint, self.tokenizer,
+            kinds=facts.get("media", ()), context_length=facts["context_length"],
+        )  # fmt: skip
         intake = Intake.from_facts(
-            self._running.endpoints, self._running.facts, self.tokenizer,
-            truncate=self.config.server.allow_auto_truncate, parallel=self._running.config.parallel,
+            self._running.endpoints, facts, self.tokenizer,
+            truncate=self.config.server.allow_auto_truncate, parallel=self._running.config.parallel, media=media,
         )  # fmt: skip
         self._pooler = Pooler(
             intake,
@@ -371,8 +382,11 @@ class Engine:
             self._driver.submit(self._intake.close()).result(5)
 
     def _batch(self, fields: Json) -> NativeBatch:
+        own = {
+            name: own_media(fields[name], self.config.media) for name in NATIVE_MEDIA if fields.get(name) is not None
+        }
         return native_batch(
-            fields,
+            {**fields, **own},
             defaults=self._defaults,
             want_text=self.tokenizer is not None,
             every=self.config.scheduler.stream_interval,

@@ -152,6 +152,8 @@ def model_info(service: Service) -> Json:
         "tokenizer_path": model.tokenizer or model.model or served.name,
         "served_model_name": served.name,
         "is_generation": served.facts.get("pooling") is None,
+        "has_image_understanding": "image" in served.facts.get("media", ()),
+        "has_audio_understanding": "audio" in served.facts.get("media", ()),
         "architectures": [served.facts["architecture"]] if "architecture" in served.facts else [],
         "max_model_len": served.context_length,
         "vocab_size": served.facts.get("vocab_size"),
@@ -161,6 +163,4 @@ def model_info(service: Service) -> Json:
         "tool_call_parser": served.tool_parser,
         "has_chat_template": template is not None,
         "role_affixes": affixes,
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
     }

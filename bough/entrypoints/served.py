@@ -14,6 +14,7 @@ from bough.config.served_names import served_names, with_own_name
 from bough.entrypoints.fim import choose_format
 from bough.entrypoints.service import Served
 from bough.intake.sampling import sampling_defaults
+from bough.multimodal.media import Media
 from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning_format, tool_format
 from bough.tokenizer import Tokenizer, tokenizer_of
 
@@ -35,9 +36,14 @@ def load_tokenizer_side(config: Config, checkpoint: Checkpoint) -> Tokenizer | N
 
 
 def make_served(
-    config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer | None, facts: Mapping[str, Any]
+    config: Config,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    facts: Mapping[str, Any],
+    media: Media | None = None,
 ) -> Served:
-    """The model as clients will know it. `facts`: what the engine said when it was ready."""
+    """The model as clients will know it. `facts`: what the engine said when it was ready; `media`: what prepares media, if
+    the model takes any."""
     names, patterns = served_names(with_own_name(config.model.served_model_name, checkpoint.name))
     name = names[0]
     template = tokenizer.chat_template.source if tokenizer is not None and tokenizer.chat_template is not None else ""
@@ -59,6 +65,7 @@ def make_served(
         format="gguf" if checkpoint.kind == "gguf" else "safetensors",
         stored_as=_stored_as(checkpoint),
         num_parameters=num_parameters(checkpoint, facts),
+        markers=media.markers() if media is not None and tokenizer is not None else {},
         facts=facts,
     )
 

@@ -79,6 +79,8 @@ class Served:
     """The type that most of the weights have in their files: Q4_K, BF16 ...; empty if there are no files."""
     num_parameters: int = 0
     """Weights of the model; 0: not known."""
+    markers: Mapping[str, str] = field(default_factory=dict)
+    """By kind of media: what stands for one in a prompt whose template writes nothing."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the engine said when it was ready. `media`: the kinds of media that the model takes, if any."""
 

@@ -6,6 +6,7 @@ from msgspec import structs
 
 from bough.core.messages import Generate, Ids, TextSpec, owned_name, pack_ids
 from bough.core.sampling import SamplingParams
+from bough.intake.prompted import PromptMedia
 from bough.intake.request import Request
 from bough.tokenizer import Tokenizer
 
@@ -24,6 +25,7 @@ def compose(
     namespace: str,
     eos_ids: tuple[int, ...],
     tokenizer: Tokenizer | None,
+    media: PromptMedia | None = None,
 ) -> Generate:
     """What all of the request's answers have in common; `for_answer` makes the message of each."""
     text = text_spec(request, prompt, sampling, tokenizer)
@@ -48,7 +50,9 @@ def compose(
         reasoning_open=request.reasoning_forced,
         thinking_budget=request.thinking_budget,
         speculate=request.speculate,
-        keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool,
+        keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool and not media,
+        media=media.items if media is not None else (),
+        positions=media.positions(prompt) if media is not None else b"",
     )
 
 

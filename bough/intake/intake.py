@@ -47,11 +47,13 @@ from bough.intake.joins import Joins, session_namespace
 from bough.intake.limits import Limits
 from bough.intake.names import random_name
 from bough.intake.prepare import Preparer, goes_on_from_join
+from bough.intake.prompted import Prompted
 from bough.intake.replicas import Replicas, merged
 from bough.intake.request import Request, pieces
 from bough.intake.sessions import SessionParams, Sessions, Turn
 from bough.intake.stream import Stream
 from bough.ipc import AsyncInbox, Endpoints, read_status
+from bough.multimodal.media import Lease, Media
 from bough.observability.requests import RequestMeter
 from bough.observability.trace import CURRENT
 from bough.tokenizer import Tokenizer, TokenizerPool
@@ -79,11 +81,13 @@ class Intake:
         processors: frozenset[str] | None = None,
         truncate: bool = False,
         parallel: ParallelConfig | None = None,
+        media: Media | None = None,
     ) -> None:
         """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways.
         `pools`: whether the model pools; requests of the other kind are refused. `processors`: the logit processors
         that requests may name. None: any are sent. `truncate`: what is too long is cut, not refused. `parallel`: how many
-        engines there are, and how requests are spread over them; None: there is one."""
+        engines there are, and how requests are spread over them; None: there is one. `media`: what prepares images and the
+        like; None: the model takes text only."""
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.vocab_size = vocab_size
@@ -109,8 +113,11 @@ class Intake:
         self.joins = Joins(self.call, tokenizer, self._parallel.num_schedulers)
         limits = Limits(context_length, vocab_size, tokenizer, truncate=truncate)
         self._preparer = Preparer(
-            limits, self.tokenizers, self.sessions, self.joins, pools=pools, processors=processors
+            limits, self.tokenizers, self.sessions, self.joins, pools=pools, processors=processors, media=media
         )
+        self.media = media
+        self._leases: dict[int, Lease] = {}
+        """By stream: the media that it uses."""
         self._searches: set[Search] = set()
         self._names: Counter[tuple[str, str]] = Counter()
         """How many streams each name has, by tenant."""
@@ -129,6 +136,7 @@ class Intake:
         gate: Gate | None = None,
         truncate: bool = False,
         parallel: ParallelConfig | None = None,
+        media: Media | None = None,
     ) -> Intake:
         """From what the engine said when it was ready."""
         return cls(
@@ -143,6 +151,7 @@ class Intake:
             processors=frozenset(facts["logit_processors"]) if "logit_processors" in facts else None,
             truncate=truncate,
             parallel=parallel,
+            media=media,
         )
 
     async def start(self) -> None:
@@ -165,6 +174,8 @@ class Intake:
         self._replicas.close()
         if self.tokenizers is not None:
             self.tokenizers.close()
+        if self.media is not None:
+            self.media.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -200,14 +211,21 @@ class Intake:
         self, requests: Sequence[Request], places: list[Place], streams: list[list[Stream]]
     ) -> None:
         prompts = await self._preparer.prompts(requests)
-        samplings = await self._preparer.samplings(requests, prompts)
-        self._check_alive()
-        outgoing: list[Generate] = []
-        for request, prompt, sampling in zip(requests, prompts, samplings, strict=True):
-            if sampling.beam_width == 1:
-                streams.append(self._begin(request, prompt, sampling, places, outgoing))
-            else:
-                streams.append(self._search(request, prompt, sampling, places))
+        begun = 0
+        try:
+            samplings = await self._preparer.samplings(requests, [prompt.ids for prompt in prompts])
+            self._check_alive()
+            outgoing: list[Generate] = []
+            for request, prompt, sampling in zip(requests, prompts, samplings, strict=True):
+                if sampling.beam_width == 1:
+                    streams.append(self._begin(request, prompt, sampling, places, outgoing))
+                else:
+                    streams.append(self._search(request, prompt, sampling, places))
+                begun += 1
+        except BaseException:
+            for prompt in prompts[begun:]:
+                prompt.let_go()
+            raise
         self._replicas.send_all(outgoing)
 
     async def collect(self, request: Request) -> list[Delta]:
@@ -399,8 +417,11 @@ class Intake:
                 prompt = sum(len(group[0].prompt) for group in streams)
                 quota.used(tenant, requests=sum(map(len, streams)), prompt=prompt, charged=charged)
 
-    def _search(self, request: Request, prompt: Ids, sampling: SamplingParams, places: list[Place]) -> list[Stream]:
+    def _search(
+        self, request: Request, prompted: Prompted, sampling: SamplingParams, places: list[Place]
+    ) -> list[Stream]:
         """Begins a beam search: its steps are requests of their own, its answers come all at once."""
+        prompt, media = prompted
         stops = frozenset([*(() if sampling.ignore_eos else self._eos_ids), *sampling.stop_token_ids])
         beams.check(request, sampling, len(stops))
         rid = request.rid or random_name()
@@ -424,7 +445,7 @@ class Intake:
         async def ask(prompts: Sequence[Ids]) -> list[Delta]:
             self._check_alive()
             outgoing: list[Generate] = []
-            asked = [self._begin(inner, each, one, [], outgoing, metered=False)[0] for each in prompts]
+            asked = [self._begin(inner, Prompted(each, media), one, [], outgoing, metered=False)[0] for each in prompts]
             try:
                 self._replicas.send_all(outgoing)
                 return [await stream.collect() for stream in asked]
@@ -444,6 +465,8 @@ class Intake:
             self._drop_name(tenant, rid)
             for place in held:
                 place.end()
+            if media is not None:
+                media.lease.end()
             if self.meter is not None:
                 for stream in streams:
                     self.meter.given_up(stream.id, "error")  # unless its end has been heard of
@@ -454,6 +477,8 @@ class Intake:
             running.give_up()
 
         tenant = request.caller.tenant
+        if media is not None:
+            media.lease.use()
         streams = [Stream(self._new_id(), rid, index, prompt, give_up, tenant=tenant) for index in range(sampling.n)]
         if self.meter is not None:
             for stream in streams:
@@ -466,7 +491,7 @@ class Intake:
     def _begin(
         self,
         request: Request,
-        prompt: Ids,
+        prompted: Prompted,
         sampling: SamplingParams,
         places: list[Place],
         outgoing: list[Generate],
@@ -474,24 +499,33 @@ class Intake:
         metered: bool = True,
     ) -> list[Stream]:
         """The request's streams; what is to be sent for them is put to `outgoing`."""
+        prompt, media = prompted
         rid = request.rid or random_name()
         tenant, turn = request.caller.tenant, None
         namespace = request.caller.namespace(request.namespace)
         if request.session is not None and goes_on_from_join(request):
             namespace = session_namespace(request.namespace, request.session.id, request.caller)
-        elif request.session is not None:
-            turn = self.sessions.begin(request.session, rid, prompt, tenant)
         common = compose(
             request, prompt, sampling,
-            rid=rid, namespace=namespace, eos_ids=self._eos_ids, tokenizer=self.tokenizer,
+            rid=rid, namespace=namespace, eos_ids=self._eos_ids, tokenizer=self.tokenizer, media=media,
         )  # fmt: skip
+        if request.session is not None and not goes_on_from_join(request):
+            turn = self.sessions.begin(request.session, rid, prompt, tenant)
+            if media is not None:
+                turn.items, turn.prepared = media.items, media.prepared
         trace = CURRENT.get()
         replica = self._replicas.choose(
-            prompt, namespace, wanted=request.data_parallel_rank, sticky=_together(request, prompt, keep=common.keep)
+            prompted.routed,
+            namespace,
+            wanted=request.data_parallel_rank,
+            sticky=_together(request, prompt, keep=common.keep),
         )
         streams: list[Stream] = []
         for index in range(sampling.n):
             stream = Stream(self._new_id(replica), rid, index, prompt, self._give_up, tenant=tenant)
+            if media is not None:
+                media.lease.use()
+                self._leases[stream.id] = media.lease
             if trace is not None and trace.submitted(stream.id, rid, len(prompt)):
                 stream.trace = trace
             outgoing.append(for_answer(common, index, stream.id, trace=stream.trace is not None))
@@ -525,6 +559,9 @@ class Intake:
         if request_id in self._turns:
             params, turn = self._turns.pop(request_id)
             self.sessions.end(params, turn, failed=how == "error", tenant=stream.tenant)
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            lease.end()
         place = self._places.pop(request_id, None)
         if place is not None:
             place.end()

@@ -65,6 +65,11 @@ class Limits:
         _log.warning("a prompt was cut", extra={"tokens": len(prompt), "kept": most})
         return prompt[:most]
 
+    def check_uncut(self, prompt: Ids) -> None:
+        """Raises `PromptTooLong` for a prompt with media that leaves no room for an answer: it is never cut."""
+        if self._truncate and len(prompt) > self._context_length - 1:
+            raise self._too_long(str(len(prompt)))
+
     def ids_of(self, prompt: Sequence[int] | Ids) -> Ids:
         """A prompt's ids as an array of its own: who gave one may use it again. Raises if they are no ids of this model."""
         ids = prompt if isinstance(prompt, np.ndarray) else _as_array(prompt)

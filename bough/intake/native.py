@@ -13,6 +13,7 @@ from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import MOST_REPLICAS, Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
 from bough.intake.gate import num_tokens
+from bough.intake.media_fields import NATIVE_MEDIA, native_media, split_by_prompt
 from bough.intake.request import PRIORITIES, Request
 from bough.intake.sampling import Sampling, parse_sampling
 from bough.intake.sessions import SessionParams
@@ -27,9 +28,11 @@ _PER_REQUEST: Final = frozenset(
     | {"data_parallel_rank", "routed_dp_rank"}
     | {"speculate"}
 )
+_MEDIA_FIELDS: Final = frozenset({*NATIVE_MEDIA, "mm_processor_kwargs", "max_dynamic_patch", "min_dynamic_patch"})
+"""Of each prompt: media, several of them or none, and settings of their processor."""
 """May be one value for all prompts, or a list with one for each."""
 _FOR_ALL: Final = frozenset({"return_text_in_logprobs", "stream_interval"})
-NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_FOR_ALL, "text", "prompt", "input_ids", "stream"})
+NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_MEDIA_FIELDS, *_FOR_ALL, "text", "prompt", "input_ids", "stream"})
 """Every field that `native_batch` understands."""
 
 
@@ -76,6 +79,11 @@ def native_batch(
     shared = {name: value for name, value in given.items() if name in _FOR_ALL}
     columns = {
         name: _column(name, value, len(prompts), single) for name, value in given.items() if name in _PER_REQUEST
+    }
+    columns |= {
+        name: split_by_prompt(name, value, len(prompts), single)
+        for name, value in given.items()
+        if name in _MEDIA_FIELDS
     }
     sampling: dict[int, Sampling] = {}  # parameters given once are read once
     requests: list[Request] = []
@@ -167,6 +175,7 @@ def _request(
         stream=stream,
         want_text=want_text,
         logprobs=_logprobs(row) if "return_logprob" in row else None,
+        media=native_media(row) if not _MEDIA_FIELDS.isdisjoint(row) else (),
         namespace=namespace_of(fields.pop("cache_salt", ""), fields.pop("extra_key", "")),
         pool=pool,
         **fields,
@@ -350,6 +359,7 @@ class NativeAnswer:
         if end is not None:
             meta |= {
                 "reasoning_tokens": end.reasoning_tokens,
+                **{f"{kind}_tokens": count for kind, count in end.media_tokens.items()},
                 "num_retractions": end.retractions,
                 "queue_time": end.queued_s,
                 "prefill_time": end.prefill_s,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from bough.core.errors import InvalidRequest
+from bough.core.errors import Conflict, InvalidRequest
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
 from bough.intake.joins import PREFIX as JOINED, Joins
 from bough.intake.limits import Limits
+from bough.intake.prompted import Prompted, PromptMedia
 from bough.intake.request import Request
-from bough.intake.sessions import SessionParams, Sessions
+from bough.intake.sessions import SessionParams, Sessions, Turn
+from bough.multimodal.media import Lease, Media, shifted
+from bough.multimodal.placing import Placed, Placer
 from bough.tokenizer import TokenizerPool
 
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -31,8 +34,11 @@ class Preparer:
         *,
         pools: bool | None,
         processors: frozenset[str] | None,
+        media: Media | None = None,
     ) -> None:
-        """`pools`: whether the model does; None: not known. `processors`: logit processors that may be named; None: any."""
+        """`pools`: whether the model does; None: not known. `processors`: logit processors that may be named; None: any.
+        `media`: None: the model takes text only."""
+        self._media = media
         self._limits = limits
         self._tokenizers = tokenizers
         self._sessions = sessions
@@ -47,33 +53,105 @@ class Preparer:
             self._check_processor(request)
         _check_sessions(requests)
 
-    async def prompts(self, requests: Sequence[Request]) -> list[Ids]:
-        """Each request's token ids, those of its session before its own."""
+    async def prompts(self, requests: Sequence[Request]) -> list[Prompted]:
+        """Each request's token ids, those of its session before its own, and its media, which are held."""
+        leases: dict[int, Lease] = {}
+        try:
+            return await self._prompts(requests, leases)
+        except BaseException:
+            for lease in leases.values():
+                lease.end()
+            raise
+
+    async def _prompts(self, requests: Sequence[Request], leases: dict[int, Lease]) -> list[Prompted]:
         before: dict[int, Ids] = {}
         texts: dict[bool, list[int]] = {True: [], False: []}
         prompts = [_NO_IDS] * len(requests)
+        placed: dict[int, Placed] = {}
         taken: dict[int, str] = {}
         for at, request in enumerate(requests):
             if request.session is not None:
                 before[at] = await self._before(request, request.session)
+            if request.media:
+                leases[at] = await self._prepared(request)
             if isinstance(request.prompt, str):
-                taken[at] = self._limits.taken_of(request.prompt)
+                text = self._limits.taken_of(request.prompt)
+                taken[at] = self._spelled(text, leases[at]) if at in leases else text
                 texts[request.add_special_tokens and not len(before.get(at, ()))].append(at)
             else:
                 prompts[at] = self._limits.ids_of(request.prompt)
+                if at in leases:
+                    placed[at] = self._placer.place_ids(prompts[at], leases[at].prepared)
         for special, places in texts.items():
             if places:
                 assert self._tokenizers is not None, "texts are refused without a tokenizer"
                 encoded = await self._tokenizers.encode_batch([taken[at] for at in places], special)
                 for at, ids in zip(places, encoded, strict=True):
                     prompts[at] = np.asarray(ids, np.int32)
-        for at, prefix in before.items():
-            if len(prefix):
-                prompts[at] = np.concatenate([prefix, prompts[at]])
-        return [
-            prompt if request.pool else self._limits.cut(prompt)
-            for request, prompt in zip(requests, prompts, strict=True)
-        ]
+                    if at in leases:
+                        placed[at] = self._placer.place_spelled(ids, leases[at].prepared)
+        return [self._joined(at, request, prompts[at], before, placed, leases) for at, request in enumerate(requests)]
+
+    def _joined(
+        self,
+        at: int,
+        request: Request,
+        ids: Ids,
+        before: Mapping[int, Ids],
+        placed: Mapping[int, Placed],
+        leases: dict[int, Lease],
+    ) -> Prompted:
+        """The prompt behind what its session has before it."""
+        own = placed.get(at)
+        ids = ids if own is None else own.ids
+        prefix = before.get(at, _NO_IDS)
+        items = shifted(own, len(prefix)) if own is not None else ()
+        earlier = (
+            self._sessions.media(request.session, len(prefix), request.caller.tenant)
+            if len(prefix) and (request.session is not None and not goes_on_from_join(request))
+            else None
+        )
+        if earlier is not None:
+            leases[at] = self._held_again(earlier, leases.get(at))
+            items = (*(item for item in earlier.items if item.stop <= len(prefix)), *items)
+        ids = np.concatenate([prefix, ids]) if len(prefix) else ids
+        if not items:
+            return Prompted(ids if request.pool else self._limits.cut(ids))
+        assert self._media is not None, "there are no items without it"
+        self._limits.check_uncut(ids)
+        return Prompted(ids, PromptMedia(items, leases[at], self._media.positions))
+
+    def _held_again(self, earlier: Turn, own: Lease | None) -> Lease:
+        """The media of an earlier request and a request's own, held together."""
+        assert self._media is not None, "requests with media came before"
+        again = self._media.again(earlier.prepared)
+        if again is None:
+            raise Conflict(
+                what="the session's media are no longer kept",
+                why="memory for prepared media was needed (--mm-processor-cache-size)",
+                fix="send the whole prompt again, with its media",
+                param="session_params",
+            )
+        return again if own is None else again.joined(own)
+
+    async def _prepared(self, request: Request) -> Lease:
+        if self._media is None:
+            raise InvalidRequest(
+                what=f"the request has {request.media[0].kind} input",
+                why="the served model takes text only",
+                fix="send text, or serve a model that takes media",
+                param=request.media[0].param,
+            )
+        caller = request.caller
+        return await self._media.prepare(request.media, caller.tenant if caller.isolated else "")
+
+    def _spelled(self, text: str, lease: Lease) -> str:
+        return self._placer.spelled(text, lease.prepared)
+
+    @property
+    def _placer(self) -> Placer:
+        assert self._media is not None, "nothing is prepared without it"
+        return self._media.placer
 
     async def samplings(self, requests: Sequence[Request], prompts: Sequence[Ids]) -> list[SamplingParams]:
         """Each request's parameters, with a length that fits and its bad words as tokens."""

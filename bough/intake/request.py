@@ -12,6 +12,7 @@ from bough.core.messages import Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.intake.caller import ANYBODY, Caller
 from bough.intake.sessions import SessionParams
+from bough.multimodal.desk import MediaInput
 
 Room = Literal["exact", "at_most", "fill"]
 """What to do about `max_new_tokens` and the context: refuse what doesn't fit, lower it, or take all that is left."""
@@ -71,6 +72,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Where in a session it stands: the session's tokens come before its own."""
     follows: str = ""
     """The `rid` of an ended request without output whose prompt this one begins with: nothing of it is computed again."""
+    media: tuple[MediaInput, ...] = ()
+    """What stands in the prompt beside text, in the order of its markers."""
     data_parallel_rank: int | None = None
     """The replica that is to compute it; None: the server chooses."""
     pool: str = ""

@@ -17,7 +17,9 @@ import numpy as np
 from msgspec import Struct
 
 from bough.core.errors import Conflict, InvalidRequest, NotFound
+from bough.core.media import MediaItem
 from bough.core.messages import Ids, unpack_ids
+from bough.multimodal.processor import Prepared
 
 MAX_SESSIONS: Final = 4096
 MAX_TURNS: Final = 1024
@@ -51,6 +53,10 @@ class Turn:
     prompt: Ids
     output: list[bytes] = field(default_factory=list)
     running: bool = True
+    items: tuple[MediaItem, ...] = ()
+    """The prompt's media..."""
+    prepared: tuple[Prepared, ...] = ()
+    """...and what they were prepared as. They are not held: a request that goes on finds them, or not."""
 
     def add(self, tokens: bytes) -> None:
         """More of its answer."""
@@ -163,6 +169,21 @@ class Sessions:
                 param="session_params",
             )
         return tokens[: params.offset]
+
+    def media(self, params: SessionParams, num_tokens: int, tenant: str = "") -> Turn | None:
+        """The request that is gone on from, if the `num_tokens` that are kept of it have media. Raises `InvalidRequest` if
+        they end within one."""
+        turn = self._get(params.id, tenant).turns.get(params.rid or "")
+        if turn is None or not any(item.start < num_tokens for item in turn.items):
+            return None
+        if any(item.start < num_tokens < item.stop for item in turn.items):
+            raise InvalidRequest(
+                what=f"{num_tokens} tokens of that request are kept",
+                why="they end in the middle of an image, a video or sound",
+                fix="send another offset",
+                param="session_params",
+            )
+        return turn
 
     def begin(self, params: SessionParams, rid: str, prompt: Ids, tenant: str = "") -> Turn:
         """Notes that a request is being sent. `prompt` has the prefix in it. Raises like `prefix`."""

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from bough.core.errors import InvalidRequest
 
-_MEDIA = ("the served model takes text only", "send text, or serve a model that takes media")
+_MEDIA = ("media have settings of their own", "send mm_processor_kwargs, or leave it out")
+_NAMED = ("media are parts of messages here", "send them as content parts (image_url), or use /generate")
 _APART = ("prefill and decode run in one server here", "leave it out")
 _INSIDE = ("what the model does inside is not reported", "leave it out, or use return_hidden_states")
 _NATIVE = ("replicas are chosen by native requests only", "send it to /generate, or leave it out")
@@ -18,9 +19,9 @@ _CODE = ("no code from requests is run", "register it with --logit-processors, a
 
 UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
     "input_embeds": ("prompts are texts or token ids", "send text or input_ids"),
-    "image_data": _MEDIA,
-    "video_data": _MEDIA,
-    "audio_data": _MEDIA,
+    "image_data": _NAMED,
+    "video_data": _NAMED,
+    "audio_data": _NAMED,
     "mm_processor_kwargs": _MEDIA,
     "images_config": _MEDIA,
     "video_config": _MEDIA,

@@ -1,6 +1,7 @@
-"""The one door that media come through: fetched under guard, recognised by their bytes, measured before they are decoded.
+"""Media on their way in: fetched under guard, decoded and resized by worker processes, put into prompts.
 
-in: what a client named (a data:, http(s): or file: URL). out: `Picture`s within the limits. never: torch, decoding, trust.
+in: what a client named (URLs, bytes) and a prompt with markers. out: features in shared memory, token ids with placeholders,
+items with their places. never: torch; decoding outside a worker.
 """
 
 from bough.multimodal.door import Door

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import jinja2
@@ -50,14 +51,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        markers: Mapping[str, str] | None = None,
     ) -> str:
         """Renders the prompt. Raises `InvalidRequest` if the template rejects these messages or they exceed its limits.
 
-        `continue_final_message` leaves the last message open, so that the model continues it.
+        `continue_final_message` leaves the last message open, so that the model continues it. `markers`: by type, the text
+        that stands for parts that are not text, if the template takes text only.
         """
         if kwargs:
             self._check_kwargs(kwargs)
-        prepared = [self._prepare(message) for message in messages]
+        prepared = [self._prepare(message, markers or {}) for message in messages]
         if continue_final_message:
             _mark_end(prepared)
         prompt = self._render(prepared, tools, add_generation_prompt and not continue_final_message, kwargs or {})
@@ -170,7 +173,7 @@ class ChatTemplate:
         bounds.count("template_kwargs", kwargs, "chat_template_kwargs")
         bounds.at_most("template_kwargs_chars", len(json.dumps(dict(kwargs), default=str)), "chat_template_kwargs")
 
-    def _prepare(self, message: Message) -> Message:
+    def _prepare(self, message: Message, markers: Mapping[str, str]) -> Message:
         """A copy in the form that templates expect: arguments as objects, text parts joined where lists aren't taken."""
         prepared = dict(message)
         if prepared.get("tool_calls"):
@@ -181,7 +184,7 @@ class ChatTemplate:
             prepared["content"] = ""
         content = prepared.get("content")
         if isinstance(content, list) and self.content_format == "string":
-            prepared["content"] = "\n".join(_text_of_part(part) for part in content)
+            prepared["content"] = "\n".join(_text_of_part(part, markers) for part in content)
         return prepared
 
     def _render(
@@ -251,9 +254,11 @@ def _with_calls(content: Any, calls: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*([said] if said else []), *(f"<tool_call>\n{call}\n</tool_call>" for call in shown)])
 
 
-def _text_of_part(part: Any) -> str:
+def _text_of_part(part: Any, markers: Mapping[str, str] = MappingProxyType({})) -> str:
     if isinstance(part, str):
         return part
+    if isinstance(part, dict) and part.get("type") in markers:
+        return markers[part["type"]]
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__

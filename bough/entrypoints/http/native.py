@@ -51,6 +51,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """Log-probabilities after temperature, penalties and masks, instead of the model's own."""
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | str | list[bool | str] | None = None
+    image_data: Any = None
+    """What images stand in the prompt: a URL (data:, http(s):, file:), base64, or a list of them; of a batch, one such entry
+    for each prompt."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the model's media processor."""
     priority: int | PriorityWord | list[int | PriorityWord] | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
@@ -151,7 +156,7 @@ def tokenize(service: Service) -> Handler:
                 messages=asked.messages, tools=asked.tools, add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message, chat_template_kwargs=asked.chat_template_kwargs,
             )  # fmt: skip
-            given, special = render(chat, service.served, offer(chat, service.served.tool_parser)), False
+            given, special = render(chat, service.served, offer(chat, service.served.tool_parser)).text, False
         texts = [given] if isinstance(given, str) else given or []
         bounds.batch(map(num_tokens, texts), "prompt")
         ids = await service.encode(texts, special)

@@ -37,6 +37,7 @@ from bough.entrypoints.service import Service, make_admission
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request
 from bough.ipc import Endpoints, read_checkpoint
+from bough.multimodal.media import media_of
 from bough.observability.health import Heartbeat, Pulse, Pulses, State
 from bough.observability.trace import OtlpExporter
 
@@ -176,14 +177,17 @@ class Worker:
         except BaseException:
             await _cancel(waiting)
             raise
-        served = make_served(self._config, checkpoint, tokenizer, facts)
+        media = media_of(
+            self._config, checkpoint, tokenizer, kinds=facts.get("media", ()), context_length=facts["context_length"]
+        )
+        served = make_served(self._config, checkpoint, tokenizer, facts, media)
         replicas = self._endpoints.replicas(self._config.parallel.num_schedulers)
         pulse = Pulses([each.heartbeat for each in replicas])
         admission = make_admission(self._config, facts, pulse)
         intake = Intake.from_facts(
             self._endpoints, facts, tokenizer,
             worker=self._index, gate=admission, truncate=self._config.server.allow_auto_truncate,
-            parallel=self._config.parallel,
+            parallel=self._config.parallel, media=media,
         )  # fmt: skip
         await intake.start()
         telemetry = Telemetry(self._endpoints, self._index, known_paths())

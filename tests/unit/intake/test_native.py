@@ -81,7 +81,7 @@ def test_scored_ids_may_be_one_list_or_one_each() -> None:
         ({"text": "a", "priority": "urgent"}, "priority"),
         ({"text": "a", "cache_salt": "x" * 999}, "cache_salt"),
         ({"text": "a", "sampling_params": "x"}, "sampling_params"),
-        ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "image_data": 5}, "image_data"),
         ({"text": "a", "stream_interval": 0}, "stream_interval"),
     ],
 )

@@ -55,7 +55,7 @@ def count_tokens(service: Service) -> Handler:
         served_name(service.served, body.value.model)
         left_out = hosted_tools(body.value, strict=server.strict_api)
         chat = chat_request(body.value)
-        prompt = render(chat, service.served, offer(chat, service.served.tool_parser))
+        prompt = render(chat, service.served, offer(chat, service.served.tool_parser)).text
         ids = await service.encode([prompt], False)
         return json_reply({"input_tokens": len(ids[0])}, headers=body.headers(*left_out))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -35,10 +35,12 @@ from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed,
 from bough.entrypoints.service import Served, Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request
+from bough.intake.media_fields import processor_options
 from bough.intake.names import random_name
 from bough.intake.prepare import not_generative
 from bough.intake.request import priority_of
 from bough.intake.sampling import GivenSampling, settled
+from bough.multimodal.desk import MediaInput
 from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate
 
@@ -81,7 +83,7 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
     check_sizes(asked)
     relaxed = relax_answer(asked)
     offered = offer(asked, served.tool_parser)
-    prompt = asked.input_ids if asked.input_ids is not None else render(asked, served, offered)
+    prompt, media = (asked.input_ids, ()) if asked.input_ids is not None else render(asked, served, offered)
     given = native_sampling(asked, _max_new_tokens(asked))
     if offered.structural_tag:
         given, offered = _with_tool_constraint(given, offered)
@@ -96,6 +98,7 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
     reasons = opened or (not raw and _will_reason(asked, prompt, continued, served, offered))
     request = Request(
         prompt=prompt,
+        media=media,
         add_special_tokens=bool(asked.add_special_tokens),
         sampling=after_reasoning(params) if reasons else params,
         room="fill" if given.max_new_tokens is UNSET else "exact",
@@ -155,20 +158,30 @@ def _will_reason(asked: ChatRequest, prompt: str | list[int], continued: str, se
     return "enable_thinking" in template.accepted_kwargs and kwargs.get("enable_thinking", True) is not False
 
 
-def render(asked: ChatRequest, served: Served, offered: Offer) -> str:
+class Rendered(NamedTuple):
+    """A chat as one text, with a marker for each medium."""
+
+    text: str
+    media: tuple[MediaInput, ...]
+
+
+def render(asked: ChatRequest, served: Served, offered: Offer) -> Rendered:
     """The prompt that the model's template makes of the messages."""
     template = template_of(served)
-    messages = check_messages(asked.messages)
+    options = processor_options(asked.mm_processor_kwargs)
+    messages, media = check_messages(asked.messages, served.facts.get("media") or (), options)
     tools = offered.tools or None
     if tools and not template.takes_tools:
         messages, tools = with_tools(messages, describe(tools)), None
-    return template.render(
+    text = template.render(
         messages,
         tools=tools,
         add_generation_prompt=asked.add_generation_prompt is not False,
         continue_final_message=bool(asked.continue_final_message),
         kwargs=template_kwargs(asked, template, served),
+        markers=served.markers,
     )
+    return Rendered(text, media)
 
 
 def template_of(served: Served) -> ChatTemplate:

@@ -130,6 +130,8 @@ class ChatRequest(Common, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[Json]
+    mm_processor_kwargs: Json | None = None
+    """Settings of the model's media processor, for all media of the request."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,10 +30,11 @@ def usage(ends: Iterable[End], *, with_cache: bool) -> Json:
     prompt = max((end.prompt_tokens for end in ends), default=0)
     completion = sum(end.completion_tokens for end in ends)
     counted: Json = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    details = {f"{kind}_tokens": count for end in ends[:1] for kind, count in end.media_tokens.items()}
     if with_cache:
-        counted["prompt_tokens_details"] = {
-            "cached_tokens": min(prompt, max((end.cached_tokens for end in ends), default=0))
-        }
+        details = {"cached_tokens": min(prompt, max((end.cached_tokens for end in ends), default=0)), **details}
+    if details:
+        counted["prompt_tokens_details"] = details
     reasoning = sum(end.reasoning_tokens for end in ends)
     counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return counted
@@ -43,9 +45,11 @@ def add_usage(parts: Sequence[Json]) -> Json:
     total: Json = {
         name: sum(part[name] for part in parts) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
     }
-    if parts and "prompt_tokens_details" in parts[0]:
-        cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
-        total["prompt_tokens_details"] = {"cached_tokens": cached}
+    details: Counter[str] = Counter()
+    for part in parts:
+        details.update(part.get("prompt_tokens_details", {}))
+    if any("prompt_tokens_details" in part for part in parts):
+        total["prompt_tokens_details"] = dict(details)
     reasoning = sum(part["completion_tokens_details"]["reasoning_tokens"] for part in parts)
     total["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return total

@@ -13,7 +13,7 @@ _LEAST_ROOM = 16
 
 async def num_tokens(chat: ChatRequest, service: Service) -> int:
     """Tokens of the prompt that the model's template makes of a request."""
-    prompt = render(chat, service.served, offer(chat, service.served.tool_parser))
+    prompt = render(chat, service.served, offer(chat, service.served.tool_parser)).text
     return len((await service.encode([prompt], False))[0])
 
 

@@ -1,0 +1,138 @@
+"""Media as requests name them, in OpenAI's parts and in SGLang's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from bough.core import bounds
+from bough.core.errors import InvalidRequest
+from bough.core.media import MediaKind
+from bough.multimodal.desk import MediaInput, RawPixels
+
+NATIVE_MEDIA: Final[Mapping[str, MediaKind]] = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
+PARTS: Final[Mapping[str, tuple[MediaKind, str]]] = {
+    "image_url": ("image", "image_url"),
+    "input_image": ("image", "image_url"),
+    "image": ("image", "image"),
+    "video_url": ("video", "video_url"),
+    "video": ("video", "video"),
+    "audio_url": ("audio", "audio_url"),
+    "input_audio": ("audio", "input_audio"),
+    "audio": ("audio", "audio"),
+}
+"""Types of content parts -> what they are, and the field that holds it."""
+_LEVELS = ("auto", "low", "high", "original", None)
+_OPTIONS = frozenset({"max_dynamic_patch", "min_dynamic_patch", "min_pixels", "max_pixels"})
+"""Settings of the processor that may stand beside a URL."""
+
+
+def media_part(part: Mapping[str, Any], where: str, shared: Mapping[str, Any]) -> MediaInput:
+    """A content part that is not text. `shared`: the request's settings for all media. Raises `InvalidRequest`."""
+    kind, field = PARTS[str(part["type"])]
+    given = part.get(field)
+    detail = part.get("detail")
+    options: dict[str, Any] = dict(shared)
+    if isinstance(given, Mapping):
+        detail = given.get("detail", detail)
+        options |= {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
+        given = _sound(given, where) if field == "input_audio" else given.get("url")
+    if detail not in _LEVELS:
+        raise InvalidRequest(
+            what=f"{where}.detail is {str(detail)[:40]!r}",
+            why="it must be auto, low or high",
+            fix="send one of them, or leave it out",
+            param=f"{where}.detail",
+        )
+    if not isinstance(given, str) or not given:
+        raise InvalidRequest(
+            what=f"{where}.{field} has no URL",
+            why=f"it must name the {kind}",
+            fix='send {"url": "https://..."} or a data: URL',
+            param=f"{where}.{field}",
+        )
+    return MediaInput(kind=kind, source=given, options=options, little_detail=detail == "low", param=f"{where}.{field}")
+
+
+def native_media(fields: Mapping[str, Any]) -> tuple[MediaInput, ...]:
+    """What one prompt's `image_data` and the like name. Raises `InvalidRequest`."""
+    shared = processor_options(fields.get("mm_processor_kwargs"))
+    for name in ("max_dynamic_patch", "min_dynamic_patch"):
+        if fields.get(name) is not None:
+            shared[name] = fields[name]
+    found: list[MediaInput] = []
+    for name, kind in NATIVE_MEDIA.items():
+        given = fields.get(name)
+        each = given if isinstance(given, list | tuple) else [given]
+        bounds.count("content_parts", each, name)
+        found += [_native(one, kind, name, shared) for one in each if one is not None]
+    return tuple(found)
+
+
+def processor_options(given: Any) -> dict[str, Any]:
+    """A request's `mm_processor_kwargs`. Raises `InvalidRequest`."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequest(
+            what="mm_processor_kwargs is no object",
+            why="it maps names of the processor's settings to values",
+            fix="send an object, or leave it out",
+            param="mm_processor_kwargs",
+        )
+    bounds.count("template_kwargs", given, "mm_processor_kwargs")
+    return dict(given)
+
+
+def split_by_prompt(name: str, value: Any, rows: int, single: bool) -> Sequence[Any]:
+    """One entry for each prompt: what a batch lists by prompt; of a lone prompt everything is its own."""
+    if single:
+        return [value]
+    if not isinstance(value, list | tuple):
+        return [value] * rows
+    if len(value) != rows:
+        raise InvalidRequest(
+            what=f"{name} has {len(value)} entries for {rows} prompts",
+            why="a list must have one entry for each prompt, which may be a list itself",
+            fix=f"send one {name}, or a list as long as the prompts'",
+            param=name,
+        )
+    return list(value)
+
+
+def _native(given: Any, kind: MediaKind, name: str, shared: Mapping[str, Any]) -> MediaInput:
+    options = dict(shared)
+    if isinstance(given, Mapping):
+        options |= {key: value for key, value in given.items() if key in _OPTIONS and value is not None}
+        given = given.get("url", given.get(kind))
+    if isinstance(given, bytes | RawPixels):
+        return MediaInput(kind=kind, source=given, options=options, param=name)
+    if not isinstance(given, str) or not given:
+        raise InvalidRequest(
+            what=f"{name} names no {kind}",
+            why="it must be a URL, base64, or a list of these",
+            fix="for example data:image/png;base64,iVBORw0...",
+            param=name,
+        )
+    return MediaInput(kind=kind, source=with_scheme(given), options=options, param=name)
+
+
+def with_scheme(source: str) -> str:
+    """Bare base64 as a data: URL; URLs as they are."""
+    head = source[:64].lower()
+    if head.startswith(("data:", "http:", "https:", "file:")) or "://" in head:
+        return source
+    return f"data:application/octet-stream;base64,{source}"
+
+
+def _sound(given: Mapping[str, Any], where: str) -> str:
+    """OpenAI's `input_audio` as a data: URL."""
+    data, form = given.get("data"), given.get("format")
+    if not isinstance(data, str) or form not in ("wav", "mp3", "flac", "ogg"):
+        raise InvalidRequest(
+            what=f"{where}.input_audio is incomplete",
+            why="it must have base64 data and a format (wav, mp3, flac or ogg)",
+            fix="send both",
+            param=f"{where}.input_audio",
+        )
+    return f"data:audio/{form};base64,{data}"

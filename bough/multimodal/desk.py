@@ -1,0 +1,189 @@
+"""`Desk`: from what clients name to media that are ready to be sent, each prepared once however many ask for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from msgspec import Struct
+
+from bough.config.concerns import MediaConfig
+from bough.core.errors import BoughError, InvalidRequest
+from bough.core.media import MediaKind
+from bough.multimodal.door import Door
+from bough.multimodal.errors import MediaTooLarge, MediaUnsupported
+from bough.multimodal.feature_cache import FeatureCache
+from bough.multimodal.local import too_many_bytes
+from bough.multimodal.processor import Options, Prepared, Processor
+from bough.multimodal.work import Raw, Work
+from bough.multimodal.workers import Workers
+
+_FETCHES = 16
+"""Media that are fetched or decoded from base64 at the same time."""
+
+
+_MOST = 64
+"""Media of each kind that a request may have, unless --limit-mm-data-per-request says otherwise."""
+
+
+def limits_of(config: MediaConfig) -> dict[str, int]:
+    """Media of each kind that a request may have."""
+    given: dict[str, int] = json.loads(config.limit_mm_data_per_request or "{}")
+    return {**dict.fromkeys(("image", "video", "audio"), _MOST), **given}
+
+
+class RawPixels(Struct, frozen=True):
+    """Pixels of a program in this process, never encoded."""
+
+    raw: Raw
+    data: bytes
+
+
+class MediaInput(Struct, frozen=True, kw_only=True):
+    """A medium as a request names it."""
+
+    kind: MediaKind
+    source: str | bytes | RawPixels
+    """A URL, the bytes of a file, or pixels."""
+    options: Mapping[str, Any] = {}
+    """Settings of the processor for this one."""
+    little_detail: bool = False
+    param: str = "messages"
+    """The client's field, for errors."""
+
+
+class Desk:
+    """One API process's. Everything runs in one event loop."""
+
+    def __init__(self, processor: Processor, door: Door, config: MediaConfig, workers: Workers) -> None:
+        self.processor = processor
+        self._door = door
+        self._config = config
+        self._workers = workers
+        self._limits = limits_of(config)
+        self._cache = FeatureCache(config.mm_processor_cache_size)
+        self._pending: dict[bytes, asyncio.Task[None]] = {}
+        self._fetching = asyncio.Semaphore(_FETCHES)
+
+    @property
+    def cache(self) -> FeatureCache:
+        return self._cache
+
+    def check(self, inputs: Sequence[MediaInput]) -> None:
+        """What can be told without looking at the media. Raises `InvalidRequest`."""
+        for kind, count in Counter(each.kind for each in inputs).items():
+            param = next(each.param for each in inputs if each.kind == kind)
+            if kind not in self.processor.kinds:
+                raise InvalidRequest(
+                    what=f"the request has {kind} input",
+                    why=f"the served model takes text and {', '.join(sorted(self.processor.kinds))}",
+                    fix="leave it out, or serve another model",
+                    param=param,
+                )
+            most = self._limits.get(kind)
+            if most is not None and count > most:
+                raise InvalidRequest(
+                    what=f"the request has {count} {kind} inputs",
+                    why=f"at most {most} are taken (--limit-mm-data-per-request)",
+                    fix="send fewer",
+                    param=param,
+                )
+
+    async def prepare(self, inputs: Sequence[MediaInput], tenant: str = "") -> list[Prepared]:
+        """All of them, in order, or an error and none. Each is in use until `release`. `tenant`: whose they are, where
+        tenants share nothing. Raises `InvalidRequest` and its kinds, `Overloaded`, `RequestFailed`."""
+        self.check(inputs)
+        tasks = [asyncio.create_task(self._one(each, tenant)) for each in inputs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            self.release([each for each in ended if isinstance(each, Prepared)])
+            raise
+
+    def release(self, prepared: Sequence[Prepared]) -> None:
+        """The request that they were prepared for has ended."""
+        for each in prepared:
+            self._cache.done(each.digest)
+
+    def again(self, prepared: Sequence[Prepared]) -> list[Prepared] | None:
+        """Media of an earlier request for another one; None: some are gone."""
+        taken: list[Prepared] = []
+        for each in prepared:
+            if self._cache.use(each.digest) is None:
+                self.release(taken)
+                return None
+            taken.append(each)
+        return taken
+
+    def close(self) -> None:
+        for task in self._pending.values():
+            task.cancel()
+        self._workers.close()
+        self._cache.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    async def _one(self, each: MediaInput, tenant: str) -> Prepared:
+        try:
+            options = self.processor.options(each.kind, each.options)
+            if each.little_detail:
+                options = {**self.processor.little_detail(), **options}
+            async with self._fetching:
+                data, raw = await self._bytes(each)
+                digest = await asyncio.to_thread(self._digest, each.kind, options, tenant, data, raw)
+                while (found := self._cache.use(digest)) is None:
+                    work = Work(kind=each.kind, options=options, digest=digest, num_bytes=len(data), raw=raw)
+                    await self._prepared(work, data)
+                return found
+        except BoughError as error:
+            if error.param is None:
+                error.param = each.param
+            raise
+
+    async def _prepared(self, work: Work, data: bytes) -> None:
+        """Returns when the medium is in the cache: prepared now, or by whoever began before."""
+        task = self._pending.get(work.digest)
+        if task is None:
+            task = self._pending[work.digest] = asyncio.create_task(self._prepare(work, data))
+            task.add_done_callback(lambda _: self._pending.pop(work.digest, None))
+        await asyncio.shield(task)
+
+    async def _prepare(self, work: Work, data: bytes) -> None:
+        processed, features, descriptor = await self._workers.run(work, data)
+        prepared = Prepared(kind=work.kind, digest=work.digest, processed=processed, features=features)
+        self._cache.add(prepared, descriptor)
+
+    async def _bytes(self, each: MediaInput) -> tuple[bytes, Raw | None]:
+        if isinstance(each.source, RawPixels):
+            raw = each.source.raw
+            if raw.width * raw.height > self._config.max_media_pixels:
+                raise MediaTooLarge(
+                    what=f"this picture has {raw.width:,} x {raw.height:,} pixels",
+                    why=f"at most {self._config.max_media_pixels:,} pixels are taken",
+                    fix="send a smaller one",
+                )
+            return each.source.data, raw
+        if isinstance(each.source, bytes):
+            if len(each.source) > self._config.max_media_bytes:
+                raise too_many_bytes(self._config.max_media_bytes)
+            picture = await asyncio.to_thread(self._door.check, each.source)
+        else:
+            picture = await self._door.fetch(each.source)
+        if each.kind != "image":
+            raise MediaUnsupported(what=f"{each.kind} input is not taken")
+        return picture.data, None
+
+    def _digest(self, kind: MediaKind, options: Options, tenant: str, data: bytes, raw: Raw | None) -> bytes:
+        pixels = None if raw is None else [raw.width, raw.height, raw.mode]
+        head = [kind, self.processor.identity, sorted(options.items()), tenant, pixels]
+        digest = sha256(json.dumps(head).encode())
+        digest.update(b"\0")
+        digest.update(data)
+        return digest.digest()

@@ -1,0 +1,26 @@
+"""Which processor a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from bough.config.fields import Fields
+from bough.multimodal.processor import Processor
+from bough.multimodal.qwen_vl import QwenProcessor
+
+FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
+    "Qwen2VLForConditionalGeneration": partial(QwenProcessor, patch=14),
+    "Qwen2_5_VLForConditionalGeneration": partial(QwenProcessor, patch=14),
+    "Qwen3VLForConditionalGeneration": partial(QwenProcessor, patch=16),
+    "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16),
+}
+"""Architecture -> what makes its processor from the checkpoint's config."""
+
+
+def processor_of(config: Mapping[str, Any]) -> Processor | None:
+    """The processor of the model that a config describes; None: it takes text only. Raises `ConfigError`."""
+    fields = Fields(config)
+    make = FAMILIES.get(fields.architecture())
+    return None if make is None else make(fields)

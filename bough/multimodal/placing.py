@@ -1,0 +1,246 @@
+"""From a prompt with a marker for each medium to one with a placeholder for each position, and where each item stands.
+
+Texts are expanded before they are tokenised, so that what a family writes around its placeholders is tokenised with the
+prompt; each run of placeholders stands as one token there, and gets its length afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from bough.core.errors import InvalidRequest
+from bough.core.media import MediaItem, MediaKind
+from bough.core.messages import Ids
+from bough.multimodal.processor import Piece, Prepared, Processor, Run
+from bough.tokenizer import Tokenizer
+
+
+class Placed(Struct, frozen=True):
+    """A prompt's token ids with all placeholders, and its items in order."""
+
+    ids: Ids
+    items: tuple[MediaItem, ...]
+
+
+class Placer:
+    """Puts media into prompts of one model."""
+
+    def __init__(self, processor: Processor, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer` None: prompts are token ids."""
+        self._processor = processor
+        self._tokenizer = tokenizer
+
+    def marker_text(self, kind: MediaKind) -> str:
+        """What stands for a medium in a text whose template knows none."""
+        return self._spell(self._processor.marker(kind).insert)
+
+    def spelled(self, text: str, media: Sequence[Prepared]) -> str:
+        """The text with each medium's pieces in place of its marker; a run of placeholders is one of them. Media of a kind
+        whose marker the text does not have come first. Raises `InvalidRequest` if markers and media differ in number."""
+        markers = {kind: self._spell(self._processor.marker(kind).find) for kind in kinds_of(media)}
+        counts = {kind: text.count(marker) for kind, marker in markers.items()}
+        missing = [kind for kind, count in counts.items() if count == 0]
+        if missing:
+            text = "".join(self.marker_text(each.kind) for each in media if each.kind in missing) + text
+        left = {kind: iter([each for each in media if each.kind == kind]) for kind in markers}
+        found = Counter({kind: text.count(marker) for kind, marker in markers.items()})
+        _check_counts(found, media)
+        by_text = {marker: kind for kind, marker in markers.items()}
+
+        def replaced(match: re.Match[str]) -> str:
+            kind = by_text[match[0]]
+            return "".join(self._pieces_text(kind, self._pieces(next(left[kind]))))
+
+        return re.sub("|".join(map(re.escape, by_text)), replaced, text)
+
+    def place_spelled(self, ids: Sequence[int], media: Sequence[Prepared]) -> Placed:
+        """Of the ids of a spelled text: every placeholder gets its run's length."""
+        array = np.asarray(ids, np.int32)
+        order = self._in_order(array, media)
+        runs = [
+            (medium, each, run)
+            for medium, each in enumerate(order)
+            for run in self._pieces(each)
+            if isinstance(run, Run)
+        ]
+        tokens = {self._processor.marker(kind).token: kind for kind in kinds_of(media)}
+        at = np.flatnonzero(np.isin(array, list(tokens)))
+        if [tokens[token] for token in array[at].tolist()] != [each.kind for _, each, _ in runs]:
+            raise _mismatch("the prompt has placeholders of its own")
+        counts = np.ones(len(array), np.int64)
+        counts[at] = [run.count for _, _, run in runs]
+        starts = np.cumsum(counts) - counts
+        places = [_Place(*run, int(starts[i])) for i, run in zip(at, runs, strict=True)]
+        return Placed(array.repeat(counts), _items(places, self._processor))
+
+    def place_ids(self, ids: Ids, media: Sequence[Prepared]) -> Placed:
+        """Of token ids as a client sends them: with a marker for each medium, or with all placeholders already."""
+        found = {kind: _find(ids, self._processor.marker(kind).find) for kind in kinds_of(media)}
+        if self._is_expanded(ids, media):
+            return self._placed_as_is(ids, media)
+        if any(not places for places in found.values()):
+            first = [each for each in media if not found[each.kind]]
+            before = [token for each in first for token in self._processor.marker(each.kind).insert]
+            return self.place_ids(np.concatenate([np.array(before, np.int32), ids]), media)
+        _check_counts(Counter({kind: len(places) for kind, places in found.items()}), media)
+        left = {kind: iter([each for each in media if each.kind == kind]) for kind in found}
+        parts: list[Ids] = []
+        places: list[_Place] = []
+        begin = length = 0
+        for medium, (at, kind) in enumerate(sorted((at, kind) for kind, where in found.items() for at in where)):
+            marker, each = self._processor.marker(kind), next(left[kind])
+            parts.append(ids[begin:at])
+            length += at - begin
+            begin = at + len(marker.find)
+            for piece in self._pieces(each):
+                if isinstance(piece, Run):
+                    places.append(_Place(medium, each, piece, length))
+                    parts.append(np.full(piece.count, marker.token, np.int32))
+                else:
+                    parts.append(np.asarray(self._encode(piece), np.int32))
+                length += len(parts[-1])
+        parts.append(ids[begin:])
+        return Placed(np.concatenate(parts), _items(places, self._processor))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _pieces(self, each: Prepared) -> Sequence[Piece]:
+        return self._processor.pieces(each.kind, each.processed)
+
+    def _pieces_text(self, kind: MediaKind, pieces: Sequence[Piece]) -> Iterator[str]:
+        token = self._spell((self._processor.marker(kind).token,))
+        return (piece if isinstance(piece, str) else token for piece in pieces)
+
+    def _spell(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None, "texts are refused without a tokenizer"
+        return "".join(self._tokenizer.token_text(token) for token in ids)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                what="this model's media need a tokenizer",
+                why="text stands around their placeholders, and the server has none (--skip-tokenizer-init)",
+                fix="send the prompt with all placeholders, or start the server with its tokenizer",
+                param="input_ids",
+            )
+        return self._tokenizer.encode(text, False)
+
+    def _in_order(self, ids: Ids, media: Sequence[Prepared]) -> list[Prepared]:
+        """The media in the order of their placeholders in the ids of a spelled text."""
+        if len(kinds_of(media)) == 1:
+            return list(media)
+        left = {
+            self._processor.marker(kind).token: [each for each in media if each.kind == kind]
+            for kind in kinds_of(media)
+        }
+        ordered: list[Prepared] = []
+        skip = 0
+        for token in ids[np.isin(ids, list(left))].tolist():
+            if skip:
+                skip -= 1
+            elif left[token]:
+                ordered.append(left[token].pop(0))
+                skip = sum(isinstance(piece, Run) for piece in self._pieces(ordered[-1])) - 1
+        return ordered + [each for rest in left.values() for each in rest]
+
+    def _is_expanded(self, ids: Ids, media: Sequence[Prepared]) -> bool:
+        """Whether the ids have as many placeholders as the media have positions, and not one for each."""
+        wanted: Counter[int] = Counter()
+        for each in media:
+            wanted[self._processor.marker(each.kind).token] += each.num_positions
+        return all(int(np.count_nonzero(ids == token)) == count for token, count in wanted.items()) and sum(
+            wanted.values()
+        ) > len(media)
+
+    def _placed_as_is(self, ids: Ids, media: Sequence[Prepared]) -> Placed:
+        where = {
+            token: iter(np.flatnonzero(ids == token).tolist())
+            for token in {self._processor.marker(kind).token for kind in kinds_of(media)}
+        }
+        places = []
+        for medium, each in enumerate(media):
+            token = self._processor.marker(each.kind).token
+            for run in self._pieces(each):
+                if isinstance(run, Run):
+                    mine = [next(where[token]) for _ in range(run.count)]
+                    if mine[-1] - mine[0] + 1 != run.count:
+                        raise _mismatch("placeholders of an item do not stand together")
+                    places.append(_Place(medium, each, run, mine[0]))
+        return Placed(ids, _items(places, self._processor))
+
+
+def kinds_of(media: Sequence[Prepared]) -> list[MediaKind]:
+    return list(dict.fromkeys(each.kind for each in media))
+
+
+def item_key(digest: bytes, number: int) -> bytes:
+    """The content key of one of a medium's items."""
+    return sha256(digest + number.to_bytes(4, "little")).digest()
+
+
+class _Place(NamedTuple):
+    """A run of placeholders in a prompt."""
+
+    medium: int
+    """Which medium of the prompt: the same one may stand there twice."""
+    each: Prepared
+    run: Run
+    at: int
+
+
+def _items(places: Sequence[_Place], processor: Processor) -> tuple[MediaItem, ...]:
+    """One for each item of each medium: from its first run to the end of its last."""
+    extents: dict[tuple[int, int], tuple[Prepared, int, int]] = {}
+    for medium, each, run, at in places:
+        _, start, _ = extents.get((medium, run.item), (each, at, at))
+        extents[medium, run.item] = (each, start, at + run.count)
+    made = []
+    for (_, number), (each, start, stop) in extents.items():
+        shape = each.processed.items[number]
+        made.append(
+            MediaItem(
+                key=item_key(each.digest, number),
+                kind=each.kind,
+                start=start,
+                length=stop - start,
+                token=processor.marker(each.kind).token,
+                count=shape.count,
+                cost=shape.cost,
+                grid=shape.grid,
+                features=each.features,
+                first=shape.first,
+                last=shape.last,
+            )
+        )
+    return tuple(sorted(made, key=lambda item: item.start))
+
+
+def _find(ids: Ids, wanted: tuple[int, ...]) -> list[int]:
+    """Where a run of ids begins."""
+    at = np.flatnonzero(ids[: len(ids) - len(wanted) + 1] == wanted[0])
+    for offset, token in enumerate(wanted[1:], 1):
+        at = at[ids[at + offset] == token]
+    return [int(each) for each in at]
+
+
+def _check_counts(found: Counter[MediaKind], media: Sequence[Prepared]) -> None:
+    wanted = Counter(each.kind for each in media)
+    for kind, count in wanted.items():
+        if found[kind] != count:
+            raise _mismatch(f"the prompt has {found[kind]} {kind} placeholders for {count} of them")
+
+
+def _mismatch(why: str) -> InvalidRequest:
+    return InvalidRequest(
+        what="the prompt's placeholders don't match its media",
+        why=why,
+        fix="write as many placeholders as you send media, or none at all",
+        param="messages",
+    )

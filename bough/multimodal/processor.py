@@ -1,0 +1,137 @@
+"""What a family's processor is: from decoded media to features, and from features to what stands in a prompt for them.
+
+The first half (`image`) runs in worker processes, the second in API processes, each of which builds a processor of its own
+from the checkpoint's config. Nothing here decodes: a worker does, under limits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from bough.core.errors import InvalidRequest
+from bough.core.media import Features, MediaItem, MediaKind
+from bough.core.messages import Ids
+
+if TYPE_CHECKING:  # only workers need Pillow
+    from PIL.Image import Image
+
+Options = dict[str, int | float | bool | str]
+"""Checked settings of one item, those that differ from the checkpoint's only."""
+
+
+class ItemShape(Struct, frozen=True):
+    """One item of a medium, without its place: see `core.media.MediaItem`."""
+
+    grid: tuple[int, ...]
+    count: int
+    cost: int
+    first: int = 0
+    last: int = 0
+
+
+class Processed(Struct, frozen=True, kw_only=True):
+    """What became of a medium."""
+
+    dtype: Literal["uint8", "float32"]
+    shape: tuple[int, ...]
+    items: tuple[ItemShape, ...]
+    notes: tuple[str, ...] = ()
+    """Texts that stand in the prompt beside the items (timestamps), in the family's order."""
+
+
+class Prepared(Struct, frozen=True, kw_only=True):
+    """A medium that is ready to be sent: its features are in shared memory."""
+
+    kind: MediaKind
+    digest: bytes
+    processed: Processed
+    features: Features
+
+    @property
+    def num_positions(self) -> int:
+        return sum(item.count for item in self.processed.items)
+
+
+class Run(Struct, frozen=True):
+    """Placeholders of an item, in a row."""
+
+    item: int
+    count: int
+
+
+Piece = str | Run
+"""What a medium becomes in a prompt: text, and placeholders."""
+
+
+class Marker(Struct, frozen=True):
+    """What stands for a medium of one kind in a prompt before it is expanded, as token ids."""
+
+    find: tuple[int, ...]
+    """What chat templates write, and what the medium's pieces replace."""
+    insert: tuple[int, ...]
+    """What is put before a prompt that has no marker."""
+    token: int
+    """The placeholder."""
+
+
+class Processor(ABC):
+    """One family's."""
+
+    kinds: frozenset[MediaKind]
+    axes: int = 0
+    """Axes of positions, where they have several; 0: they have one."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Everything but the bytes and the options that features depend on."""
+
+    @abstractmethod
+    def options(self, kind: MediaKind, given: Mapping[str, Any]) -> Options:
+        """A request's settings for a medium, checked. Raises `InvalidRequest`."""
+
+    def little_detail(self) -> Options:
+        """Options for an image of which the client wants little detail; none where the family can't give less."""
+        return {}
+
+    @abstractmethod
+    def image(self, image: Image, options: Options) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
+        """Features of an RGB image. Raises `MediaError` if the family can't take it."""
+
+    @abstractmethod
+    def marker(self, kind: MediaKind) -> Marker: ...
+
+    @abstractmethod
+    def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
+        """What replaces a medium's marker."""
+
+    def positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[np.int32]:
+        """[axes, tokens]. Only for families whose positions have several axes."""
+        raise NotImplementedError
+
+
+def bounded_count(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number of a request's settings. Raises `InvalidRequest`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(
+            what=f"{name} is {str(value)[:40]!r}",
+            why=f"it must be a whole number from {low:,} to {high:,}",
+            fix="send a valid number, or leave it out",
+            param="mm_processor_kwargs",
+        )
+    return value
+
+
+def unknown_option(name: str, known: Sequence[str]) -> InvalidRequest:
+    return InvalidRequest(
+        what=f"mm_processor_kwargs has no {str(name)[:60]!r}",
+        why=f"this model's processor takes {', '.join(known) or 'no settings'}",
+        fix="leave it out",
+        param="mm_processor_kwargs",
+    )

@@ -1,0 +1,101 @@
+"""What an API process and its workers say to each other: frames over a socket pair, features as descriptors beside them."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from bough.core.media import MediaKind
+from bough.multimodal.processor import Options, Processed
+
+MAX_FRAME = 512 * 2**20
+_LENGTH = struct.Struct("<Q")
+T = TypeVar("T")
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """First message to a worker."""
+
+    config: dict[str, Any]
+    """The checkpoint's config, from which the worker makes the processor."""
+    max_pixels: int
+    memory_bytes: int
+    """Memory that work may take beyond what the worker has when it is ready."""
+    cpu_s: float
+    """Time of a processor that one medium may take."""
+
+
+class Raw(Struct, frozen=True):
+    """Pixels that were never encoded."""
+
+    width: int
+    height: int
+    mode: str
+    """As Pillow names it."""
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """A medium to prepare. Its bytes follow."""
+
+    kind: MediaKind
+    options: Options
+    digest: bytes
+    num_bytes: int
+    raw: Raw | None = None
+    """None: the bytes are a file."""
+
+
+class Done(Struct, frozen=True, kw_only=True):
+    """What became of it. With `processed`, a descriptor of the features comes along."""
+
+    processed: Processed | None = None
+    error: str = ""
+    """What is wrong with the medium..."""
+    why: str = ""
+    fix: str = ""
+    code: str = "media_unsupported"
+
+
+def send(sock: socket.socket, message: Struct, descriptor: int = -1, data: bytes | memoryview = b"") -> None:
+    payload = msgspec.msgpack.encode(message)
+    head = _LENGTH.pack(len(payload)) + payload
+    if descriptor >= 0:
+        sent = socket.send_fds(sock, [head], [descriptor])
+        head = head[sent:]
+    if head:
+        sock.sendall(head)
+    if data:
+        sock.sendall(data)
+
+
+def receive(sock: socket.socket, kind: type[T]) -> tuple[T, int]:
+    """The next message, and the descriptor that came with it (-1: none). Raises `EOFError` if the other side is gone."""
+    head, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
+    if not head:
+        raise EOFError
+    try:
+        head += receive_bytes(sock, _LENGTH.size - len(head))
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME:
+            raise EOFError("the other side sends nonsense")
+        message = msgspec.msgpack.decode(receive_bytes(sock, length), type=kind)
+    except BaseException:
+        for each in descriptors:
+            socket.close(each)
+        raise
+    return message, descriptors[0] if descriptors else -1
+
+
+def receive_bytes(sock: socket.socket, count: int) -> bytes:
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        got = sock.recv_into(view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return bytes(buffer)

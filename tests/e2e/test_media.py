@@ -1,0 +1,211 @@
+"""Images through real processes: OpenAI's client, native requests, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from tiny_vision import make_seeing, make_tokenizer
+
+from .conftest import Server
+
+pytestmark = pytest.mark.e2e
+
+
+def png(height: int, width: int, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+PICTURE, OTHER = png(24, 40), png(24, 40, seed=1)
+POSITIONS = 15
+"""Of such a picture."""
+
+
+def data_url(data: bytes = PICTURE) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def image(url: str, **extra: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **extra}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("seeing")
+    make_seeing("qwen3_vl", made)
+    make_tokenizer(made)
+    (made / "allowed").mkdir()
+    (made / "allowed" / "a.png").write_bytes(PICTURE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    made = Server({
+        "model_path": str(folder), "dtype": "float32", "device": "cpu", "cpu_threads": 1, "context_length": 256,
+        "custom_kernels": False, "allowed_local_media_path": str(folder / "allowed"),
+        "allowed_media_domains": "127.0.0.1/32", "limit_mm_data_per_request": '{"image": 3}', "page_size": 4,
+    })  # fmt: skip
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+class Pictures(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/a.png" else 404)
+        self.end_headers()
+        if self.path == "/a.png":
+            self.wfile.write(PICTURE)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[str]:
+    served = HTTPServer(("127.0.0.1", 0), Pictures)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{served.server_port}"
+    served.shutdown()
+
+
+def say(client: openai.OpenAI, *parts: Any, **extra: Any) -> Any:
+    options = {"max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}, **extra}
+    return client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}], **options
+    )
+
+
+def native(server: Server, **fields: Any) -> dict[str, Any]:
+    asked = {"sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}, **fields}
+    answer = httpx.post(f"{server.url}/generate", json=asked, timeout=60)
+    return {"status": answer.status_code, **(answer.json() if answer.status_code == 200 else {"error": answer.text})}
+
+
+def test_every_way_to_name_a_picture_gives_one_answer(
+    client: openai.OpenAI, server: Server, folder: Path, web: str
+) -> None:
+    sources = [data_url(), f"{web}/a.png", f"file://{folder}/allowed/a.png"]
+    answers = [say(client, image(url)) for url in sources]
+    assert len({each.choices[0].message.content for each in answers}) == 1
+    for number, each in enumerate(answers):
+        details = each.usage.prompt_tokens_details
+        assert details.image_tokens == POSITIONS  # type: ignore[union-attr]
+        assert (details.cached_tokens > POSITIONS) is (number > 0), "the second needs neither tower nor prompt"
+    other = say(client, image(data_url(OTHER)))
+    assert other.usage.prompt_tokens == answers[0].usage.prompt_tokens
+    assert other.usage.prompt_tokens_details.cached_tokens < POSITIONS
+    assert other.choices[0].message.content != answers[0].choices[0].message.content
+
+
+def test_streaming_several_pictures_and_answers(client: openai.OpenAI) -> None:
+    parts = (image(data_url()), {"type": "text", "text": "and"}, image(data_url(OTHER)), image(data_url()))
+    whole = say(client, *parts, n=2)
+    assert whole.usage.prompt_tokens_details.image_tokens == 3 * POSITIONS
+    assert whole.choices[0].message.content == whole.choices[1].message.content
+    news = say(client, *parts, stream=True, stream_options={"include_usage": True})
+    text, usage = "", None
+    for chunk in news:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert text == whole.choices[0].message.content
+    assert usage.prompt_tokens_details.image_tokens == 3 * POSITIONS
+    small = say(client, image(data_url(png(80, 80)), max_pixels=256))
+    large = say(client, image(data_url(png(80, 80))))
+    assert small.usage.prompt_tokens < large.usage.prompt_tokens
+
+
+def test_native_requests(server: Server) -> None:
+    text = "a<|vision_start|><|image_pad|><|vision_end|>b"
+    one = native(server, text=text, image_data=data_url())
+    assert one["meta_info"]["image_tokens"] == POSITIONS
+    bare = base64.b64encode(PICTURE).decode()
+    batch = httpx.post(
+        f"{server.url}/generate",
+        json={"text": [text, "only text", text], "image_data": [bare, None, [data_url(OTHER)]],
+              "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}},
+        timeout=60,
+    ).json()  # fmt: skip
+    assert batch[0]["output_ids"] == one["output_ids"]
+    assert "image_tokens" not in batch[1]["meta_info"]
+    assert batch[2]["output_ids"] != one["output_ids"]
+
+
+def test_a_session_goes_on_from_a_picture(server: Server) -> None:
+    session = httpx.post(f"{server.url}/open_session", json={"capacity_of_str_len": 4096}).json()
+    text = "a<|vision_start|><|image_pad|><|vision_end|>b"
+    first = native(server, text=text, image_data=data_url(), session_params={"id": session}, rid="one")
+    second = native(server, text="c", session_params={"id": session, "rid": "one"}, rid="two")
+    assert second["meta_info"]["image_tokens"] == POSITIONS
+    assert second["meta_info"]["cached_tokens"] > POSITIONS
+    ids = [64, 302, *[300] * POSITIONS, 303, 65, *first["output_ids"], 66]
+    whole = native(server, input_ids=ids, image_data=data_url())
+    assert whole["output_ids"] == second["output_ids"]
+    inside = native(server, text="c", session_params={"id": session, "rid": "one", "offset": 9}, rid="three")
+    assert inside["status"] == 400
+    assert "middle of an image" in inside["error"]
+
+
+BAD = {
+    "no picture": (data_url(b"nonsense"), "first bytes"),
+    "not base64": ("data:image/png;base64,%%%", "not base64"),
+    "not listed": ("https://example.com/a.png", "allowed-media-domains"),
+    "outside": ("file:///etc/passwd", "not under the directory"),
+    "no url": ("", "has no URL"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_pictures_get_400_that_names_the_part(name: str, client: openai.OpenAI) -> None:
+    url, why = BAD[name]
+    with pytest.raises(openai.BadRequestError, match=why) as caught:
+        say(client, image(url))
+    assert caught.value.param == "messages[0].content[0].image_url"
+
+
+def test_what_else_is_refused(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="at most 3"):
+        say(client, *[image(data_url())] * 4)
+    with pytest.raises(openai.BadRequestError, match="takes text and image"):
+        say(client, {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}})
+    with pytest.raises(openai.BadRequestError, match="takes min_pixels"):
+        say(client, image(data_url()), extra_body={"mm_processor_kwargs": {"nonsense": 1}})
+    with pytest.raises(openai.BadRequestError, match="detail"):
+        say(client, image(data_url(), detail="extreme"))
+    several = native(server, text="<|image_pad|><|image_pad|>", image_data=data_url())
+    assert several["status"] == 400
+    assert "2 image placeholders for 1" in several["error"]
+    long = native(server, text="x" * 250 + "<|image_pad|>", image_data=data_url())
+    assert long["status"] == 400
+
+
+def test_metrics_and_memory_know_media(server: Server) -> None:
+    metrics = httpx.get(f"{server.url}/metrics").text
+    values = {
+        line.split(" ")[0].split("{")[0]: float(line.split(" ")[-1]) for line in metrics.splitlines() if line[0] != "#"
+    }
+    assert values["bough:media_items_total"] > 0
+    assert values["bough:media_tower_tokens_total"] > 0
+    info = httpx.get(f"{server.url}/server_info").json()["engine"]
+    assert info["media"] == ["image"]
+    assert any(row[0] == "media" for row in info["memory"])
+    about = httpx.get(f"{server.url}/model_info").json()
+    assert (about["has_image_understanding"], about["has_audio_understanding"]) == (True, False)

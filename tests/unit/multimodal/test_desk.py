@@ -1,0 +1,170 @@
+"""The desk and its workers: media are prepared once, within limits, and stay as long as they are used."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bough.config.concerns import MediaConfig
+from bough.core.errors import InvalidRequest, Overloaded
+from bough.core.media import Features
+from bough.ipc.features import check_features, features_path, open_features, write_features
+from bough.multimodal import Door, MediaError, MediaTooLarge, MediaUnsupported
+from bough.multimodal.desk import Desk, MediaInput, RawPixels
+from bough.multimodal.families import processor_of
+from bough.multimodal.own import own_media
+from bough.multimodal.work import Raw
+from bough.multimodal.workers import Workers
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "image_token_id": 9, "vision_start_token_id": 7, "vision_end_token_id": 8,
+    "vision_config": {"patch_size": 4, "spatial_merge_size": 2},
+    "processor_config": {"image_processor": {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 6400}},
+}  # fmt: skip
+MEDIA = MediaConfig(limit_mm_data_per_request='{"image": 3}', mm_processor_cache_size=1 << 20)
+
+
+def png(height: int, width: int, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def named(source: Any, **options: Any) -> MediaInput:
+    return MediaInput(kind="image", source=source, options=options)
+
+
+def make_desk(workers: Workers, config: MediaConfig = MEDIA) -> Desk:
+    processor = processor_of(CONFIG)
+    assert processor is not None
+    return Desk(processor, Door(config), config, workers)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Any:
+    made = Workers(CONFIG, count=1, max_pixels=MEDIA.max_media_pixels, cpu_s=20.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def desk(workers: Workers) -> AsyncIterator[Desk]:
+    made = make_desk(workers)
+    yield made
+    made.cache.close()
+
+
+async def test_equal_media_are_prepared_once_and_found_again(desk: Desk) -> None:
+    one, other = png(30, 50), png(30, 50, seed=1)
+    first = await desk.prepare([named(one), named(other), named(one)])
+    assert first[0] is first[2]
+    assert first[0].digest != first[1].digest
+    assert len(desk.cache) == 2
+    pixels = open_features(first[0].features)
+    assert pixels.shape == (1, 32, 48, 3)
+    assert np.array_equal(pixels[0], np.asarray(Image.open(io.BytesIO(one)).resize((48, 32), 3)))
+    desk.release(first)
+    (again,) = await desk.prepare([named(one)])
+    assert again is first[0]
+    by_option = await desk.prepare([named(one, max_pixels=640)], tenant="")
+    by_tenant = await desk.prepare([named(one)], tenant="someone")
+    assert len({again.digest, by_option[0].digest, by_tenant[0].digest}) == 3
+
+
+async def test_media_at_the_same_time_are_computed_once(desk: Desk) -> None:
+    data = png(64, 64, seed=7)
+    found = await asyncio.gather(*(desk.prepare([named(data)]) for _ in range(5)))
+    assert len({each[0].features.path for each in found}) == 1
+    assert len(desk.cache) == 1
+
+
+async def test_what_is_used_stays_and_the_rest_goes(workers: Workers) -> None:
+    desk = make_desk(workers, replace(MEDIA, mm_processor_cache_size=40_000))
+    held = await desk.prepare([named(png(80, 80)), named(png(80, 80, seed=1))])
+    with pytest.raises(Overloaded, match="mm-processor-cache-size"):
+        await desk.prepare([named(png(80, 80, seed=2))])
+    opened = open_features(held[0].features)
+    desk.release(held[:1])
+    await desk.prepare([named(png(80, 80, seed=2))])
+    assert desk.again(held[:1]) is None
+    assert opened.sum() > 0, "whoever has opened it keeps it"
+    with pytest.raises((OSError, ValueError)):
+        check_features(os.open("/dev/null", os.O_RDONLY), held[0].features)
+    with pytest.raises(MediaTooLarge):
+        await make_desk(workers, replace(MEDIA, mm_processor_cache_size=100)).prepare([named(png(80, 80))])
+    desk.cache.close()
+
+
+async def test_bad_media_are_refused_and_nothing_is_held(desk: Desk) -> None:
+    good = png(20, 20)
+    cut = png(200, 200)[:2000]
+    for bad, kind in ((b"nonsense", MediaUnsupported), (cut, MediaUnsupported), (b"", MediaUnsupported)):
+        with pytest.raises(kind):
+            await desk.prepare([named(good), named(bad)])
+    with pytest.raises(InvalidRequest, match="mm_processor_kwargs"):
+        await desk.prepare([named(good, nonsense=1)])
+    with pytest.raises(InvalidRequest, match="at most 3"):
+        await desk.prepare([named(good)] * 4)
+    with pytest.raises(InvalidRequest, match="text and image"):
+        await desk.prepare([MediaInput(kind="video", source=good)])
+    with pytest.raises(MediaError, match="200 times"):
+        await desk.prepare([named(png(2, 900))])
+    (fine,) = await desk.prepare([named(good)])
+    assert fine.num_positions > 0
+
+
+async def test_a_worker_that_takes_too_long_or_too_much_is_replaced() -> None:
+    slow = Workers(CONFIG, count=1, max_pixels=100_000_000, cpu_s=0.02)
+    desk = make_desk(slow, replace(MEDIA, max_media_pixels=100_000_000, max_media_bytes=1 << 30))
+    large = RawPixels(Raw(9000, 9000, "RGB"), bytes(9000 * 9000 * 3))
+    with pytest.raises(MediaTooLarge, match="takes too long, or too much memory"):
+        await desk.prepare([named(large)])
+    small = Workers(CONFIG, count=1, max_pixels=1, cpu_s=20.0)
+    desk = make_desk(small, replace(MEDIA, max_media_pixels=200_000_000))
+    bomb = RawPixels(Raw(11000, 11000, "L"), bytes(11000 * 11000))
+    with pytest.raises(MediaTooLarge):
+        await desk.prepare([named(bomb)])
+    (fine,) = await desk.prepare([named(RawPixels(Raw(20, 20, "L"), bytes(400)))])
+    assert fine.num_positions > 0
+    slow.close()
+    small.close()
+
+
+def test_a_segment_is_sealed_and_holds_what_it_says() -> None:
+    array = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    descriptor = write_features(array, b"d" * 32)
+    features = Features(path=features_path(descriptor), digest=b"d" * 32, dtype="uint8", shape=array.shape)
+    assert np.array_equal(open_features(features), array)
+    with pytest.raises(OSError, match="not permitted"):
+        os.pwrite(descriptor, b"x", 70)
+    for other in ({"digest": b"e" * 32}, {"shape": (2, 3, 5)}):
+        with pytest.raises(ValueError, match="segment"):
+            open_features(Features(**{**{n: getattr(features, n) for n in features.__struct_fields__}, **other}))
+    os.close(descriptor)
+    with pytest.raises((OSError, ValueError)):
+        open_features(features)
+
+
+def test_a_program_s_own_images(tmp_path: Path) -> None:
+    image = Image.fromarray(np.zeros((4, 6, 3), np.uint8))
+    raw = own_media(image, MEDIA)
+    assert raw == own_media(np.zeros((4, 6, 3), np.uint8), MEDIA)
+    assert raw.raw == Raw(6, 4, "RGB")
+    assert own_media(image.convert("P"), MEDIA).raw.mode == "RGB"
+    (tmp_path / "a.png").write_bytes(b"bytes")
+    assert own_media([str(tmp_path / "a.png"), tmp_path / "a.png"], MEDIA) == [b"bytes", b"bytes"]
+    assert own_media("https://example.com/a.png", MEDIA) == "https://example.com/a.png"
+    assert own_media("aGVsbG8=", MEDIA) == "aGVsbG8="
+    with pytest.raises(InvalidRequest, match="uint8"):
+        own_media(np.zeros((4, 6)), MEDIA)
