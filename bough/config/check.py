@@ -20,6 +20,7 @@ def check(config: Config) -> None:
     _ranges(config)
     _metrics(config)
     _model(config)
+    _media(config)
     _parallel(config)
     _speculative(config)
     _way_in(config.server)
@@ -120,6 +121,11 @@ def _ranges(config: Config) -> None:
         ("max_media_pixels", config.media.max_media_pixels, 1, 2**31),
         ("max_media_frames", config.media.max_media_frames, 1, 65_535),
         ("media_timeout_s", config.media.media_timeout_s, 0.1, 3600.0),
+        ("media_cpu_s", config.media.media_cpu_s, 0.1, 3600.0),
+        ("mm_workers", config.media.mm_workers, 1, 256),
+        ("mm_processor_cache_size", config.media.mm_processor_cache_size, 1024 * 1024, None),
+        ("mm_cache_size", config.media.mm_cache_size, 0, None),
+        ("mm_encoder_step_tokens", config.media.mm_encoder_step_tokens, 1, None),
         ("decode_log_interval_s", log.decode_log_interval_s, 0.0, None),
         ("decode_log_interval", log.decode_log_interval, 0, None),
         ("log_requests_level", log.log_requests_level, 0, 1),
@@ -154,6 +160,8 @@ def _model(config: Config) -> None:
         ("json_model_override_args", config.model.json_model_override_args, '{"num_hidden_layers": 2}'),
         ("preferred_sampling_params", config.server.preferred_sampling_params, '{"temperature": 0.7}'),
         ("default_chat_template_kwargs", config.server.default_chat_template_kwargs, '{"enable_thinking": false}'),
+        ("mm_processor_kwargs", config.model.mm_processor_kwargs, '{"max_pixels": 1003520}'),
+        ("limit_mm_data_per_request", config.media.limit_mm_data_per_request, '{"image": 8}'),
     ):
         _json_object(name, text, example)
     if config.model.dummy_weights != "normal" and config.model.load_format != "dummy":
@@ -170,6 +178,18 @@ def _model(config: Config) -> None:
             fix="add --load-format dummy, or leave --dummy-routing out",
             param="dummy_routing",
         )
+
+
+def _media(config: Config) -> None:
+    text = config.media.limit_mm_data_per_request
+    for kind, most in (json.loads(text) if text else {}).items():
+        if kind not in ("image", "video", "audio") or isinstance(most, bool) or not isinstance(most, int) or most < 0:
+            raise ConfigError(
+                what=f"limit_mm_data_per_request has {kind!r}: {most!r}",
+                why="it must map image, video and audio to how many of them a request may have",
+                fix="""for example --limit-mm-data-per-request '{"image": 8}'""",
+                param="limit_mm_data_per_request",
+            )
 
 
 def _json_object(name: str, text: str, example: str) -> None:

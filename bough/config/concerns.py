@@ -97,6 +97,11 @@ class ModelConfig:
     """Run Python code that comes with the model's tokenizer, if it needs it. Other code of a model is never run."""
     skip_tokenizer_init: bool = False
     """Accept and return token ids only."""
+    mm_processor_kwargs: str = ""
+    """JSON object of settings of the model's media processor, over the checkpoint's own: {"max_pixels": 1003520}. Requests
+    may ask for less than what it allows."""
+    language_model_only: bool = False
+    """Serve the language model of a model that also sees or hears, without its towers."""
     is_embedding: bool = False
     """Serve as a pooling model (embeddings, rerank, classification) even if the checkpoint does not say that it is
     one."""
@@ -416,7 +421,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Which pictures are fetched, and how large they may be."""
+    """Which media are fetched, how large they may be, and what is kept of them."""
 
     allowed_media_domains: tuple[str, ...] = ()
     """Where pictures may be fetched from: example.com, *.example.com, addresses, networks, or * for every public host."""
@@ -430,6 +435,20 @@ class MediaConfig:
     """Most frames of an animation."""
     media_timeout_s: float = 10.0
     """Seconds that fetching a picture may take, redirects included."""
+    media_cpu_s: float = 20.0
+    """Seconds of a processor that preparing one medium may take; beyond, it is refused."""
+    limit_mm_data_per_request: str = ""
+    """JSON object of how many media a request may have, by kind: {"image": 8}. Default: 64 of each."""
+    mm_workers: int | Auto = AUTO
+    """Processes of each API worker that decode and resize media. auto: a quarter of the cores, 1 to 8."""
+    mm_processor_cache_size: int = 1024 * 1024 * 1024
+    """Bytes of prepared media (pixels) that an API worker keeps in shared memory; those of requests under way count."""
+    mm_cache_size: int | Auto = AUTO
+    """Bytes of the device for embeddings of media: those that prompts are in the middle of, and others as a cache. auto:
+    512 MiB on a GPU, 256 MiB on a CPU, and at least what the largest medium takes."""
+    mm_encoder_step_tokens: int | Auto = AUTO
+    """Patches (tower tokens) that one step computes at most, unless one item alone has more: more would make other
+    requests wait longer for their tokens. auto: 16384 on a GPU, 4096 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

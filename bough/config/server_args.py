@@ -127,11 +127,6 @@ def load_config(
     notes += _attention_replicas(values, origins)
     config = assemble(values)
     check(config)
-    media = [origin for name, origin in origins.items() if settings()[name].group == "media"]
-    if media:
-        notes.append(
-            f"{', '.join(media)}: every model served so far takes text only; `bough doctor --media URL` tries it"
-        )
     return Loaded(config=config, origins=origins, notes=tuple(notes))
 
 

@@ -24,7 +24,8 @@ _ACTING: Final = """
     default_chat_template_kwargs device disable_cuda_graph disable_overlap_schedule disable_priority_preemption
     disable_radix_cache dist_init_addr download_dir dtype enable_cache_report enable_deterministic_inference
     enable_metrics enable_priority_scheduling grammar_backend grpc_port fastapi_root_path host incremental_streaming_output
-    is_embedding json_model_override_args kv_cache_dtype load_format log_level log_requests log_requests_level
+    is_embedding json_model_override_args kv_cache_dtype limit_mm_data_per_request load_format log_level log_requests
+    log_requests_level
     max_prefill_tokens max_queued_requests max_running_requests max_total_tokens mem_fraction_static model model_impl
     model_path nccl_init_addr nnodes node_rank page_size port preferred_sampling_params
     priority_scheduling_preemption_threshold quantization quantization_param_path radix_eviction_policy random_seed
@@ -93,6 +94,12 @@ MAPPED: Final[Mapping[str, Mapped]] = {
     "media_url_max_file_size_mb": Mapped(
         "read as --max-media-bytes, in MiB", "max_media_bytes", read=lambda text: int(text) * _MIB
     ),
+    "mm_preprocess_cache_size_mb": Mapped(
+        "read as --mm-processor-cache-size, in MiB", "mm_processor_cache_size", read=lambda text: int(text) * _MIB
+    ),
+    "mm_processor_worker_num": Mapped("read as --mm-workers", "mm_workers"),
+    "enable_multimodal": Mapped("changes nothing: models that see are served so anyway", is_switch=True),
+    "enable_prefix_mm_cache": Mapped("changes nothing: prefixes with media are cached anyway", is_switch=True),
     "sampling_backend": Mapped(
         "changes nothing: each device has one way of sampling, and all draw the same",
         values={"flashinfer": None, "pytorch": None},

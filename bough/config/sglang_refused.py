@@ -114,12 +114,12 @@ REFUSALS: Final = (
         """,
     ),
     Refusal(
-        "every model served so far takes text only",
+        "media are prepared in one way, and computed on the engine's own device",
         "leave it out",
         """
-        enable_multimodal mm_attention_backend= enable_broadcast_mm_inputs_process enable_prefix_mm_cache
-        mm_enable_dp_encoder mm_process_config= mm_processor_worker_num=0 mm_io_worker_num=0
-        mm_preprocess_cache_size_mb= trust_mm_content_hashes limit_mm_data_per_request= enable_mm_global_cache
+        mm_attention_backend= enable_broadcast_mm_inputs_process
+        mm_enable_dp_encoder mm_process_config= mm_io_worker_num=0
+        trust_mm_content_hashes enable_mm_global_cache
         image_processor_backend=auto mm_global_cache_backend=mooncake disable_fast_image_processor mm_feature_transport=
         """,
     ),
