@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from bough.bench.fake_media import OracleMedia, positions_of
 from bough.core.step import FIRST_DRAFT, FROM_DEVICE, I32, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
 
 U64 = npt.NDArray[np.uint64]
@@ -128,6 +129,9 @@ class OracleRunner:
         self._kv = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
         self._position = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
         """Where in its request each token in memory is."""
+        self._stands = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
+        """The position that each was rotated by."""
+        self._media = OracleMedia(limits)
         self._table = np.zeros((limits.num_slots, limits.pages_per_slot), np.int64)
         self._last = np.full(limits.num_slots, _NOTHING, np.int64)
         self._length = np.zeros(limits.num_slots, np.int64)
@@ -146,11 +150,14 @@ class OracleRunner:
             flat = self._kv.reshape(-1)
             flat[moves.target] = flat[moves.source]
             self._position.reshape(-1)[moves.target] = _ANYWHERE
+            self._stands.reshape(-1)[moves.target] = _ANYWHERE
             if (flat[moves.target] == _NOTHING).any():
                 self._note(step, "moves memory that was never written")
         if len(step.copy_from):
             self._kv[step.copy_to] = self._kv[step.copy_from]
             self._position[step.copy_to] = self._position[step.copy_from]
+            self._stands[step.copy_to] = self._stands[step.copy_from]
+        self._media.begin(step)
         fresh = set()
         for setup in step.setups:
             if setup.slot not in self._setups or self._setups[setup.slot].rng_seed != setup.rng_seed:
@@ -179,7 +186,8 @@ class OracleRunner:
 
     def _forward(self, step: Step, fresh: set[int], launched: OracleLaunched, outcome: Outcome) -> list[list[int]]:
         size = self.limits.page_size
-        inputs = np.split(step.tokens.astype(np.int64), np.cumsum(step.num_query)[:-1])
+        inputs = np.split(self._media.tokens(step), np.cumsum(step.num_query)[:-1])
+        firsts = np.cumsum(step.num_query) - step.num_query
         places = []
         for row, slot in enumerate(step.slots.tolist()):
             context, count = self._context(step, row, slot, fresh), int(step.num_query[row])
@@ -189,6 +197,7 @@ class OracleRunner:
             self._check_writes(step, slot, set(pages.tolist()))
             self._kv[pages, at % size] = tokens
             self._position[pages, at % size] = at
+            self._stands[pages, at % size] = self._media.stands_at(step, slot, int(firsts[row]), at)
             launched.writes.append((pages, at % size))
             self._length[slot] = context + count
             places.append((slot, context + count))
@@ -206,6 +215,11 @@ class OracleRunner:
             positions = self._position[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
             if ((positions != np.arange(length)) & (positions != _ANYWHERE)).any():
                 self._note(step, f"slot {slot} reads memory of other positions")
+            stands = self._stands[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
+            if (
+                (stands != (positions_of(prefix) if self._media.axes else np.arange(length))) & (stands != _ANYWHERE)
+            ).any():
+                self._note(step, f"slot {slot} reads memory that stands elsewhere")
             hashes.append([prefix_hash(prefix[:end]) for end in range(length - _num_drafts(step, row), length + 1)])
             if row in wanted:
                 scored += self._score_prompt(step, row, slot, prefix, wanted[row])
@@ -335,6 +349,7 @@ class OracleRunner:
         for pages, offsets in launched.writes:
             self._kv[pages, offsets] = _GARBAGE
         self._last[launched.step.slots] = _GARBAGE
+        self._media.spoil(launched.step)
 
     # -- the contract -----------------------------------------------------------------------------
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from bough.bench.fake_media import media_tokens
 from bough.bench.fake_runner import OracleRunner, lone_output, pick, prefix_hash, score
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
 from bough.core.grammar import Compiled, CompileFailed, Matcher
+from bough.core.media import Features, MediaItem
 from bough.core.messages import (
     Abort,
     Began,
@@ -29,13 +32,14 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.core.sampling import GrammarSpec, SamplingParams
-from bough.core.step import RunnerLimits, SpanCosts, Step
+from bough.core.step import MediaLimits, RunnerLimits, SpanCosts, Step
 from bough.engine.control import Hooks
 from bough.engine.loop import Loop
 from bough.scheduler.accept import output_limit
 from bough.scheduler.constrain import Gate
 from bough.scheduler.drafting import Drafter
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import MediaAccount
 from bough.scheduler.plan import StepPlan, plan_step
 from bough.scheduler.queues import Queues, Waiting
 
@@ -82,7 +86,16 @@ class Client:
 
     @property
     def prompt(self) -> list[int]:
-        return unpack_ids(self.ask.prompt).tolist()
+        """What the model reads: of media what they are made of."""
+        ids = unpack_ids(self.ask.prompt).astype(np.int64)
+        for item in self.ask.media:
+            ids[item.start : item.stop] = opened_features(item.features)
+        return ids.tolist()
+
+
+def opened_features(features: Features) -> npt.NDArray[np.generic]:
+    """What an item is made of; its path says which."""
+    return media_tokens(int(features.path), features.shape[0])
 
 
 class ParityMatcher:
@@ -189,10 +202,16 @@ class Sim:
         fail_wait: Callable[[Step], Exception | None] | None = None,
         drafter: Drafter | None = None,
         yields: Callable[[int], int] | None = None,
+<<<<<<< HEAD
         propose: Callable[[list[int], int], list[int]] | None = None,
+=======
+        propose: Callable[[list[int]], list[int]] | None = None,
+        media: MediaLimits | None = None,
+>>>>>>> ef1453f (tests: simulate random traffic with media)
         **limits: object,
     ) -> None:
         self.runner_limits = RunnerLimits(
+            media=media,
             num_slots=num_slots,
             num_pages=num_pages,
             page_size=page_size,
@@ -229,6 +248,8 @@ class Sim:
         )
         self.queues = Queues(self.limits, self.grammars)
         self.queues.drafter = drafter
+        if media is not None:
+            self.queues.media = MediaAccount(media, opened_features)
         self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, policy=eviction, enabled=radix)
         self.loop = Loop(
             runner=self.runner,
@@ -270,8 +291,12 @@ class Sim:
         grammar: GrammarSpec | None = None,
         eos: tuple[int, ...] = (),
         trace: bool = False,
+        media: tuple[MediaItem, ...] = (),
+        positions: bytes = b"",
     ) -> Client:
         ask = Generate(
+            media=media,
+            positions=positions,
             id=self._next_id,
             rid=f"r{self._next_id}",
             prompt=pack_ids(prompt),
@@ -361,6 +386,9 @@ class Sim:
         assert self.cache.num_held == self.cache.num_kept
         assert self.cache.tree.num_evictable == self.cache.tree.num_cached
         assert self.cache.num_repairs == 0
+        if self.queues.media is not None:
+            store = self.queues.media.store
+            assert store.num_available == store.num_blocks, "somebody is still in the middle of an item"
         if not self.cache.enabled:
             assert self.cache.pool.num_free == self.cache.total
         for client in self.clients.values():

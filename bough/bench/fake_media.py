@@ -1,0 +1,73 @@
+"""Media in the oracle: rows of a store that hold what items are made of, and positions that follow from what was read.
+
+An item's features are as many numbers as it has positions, and its "tower" copies them. A token of media is the number in
+the row that its step names, so that a row which was given away too early, or never computed, gives another answer. All
+positions of an item are one, and text goes on behind it: the oracle can tell from the tokens that it reads where each is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from bough.core.step import RunnerLimits, Step
+
+FIRST_MEDIA = 1 << 20
+"""Numbers of media tokens begin here: `FIRST_MEDIA * (1 + item) + place`."""
+_NOTHING = -1
+_GARBAGE = -7
+
+
+def media_tokens(item: int, count: int) -> npt.NDArray[np.int64]:
+    """What an item is made of."""
+    return FIRST_MEDIA * (1 + item) + np.arange(count, dtype=np.int64)
+
+
+def positions_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each token stands: text one behind the other, all of an item at one place."""
+    items = tokens // FIRST_MEDIA
+    follows = np.zeros(len(tokens), np.bool_)
+    follows[1:] = (items[1:] > 0) & (items[1:] == items[:-1]) & (tokens[1:] == tokens[:-1] + 1)
+    positions: npt.NDArray[np.int64] = np.cumsum(~follows) - 1
+    return positions
+
+
+class OracleMedia:
+    """What the device has of media."""
+
+    def __init__(self, limits: RunnerLimits) -> None:
+        num_rows = 0 if limits.media is None else limits.media.num_rows
+        self.axes = 0 if limits.media is None else limits.media.axes
+        self._rows = np.full(num_rows, _NOTHING, np.int64)
+        self._turn = np.zeros(limits.num_slots, np.int64)
+
+    def begin(self, step: Step) -> None:
+        """Computes the step's items, and turns its slots."""
+        if step.media is not None:
+            for each in step.media.encode:
+                self._rows[each.rows] = each.features
+            self._turn[step.media.turn_slots] = step.media.turns
+
+    def spoil(self, step: Step) -> None:
+        """A failed step leaves garbage where it wrote."""
+        if step.media is not None:
+            for each in step.media.encode:
+                self._rows[each.rows] = _GARBAGE
+
+    def tokens(self, step: Step) -> npt.NDArray[np.int64]:
+        """The step's tokens, those of media as its rows have them."""
+        tokens = step.tokens.astype(np.int64)
+        if step.media is not None:
+            tokens[step.media.at] = self._rows[step.media.rows]
+        return tokens
+
+    def stands_at(self, step: Step, slot: int, first: int, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions of a row's tokens, which lie at `at` in memory and from `first` on in the step."""
+        positions = at + self._turn[slot]
+        if step.media is not None and len(step.media.axes_at):
+            places = first + np.arange(len(at))
+            found = np.searchsorted(step.media.axes_at, places)
+            found = np.minimum(found, len(step.media.axes_at) - 1)
+            given = step.media.axes_at[found] == places
+            positions[given] = step.media.axes[0, found[given]]
+        return positions
