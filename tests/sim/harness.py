@@ -202,12 +202,8 @@ class Sim:
         fail_wait: Callable[[Step], Exception | None] | None = None,
         drafter: Drafter | None = None,
         yields: Callable[[int], int] | None = None,
-<<<<<<< HEAD
         propose: Callable[[list[int], int], list[int]] | None = None,
-=======
-        propose: Callable[[list[int]], list[int]] | None = None,
         media: MediaLimits | None = None,
->>>>>>> ef1453f (tests: simulate random traffic with media)
         **limits: object,
     ) -> None:
         self.runner_limits = RunnerLimits(
