@@ -63,7 +63,7 @@ class OracleMedia:
 
     def stands_at(self, step: Step, slot: int, first: int, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions of a row's tokens, which lie at `at` in memory and from `first` on in the step."""
-        positions = at + self._turn[slot]
+        positions: npt.NDArray[np.int64] = at + self._turn[slot]
         if step.media is not None and len(step.media.axes_at):
             places = first + np.arange(len(at))
             found = np.searchsorted(step.media.axes_at, places)
