@@ -88,7 +88,7 @@ def split_by_prompt(name: str, value: Any, rows: int, single: bool) -> Sequence[
     """One entry for each prompt: what a batch lists by prompt; of a lone prompt everything is its own."""
     if single:
         return [value]
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or not value:
         return [value] * rows
     if len(value) != rows:
         raise InvalidRequest(

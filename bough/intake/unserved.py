@@ -11,7 +11,7 @@ from typing import Any, Final
 from bough.core.errors import InvalidRequest
 
 _MEDIA = ("media have settings of their own", "send mm_processor_kwargs, or leave it out")
-_NAMED = ("media are parts of messages here", "send them as content parts (image_url), or use /generate")
+_NAMED = ("here prompts are text only", "send content parts (image_url) to /v1/chat/completions, or use /generate")
 _APART = ("prefill and decode run in one server here", "leave it out")
 _INSIDE = ("what the model does inside is not reported", "leave it out, or use return_hidden_states")
 _NATIVE = ("replicas are chosen by native requests only", "send it to /generate, or leave it out")

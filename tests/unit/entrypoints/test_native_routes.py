@@ -444,6 +444,8 @@ def test_what_nothing_here_does_is_refused_not_ignored(server: FakeServer, field
     ):
         if field == "session_params" and path == "/generate":
             continue
+        if field == "mm_processor_kwargs" and path != "/v1/completions":
+            continue  # requests without media may have it
         on = httpx.post(server.url + path, json={**body, field: {"a": 1}})
         assert (on.status_code, on.json()["error"]["param"]) == (400, field)
         off = httpx.post(server.url + path, json={**body, field: None})

@@ -124,15 +124,16 @@ class _Checker:
 
     def _media_part(self, part: Json, where: str) -> Json:
         """What templates know it by. The medium is noted."""
-        found = media_part(part, where, self._options)
-        if found.kind not in self._kinds:
+        kind = PARTS[part["type"]][0]
+        if kind not in self._kinds:
             takes = " and ".join(["text", *sorted(self._kinds)]) if self._kinds else "text only"
             raise InvalidRequest(
-                what=f"{where} is {found.kind} input",
+                what=f"{where} is {kind} input",
                 why=f"the served model takes {takes}",
                 fix="send text parts, or serve a model that takes it",
                 param=f"{where}.type",
             )
+        found = media_part(part, where, self._options)
         self.media.append(found)
         return {"type": found.kind}
 
