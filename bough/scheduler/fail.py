@@ -8,6 +8,7 @@ from bough.scheduler.commit import Flight
 from bough.scheduler.leave import end_request, let_go, make_end, release_settled, retract
 from bough.scheduler.media import lost_rows
 from bough.scheduler.queues import Leaving, Queues, Row
+from bough.scheduler.slots import UNKNOWN_TURN
 
 _OOM_STEPS = 2
 """A request whose prefill (or whose decode, with no prefill to blame) ran the device out of memory this often fails."""
@@ -34,6 +35,8 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     queues.counters.failed_steps += 1
     queues.settled = step.index
     cache.drop_step(step.index)
+    if step.media is not None:
+        queues.slots.turn[step.media.turn_slots] = UNKNOWN_TURN  # whether the device has them is anybody's guess
     lost = queues.media.store.drop_step(step.index) if queues.media is not None else set()
     out_of_memory = is_out_of_memory(error)
     queues.counters.oom_steps += out_of_memory

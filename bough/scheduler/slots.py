@@ -12,6 +12,8 @@ NUM_STOP_IDS = 8
 """Stop ids kept in the table; a row with more has them in `more_stops` too."""
 NO_TOKEN = -1
 NEVER = np.iinfo(np.int32).max
+UNKNOWN_TURN = np.iinfo(np.int32).min
+"""Of a slot whose turn has to be sent again: a step failed that changed it."""
 ONE = np.array(1, np.int32)
 """Added to a column: numpy takes it for a number in half the time that a number takes it."""
 

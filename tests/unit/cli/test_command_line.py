@@ -344,12 +344,6 @@ def test_a_place_for_crash_bundles_is_tried_before_a_crash(tmp_path: Path, capsy
     assert (tmp_path / "crashes").stat().st_mode & 0o777 == 0o700
 
 
-def test_media_flags_say_what_they_can_do_today(capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = parse(["--allowed-media-domains", "example.com"], {}).loaded
-    assert any("text only" in note and "--allowed-media-domains" in note for note in loaded.notes)
-    assert not parse([], {}).loaded.notes
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_doctor_is_quick_and_needs_no_torch(known: bool, tmp_path: Path) -> None:
     """Even where the CPU's fastest type has to be measured: another process does that."""

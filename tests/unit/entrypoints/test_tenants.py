@@ -337,6 +337,7 @@ NOT_BY_TENANT = {
     "Intake._calls": "the same",
     "Intake._turns": "the same",
     "Intake._unpaid": "the same",
+    "Intake._leases": "the same",
     "IntakeStats.ended": "counters",
     "Kept.response": "what a store holds",
     "_Session.turns": "by the requests of one session",
@@ -353,6 +354,7 @@ NOT_BY_TENANT = {
     "Sheet._first": "counters",
     "Boards._open": "counters",
     "Served.facts": "about the model",
+    "Served.markers": "about the model",
     "Served.sampling_defaults": "about the model",
     "Served.template_defaults": "about the model",
 }
