@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from bough.multimodal.placing import Placer
-from bough.multimodal.processor import Prepared, Processed, Processor
 from in_process import GREEDY, InProcess
 from PIL import Image
 from transformers import PreTrainedModel
 
 from bough.core.media import Features, MediaItem
 from bough.core.sampling import SamplingParams
+from bough.multimodal.placing import Placer
+from bough.multimodal.processor import Prepared, Processed, Processor
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from bough.multimodal.families import processor_of
-from bough.multimodal.processor import Processor
 from tiny_vision import FAMILIES, make_seeing
 from transformers import PreTrainedModel
 
@@ -17,6 +15,8 @@ from bough.config.hf import Checkpoint, open_checkpoint
 from bough.layers.decoder import Decoder
 from bough.layers.tower import Tower
 from bough.models.load import build_model
+from bough.multimodal.families import processor_of
+from bough.multimodal.processor import Processor
 
 CPU = torch.device("cpu")
 NAMES = list(FAMILIES)
