@@ -76,6 +76,7 @@ class Engine:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         image_data: Any = None,
+        video_data: Any = None,
         *,
         return_logprob: bool | Sequence[bool] | None = None,
         logprob_start_len: int | Sequence[int] | None = None,
@@ -103,7 +104,8 @@ class Engine:
         """
         batch = self._batch({
             "text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream,
-            "image_data": image_data, "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
+            "image_data": image_data, "video_data": video_data,
+            "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
             "top_logprobs_num": top_logprobs_num, "token_ids_logprob": token_ids_logprob,
             "processed_logprobs": processed_logprobs, "return_text_in_logprobs": return_text_in_logprobs,
             "return_hidden_states": return_hidden_states, "rid": rid, "priority": priority,

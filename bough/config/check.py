@@ -120,6 +120,7 @@ def _ranges(config: Config) -> None:
         ("max_media_bytes", config.media.max_media_bytes, 1024, 2**31),
         ("max_media_pixels", config.media.max_media_pixels, 1, 2**31),
         ("max_media_frames", config.media.max_media_frames, 1, 65_535),
+        ("max_video_frames", config.media.max_video_frames, 1, 65_535),
         ("media_timeout_s", config.media.media_timeout_s, 0.1, 3600.0),
         ("media_cpu_s", config.media.media_cpu_s, 0.1, 3600.0),
         ("mm_workers", config.media.mm_workers, 1, 1024),

@@ -433,6 +433,8 @@ class MediaConfig:
     """Most pixels of a picture, all frames together; checked before it is decoded."""
     max_media_frames: int = 128
     """Most frames of an animation."""
+    max_video_frames: int = 768
+    """Most frames that are taken of a video, whatever the model's processor would take."""
     media_timeout_s: float = 10.0
     """Seconds that fetching a picture may take, redirects included."""
     media_cpu_s: float = 20.0

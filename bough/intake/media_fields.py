@@ -8,7 +8,7 @@ from typing import Any, Final
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.media import MediaKind
-from bough.multimodal.desk import MediaInput, RawPixels
+from bough.multimodal.desk import Frames, MediaInput, RawPixels
 
 NATIVE_MEDIA: Final[Mapping[str, MediaKind]] = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
 PARTS: Final[Mapping[str, tuple[MediaKind, str]]] = {
@@ -23,7 +23,10 @@ PARTS: Final[Mapping[str, tuple[MediaKind, str]]] = {
 }
 """Types of content parts -> what they are, and the field that holds it."""
 _LEVELS = ("auto", "low", "high", "original", None)
-_OPTIONS = frozenset({"max_dynamic_patch", "min_dynamic_patch", "min_pixels", "max_pixels"})
+_OPTIONS = frozenset({
+    "max_dynamic_patch", "min_dynamic_patch", "min_pixels", "max_pixels", "fps", "num_frames", "nframes", "min_frames",
+    "max_frames",
+})  # fmt: skip
 """Settings of the processor that may stand beside a URL."""
 
 
@@ -102,10 +105,12 @@ def split_by_prompt(name: str, value: Any, rows: int, single: bool) -> Sequence[
 
 def _native(given: Any, kind: MediaKind, name: str, shared: Mapping[str, Any]) -> MediaInput:
     options = dict(shared)
+    if isinstance(given, Mapping) and "frames" in given:
+        return MediaInput(kind=kind, source=_frames(given, name), options=options, param=name)
     if isinstance(given, Mapping):
         options |= {key: value for key, value in given.items() if key in _OPTIONS and value is not None}
         given = given.get("url", given.get(kind))
-    if isinstance(given, bytes | RawPixels):
+    if isinstance(given, bytes | RawPixels | Frames):
         return MediaInput(kind=kind, source=given, options=options, param=name)
     if not isinstance(given, str) or not given:
         raise InvalidRequest(
@@ -115,6 +120,28 @@ def _native(given: Any, kind: MediaKind, name: str, shared: Mapping[str, Any]) -
             param=name,
         )
     return MediaInput(kind=kind, source=with_scheme(given), options=options, param=name)
+
+
+def _frames(given: Mapping[str, Any], name: str) -> Frames:
+    """A video as a list of its frames, with what is known of the video."""
+    images, fps = given["frames"], given.get("fps", 0.0)
+    indices, total = given.get("frames_indices", ()), given.get("total_num_frames", 0)
+    numbers = [fps, total, *indices] if isinstance(indices, list | tuple) else [None]
+    if (
+        not isinstance(images, list | tuple)
+        or not all(isinstance(each, str | bytes | RawPixels) for each in images)
+        or any(isinstance(each, bool) or not isinstance(each, int | float) for each in numbers)
+        or not 0 <= fps <= 1000
+        or not all(isinstance(each, int) and 0 <= each < 2**31 for each in (total, *indices))
+    ):
+        raise InvalidRequest(
+            what=f"{name} has frames that can't be read",
+            why="frames is a list of URLs or base64; fps a number; frames_indices a list of numbers",
+            fix="send a valid list",
+            param=name,
+        )
+    images = tuple(with_scheme(each) if isinstance(each, str) else each for each in images)
+    return Frames(images=images, fps=float(fps), indices=tuple(indices), total=total)
 
 
 def with_scheme(source: str) -> str:

@@ -67,7 +67,7 @@ class QwenTower(Tower):
         self.deep_mergers = nn.ModuleList(Merger(facts, build, norm_merged=True) for _ in facts.deep)
 
     def forward(self, items: Sequence[TowerInput]) -> Tensor:
-        facts, grids = self.facts, [item.grid for item in items]
+        facts, grids = self.facts, [item.grid[:3] for item in items]
         x_TD = self.patches(torch.cat([self._cut(item.features) for item in items]))
         if self.positions is not None:
             x_TD = x_TD + torch.cat([self._learned_positions(h, w).repeat(t, 1) for t, h, w in grids])

@@ -67,7 +67,7 @@ class QwenVision:
         """What planning needs to know."""
         side = self.patch * self.merge
         return TowerFacts(
-            kinds=("image",),
+            kinds=("image", "video"),
             num_parameters=self.num_parameters(),
             width=self.out * (1 + len(self.deep)),
             tokens_per_position=self.merge**2,

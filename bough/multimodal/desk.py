@@ -7,9 +7,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from bough.config.concerns import MediaConfig
 from bough.core.errors import BoughError, InvalidRequest
@@ -19,13 +20,15 @@ from bough.multimodal.errors import MediaTooLarge, MediaUnsupported
 from bough.multimodal.feature_cache import FeatureCache
 from bough.multimodal.local import too_many_bytes
 from bough.multimodal.processor import Options, Prepared, Processor
-from bough.multimodal.work import Raw, Work
+from bough.multimodal.work import Raw, Stills, Work
 from bough.multimodal.workers import Workers
 
 _FETCHES = 16
 """Media that are fetched or decoded from base64 at the same time."""
 
 
+FRAMES_PER_SECOND = 2.0
+"""Of a video whose frames were taken out before, where nobody says: what most families take."""
 _MOST = 64
 """Media of each kind that a request may have, unless --limit-mm-data-per-request says otherwise."""
 
@@ -43,12 +46,38 @@ class RawPixels(Struct, frozen=True):
     data: bytes
 
 
+class Frames(Struct, frozen=True, kw_only=True):
+    """A video whose frames were taken out before."""
+
+    images: tuple[str | bytes | RawPixels, ...]
+    fps: float = 0.0
+    """Of the video; 0: not known, two a second."""
+    indices: tuple[int, ...] = ()
+    """Their numbers in the video; empty: they are all of it."""
+    total: int = 0
+    """Frames of the video; 0: not known."""
+
+
+class _Loaded(Struct, frozen=True, kw_only=True):
+    """The bytes of a medium, and what they are."""
+
+    data: bytes
+    raw: Raw | None = None
+    form: str = ""
+    stills: Stills | None = None
+
+    @property
+    def head(self) -> list[Any]:
+        """What is hashed beside the bytes."""
+        return [to_builtins(self.raw), self.form, to_builtins(self.stills)]
+
+
 class MediaInput(Struct, frozen=True, kw_only=True):
     """A medium as a request names it."""
 
     kind: MediaKind
-    source: str | bytes | RawPixels
-    """A URL, the bytes of a file, or pixels."""
+    source: str | bytes | RawPixels | Frames
+    """A URL, the bytes of a file, pixels, or a video's frames."""
     options: Mapping[str, Any] = {}
     """Settings of the processor for this one."""
     little_detail: bool = False
@@ -136,12 +165,15 @@ class Desk:
             if each.little_detail:
                 options = {**self.processor.little_detail(), **options}
             async with self._fetching:
-                data, raw = await self._bytes(each)
-                digest = await asyncio.to_thread(self._digest, each.kind, options, tenant, data, raw)
-                while (found := self._cache.use(digest)) is None:
-                    work = Work(kind=each.kind, options=options, digest=digest, num_bytes=len(data), raw=raw)
-                    await self._prepared(work, data)
-                return found
+                found = await self._load(each)
+                digest = await asyncio.to_thread(self._digest, each.kind, options, tenant, found)
+                while (ready := self._cache.use(digest)) is None:
+                    work = Work(
+                        kind=each.kind, options=options, digest=digest, num_bytes=len(found.data),
+                        raw=found.raw, form=found.form, stills=found.stills,
+                    )  # fmt: skip
+                    await self._prepared(work, found.data)
+                return ready
         except BoughError as error:
             if error.param is None:
                 error.param = each.param
@@ -160,30 +192,79 @@ class Desk:
         prepared = Prepared(kind=work.kind, digest=work.digest, processed=processed, features=features)
         self._cache.add(prepared, descriptor)
 
-    async def _bytes(self, each: MediaInput) -> tuple[bytes, Raw | None]:
-        if isinstance(each.source, RawPixels):
-            raw = each.source.raw
-            if raw.width * raw.height > self._config.max_media_pixels:
-                raise MediaTooLarge(
-                    what=f"this picture has {raw.width:,} x {raw.height:,} pixels",
-                    why=f"at most {self._config.max_media_pixels:,} pixels are taken",
-                    fix="send a smaller one",
-                )
-            return each.source.data, raw
-        if isinstance(each.source, bytes):
-            if len(each.source) > self._config.max_media_bytes:
-                raise too_many_bytes(self._config.max_media_bytes)
-            picture = await asyncio.to_thread(self._door.check, each.source)
-        else:
-            picture = await self._door.fetch(each.source)
-        if each.kind != "image":
-            raise MediaUnsupported(what=f"{each.kind} input is not taken")
-        return picture.data, None
+    async def _load(self, each: MediaInput) -> _Loaded:
+        source = each.source
+        if isinstance(source, str) and each.kind == "video" and (frames := listed_frames(source)):
+            source = Frames(images=frames)
+        if isinstance(source, Frames):
+            if each.kind != "video":
+                raise MediaUnsupported(what=f"frames are no {each.kind}", fix="send a video")
+            return await self._load_frames(source)
+        if isinstance(source, RawPixels):
+            return _Loaded(data=self._checked(source), raw=source.raw)
+        data = await self._door.read(source) if isinstance(source, str) else source
+        if each.kind == "video":
+            return _Loaded(data=data, form=await asyncio.to_thread(self._door.check_video, data))
+        return _Loaded(data=(await asyncio.to_thread(self._door.check, data)).data)
 
-    def _digest(self, kind: MediaKind, options: Options, tenant: str, data: bytes, raw: Raw | None) -> bytes:
-        pixels = None if raw is None else [raw.width, raw.height, raw.mode]
-        head = [kind, self.processor.identity, sorted(options.items()), tenant, pixels]
+    async def _load_frames(self, frames: Frames) -> _Loaded:
+        """Frames as one medium. Raises `MediaError`."""
+        count = len(frames.images)
+        if not 0 < count <= self._config.max_video_frames:
+            raise MediaTooLarge(
+                what=f"this video has {count} frames",
+                why=f"1 to {self._config.max_video_frames} are taken (--max-video-frames)",
+                fix="send as many",
+            )
+        if frames.indices and len(frames.indices) != count:
+            raise MediaUnsupported(
+                what=f"this video has {count} frames and {len(frames.indices)} frames_indices",
+                why="each frame has one",
+                fix="send as many",
+            )
+        pieces, raws = [], set()
+        for image in frames.images:
+            if isinstance(image, RawPixels):
+                pieces.append(self._checked(image))
+                raws.add(image.raw)
+            else:
+                data = await self._door.read(image) if isinstance(image, str) else image
+                pieces.append((await asyncio.to_thread(self._door.check, data)).data)
+        total = sum(map(len, pieces))
+        if total > self._config.max_media_bytes and not raws:
+            raise too_many_bytes(self._config.max_media_bytes)
+        if len(raws) > 1 or (raws and len(raws) != len({type(each) for each in frames.images})):
+            raise MediaUnsupported(what="frames of a video differ in kind or size", fix="send frames of one size")
+        indices = frames.indices or tuple(range(count))
+        if any(b < a for a, b in pairwise(indices)) or indices[0] < 0:
+            raise MediaUnsupported(what="frames_indices don't ascend", fix="send frames in order")
+        stills = Stills(
+            sizes=tuple(map(len, pieces)), fps=frames.fps or FRAMES_PER_SECOND, indices=indices,
+            total=max(frames.total, indices[-1] + 1),
+        )  # fmt: skip
+        return _Loaded(data=b"".join(pieces), raw=next(iter(raws), None), stills=stills)
+
+    def _checked(self, pixels: RawPixels) -> bytes:
+        raw = pixels.raw
+        if raw.width * raw.height > self._config.max_media_pixels:
+            raise MediaTooLarge(
+                what=f"this picture has {raw.width:,} x {raw.height:,} pixels",
+                why=f"at most {self._config.max_media_pixels:,} pixels are taken",
+                fix="send a smaller one",
+            )
+        return pixels.data
+
+    def _digest(self, kind: MediaKind, options: Options, tenant: str, found: _Loaded) -> bytes:
+        head = [kind, self.processor.identity, sorted(options.items()), tenant, *found.head]
         digest = sha256(json.dumps(head).encode())
         digest.update(b"\0")
-        digest.update(data)
+        digest.update(found.data)
         return digest.digest()
+
+
+def listed_frames(url: str) -> tuple[str, ...]:
+    """The frames of `data:video/jpeg;base64,FRAME,FRAME...`, each as a URL; none of any other URL."""
+    head, comma, rest = url.partition(",")
+    if not comma or head.lower() != "data:video/jpeg;base64":
+        return ()
+    return tuple(f"data:image/jpeg;base64,{frame}" for frame in rest.split(","))

@@ -11,9 +11,9 @@ from bough.config.concerns import MediaConfig
 from bough.core.errors import ConfigError
 from bough.multimodal.address import parse_file
 from bough.multimodal.allowed import AllowList
-from bough.multimodal.errors import MediaError, MediaNotAllowed, MediaTooLarge
+from bough.multimodal.errors import MediaError, MediaNotAllowed, MediaTooLarge, MediaUnsupported
 from bough.multimodal.local import read_below, too_many_bytes
-from bough.multimodal.picture import Picture, read_picture
+from bough.multimodal.picture import Picture, read_picture, sniff_video
 from bough.multimodal.remote import Resolve, fetch, look_up
 
 
@@ -29,7 +29,7 @@ class Door:
 
     async def fetch(self, url: str) -> Picture:
         """Raises `MediaError`. Nothing of the picture has been decoded."""
-        data = await self._bytes(url)
+        data = await self.read(url)
         return await asyncio.to_thread(self.check, data)
 
     def check(self, data: bytes) -> Picture:
@@ -53,7 +53,25 @@ class Door:
             )
         return picture
 
-    async def _bytes(self, url: str) -> bytes:
+    def check_video(self, data: bytes) -> str:
+        """What kind of file a video is, by its first bytes. Raises `MediaError`: an animation must be within the limits of
+        pictures; other files are measured when they are decoded."""
+        if len(data) > self._config.max_media_bytes:
+            raise too_many_bytes(self._config.max_media_bytes)
+        kind = sniff_video(data)
+        if kind is not None:
+            return kind
+        try:
+            return self.check(data).kind
+        except MediaUnsupported as error:
+            raise MediaUnsupported(
+                what="this is no video of a kind that is taken",
+                why="its first bytes are not those of an MP4, MOV, WebM, MKV or AVI file, nor of an animation",
+                fix="send one of these",
+            ) from error
+
+    async def read(self, url: str) -> bytes:
+        """The bytes that a URL names, within the limits, whatever they are. Raises `MediaError`."""
         scheme = url[:8].partition(":")[0].lower()
         match scheme:
             case "data":

@@ -11,10 +11,10 @@ from bough.multimodal.processor import Processor
 from bough.multimodal.qwen_vl import QwenProcessor
 
 FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
-    "Qwen2VLForConditionalGeneration": partial(QwenProcessor, patch=14),
-    "Qwen2_5_VLForConditionalGeneration": partial(QwenProcessor, patch=14),
-    "Qwen3VLForConditionalGeneration": partial(QwenProcessor, patch=16),
-    "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16),
+    "Qwen2VLForConditionalGeneration": partial(QwenProcessor, patch=14, kind="2"),
+    "Qwen2_5_VLForConditionalGeneration": partial(QwenProcessor, patch=14, kind="2.5"),
+    "Qwen3VLForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
+    "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
 }
 """Architecture -> what makes its processor from the checkpoint's config."""
 

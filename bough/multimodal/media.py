@@ -118,7 +118,10 @@ def media_of(
     media = config.media
     count = media.mm_workers if media.mm_workers is not AUTO else max(1, min(8, (os.cpu_count() or 1) // 4))
     settings = json.loads(json.dumps(checkpoint.config, default=str))
-    workers = Workers(settings, count=count, max_pixels=media.max_media_pixels, cpu_s=media.media_cpu_s)
+    workers = Workers(
+        settings, count=count, max_pixels=media.max_media_pixels, cpu_s=media.media_cpu_s,
+        max_frames=media.max_video_frames,
+    )  # fmt: skip
     workers.warm()
     desk = Desk(processor, Door(media), media, workers)
     return Media(desk, Placer(processor, tokenizer), longest=context_length)

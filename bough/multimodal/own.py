@@ -9,7 +9,7 @@ import numpy as np
 
 from bough.config.concerns import MediaConfig
 from bough.core.errors import InvalidRequest
-from bough.multimodal.desk import RawPixels
+from bough.multimodal.desk import Frames, RawPixels
 from bough.multimodal.local import read_file
 from bough.multimodal.work import Raw
 
@@ -26,7 +26,9 @@ def own_media(given: Any, config: MediaConfig) -> Any:
         path = Path(given[:4096]).expanduser()
         return _file(path, config) if len(given) <= 4096 and _is_file(path) else given
     if isinstance(given, np.ndarray):
-        return _array(given)
+        return _array(given) if given.ndim != 4 else Frames(images=tuple(_array(frame) for frame in given))
+    if isinstance(given, dict) and "frames" in given:
+        return {**given, "frames": own_media(list(given["frames"]), config)}
     if hasattr(given, "tobytes") and hasattr(given, "getbands"):  # a PIL image: Pillow need not be imported for this
         image = given if given.mode in _MODES else given.convert("RGB")
         return RawPixels(Raw(image.width, image.height, image.mode), image.tobytes())

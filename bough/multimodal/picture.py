@@ -13,6 +13,8 @@ from typing import Literal
 from bough.multimodal.errors import MediaUnsupported
 
 Kind = Literal["png", "jpeg", "gif", "webp"]
+VideoKind = Literal["mp4", "matroska", "avi"]
+"""Containers: MP4 and MOV, MKV and WebM, AVI."""
 
 _FRAMES_COUNTED = 1 << 16
 """Frames beyond these are not counted: no limit is that high."""
@@ -70,6 +72,17 @@ def sniff(data: bytes) -> Kind | None:
         return "gif"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
+    return None
+
+
+def sniff_video(data: bytes) -> VideoKind | None:
+    """The container of a video by the first bytes; None: none of ours."""
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    if data.startswith(b"\x1a\x45\xdf\xa3"):
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from msgspec import Struct
 from bough.core.errors import InvalidRequest
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
-from bough.multimodal.processor import Piece, Prepared, Processor, Run
+from bough.multimodal.processor import Marker, Piece, Prepared, Processor, Run, Token
 from bough.tokenizer import Tokenizer
 
 
@@ -44,7 +44,7 @@ class Placer:
     def spelled(self, text: str, media: Sequence[Prepared]) -> str:
         """The text with each medium's pieces in place of its marker; a run of placeholders is one of them. Media of a kind
         whose marker the text does not have come first. Raises `InvalidRequest` if markers and media differ in number."""
-        markers = {kind: self._spell(self._processor.marker(kind).find) for kind in kinds_of(media)}
+        markers = {kind: self._found(text, self._processor.marker(kind)) for kind in kinds_of(media)}
         counts = {kind: text.count(marker) for kind, marker in markers.items()}
         missing = [kind for kind, count in counts.items() if count == 0]
         if missing:
@@ -56,7 +56,7 @@ class Placer:
 
         def replaced(match: re.Match[str]) -> str:
             kind = by_text[match[0]]
-            return "".join(self._pieces_text(kind, self._pieces(next(left[kind]))))
+            return "".join(self._text_of(kind, piece) for piece in self._pieces(next(left[kind])))
 
         return re.sub("|".join(map(re.escape, by_text)), replaced, text)
 
@@ -82,7 +82,8 @@ class Placer:
 
     def place_ids(self, ids: Ids, media: Sequence[Prepared]) -> Placed:
         """Of token ids as a client sends them: with a marker for each medium, or with all placeholders already."""
-        found = {kind: _find(ids, self._processor.marker(kind).find) for kind in kinds_of(media)}
+        patterns = {kind: _pattern(ids, self._processor.marker(kind)) for kind in kinds_of(media)}
+        found = {kind: _find(ids, pattern) for kind, pattern in patterns.items()}
         if self._is_expanded(ids, media):
             return self._placed_as_is(ids, media)
         if any(not places for places in found.values()):
@@ -98,11 +99,13 @@ class Placer:
             marker, each = self._processor.marker(kind), next(left[kind])
             parts.append(ids[begin:at])
             length += at - begin
-            begin = at + len(marker.find)
+            begin = at + len(patterns[kind])
             for piece in self._pieces(each):
                 if isinstance(piece, Run):
                     places.append(_Place(medium, each, piece, length))
                     parts.append(np.full(piece.count, marker.token, np.int32))
+                elif isinstance(piece, Token):
+                    parts.append(np.array([piece.id], np.int32))
                 else:
                     parts.append(np.asarray(self._encode(piece), np.int32))
                 length += len(parts[-1])
@@ -114,9 +117,19 @@ class Placer:
     def _pieces(self, each: Prepared) -> Sequence[Piece]:
         return self._processor.pieces(each.kind, each.processed)
 
-    def _pieces_text(self, kind: MediaKind, pieces: Sequence[Piece]) -> Iterator[str]:
-        token = self._spell((self._processor.marker(kind).token,))
-        return (piece if isinstance(piece, str) else token for piece in pieces)
+    def _text_of(self, kind: MediaKind, piece: Piece) -> str:
+        match piece:
+            case str():
+                return piece
+            case Token(id=token):
+                return self._spell((token,))
+            case Run():
+                return self._spell((self._processor.marker(kind).token,))
+
+    def _found(self, text: str, marker: Marker) -> str:
+        """What stands for a medium in this text, if anything does."""
+        usual = self._spell(marker.find)
+        return usual if not marker.also or usual in text else self._spell(marker.also)
 
     def _spell(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None, "texts are refused without a tokenizer"
@@ -220,6 +233,10 @@ def _items(places: Sequence[_Place], processor: Processor) -> tuple[MediaItem, .
             )
         )
     return tuple(sorted(made, key=lambda item: item.start))
+
+
+def _pattern(ids: Ids, marker: Marker) -> tuple[int, ...]:
+    return marker.find if not marker.also or _find(ids, marker.find) else marker.also
 
 
 def _find(ids: Ids, wanted: tuple[int, ...]) -> list[int]:

@@ -7,7 +7,7 @@ from the checkpoint's config. Nothing here decodes: a worker does, under limits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -65,8 +65,25 @@ class Run(Struct, frozen=True):
     count: int
 
 
-Piece = str | Run
-"""What a medium becomes in a prompt: text, and placeholders."""
+class Token(Struct, frozen=True):
+    """A token of the vocabulary that stands beside placeholders."""
+
+    id: int
+
+
+Piece = str | Token | Run
+"""What a medium becomes in a prompt: text, marks, and placeholders."""
+
+
+class VideoInfo(Struct, frozen=True, kw_only=True):
+    """A video before its frames are decoded."""
+
+    total: int
+    """Frames."""
+    fps: float
+    """Frames a second."""
+    width: int
+    height: int
 
 
 class Marker(Struct, frozen=True):
@@ -78,6 +95,8 @@ class Marker(Struct, frozen=True):
     """What is put before a prompt that has no marker."""
     token: int
     """The placeholder."""
+    also: tuple[int, ...] = ()
+    """What stands for a medium where nothing is like `find`."""
 
 
 class Processor(ABC):
@@ -104,6 +123,17 @@ class Processor(ABC):
     def image(self, image: Image, options: Options) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
         """Features of an RGB image. Raises `MediaError` if the family can't take it."""
 
+    def sample(self, info: VideoInfo, options: Options) -> list[int]:
+        """Which frames of a video are taken, in order. Only for families that take video."""
+        raise NotImplementedError
+
+    def video(
+        self, info: VideoInfo, indices: Sequence[int], frames: Iterable[Image], options: Options
+    ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]:
+        """Features of frames, items, and the notes that go with them (`Processed.notes`). Only for families that take
+        video."""
+        raise NotImplementedError
+
     @abstractmethod
     def marker(self, kind: MediaKind) -> Marker: ...
 
@@ -126,6 +156,18 @@ def bounded_count(name: str, value: Any, low: int, high: int) -> int:
             param="mm_processor_kwargs",
         )
     return value
+
+
+def bounded_number(name: str, value: Any, low: float, high: float) -> float:
+    """A number of a request's settings. Raises `InvalidRequest`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InvalidRequest(
+            what=f"{name} is {str(value)[:40]!r}",
+            why=f"it must be a number from {low:g} to {high:g}",
+            fix="send a valid number, or leave it out",
+            param="mm_processor_kwargs",
+        )
+    return float(value)
 
 
 def unknown_option(name: str, known: Sequence[str]) -> InvalidRequest:

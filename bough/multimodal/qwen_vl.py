@@ -1,11 +1,13 @@
-"""Images for Qwen2-VL, Qwen2.5-VL and Qwen3-VL: resized to a multiple of a position's pixels, near their own size."""
+"""Images and videos for Qwen2-VL, Qwen2.5-VL and Qwen3-VL: resized to multiples of a position's pixels, near their own size.
+
+Two frames of a video are a patch in time; each such pair is an item of its own, because towers see no further."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +16,6 @@ from bough.config.fields import Fields
 from bough.config.image_facts import image_facts, pixel_bounds, processor_fields
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
-from bough.multimodal.errors import MediaError
 from bough.multimodal.processor import (
     ItemShape,
     Marker,
@@ -23,53 +24,80 @@ from bough.multimodal.processor import (
     Processed,
     Processor,
     Run,
+    Token,
+    VideoInfo,
     bounded_count,
+    bounded_number,
     unknown_option,
 )
+from bough.multimodal.qwen_sizes import resized
+from bough.multimodal.qwen_video import FRAME_FACTOR, VideoRules, timestamps
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _LOW_DETAIL = 512 * 512
 """Pixels of an image of which a client wants little detail, at most."""
-_MOST_STRETCHED = 200
-"""Of an image's sides, how much longer one may be than the other."""
+_OF_VIDEOS: Final = frozenset({"fps", "num_frames", "min_frames", "max_frames"})
+"""Settings that a request may send for all of its media, though images have no use for them."""
 
 
 class QwenProcessor(Processor):
-    """Every `merge x merge` patches are a position; an item's grid is (time, height, width) in patches."""
+    """Every `merge x merge` patches are a position. An item's grid is (1, height, width) in patches; of a video, also its
+    number in it, and how many positions it stands behind the first in time."""
 
-    kinds = frozenset({"image"})
+    kinds = frozenset({"image", "video"})
     axes = 3
 
-    def __init__(self, config: Fields, *, patch: int) -> None:
+    def __init__(self, config: Fields, *, patch: int, kind: Literal["2", "2.5", "3"]) -> None:
         """`patch`: the family's, where the processor's settings don't say."""
+        self.kind = kind
         settings = processor_fields(config)
         vision = config.inner("vision_config")
         self.patch = settings.count("patch_size", default=vision.count("patch_size", default=patch))
         self.merge = settings.count("merge_size", default=vision.count("spatial_merge_size", default=2))
         self.resample = image_facts(settings).resample
         self.least, self.most = pixel_bounds(settings)
+        self.rules = VideoRules.of(config, whole=kind == "3", factor=self.patch * self.merge)
+        self.tokens_per_second = vision.number("tokens_per_second", default=2)
         self.image_id = config.count("image_token_id")
+        self.video_id = config.count("video_token_id")
         self.start_id = config.count("vision_start_token_id")
         self.end_id = config.count("vision_end_token_id")
 
     @property
     def identity(self) -> str:
-        return json.dumps(["qwen-vl-1", self.patch, self.merge, self.resample, self.least, self.most])
+        rules: list[int | float | str] = [
+            self.rules.least,
+            self.rules.most,
+            self.rules.fps,
+            self.rules.min_frames,
+            self.rules.max_frames,
+        ]
+        rules += [self.rules.capped, self.rules.tokens, self.kind]
+        return json.dumps(["qwen-vl-1", self.patch, self.merge, self.resample, self.least, self.most, rules])
 
     def options(self, kind: MediaKind, given: Mapping[str, Any]) -> Options:
-        known = ("min_pixels", "max_pixels", "size")
         sizes = dict(given)
         size = sizes.pop("size", None)
         if isinstance(size, Mapping):
             sizes = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge"), **sizes}
+        if "nframes" in sizes:
+            sizes.setdefault("num_frames", sizes.pop("nframes"))
+        most = self.most if kind == "image" else self.rules.most
+        known: dict[str, int] = {"min_pixels": most, "max_pixels": most}
+        if kind == "video":
+            known |= dict.fromkeys(("num_frames", "min_frames", "max_frames"), self.rules.max_frames)
         checked: Options = {}
         for name, value in sizes.items():
-            if name not in known:
-                raise unknown_option(name, known)
-            if value is not None:
-                checked[name] = bounded_count(name, value, 1, self.most)
+            if value is None:
+                continue
+            if name == "fps" and kind == "video":
+                checked[name] = bounded_number(name, value, 0.01, 120.0)
+            elif name in known:
+                checked[name] = bounded_count(name, value, 1, known[name])
+            elif name not in _OF_VIDEOS:
+                raise unknown_option(name, [*known, "size", *(("fps",) if kind == "video" else ())])
         return checked
 
     def little_detail(self) -> Options:
@@ -85,46 +113,61 @@ class QwenProcessor(Processor):
         patches = math.prod(grid)
         return pixels, (ItemShape(grid, patches // self.merge**2, patches),)
 
+    def sample(self, info: VideoInfo, options: Options) -> list[int]:
+        return self.rules.sample(info, options)
+
+    def video(
+        self, info: VideoInfo, indices: Sequence[int], frames: Iterable[Image], options: Options
+    ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]:
+        height, width = self.rules.frame_size(info, len(indices), options)
+        pixels = np.empty((len(indices), height, width, 3), np.uint8)
+        for number, frame in enumerate(frames):
+            pixels[number] = np.asarray(frame.resize((width, height), self.resample))
+        h, w = height // self.patch, width // self.patch
+        seconds = timestamps(indices, info.fps)
+        step = 1.0
+        if self.kind == "2.5":  # positions in time are seconds, between two pairs of frames
+            rate = len(indices) / info.total * info.fps
+            step = FRAME_FACTOR / rate * self.tokens_per_second
+        items = tuple(
+            ItemShape(
+                (1, h, w, pair, int(pair * step)), h * w // self.merge**2, h * w,
+                FRAME_FACTOR * pair, min(FRAME_FACTOR * (pair + 1), len(indices)),
+            )
+            for pair in range(len(seconds))
+        )  # fmt: skip
+        return pixels, items, tuple(f"<{each:.1f} seconds>" for each in seconds) if self.kind == "3" else ()
+
     def marker(self, kind: MediaKind) -> Marker:
-        return Marker((self.image_id,), (self.start_id, self.image_id, self.end_id), self.image_id)
+        token = self.image_id if kind == "image" else self.video_id
+        around = (self.start_id, token, self.end_id)
+        if kind == "video" and self.kind == "3":  # each pair of frames has its own marks
+            return Marker(around, around, token, also=(token,))
+        return Marker((token,), around, token)
 
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
-        return [Run(number, item.count) for number, item in enumerate(processed.items)]
+        runs = [Run(number, item.count) for number, item in enumerate(processed.items)]
+        if not processed.notes:
+            return runs
+        start, end = Token(self.start_id), Token(self.end_id)
+        return [piece for note, run in zip(processed.notes, runs, strict=True) for piece in (note, start, run, end)]
 
     def positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[np.int32]:
-        """Text advances all axes by one a token. An item's rows and columns count from where it begins, and text goes on
-        behind the largest of its positions."""
+        """Text advances all axes by one a token. An item's rows and columns count from where it begins, those of a video's
+        frames from where the video does (but for 3, whose frames stand alone), and text goes on behind the largest of all
+        positions."""
         axes = np.empty((3, len(ids)), np.int32)
-        at = position = 0
+        at = position = begin = 0
         for item in items:
+            _, h, w, *frame = item.grid
+            pair, later = frame or (0, 0)
+            together = pair > 0 and item.start == at and self.kind != "3"
             axes[:, at : item.start] = np.arange(position, position + item.start - at)
-            position += item.start - at
-            _, h, w = item.grid[:3]
+            begin = begin if together else position + item.start - at
             inside = np.indices((1, h // self.merge, w // self.merge)).reshape(3, -1)
-            axes[:, item.start : item.stop] = inside + position
-            position += max(h, w) // self.merge
+            inside[0] = later if self.kind != "3" else 0
+            axes[:, item.start : item.stop] = inside + begin
+            position = max(position if together else 0, begin + max(int(inside.max()), 0) + 1)
             at = item.stop
         axes[:, at:] = np.arange(position, position + len(ids) - at)
         return axes
-
-
-def resized(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Height and width that are multiples of `factor`, of `least` to `most` pixels, nearest to the given shape. Raises
-    `MediaError` for an image that is too long and thin."""
-    if max(height, width) > _MOST_STRETCHED * min(height, width):
-        raise MediaError(
-            what=f"the image has {width} x {height} pixels",
-            why=f"one side may be at most {_MOST_STRETCHED} times the other",
-            fix="cut it",
-        )
-    high, wide = round(height / factor) * factor, round(width / factor) * factor
-    if high * wide > most:
-        shrink = math.sqrt(height * width / most)
-        return (
-            max(factor, math.floor(height / shrink / factor) * factor),
-            max(factor, math.floor(width / shrink / factor) * factor),
-        )
-    if high * wide < least:
-        grow = math.sqrt(least / (height * width))
-        return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-    return high, wide

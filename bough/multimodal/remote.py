@@ -72,7 +72,7 @@ async def _one_hop(at: WebAddress, allowed: AllowList, most_bytes: int, resolve:
         network_backend=_Guarded(allowed, resolve),
     )
     where = httpcore.URL(scheme=at.scheme, host=at.host, port=at.port, target=at.target)
-    headers = [("accept", "image/*"), ("accept-encoding", "identity"), ("user-agent", "bough")]
+    headers = [("accept", "image/*, video/*, audio/*"), ("accept-encoding", "identity"), ("user-agent", "bough")]
     async with pool, pool.stream("GET", where, headers=headers) as response:
         told = {name.lower(): value.decode("latin-1") for name, value in response.headers}
         if response.status in _MOVED and b"location" in told:

@@ -23,6 +23,8 @@ class Start(Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     """The checkpoint's config, from which the worker makes the processor."""
     max_pixels: int
+    max_frames: int
+    """Frames that are taken of a video, whatever the processor would take."""
     memory_bytes: int
     """Memory that work may take beyond what the worker has when it is ready."""
     cpu_s: float
@@ -38,6 +40,19 @@ class Raw(Struct, frozen=True):
     """As Pillow names it."""
 
 
+class Stills(Struct, frozen=True, kw_only=True):
+    """Frames of a video that were taken out before, one behind the other."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each."""
+    fps: float
+    """Of the video."""
+    indices: tuple[int, ...]
+    """Their numbers in the video..."""
+    total: int
+    """...which has so many."""
+
+
 class Work(Struct, frozen=True, kw_only=True):
     """A medium to prepare. Its bytes follow."""
 
@@ -46,7 +61,11 @@ class Work(Struct, frozen=True, kw_only=True):
     digest: bytes
     num_bytes: int
     raw: Raw | None = None
-    """None: the bytes are a file."""
+    """None: the bytes are a file, or files."""
+    form: str = ""
+    """Of a video's file: its container."""
+    stills: Stills | None = None
+    """None: it is no video, or a video's file."""
 
 
 class Done(Struct, frozen=True, kw_only=True):

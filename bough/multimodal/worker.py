@@ -12,14 +12,16 @@ import socket
 import sys
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from bough.ipc.features import write_features
 from bough.multimodal.errors import MediaError, MediaUnsupported
 from bough.multimodal.families import processor_of
-from bough.multimodal.processor import ItemShape, Processed, Processor
-from bough.multimodal.work import Done, Raw, Start, Work, receive, receive_bytes, send
+from bough.multimodal.film import Film, StillFilm, open_film
+from bough.multimodal.processor import ItemShape, Processed, Processor, VideoInfo
+from bough.multimodal.work import Done, Raw, Start, Stills, Work, receive, receive_bytes, send
 
 _PR_SET_PDEATHSIG = 1
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
@@ -44,29 +46,59 @@ def main(descriptor: int) -> int:
         except EOFError:
             return 0
         _limit_time(start.cpu_s)
-        done, features = _answer(processor, work, data)
+        done, features = _answer(processor, work, data, start)
         del data
         send(sock, done, features)
         if features >= 0:
             os.close(features)
 
 
-def _answer(processor: Processor, work: Work, data: bytes) -> tuple[Done, int]:
+def _answer(processor: Processor, work: Work, data: bytes, start: Start) -> tuple[Done, int]:
     """What to say, and the descriptor of the features (-1: there are none)."""
     try:
-        array, items = _prepare(processor, work, data)
+        array, items, notes = _prepare(processor, work, data, start)
         dtype: Any = array.dtype.name
-        processed = Processed(dtype=dtype, shape=array.shape, items=items)
+        processed = Processed(dtype=dtype, shape=array.shape, items=items, notes=notes)
         return Done(processed=processed), write_features(array, work.digest)
     except MediaError as error:
         return Done(error=error.what, why=error.why, fix=error.fix, code=error.code or ""), -1
     except MemoryError:
-        return Done(error="this picture takes too much memory", fix="send a smaller one", code="media_too_large"), -1
+        return Done(error="this medium takes too much memory", fix="send a smaller one", code="media_too_large"), -1
 
 
-def _prepare(processor: Processor, work: Work, data: bytes) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
-    image = _decode(data) if work.raw is None else _raw(data, work.raw)
-    return processor.image(image, work.options)
+Features = tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]
+
+
+def _prepare(processor: Processor, work: Work, data: bytes, start: Start) -> Features:
+    if work.kind == "image":
+        array, items = processor.image(_decode(data) if work.raw is None else _raw(data, work.raw), work.options)
+        return array, items, ()
+    if work.stills is not None:
+        film, indices = _stills(data, work.stills, work.raw), list(work.stills.indices)
+    else:
+        film = open_film(data, work.form, start.max_pixels)
+        indices = thinned(processor.sample(film.info, work.options), start.max_frames)
+    return processor.video(film.info, indices, film.frames(indices), work.options)
+
+
+def thinned(indices: list[int], most: int) -> list[int]:
+    """At most so many of them, at even distances."""
+    if len(indices) <= most:
+        return indices
+    return [indices[at] for at in np.linspace(0, len(indices) - 1, most).round().astype(int)]
+
+
+def _stills(data: bytes, stills: Stills, raw: Raw | None) -> Film:
+    """Frames as images of one size: that of the first."""
+    images: list[Image.Image] = []
+    start = 0
+    for size in stills.sizes:
+        piece = data[start : start + size]
+        image = _decode(piece) if raw is None else _raw(piece, raw)
+        images.append(image if not images or image.size == images[0].size else image.resize(images[0].size))
+        start += size
+    width, height = images[0].size
+    return StillFilm(images, VideoInfo(total=stills.total, fps=stills.fps, width=width, height=height))
 
 
 def _decode(data: bytes) -> Image.Image:

@@ -99,10 +99,13 @@ class _Worker:
 class Workers:
     """Prepares media in as many processes as it has threads. For one event loop."""
 
-    def __init__(self, config: Mapping[str, Any], *, count: int, max_pixels: int, cpu_s: float) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, count: int, max_pixels: int, cpu_s: float, max_frames: int = 768
+    ) -> None:
         self._start = Start(
             config=dict(config),
             max_pixels=max_pixels,
+            max_frames=max_frames,
             memory_bytes=_BASE_BYTES + _BYTES_PER_PIXEL * max_pixels,
             cpu_s=cpu_s,
         )

@@ -133,6 +133,20 @@ def test_streaming_several_pictures_and_answers(client: openai.OpenAI) -> None:
     assert small.usage.prompt_tokens < large.usage.prompt_tokens
 
 
+def test_a_video_by_its_frames_and_as_an_animation(client: openai.OpenAI, server: Server) -> None:
+    images = [Image.open(io.BytesIO(png(24, 40, seed=number))) for number in range(4)]
+    file = io.BytesIO()
+    images[0].save(file, "WEBP", save_all=True, append_images=images[1:], duration=500, lossless=True)
+    url = "data:video/webp;base64," + base64.b64encode(file.getvalue()).decode()
+    moving = say(client, {"type": "video_url", "video_url": {"url": url}})
+    assert moving.usage.prompt_tokens_details.video_tokens == 2 * POSITIONS
+    frames = [data_url(png(24, 40, seed=number)) for number in range(4)]
+    text = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>what?<|im_end|>\n<|im_start|>assistant\n"
+    listed = native(server, text=text, video_data={"frames": frames, "fps": 2.0})
+    assert listed["meta_info"]["video_tokens"] == 2 * POSITIONS
+    assert listed["text"] == moving.choices[0].message.content
+
+
 def test_native_requests(server: Server) -> None:
     text = "a<|vision_start|><|image_pad|><|vision_end|>b"
     one = native(server, text=text, image_data=data_url())
@@ -184,7 +198,9 @@ def test_bad_pictures_get_400_that_names_the_part(name: str, client: openai.Open
 def test_what_else_is_refused(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="at most 3"):
         say(client, *[image(data_url())] * 4)
-    with pytest.raises(openai.BadRequestError, match="takes text and image"):
+    with pytest.raises(openai.BadRequestError, match="takes text and image and video"):
+        say(client, {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}})
+    with pytest.raises(openai.BadRequestError, match="no video of a kind"):
         say(client, {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}})
     with pytest.raises(openai.BadRequestError, match="takes min_pixels"):
         say(client, image(data_url()), extra_body={"mm_processor_kwargs": {"nonsense": 1}})
@@ -205,7 +221,7 @@ def test_metrics_and_memory_know_media(server: Server) -> None:
     assert values["bough:media_items_total"] > 0
     assert values["bough:media_tower_tokens_total"] > 0
     info = httpx.get(f"{server.url}/server_info").json()["engine"]
-    assert info["media"] == ["image"]
+    assert info["media"] == ["image", "video"]
     assert any(row[0] == "media" for row in info["memory"])
     about = httpx.get(f"{server.url}/model_info").json()
     assert (about["has_image_understanding"], about["has_audio_understanding"]) == (True, False)

@@ -26,6 +26,11 @@ TEXT = {**SIZES, "head_dim": 16}
 PIXELS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 8 * 8 * 4, "max_pixels": 8 * 8 * 60}
 
 
+VIDEOS = {"min_pixels": 8 * 8 * 4, "max_pixels": 8 * 8 * 60}
+WHOLE = {"size": {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 60 * 8}}
+"""Pixels of all frames together."""
+
+
 @dataclass(frozen=True)
 class Family:
     """How a tiny model of a family is made."""
@@ -35,6 +40,7 @@ class Family:
     vision: dict[str, Any]
     processor: dict[str, Any]
     tokens: dict[str, Any]
+    video: dict[str, Any] | None = None
 
 
 VISION = {
@@ -58,6 +64,7 @@ FAMILIES: dict[str, Family] = {
         {**VISION, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2},
         PIXELS,
         TOKENS,
+        VIDEOS,
     ),
     "qwen2_5_vl": Family(
         "Qwen2_5_VL",
@@ -65,11 +72,13 @@ FAMILIES: dict[str, Family] = {
         {
             **VISION, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 56, "window_size": 16,
             "fullatt_block_indexes": [1],
+            "tokens_per_second": 1,
         },
         PIXELS,
         TOKENS,
+        VIDEOS,
     ),
-    "qwen3_vl": Family("Qwen3VL", {**TEXT, "rope_parameters": TURNS}, DEEP, PIXELS, TOKENS),
+    "qwen3_vl": Family("Qwen3VL", {**TEXT, "rope_parameters": TURNS}, DEEP, PIXELS, TOKENS, WHOLE),
     "qwen3_vl_moe": Family(
         "Qwen3VLMoe", {**TEXT, **EXPERTS, "rope_parameters": TURNS}, DEEP, PIXELS, TOKENS
     ),
@@ -87,6 +96,8 @@ def make_seeing(name: str, folder: Path) -> PreTrainedModel:
     shake(model)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    if family.video:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(family.video))
     return model
 
 

@@ -54,6 +54,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     image_data: Any = None
     """What images stand in the prompt: a URL (data:, http(s):, file:), base64, or a list of them; of a batch, one such entry
     for each prompt."""
+    video_data: Any = None
+    """The same for videos; an entry may also be {"frames": [...], "fps": ..., "frames_indices": [...]}."""
     mm_processor_kwargs: dict[str, Any] | None = None
     """Settings of the model's media processor."""
     priority: int | PriorityWord | list[int | PriorityWord] | None = None

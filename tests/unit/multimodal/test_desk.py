@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import os
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from bough.core.errors import InvalidRequest, Overloaded
 from bough.core.media import Features
 from bough.ipc.features import check_features, features_path, open_features, write_features
 from bough.multimodal import Door, MediaError, MediaTooLarge, MediaUnsupported
-from bough.multimodal.desk import Desk, MediaInput, RawPixels
+from bough.multimodal.desk import Desk, Frames, MediaInput, RawPixels
 from bough.multimodal.families import processor_of
 from bough.multimodal.own import own_media
 from bough.multimodal.work import Raw
@@ -27,7 +28,7 @@ from bough.multimodal.workers import Workers
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
-    "image_token_id": 9, "vision_start_token_id": 7, "vision_end_token_id": 8,
+    "image_token_id": 9, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8,
     "vision_config": {"patch_size": 4, "spatial_merge_size": 2},
     "processor_config": {"image_processor": {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 6400}},
 }  # fmt: skip
@@ -116,12 +117,48 @@ async def test_bad_media_are_refused_and_nothing_is_held(desk: Desk) -> None:
         await desk.prepare([named(good, nonsense=1)])
     with pytest.raises(InvalidRequest, match="at most 3"):
         await desk.prepare([named(good)] * 4)
-    with pytest.raises(InvalidRequest, match="text and image"):
-        await desk.prepare([MediaInput(kind="video", source=good)])
+    with pytest.raises(InvalidRequest, match="text and image, video"):
+        await desk.prepare([MediaInput(kind="audio", source=good)])
     with pytest.raises(MediaError, match="200 times"):
         await desk.prepare([named(png(2, 900))])
     (fine,) = await desk.prepare([named(good)])
     assert fine.num_positions > 0
+
+
+async def test_frames_of_a_video(desk: Desk) -> None:
+    """A list of frames, arrays, a data: URL of several JPEGs and an animation are prepared as a video."""
+    pictures = [Image.fromarray(np.full((24, 40, 3), 40 * number, np.uint8)) for number in range(4)]
+
+    def encoded(form: str, **extra: Any) -> list[bytes]:
+        files = []
+        for picture in pictures:
+            file = io.BytesIO()
+            picture.save(file, form, **extra)
+            files.append(file.getvalue())
+        return files
+
+    files = encoded("PNG")
+    listed = Frames(images=tuple(files), fps=10.0, indices=(0, 5, 10, 15))
+    arrays = own_media(np.stack([np.asarray(each) for each in pictures]), MEDIA)
+    url = "data:video/jpeg;base64," + ",".join(base64.b64encode(each).decode() for each in encoded("JPEG", quality=95))
+    moving = io.BytesIO()
+    pictures[0].save(moving, "WEBP", save_all=True, append_images=pictures[1:], duration=500, lossless=True)
+    inputs = [MediaInput(kind="video", source=each) for each in (listed, arrays, url, moving.getvalue())]
+    found = [(await desk.prepare([each]))[0] for each in inputs]
+    for each in found:
+        assert each.processed.shape[0] == 4
+        assert [item.grid[3:] for item in each.processed.items] == [(0, 0), (1, 1)]
+        assert [(item.first, item.last) for item in each.processed.items] == [(0, 2), (2, 4)]
+        assert abs(int(open_features(each.features)[3].mean()) - 120) <= 2
+    assert len({each.digest for each in found}) == 4
+    for bad, why in (
+        (Frames(images=()), "0 frames"),
+        (Frames(images=tuple(files), indices=(1, 2)), "2 frames_indices"),
+        (Frames(images=tuple(files), indices=(3, 2, 1, 0)), "ascend"),
+        (b"nonsense", "no video of a kind"),
+    ):
+        with pytest.raises(MediaError, match=why):
+            await desk.prepare([MediaInput(kind="video", source=bad)])
 
 
 async def test_a_worker_that_takes_too_long_or_too_much_is_replaced() -> None:
