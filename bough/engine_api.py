@@ -351,6 +351,7 @@ class Engine:
             self._running.facts,
             model=self._checkpoint.name,
             rerank_template=self.config.server.rerank_template,
+            delimiter=self.config.server.multi_item_scoring_delimiter,
         )
         await intake.start()
         return intake

@@ -407,6 +407,8 @@ class ServerConfig:
     rerank_template: str = "auto"
     """Prompt for reranking with a generative model: qwen3, plain, or a Jinja file that uses query, document and
     instruct."""
+    multi_item_scoring_delimiter: int = -1
+    """Token id between the query and each item of a /v1/score request that does not set one; -1: none."""
     moderation_categories: str = ""
     """JSON object, or a file with one, that maps the labels of a classifier to the categories of /v1/moderations."""
     ui: bool = True

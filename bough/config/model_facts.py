@@ -129,6 +129,11 @@ class Gqa:
         return norms.norm.num_parameters(width) + sinks
 
     @property
+    def sees_all(self) -> bool:
+        """Whether a token sees all before it, wherever they stand."""
+        return self.causal and self.window is None and self.chunk is None and self.alibi is None
+
+    @property
     def keys_turn(self) -> bool:
         """Whether a key that was written for one position can be turned to another."""
         return self.head_norms is None or not self.head_norms.after_rope or not self.head_norms.norm.weight
@@ -374,6 +379,12 @@ class ModelFacts:
     def kv_moves(self) -> bool:
         """Whether KV that was computed at some positions can be used at others: those are rotated into keys or nowhere."""
         return self.positions is None and all(mixer.keys_turn for mixer in self.mixers)
+
+    @property
+    def takes_items(self) -> bool:
+        """Whether a prompt may end in items that don't see each other: what a token sees then depends on no place in the row
+        but its own."""
+        return self.positions is None and all(isinstance(mixer, Gqa) and mixer.sees_all for mixer in self.mixers)
 
     @property
     def norm_parameters(self) -> int:

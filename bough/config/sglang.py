@@ -104,7 +104,9 @@ MAPPED: Final[Mapping[str, Mapped]] = {
         "changes nothing: each device has one way of sampling, and all draw the same",
         values={"flashinfer": None, "pytorch": None},
     ),
-    "enable_mis": Mapped("changes nothing: the items of a score request share their query anyway", is_switch=True),
+    "enable_mis": Mapped(
+        "changes nothing: the items of a score request are computed in one pass anyway", is_switch=True
+    ),
     "enable_mixed_chunk": Mapped("changes nothing: prefill chunks and decodes share steps anyway", is_switch=True),
     "enable_response_store": Mapped(
         "changes nothing: responses are kept anyway (--response-store-size)", is_switch=True

@@ -144,6 +144,9 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """Pooling models: what to return ("embed", "classify", "rerank", ...); empty: generate."""
     second_at: int = 0
     """Pooling models: where a pair's second text begins; 0: there is one text."""
+    items: tuple[int, ...] = ()
+    """Lengths of the items that the prompt ends in: each sees what comes before all of them, and itself. There is no output;
+    `logprobs.token_ids` are scored at the end of each item, and come as scores of the prompt."""
     reasoning_end: tuple[int, ...] = ()
     """Token ids that end the reasoning section (for grammars after reasoning, budgets and usage); empty: none."""
     reasoning_open: bool = False

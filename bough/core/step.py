@@ -60,6 +60,9 @@ class SlotSetup(Struct, kw_only=True):
     hidden_states: str = ""
     second_at: int = 0
     """Pooling models: where a pair's second text begins; 0: there is one text."""
+    items: I32 | None = None
+    """Lengths of the items that the prompt ends in (`Generate.items`), from token `items_at` on; None: it has none."""
+    items_at: int = 0
 
 
 MOST_LEVELS = 4

@@ -564,6 +564,7 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "dtype": resolved.config.model.dtype,
         "kv_join": resolved.config.cache.radix_cache and pooling is None and facts.kv_moves,
         "media": list(facts.tower.kinds) if facts.tower is not None and pooling is None else [],
+        "score_items": pooling is None and facts.takes_items and resolved.config.parallel.pp_size == 1,
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],
         "memory_table": plan.table(),

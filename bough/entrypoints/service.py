@@ -149,6 +149,7 @@ class Service:
             self.served.facts,
             model=f"{self.served.name} {self.config.model.model}",
             rerank_template=self.config.server.rerank_template,
+            delimiter=self.config.server.multi_item_scoring_delimiter,
         )
 
     async def run(self, requests: Sequence[Request]) -> AsyncGenerator[News, None]:

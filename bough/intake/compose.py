@@ -46,11 +46,17 @@ def compose(
         follows=owned_name(request.caller.tenant, request.follows) if request.follows else "",
         pool=request.pool,
         second_at=request.second_at,
+        items=request.items,
         reasoning_end=request.reasoning_end,
         reasoning_open=request.reasoning_forced,
         thinking_budget=request.thinking_budget,
         speculate=request.speculate,
-        keep=bool(request.rid) and sampling.n == 1 and sampling.max_new_tokens == 0 and not request.pool and not media,
+        keep=bool(request.rid)
+        and sampling.n == 1
+        and sampling.max_new_tokens == 0
+        and not request.pool
+        and not request.items
+        and not media,
         media=media.items if media is not None else (),
         positions=media.positions(prompt) if media is not None else b"",
     )

@@ -16,10 +16,7 @@ import numpy as np
 
 from bough.config.pooling_facts import PoolingFacts, RerankTokens, Task
 from bough.core import bounds
-from bough.core.errors import (
-    InvalidRequest,
-    RequestFailed,
-)
+from bough.core.errors import ConfigError, InvalidRequest, RequestFailed
 from bough.core.messages import Delta, Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.intake.endings import as_error
@@ -60,8 +57,17 @@ class Scored:
 class Pooler:
     """Works on an `Intake`, in its event loop."""
 
-    def __init__(self, intake: Intake, facts: Mapping[str, Any], *, model: str, rerank_template: str = "auto") -> None:
-        """`facts`: what the engine said when it was ready. Raises `ConfigError` for a template that can't be used."""
+    def __init__(
+        self,
+        intake: Intake,
+        facts: Mapping[str, Any],
+        *,
+        model: str,
+        rerank_template: str = "auto",
+        delimiter: int = -1,
+    ) -> None:
+        """`facts`: what the engine said when it was ready. `delimiter`: the token between query and item for requests that
+        name none; -1: none. Raises `ConfigError` for a template or a token that can't be used."""
         told, tokens = facts.get("pooling"), facts.get("rerank_tokens")
         self.pooling = msgspec.convert(told, PoolingFacts) if told is not None else None
         self._tokens = msgspec.convert(tokens, RerankTokens) if tokens is not None else None
@@ -73,10 +79,22 @@ class Pooler:
             append_eos=self.pooling is not None and self.pooling.append_eos,
         )
         self._keeps = bool(facts.get("kv_join"))
+        self._most_items = 0
+        """Tokens of a prompt that ends in several items at most; 0: the engine takes none."""
+        if facts.get("score_items"):  # half of the cache: such a prompt must not wait until all others are done
+            self._most_items = min(intake.context_length - 1, facts["kv_tokens"] // 2)
         self._prompt = choose_prompt(rerank_template, model)
         if self._prompt is None and self.pooling is None:
             self._prompt = BUILT_IN["qwen3" if self._tokens is not None else "plain"]
         self._renderer = Renderer(self._prompt) if self._prompt is not None else None
+        if not -1 <= delimiter < intake.vocab_size:
+            raise ConfigError(
+                what=f"--multi-item-scoring-delimiter is {delimiter}",
+                why=f"the model has {intake.vocab_size} tokens",
+                fix=f"give a token id from 0 to {intake.vocab_size - 1}, or -1 for none",
+                param="multi_item_scoring_delimiter",
+            )
+        self._delimiter = delimiter if delimiter >= 0 else None
 
     # -- vectors ---------------------------------------------------------------------------------------------------
 
@@ -151,12 +169,16 @@ class Pooler:
     ) -> Scored:
         """For each item, appended to the query: the probabilities that the next token is each of the labels.
 
-        A classifier scores its own labels instead. The query is computed first, then the items' own tokens, side by
-        side. `delimiter`: a token between query and item, which are tokenised apart then.
+        A classifier scores its own labels instead. The query is computed once, with all items behind it in one pass if the
+        engine takes them so. `delimiter`: a token between query and item, which are tokenised apart then; the server's own
+        is left out where the item comes first.
         """
         if delimiter is not None:
             if item_first:
                 raise bad_field("multi_item_scoring_delimiter", "it follows the query", "leave item_first out")
+        elif not item_first:
+            delimiter = self._delimiter
+        if delimiter is not None:
             query, items = await self._delimited(query, items, delimiter, options)
         texts = [_join(query, item, item_first) for item in items]
         if self.pooling is not None:
@@ -250,6 +272,8 @@ class Pooler:
     ) -> Scored:
         encoded = await self._texts.encode(texts, options, "")
         spec = LogprobSpec(token_ids=labels)
+        if prompts := one_pass([ids for ids, _ in encoded], self._most_items):
+            return await self._items(prompts, labels, softmax, options)
         shared = await self._compute_shared([ids for ids, _ in encoded], options)
         requests = [
             Request(
@@ -259,15 +283,31 @@ class Pooler:
             for at, (ids, _) in enumerate(encoded)
         ]  # fmt: skip
         deltas, _ = await self._collect(requests)
-        rows = []
-        for delta in deltas:
-            if delta.logprobs is None or not delta.logprobs.chosen:
-                raise RequestFailed(what="the engine returned no scores for this request")
-            by_id = dict(delta.logprobs.chosen[0])
-            logprobs = np.array([by_id[label] for label in labels], np.float64)
-            rows.append((probabilities(logprobs) if softmax else np.exp(logprobs)).tolist())
+        found = [delta.logprobs.chosen[0] if delta.logprobs and delta.logprobs.chosen else [] for delta in deltas]
         cached = sum(delta.end.cached_tokens for delta in deltas if delta.end is not None)
-        return Scored(rows, sum(len(ids) for ids, _ in encoded), cached)
+        return Scored(_by_label(found, labels, softmax), sum(len(ids) for ids, _ in encoded), cached)
+
+    async def _items(
+        self, prompts: Sequence[ItemPrompt], labels: tuple[int, ...], softmax: bool, options: PoolOptions
+    ) -> Scored:
+        """Scores of items that stand one behind another in a prompt and don't see each other: one pass over all of them."""
+        requests = [
+            Request(
+                prompt=prompt.ids, items=prompt.lengths, sampling=_NOTHING, want_text=False, priority=options.priority,
+                logprobs=LogprobSpec(token_ids=labels, start=prompt.shared), caller=options.caller,
+                deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(prompts)),
+            )
+            for at, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        deltas, _ = await self._collect(requests)
+        found = [row for delta in deltas if delta.prompt_logprobs is not None for row in delta.prompt_logprobs.chosen]
+        if len(found) != sum(len(prompt.lengths) for prompt in prompts):
+            raise RequestFailed(what="the engine returned no scores for some of the items")
+        cached = sum(delta.end.cached_tokens for delta in deltas if delta.end is not None)
+        again = sum(prompt.shared * (len(prompt.lengths) - 1) for prompt in prompts)
+        return Scored(
+            _by_label(found, labels, softmax), sum(len(prompt.ids) for prompt in prompts) + again, cached + again
+        )
 
     async def _compute_shared(self, prompts: Sequence[Ids], options: PoolOptions) -> str:
         """Computes what all prompts begin with, ahead of them, and returns the name to follow; "" if it isn't worth it.
@@ -340,6 +380,50 @@ def _join(query: Text, item: Text, item_first: bool) -> Text:
     if isinstance(first, str) or isinstance(second, str):
         raise bad_field("items", "query and items must both be texts, or both be token ids", "send one kind")
     return [*first, *second]
+
+
+def _by_label(
+    found: Sequence[Sequence[tuple[int, float]]], labels: tuple[int, ...], softmax: bool
+) -> list[list[float]]:
+    """Probabilities of the labels from log-probabilities by token id. Raises `RequestFailed` where there are none."""
+    rows = []
+    for pairs in found:
+        if not pairs:
+            raise RequestFailed(what="the engine returned no scores for this request")
+        by_id = dict(pairs)
+        logprobs = np.array([by_id[label] for label in labels], np.float64)
+        rows.append((probabilities(logprobs) if softmax else np.exp(logprobs)).tolist())
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPrompt:
+    """Prompts that begin with the same tokens, as one: these, then what is each one's own."""
+
+    ids: Ids
+    shared: int
+    lengths: tuple[int, ...]
+
+
+def one_pass(prompts: Sequence[Ids], most: int) -> list[ItemPrompt]:
+    """The prompts as a few that hold them all, of at most `most` tokens each, in their order; empty: they share too little,
+    or there are too few of them."""
+    shared = _common(prompts)
+    if shared * (len(prompts) - 1) < _WORTH_SHARING:
+        return []
+    made: list[ItemPrompt] = []
+    parts: list[Ids] = []
+    for at, ids in enumerate(prompts):
+        parts.append(ids[shared:])
+        size = shared + sum(map(len, parts))
+        following = len(prompts[at + 1]) - shared if at + 1 < len(prompts) else most
+        if size > most:
+            return []
+        if size + following > most:
+            whole = np.concatenate([prompts[0][:shared], *parts])
+            made.append(ItemPrompt(whole, shared, tuple(map(len, parts))))
+            parts = []
+    return made
 
 
 def _common(prompts: Sequence[Ids]) -> int:

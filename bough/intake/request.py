@@ -80,6 +80,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Pooling models: "embed", "classify", ...; empty: generate."""
     second_at: int = 0
     """Pooling models: where a pair's second text begins; 0: there is one text."""
+    items: tuple[int, ...] = ()
+    """Lengths of the items that the prompt ends in, which don't see each other (`Generate.items`)."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest`."""

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from bough.core.step import MOST_LEVELS
+from bough.kernels.attention.cpu import CpuAttention
 from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SpanTensors, Tail, TreeMask
+from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tree
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
@@ -22,6 +24,7 @@ from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
+from bough.runner.items import StepItems
 from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, nobody, sampled_rows
 
 AttentionFactory = Callable[[AttentionInputs], AttentionBackend]
@@ -78,6 +81,8 @@ class Forward:
         if proposer is not None:  # whose layers come behind the model's
             self._last_layer = len(pool.keys) - proposer.num_layers - 1
         self._attention = attention
+        self._gapped: AttentionFactory = attention if attention is CpuAttention else TorchAttention
+        """For steps with tokens that don't see all before them: not every backend hides keys."""
         self._pages = state.page_table.view(-1)
 
     def write_table(self, at_U: Tensor, pages_U: Tensor) -> None:
@@ -92,11 +97,12 @@ class Forward:
         segments: Tensor | None = None,
         read: Read | None = None,
         media: MediaTensors | None = None,
+        items: StepItems | None = None,
     ) -> Tensor:
         """Makes the step's page-table writes, and gives hidden states after the final norm at token indices `at` (all
         tokens: None). `read` gets what a proposer will need."""
         if at is not None and not len(at):
-            return self.hidden(tensors, extent, at.new_zeros(1), segments, read, media)[:0]
+            return self.hidden(tensors, extent, at.new_zeros(1), segments, read, media, items)[:0]
         state, ids = self.state, tensors.ids_T
         start_step(state, tensors, self.pool.page_size)
         tree = None
@@ -132,7 +138,7 @@ class Forward:
             tree=tree,
         )
         whole = read is not None and read.proposes and read.reads.hidden
-        if self.narrows and at is not None and not whole and _is_small(at, len(ids), extent):
+        if self.narrows and items is None and at is not None and not whole and _is_small(at, len(ids), extent):
             # A copy of the inputs: with themselves it would be a cycle.
             inputs.tail = Tail(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
         if read is not None:
@@ -140,10 +146,13 @@ class Forward:
         positions_T = tensors.positions_T
         if state.turn is not None:
             positions_T = positions_T + state.turn[tensors.token_slots_T]
+        if items is not None:
+            inputs.gaps_T2 = items.gaps(len(ids), ids.device)
+            positions_T = items.positions(positions_T)
         batch = Batch(
             ids_T=ids,
             positions_T=positions_T,
-            attention=self._attention(inputs),
+            attention=self._attention(inputs) if items is None else self._gapped(inputs),
             logits_at=None if whole else at,
             num_tokens=len(ids),
             loc_T=tensors.loc_T if extent.host is None else None,

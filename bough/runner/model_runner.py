@@ -26,6 +26,7 @@ from bough.runner.graphs import Extents, Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
 from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
+from bough.runner.items import StepItems, items_of
 from bough.runner.moves import Mover
 from bough.runner.proposing import Bounds, Proposer, Read
 from bough.runner.staging import Stage, Stages
@@ -109,11 +110,13 @@ class ModelRunner:
         samples = self.params.gather(step)
         states = self.hidden.of(step)
         media = self._media(step.media) if step.media is not None else None
-        if self.graphs is not None and not len(step.prompt_logprobs) and states is None and media is None:
+        items = items_of(step, self.params.setups)
+        is_plain = not len(step.prompt_logprobs) and states is None and media is None and items is None
+        if self.graphs is not None and is_plain:
             launched = self._replay(self.graphs, step, samples, stage)
             if launched is not None:
                 return launched
-        return self._eager(step, samples, stage, states, media)
+        return self._eager(step, samples, stage, states, media, items)
 
     def _media(self, media: StepMedia) -> MediaTensors | None:
         """Turns slots, has items computed, and gives what the step reads of the store; None: nothing."""
@@ -168,7 +171,13 @@ class ModelRunner:
         self.packer.write_table(step)
 
     def _eager(
-        self, step: Step, samples: Samples, stage: Stage, states: HiddenWanted | None, media: MediaTensors | None
+        self,
+        step: Step,
+        samples: Samples,
+        stage: Stage,
+        states: HiddenWanted | None,
+        media: MediaTensors | None,
+        items: StepItems | None,
     ) -> Launched:
         tensors = self.packer.upload(step, samples, stage)
         extent = Extent(
@@ -179,7 +188,7 @@ class ModelRunner:
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
             has_drafts=samples.starts is not None,
         )
-        scored = self._scored_positions(step)
+        scored = self._scored_positions(step, items)
         num_samples = samples.count
         at = tensors.sample_at_L
         if scored is not None:
@@ -189,7 +198,8 @@ class ModelRunner:
             at = torch.cat([at, upload(states.at, self.device)])
         launched = LaunchedStep(self, step, samples, tensors, stage)
         launched.read = self.forward.reading(step.proposals)
-        hidden = self.forward.hidden(tensors, extent, at if self.samples else None, read=launched.read, media=media)
+        wanted = at if self.samples else None
+        hidden = self.forward.hidden(tensors, extent, wanted, read=launched.read, media=media, items=items)
         if not self.samples:
             return launched
         if states is not None:
@@ -206,8 +216,8 @@ class ModelRunner:
             launched.finish(launched.propose(nothing, nothing))
         return launched
 
-    def _scored_positions(self, step: Step) -> _Scored | None:
-        """Positions of prefill chunks that predict a prompt token whose score was asked for."""
+    def _scored_positions(self, step: Step, items: StepItems | None) -> _Scored | None:
+        """Positions of prefill chunks that predict a prompt token whose score was asked for, and ends of items."""
         if not len(step.prompt_logprobs):
             return None
         ends = np.cumsum(step.num_query)
@@ -218,7 +228,9 @@ class ModelRunner:
             start = int(ends[row] - step.num_query[row])
             length = int(step.num_query[row]) - (1 if following < 0 else 0)
             local = np.arange(first - int(step.context[row]), length)
-            predicted = np.append(step.tokens[start + 1 : start + int(step.num_query[row])], following)
+            if self.params.setups[int(step.slots[row])].items is not None:
+                local = (items.scored(row) if items is not None else np.empty(0, np.int64)) - start
+            predicted = np.append(step.tokens[start + 1 : start + int(step.num_query[row])], max(following, 0))
             at.append(start + local)
             targets.append(predicted[local])
             rows.append(np.full(len(local), row, np.int32))

@@ -91,6 +91,23 @@ def _job(queues: Queues, ask: Generate, now: float) -> Job:
     )
 
 
+def _check_items(job: Job) -> None:
+    """Items are made by the server's own entrances: what is wrong with them is a mistake there."""
+    ask = job.ask
+    if (
+        min(ask.items) < 1
+        or job.items_at < 1
+        or job.limit
+        or ask.logprobs is None
+        or ask.logprobs.start != job.items_at
+    ):
+        raise InvalidRequest(
+            what="the prompt's items do not fit",
+            why="they have tokens, follow some that all of them see, and are scored from there on",
+            fix="send them as one prompt each",
+        )
+
+
 def output_limit(limits: Limits, num_prompt: int, max_new_tokens: int) -> int:
     """Output tokens that context and memory leave room for. The last one's KV is never needed."""
     room = min(limits.context_length - num_prompt, limits.capacity_tokens - num_prompt + 1)
@@ -109,6 +126,8 @@ def _check(queues: Queues, job: Job, now: float) -> None:
     ask.sampling.check(limits.vocab_size)
     if ask.logprobs is not None:
         ask.logprobs.check(limits.vocab_size)
+    if ask.items:
+        _check_items(job)
     if ask.sampling.grammar is not None and queues.grammars is None:
         raise InvalidRequest(
             what="constrained output is switched off",

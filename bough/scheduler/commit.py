@@ -271,6 +271,8 @@ def _setup(job: Job, slot: int, num_output: int, limits: Limits) -> SlotSetup:
         logprobs=spec,
         hidden_states=ask.hidden_states,
         second_at=ask.second_at,
+        items=np.array(ask.items, np.int32) if ask.items else None,
+        items_at=job.items_at if ask.items else 0,
     )
 
 
@@ -329,7 +331,7 @@ def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
         slot = chunk.slot
         row = _row_of(queues, slot)
         node = row.node
-        end = chunk.start + chunk.num_tokens
+        end = chunk.job.tree_end(chunk.start + chunk.num_tokens)
         end -= end % size
         if end <= node.depth:
             continue

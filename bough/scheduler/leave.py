@@ -184,7 +184,7 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
     slot, job, node = row.slot, row.job, row.node
     if row.keep_kv and cache.enabled and not node.detached:
         size = cache.page_size
-        end = int(min(slots.kv_settled[slot], slots.known[slot]))
+        end = job.tree_end(int(min(slots.kv_settled[slot], slots.known[slot])))
         end -= end % size
         if end > node.depth:
             first = node.depth // size

@@ -84,7 +84,16 @@ class Job(Struct, kw_only=True, eq=False):
     @property
     def scores_next(self) -> bool:
         """Wants no output, but the log-probabilities of the token that would come first: it is sampled and dropped."""
-        return self.limit == 0 and self.ask.logprobs is not None and not self.ask.pool
+        return self.limit == 0 and self.ask.logprobs is not None and not self.ask.pool and not self.ask.items
+
+    @property
+    def items_at(self) -> int:
+        """Where the prompt's items begin; its length: it has none."""
+        return len(self.prompt) - sum(self.ask.items)
+
+    def tree_end(self, num_tokens: int) -> int:
+        """How many of the row's first tokens may enter the tree: of items, nobody's prompt goes on."""
+        return min(num_tokens, self.items_at) if self.ask.items else num_tokens
 
     def __post_init__(self) -> None:
         sampling = self.ask.sampling

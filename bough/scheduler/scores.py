@@ -39,6 +39,9 @@ def add_prompt(job: Job, arrays: LogprobArrays, positions: list[int], start: int
         return
     if job.prompt_scores is None:
         job.prompt_scores = empty_scores()
+    if job.ask.items:
+        _add_items(job, job.prompt_scores, arrays, positions, start)
+        return
     if job.scored_to == 0:
         add_unpredicted(job)
     token = max(start + 1, spec.start, 1)
@@ -47,6 +50,20 @@ def add_prompt(job: Job, arrays: LogprobArrays, positions: list[int], start: int
             add_position(job.prompt_scores, arrays, at, spec)
             job.scored_to += 1
         token += 1
+
+
+def _add_items(job: Job, into: TokenLogprobs, arrays: LogprobArrays, positions: list[int], start: int) -> None:
+    """Scores the ends of a chunk's items."""
+    assert job.ask.logprobs is not None, "asked for by the request"
+    end, ends = job.items_at, []
+    for length in job.ask.items:
+        end += length
+        if end > start:
+            ends.append(end)
+    for at, end in zip(positions, ends, strict=False):  # the chunk may be over before the prompt is
+        if end > job.scored_to:
+            add_position(into, arrays, at, job.ask.logprobs)
+            job.scored_to = end
 
 
 def add_unpredicted(job: Job) -> None:

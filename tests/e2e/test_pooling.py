@@ -380,10 +380,11 @@ def test_a_query_with_many_items_is_computed_once(talker: tuple[bough.Engine, An
     for size in (317, 320, 40):
         engine.flush_cache()
         query, items = list(range(1000, 1000 + size)), [[2000 + at, 2100 + at, 7] for at in range(24)]
-        before = engine.get_server_info()["internal_states"][0]["counters"]["prompt_tokens"]
+        before = engine.get_server_info()["internal_states"][0]["counters"]
         scores = engine.score(query, items, [500, 501])
-        computed = engine.get_server_info()["internal_states"][0]["counters"]["prompt_tokens"] - before
-        assert computed == size + 24 * 3
+        after = engine.get_server_info()["internal_states"][0]["counters"]
+        assert after["prompt_tokens"] - before["prompt_tokens"] == size + 24 * 3
+        assert after["finished"] - before["finished"] == 1, "all items are one prompt"
         assert len(scores) == len(items)
         for item, row in list(zip(items, scores, strict=True))[::8]:  # the reference takes a whole prompt for each
             assert row == pytest.approx(np.exp(next_token(model, [*query, *item])[[500, 501]]).tolist(), rel=1e-3)

@@ -234,6 +234,7 @@ class InProcess:
         *,
         media: tuple[MediaItem, ...] = (),
         positions: bytes = b"",
+        items: tuple[int, ...] = (),
     ) -> int:
         self._next_id += 1
         self.mailbox.incoming.append(
@@ -246,6 +247,7 @@ class InProcess:
                 logprobs=logprobs,
                 media=media,
                 positions=positions,
+                items=items,
             )
         )
         return self._next_id

@@ -292,3 +292,45 @@ def test_nodes_of_a_tree_see_their_path(backend: Any, spec: Spec) -> None:
             )
             torch.testing.assert_close(out[start + node], alone.flatten(), atol=2e-5, rtol=2e-5)
         start += queries
+
+
+def item_gaps(rng: random.Random, rows: list[tuple[int, int]], tokens: int) -> Tensor:
+    """For rows of (queries, context): those of an odd number of queries hide some of what comes before from each."""
+    gaps = torch.zeros(tokens, 2, dtype=torch.int32)
+    start = 0
+    for queries, context in rows:
+        for place in range(queries if queries % 2 else 0):
+            hidden = sorted(rng.choices(range(context + place + 1), k=2))
+            gaps[start + place] = torch.tensor(hidden)
+        start += queries
+    return gaps
+
+
+GAPS = [(6, 20), (1, 90), (65, 70), (1, 0), (91, 200), (1, 3), (17, 61)]
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("backend", [by_reference, *BACKENDS])
+@pytest.mark.parametrize("spec", [Spec(), Spec(num_heads=4, head_dim=16, softcap=20.0)])
+def test_tokens_do_not_see_what_is_hidden_from_them(backend: Any, spec: Spec, trees: bool) -> None:
+    """As if it were not there, beside rows of which nothing is hidden and rows that are trees."""
+    case = make_case(GAPS, spec, page_size=4, host=True)
+    case.inputs.gaps_T2 = gaps = item_gaps(random.Random(5), GAPS, len(case.q))
+    parents: list[list[int] | None] = [None] * len(GAPS)
+    if trees:
+        case.inputs.tree, parents = tree_mask(random.Random(3), GAPS, len(case.q))
+    out = backend(case.inputs).forward(spec, case.q, case.k, case.v)
+    start = 0
+    for row, (queries, context) in enumerate(GAPS):
+        pages = case.inputs.page_table[case.inputs.slots_R[row]]
+        k = reference.gather(case.inputs.k_caches[0], pages, context + queries)
+        v = reference.gather(case.inputs.v_caches[0], pages, context + queries)
+        mine = parents[row]
+        for node in range(queries):
+            path = list(range(node + 1)) if mine is None else path_to(mine, node)
+            hidden = range(*gaps[start + node].tolist())
+            keys = [key for key in (*range(context), *(context + each for each in path)) if key not in hidden]
+            q = case.q[start + node][None]
+            alone = reference.attend_row(q, k[keys], v[keys], scale=spec.scale, softcap=spec.softcap)
+            torch.testing.assert_close(out[start + node], alone.flatten(), atol=2e-5, rtol=2e-5)
+        start += queries

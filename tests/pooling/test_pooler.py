@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bough.config.pooling_facts import PoolingFacts
 from bough.core.errors import BoughError, ConfigError, InvalidRequest, Overloaded, PromptTooLong
 from bough.core.messages import Delta, End, TokenLogprobs
 from bough.intake import Pooler, PoolOptions, Request
+from bough.intake.pooling import one_pass
 from bough.intake.scores import as_weights, cosine, scaled
 from bough.tokenizer import Tokenizer, TokenizerPool, load_tokenizer
 from bough.tokenizer.tokenizer import shares
@@ -228,6 +230,62 @@ async def test_label_scores(tokenizer: Tokenizer) -> None:
         await pool.label_scores([5], [[7]], label_ids=None)
     with refused(InvalidRequest, "both be texts"):
         await pool.label_scores("x", [[7]], label_ids=[1])
+
+
+async def test_items_go_in_one_prompt_where_the_engine_takes_them(tokenizer: Tokenizer) -> None:
+    """As many as fit, in their order; the server's delimiter stands before each unless the item comes first."""
+
+    def rule(request: Request) -> Delta:
+        assert request.logprobs is not None
+        scores = TokenLogprobs([0], [0.0], chosen=[[(4, float(np.log(0.4)))] for _ in request.items or [0]])
+        end = End(reason="length", cached_tokens=3)
+        return Delta(id=1, prompt_logprobs=scores if request.items else None, logprobs=scores, end=end)
+
+    intake = FakeIntake(tokenizer, rule)
+    intake.context_length = 200
+    facts = {"pooling": None, "score_items": True, "kv_tokens": 175}
+    pool = Pooler(intake, facts, model="tiny", delimiter=11)  # type: ignore[arg-type]
+    query, items = list(range(100, 180)), [[7], [8, 9], [10, 11, 12], [13], [14]]
+    found = await pool.label_scores(query, items, label_ids=[4])
+    assert [list(each.prompt) for each in intake.seen] == [
+        [*query, 11, 7, 8, 9, 10, 11, 12],
+        [*query, 11, 13, 14],
+    ]
+    assert [(each.items, each.logprobs and each.logprobs.start) for each in intake.seen] == [
+        ((1, 2, 3), 81),
+        ((1, 1), 81),
+    ]
+    assert found.scores == [[pytest.approx(0.4)]] * 5
+    assert found.prompt_tokens == 5 * 81 + 8
+    assert found.cached_tokens == 3 * 81 + 2 * 3
+    intake.seen.clear()
+    await pool.label_scores(query, items, label_ids=[4], item_first=True)
+    assert [list(each.prompt) for each in intake.seen] == [[*item, *query] for item in items]
+    with pytest.raises(ConfigError, match="multi-item-scoring-delimiter"):
+        Pooler(intake, facts, model="tiny", delimiter=tokenizer.vocab_size)  # type: ignore[arg-type]
+
+
+def test_one_pass_holds_every_prompt() -> None:
+    """Each prompt can be read from the one that holds it, none of which is too long."""
+    rng = np.random.default_rng(0)
+    packed = 0
+    for _ in range(200):
+        shared = rng.integers(0, 9, rng.integers(1, 120))
+        prompts = [np.concatenate([shared, rng.integers(0, 9, rng.integers(1, 9))]) for _ in range(rng.integers(1, 12))]
+        most = int(rng.integers(0, 200))
+        found = one_pass(prompts, most)
+        read = []
+        for each in found:
+            assert len(each.ids) <= most
+            assert min(each.lengths) > 0
+            borders = each.shared + np.concatenate(([0], np.cumsum(each.lengths)))
+            assert borders[-1] == len(each.ids)
+            for begin, end in pairwise(borders.tolist()):
+                read.append([*each.ids[: each.shared], *each.ids[begin:end]])
+        assert not found or read == [prompt.tolist() for prompt in prompts]
+        packed += bool(found)
+        assert found or max(map(len, prompts)) > most or len(shared) * (len(prompts) - 1) < 64 + 9 * len(prompts)
+    assert packed > 20
 
 
 async def test_a_failed_text_fails_the_request(tokenizer: Tokenizer) -> None:

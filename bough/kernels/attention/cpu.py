@@ -34,6 +34,7 @@ class _Step(ctypes.Structure):
         ("seen", ctypes.c_void_p),
         ("tail", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
+        ("gaps", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("rows", ctypes.c_int32),
         ("tokens", ctypes.c_int32),
@@ -124,6 +125,7 @@ class CpuAttention:
             None if tree is None else tree.seen_T.data_ptr(),
             None if tree is None else tree.tail_T.data_ptr(),
             None if tree is None else tree.positions_T.data_ptr(),
+            None if inputs.gaps_T2 is None else inputs.gaps_T2.data_ptr(),
             inputs.page_table.stride(0), kv_len.shape[0], loc.shape[0], inputs.page_size,
             0 if shared is None else shared.last_S.shape[0],
         )  # fmt: skip

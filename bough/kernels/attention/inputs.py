@@ -145,6 +145,11 @@ class AttentionInputs:
     tail: Tail | None = None
     """All that the last layer has to attend for; None: every token. A backend may leave it aside."""
 
+    gaps_T2: Tensor | None = None
+    """int32 [T, 2]: of its row's KV tokens, a token does not see those from the first of the two up to the second; None: all
+    see all. Only for layers without window, chunk and slopes: what a token sees does not depend on places in the row then.
+    Taken by the reference, torch's and the CPU's backends."""
+
     @property
     def num_rows(self) -> int:
         return self.kv_len_R.shape[0]

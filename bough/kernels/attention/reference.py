@@ -28,6 +28,7 @@ def attend_row(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     tree: tuple[Tensor, Tensor, Tensor] | None = None,
+    gaps_Q2: Tensor | None = None,
 ) -> Tensor:
     """float32 [Q, N, V]: queries that are the last Q of S tokens. `tree`: what `TreeMask` has of each query."""
     num_query, num_heads, _ = q_QNH.shape
@@ -49,6 +50,8 @@ def attend_row(
         seen &= key > at - window
     if chunk is not None:
         seen &= key >= at // chunk * chunk
+    if gaps_Q2 is not None:
+        seen &= (key < gaps_Q2[:, :1]) | (key >= gaps_Q2[:, 1:])
     if slopes is not None:
         scores = scores + slopes.float().view(-1, 1, 1) * key
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -90,6 +93,7 @@ def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tenso
             tree=None
             if tree is None
             else (tree.seen_T[begin:end], tree.tail_T[begin:end], tree.positions_T[begin:end]),
+            gaps_Q2=None if inputs.gaps_T2 is None else inputs.gaps_T2[begin:end],
         ).to(out.dtype)
     return out
 

@@ -33,6 +33,8 @@ class Bucket:
     kv_len_B: Tensor
     real: Tensor | None
     """bool [B, Q]: queries that are not padding; None: all."""
+    gaps_BQ2: Tensor | None = None
+    """Keys that are hidden (`AttentionInputs.gaps_T2`)."""
 
 
 class TorchAttention:
@@ -111,6 +113,8 @@ class TorchAttention:
                 found = found & (keys > at - spec.window)
             if spec.chunk is not None:
                 found = found & (keys >= at // spec.chunk * spec.chunk)
+            if bucket.gaps_BQ2 is not None:
+                found = found & ((keys < bucket.gaps_BQ2[..., :1]) | (keys >= bucket.gaps_BQ2[..., 1:]))
             found = found.expand(-1, at.shape[1], -1)
             if self._keeps_masks:
                 self._masks[key] = found
@@ -179,12 +183,14 @@ def _bucket(inputs: AttentionInputs, lengths: _Lengths, rows: I32, queries: slic
     kv_len_B, slots = inputs.kv_len_R[rows_B].long(), inputs.slots_R[rows_B].long()
     pages = inputs.page_table[slots.unsqueeze(1), (at // inputs.page_size).unsqueeze(0)].long()
     loc = pages * inputs.page_size + at % inputs.page_size
+    tokens = torch.from_numpy(starts[:, None] + step).to(device)
     return Bucket(
-        tokens_BQ=torch.from_numpy(starts[:, None] + step).to(device),
+        tokens_BQ=tokens,
         loc_BS=loc.masked_fill(at >= kv_len_B.unsqueeze(1), 0),
         position_BQ=kv_len_B.unsqueeze(1) + torch.from_numpy(step - num_query[:, None]).to(device),
         kv_len_B=kv_len_B,
         real=None if real is None else torch.from_numpy(real).to(device),
+        gaps_BQ2=None if inputs.gaps_T2 is None else inputs.gaps_T2[tokens],
     )
 
 

@@ -85,6 +85,12 @@ int32_t window_start(const Layer& l, int32_t position) {
 
 bool is_bounded(const Layer& l) { return l.window > 0 || l.chunk > 0; }
 
+// One query token that sees all before it.
+bool is_decode(const Step& s, int32_t row) {
+  const int32_t token = s.query_start[row];
+  return s.query_start[row + 1] - token == 1 && (!s.gaps || s.gaps[2 * token] >= s.gaps[2 * token + 1]);
+}
+
 bool by_vectors(const Layer& l) { return l.heads / l.kv_heads <= 8; }
 
 // Tokens of a group's span that are shared: whole tiles, since what a tile gathers is not put together from pieces.
@@ -155,9 +161,9 @@ void plan_step(const Step& s, const Layer& l, int threads) {
   plan.row_parts.assign(s.rows, -1);
   plan_groups(s, l);
   int64_t decodes = 0, used = 0;
-  for (int32_t r = 0; r < s.rows; r++) decodes += s.query_start[r + 1] - s.query_start[r] == 1;
+  for (int32_t r = 0; r < s.rows; r++) decodes += is_decode(s, r);
   for (int32_t r = 0; r < s.rows; r++) {
-    if (s.query_start[r + 1] - s.query_start[r] != 1 || s.kv_len[r] == 0) continue;
+    if (!is_decode(s, r) || s.kv_len[r] == 0) continue;
     const Cut cut = cut_row(s, l, r, decodes, threads);
     if (cut.parts == 0) continue;
     plan.row_parts[r] = used;
@@ -167,7 +173,7 @@ void plan_step(const Step& s, const Layer& l, int threads) {
   for (int32_t r = 0; r < s.rows; r++) {
     const int32_t queries = s.query_start[r + 1] - s.query_start[r], keys = s.kv_len[r];
     if (queries == 0 || keys == 0) continue;
-    if (queries > 1) {
+    if (!is_decode(s, r)) {
       const int32_t tile = std::max<int32_t>(4, std::min<int32_t>(128, 192 / group));
       for (int32_t q = (queries - 1) / tile * tile; q >= 0; q -= tile)
         for (int32_t h = 0; h < l.kv_heads; h++) {
@@ -201,6 +207,10 @@ int prompt_rows(const Step& s, const Layer& l, const Piece& p, QueryRow* out) {
       row.tail = s.tail[token];
       row.seen = uint64_t(s.seen[token]);
       if (!row.seen) row.hi = row.tail;
+    }
+    if (s.gaps) {
+      row.gap_lo = s.gaps[2 * token];
+      row.gap_hi = s.gaps[2 * token + 1];
     }
     for (int g = 0; g < group; g++) {
       row.head = p.kv_head * group + g;

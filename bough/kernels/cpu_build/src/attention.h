@@ -26,6 +26,7 @@ struct Step {  // mirrored by a ctypes structure
   const int64_t* seen;          // [tokens] bits of keys from `tail` on that each token sees, or null: those up to its own
   const int32_t* tail;          // [tokens]: keys before it are seen
   const int64_t* positions;     // [tokens], for windows
+  const int32_t* gaps;          // [tokens, 2]: positions that a token does not see, or null
   int64_t table_stride;
   int32_t rows, tokens, page_size, groups;
 };
@@ -42,9 +43,10 @@ struct Layer {  // mirrored by a ctypes structure
 constexpr int kKvTile = 64;               // keys at a time
 constexpr int kRowTile = kWide ? 12 : 4;  // query rows of a register tile
 
-// One query head of one token, and the keys it may see: positions lo .. hi - 1, from `tail` on those whose bits are set.
+// One query head of one token, and the keys it may see: positions lo .. hi - 1 but gap_lo .. gap_hi - 1, from `tail` on those
+// whose bits are set.
 struct QueryRow {
-  int32_t token, head, lo, hi, tail = INT32_MAX;
+  int32_t token, head, lo, hi, tail = INT32_MAX, gap_lo = 0, gap_hi = 0;
   uint64_t seen = 0;
 };
 

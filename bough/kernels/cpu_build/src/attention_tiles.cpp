@@ -89,10 +89,11 @@ BOUGH_INLINE void mask_row(const Layer& l, const QueryRow& row, int32_t first, i
   if (l.slopes)
     for (int c = 0; c < 4; c++) v[c] = v[c] + l.slopes[row.head] * positions_from(first + 16 * c);
   const int lo = row.lo - first, hi = std::min(count, row.hi - first);
-  if (lo > 0 || hi < kKvTile) {
+  const int gap_lo = row.gap_lo - first, gap_hi = row.gap_hi - first;
+  if (lo > 0 || hi < kKvTile || (gap_lo < kKvTile && gap_hi > 0)) {
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-      const I32 at = lane + 16 * c, seen = (at >= lo) & (at < hi);
+      const I32 at = lane + 16 * c, seen = (at >= lo) & (at < hi) & ((at < gap_lo) | (at >= gap_hi));
       v[c] = (F32)(((I32)v[c] & seen) | ((I32)splat(-__builtin_inff()) & ~seen));
     }
   }
@@ -180,6 +181,13 @@ BOUGH_INLINE void take_tile(const Layer& l, const QueryRow* rows, int real, int3
   if (c < l.v_dim) add_values<1>(l, keys, t.scores, t.values + c, shrinks, out + c);
 }
 
+// Whether no query row sees any of these keys.
+bool is_hidden(const QueryRow* rows, int count, int32_t first, int keys) {
+  for (int i = 0; i < count; i++)
+    if (first < rows[i].gap_lo || first + keys > rows[i].gap_hi) return false;
+  return true;
+}
+
 template <Dtype D>
 void attend(const Step& s, const Layer& l, const QueryRow* rows, int count, int32_t slot, int32_t kv_head, int32_t first,
             int32_t last, const Target& target) {
@@ -189,6 +197,7 @@ void attend(const Step& s, const Layer& l, const QueryRow* rows, int count, int3
   clear_sums(l, tiles, t);
   for (int32_t p = tile_start(first); p < last; p += kKvTile) {
     const int keys = std::min<int32_t>(kKvTile, last - p);
+    if (s.gaps && is_hidden(rows, count, p, keys)) continue;
     gather_keys<D>(s, l, slot, kv_head, p, keys, first, t);
     for (int tile = 0; tile < tiles; tile++) {
       const QueryRow* these = rows + tile * kRowTile;
