@@ -163,4 +163,5 @@ def model_info(service: Service) -> Json:
         "tool_call_parser": served.tool_parser,
         "has_chat_template": template is not None,
         "role_affixes": affixes,
+        **{f"{kind}_token": text for kind, text in served.markers.items()},
     }

@@ -22,6 +22,8 @@ PARTS: Final[Mapping[str, tuple[MediaKind, str]]] = {
     "audio": ("audio", "audio"),
 }
 """Types of content parts -> what they are, and the field that holds it."""
+WHERE: Final = "bough_where"
+"""Field of a part that another dialect's request has become: where the client wrote it, for errors."""
 _LEVELS = ("auto", "low", "high", "original", None)
 _OPTIONS = frozenset({
     "max_dynamic_patch", "min_dynamic_patch", "min_pixels", "max_pixels", "fps", "num_frames", "nframes", "min_frames",
@@ -34,6 +36,7 @@ def media_part(part: Mapping[str, Any], where: str, shared: Mapping[str, Any]) -
     """A content part that is not text. `shared`: the request's settings for all media. Raises `InvalidRequest`."""
     kind, field = PARTS[str(part["type"])]
     given = part.get(field)
+    named = str(part.get(WHERE, f"{where}.{field}"))[:200]
     detail = part.get("detail")
     options: dict[str, Any] = dict(shared)
     if isinstance(given, Mapping):
@@ -49,12 +52,12 @@ def media_part(part: Mapping[str, Any], where: str, shared: Mapping[str, Any]) -
         )
     if not isinstance(given, str) or not given:
         raise InvalidRequest(
-            what=f"{where}.{field} has no URL",
+            what=f"{named} has no URL",
             why=f"it must name the {kind}",
             fix='send {"url": "https://..."} or a data: URL',
-            param=f"{where}.{field}",
+            param=named,
         )
-    return MediaInput(kind=kind, source=given, options=options, little_detail=detail == "low", param=f"{where}.{field}")
+    return MediaInput(kind=kind, source=given, options=options, little_detail=detail == "low", param=named)
 
 
 def native_media(fields: Mapping[str, Any]) -> tuple[MediaInput, ...]:

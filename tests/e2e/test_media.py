@@ -225,3 +225,66 @@ def test_metrics_and_memory_know_media(server: Server) -> None:
     assert any(row[0] == "media" for row in info["memory"])
     about = httpx.get(f"{server.url}/model_info").json()
     assert (about["has_image_understanding"], about["has_audio_understanding"]) == (True, False)
+
+
+def test_other_dialects_show_the_same_picture(client: openai.OpenAI, server: Server) -> None:
+    """Official clients; each question is the same prompt, so that the second finds the first's pages."""
+    import anthropic
+    import ollama
+
+    code = base64.b64encode(PICTURE).decode()
+    wanted = say(client, image(data_url()))
+    text, tokens = wanted.choices[0].message.content, wanted.usage.prompt_tokens
+    source = {"type": "base64", "media_type": "image/png", "data": code}
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
+    said = claude.messages.create(
+        model="default", max_tokens=8, messages=[{"role": "user", "content": content}],
+        extra_body={"temperature": 0},
+    )  # fmt: skip
+    assert said.content[0].text.startswith(text[:3])  # type: ignore[union-attr]
+    assert said.usage.input_tokens + (said.usage.cache_read_input_tokens or 0) == tokens
+
+    asked: Any = [{"type": "input_image", "image_url": data_url()}, {"type": "input_text", "text": "what?"}]
+    file: Any = [{"type": "input_file", "filename": "a.png", "file_data": data_url()}, asked[1]]
+    for parts in (asked, file):
+        told = client.responses.create(
+            model="default", input=[{"role": "user", "content": parts}], max_output_tokens=8, temperature=0,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        assert told.output_text == text
+        assert told.usage is not None
+        assert told.usage.input_tokens == tokens
+
+    local = ollama.Client(host=server.url)
+    options = {"num_predict": 8, "temperature": 0}
+    chat = local.chat("default", messages=[{"role": "user", "content": "what?", "images": [PICTURE]}], options=options)
+    assert chat.prompt_eval_count == tokens
+    once = local.generate("default", prompt="what?", images=[PICTURE], options=options)
+    assert once.prompt_eval_count == tokens
+    assert text.startswith(chat.message.content or "-")
+    assert "vision" in (local.show("default").capabilities or [])
+    content[0]["source"] = {"type": "file", "file_id": "x"}
+    bad: Any = [{"type": "input_image", "file_id": "x"}]
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source"):
+        claude.messages.create(model="default", max_tokens=8, messages=[{"role": "user", "content": content}])
+    with pytest.raises(openai.BadRequestError, match="file_id"):
+        client.responses.create(model="default", input=[{"role": "user", "content": bad}])
+
+
+def test_programs_fork_behind_a_picture(server: Server, tmp_path: Path) -> None:
+    import bough.lang as sgl
+
+    (tmp_path / "a.png").write_bytes(PICTURE)
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += sgl.user("see " + sgl.image(str(tmp_path / "a.png")))
+        forks = s.fork(2)
+        forks += sgl.assistant(sgl.gen("x", max_tokens=4, ignore_eos=True, temperature=0))
+        s["both"] = [fork.get_meta_info("x") for fork in forks]
+
+    state = program.run(backend=sgl.RuntimeEndpoint(server.url))
+    for meta in state["both"]:
+        assert meta["image_tokens"] == POSITIONS
+    assert max(meta["cached_tokens"] for meta in state["both"]) > POSITIONS

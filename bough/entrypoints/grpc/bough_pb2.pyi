@@ -80,7 +80,7 @@ class SamplingParams(_message.Message):
     logit_processor: str
     custom_params: _struct_pb2.Struct
     beam_width: int
-    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_regex: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., no_stop_trim: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ..., choice: _Optional[_Iterable[str]] = ..., logit_processor: _Optional[str] = ..., custom_params: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., beam_width: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_regex: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., no_stop_trim: bool = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ..., choice: _Optional[_Iterable[str]] = ..., logit_processor: _Optional[str] = ..., custom_params: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., beam_width: _Optional[int] = ...) -> None: ...
 
 class LogprobOptions(_message.Message):
     __slots__ = ("start", "top", "token_ids", "text", "processed")
@@ -94,7 +94,7 @@ class LogprobOptions(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: bool
     processed: bool
-    def __init__(self, start: _Optional[int] = ..., top: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[bool] = ..., processed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., top: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: bool = ..., processed: bool = ...) -> None: ...
 
 class SessionParams(_message.Message):
     __slots__ = ("id", "rid", "offset", "replace", "drop_previous_output")
@@ -108,10 +108,10 @@ class SessionParams(_message.Message):
     offset: int
     replace: bool
     drop_previous_output: bool
-    def __init__(self, id: _Optional[str] = ..., rid: _Optional[str] = ..., offset: _Optional[int] = ..., replace: _Optional[bool] = ..., drop_previous_output: _Optional[bool] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., rid: _Optional[str] = ..., offset: _Optional[int] = ..., replace: bool = ..., drop_previous_output: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "input_ids", "sampling_params", "rid", "stream", "logprobs", "priority", "cache_salt", "extra_key", "session_params", "stream_interval")
+    __slots__ = ("text", "input_ids", "sampling_params", "rid", "stream", "logprobs", "priority", "cache_salt", "extra_key", "session_params", "stream_interval", "media")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class GenerateRequest(_message.Message):
     EXTRA_KEY_FIELD_NUMBER: _ClassVar[int]
     SESSION_PARAMS_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     text: str
     input_ids: TokenIds
     sampling_params: SamplingParams
@@ -134,7 +135,18 @@ class GenerateRequest(_message.Message):
     extra_key: str
     session_params: SessionParams
     stream_interval: int
-    def __init__(self, text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., rid: _Optional[str] = ..., stream: _Optional[bool] = ..., logprobs: _Optional[_Union[LogprobOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., extra_key: _Optional[str] = ..., session_params: _Optional[_Union[SessionParams, _Mapping]] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[Medium]
+    def __init__(self, text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., rid: _Optional[str] = ..., stream: bool = ..., logprobs: _Optional[_Union[LogprobOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., extra_key: _Optional[str] = ..., session_params: _Optional[_Union[SessionParams, _Mapping]] = ..., stream_interval: _Optional[int] = ..., media: _Optional[_Iterable[_Union[Medium, _Mapping]]] = ...) -> None: ...
+
+class Medium(_message.Message):
+    __slots__ = ("kind", "url", "data")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    url: str
+    data: bytes
+    def __init__(self, kind: _Optional[str] = ..., url: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class GenerateCommand(_message.Message):
     __slots__ = ("generate", "abort_rid")
@@ -324,7 +336,7 @@ class TokenizeRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     add_special_tokens: bool
-    def __init__(self, text: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., add_special_tokens: bool = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("ids", "max_model_len")
@@ -340,7 +352,7 @@ class DetokenizeRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     skip_special_tokens: bool
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class DetokenizeResponse(_message.Message):
     __slots__ = ("text",)
@@ -386,7 +398,7 @@ class GetModelInfoResponse(_message.Message):
     vocab_size: int
     is_generation: bool
     details: _struct_pb2.Struct
-    def __init__(self, served_model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., is_generation: _Optional[bool] = ..., details: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    def __init__(self, served_model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., is_generation: bool = ..., details: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -442,7 +454,7 @@ class AbortRequest(_message.Message):
     ABORT_ALL_FIELD_NUMBER: _ClassVar[int]
     rid: str
     abort_all: bool
-    def __init__(self, rid: _Optional[str] = ..., abort_all: _Optional[bool] = ...) -> None: ...
+    def __init__(self, rid: _Optional[str] = ..., abort_all: bool = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("aborted",)

@@ -13,6 +13,7 @@ from bough.core.messages import Delta, End, TokenLogprobs, unpack_ids
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.intake import Request, Stream, native_batch
 from bough.intake.caller import Caller
+from bough.intake.media_fields import NATIVE_MEDIA
 
 Json = dict[str, Any]
 
@@ -58,6 +59,16 @@ def native_fields(message: pb.GenerateRequest) -> Json:
         fields["stream_interval"] = message.stream_interval
     if message.HasField("session_params"):
         fields["session_params"] = session_fields(message.session_params)
+    for medium in message.media:
+        name = f"{medium.kind}_data"
+        if name not in NATIVE_MEDIA:
+            raise InvalidRequest(
+                what=f"a medium is of kind {medium.kind[:40]!r}",
+                why="kinds are image, video and audio",
+                fix="send one of them",
+                param="media",
+            )
+        fields.setdefault(name, []).append(medium.data if medium.WhichOneof("source") == "data" else medium.url)
     return fields
 
 

@@ -20,7 +20,7 @@ from bough.lang.config import global_config
 from bough.lang.errors import BackendError
 from bough.lang.loop import Once
 from bough.lang.sampling import SamplingParams
-from bough.lang.transcript import JoinedContext, Prompt
+from bough.lang.transcript import JoinedContext, Media, Prompt
 
 _ONLY_PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
 
@@ -191,13 +191,16 @@ class NativeBackend(Backend):
         for kind in ("image", "video"):
             items = [item for item in prompt.media if item.kind == kind and item.position >= _sent_from(prompt)]
             if items:
-                urls = [item.url for item in items]
-                fields[f"{kind}_data"] = urls if batch is None else [urls] * batch
-                if items[0].num_frames is not None:
-                    fields["video_config"] = {"num_frames": items[0].num_frames}
+                sent = [_named(item) for item in items]
+                fields[f"{kind}_data"] = sent if batch is None else [sent] * batch
         if prompt.context is not None:
             fields["session_params"] = {"id": prompt.context.session_id, "rid": prompt.context.rid}
         return fields
+
+
+def _named(item: Media) -> str | dict[str, Any]:
+    """A medium as /generate takes it."""
+    return item.url if item.num_frames is None else {"url": item.url, "num_frames": item.num_frames}
 
 
 def _sent_from(prompt: Prompt) -> int:

@@ -222,7 +222,7 @@ def test_structured_output(client: Any, server: FakeServer) -> None:
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "names no image"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]}, "no documents"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "x"}]}]}, "content[0] is no call"),

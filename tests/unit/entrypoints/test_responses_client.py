@@ -204,7 +204,7 @@ def test_a_failure_in_the_middle_is_an_event() -> None:
         ({"input": 5}, "input"),
         ({}, "input"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),

@@ -389,8 +389,8 @@ def test_pictures_and_films_reach_the_server(backend: sgl.RuntimeEndpoint, fake:
     body = fake.bodies("/generate")[-1]
     url = "data:image/png;base64," + base64.b64encode(b"\x89PNG1234").decode()
     assert body["image_data"] == [url]
-    assert body["video_data"] == ["data:video/mp4;base64," + base64.b64encode(b"film").decode()]
-    assert body["video_config"] == {"num_frames": 4}
+    film = "data:video/mp4;base64," + base64.b64encode(b"film").decode()
+    assert body["video_data"] == [{"url": film, "num_frames": 4}]
     assert "See <pic> and <video>" in body["text"]
     assert state.messages()[0]["content"][1]["image_url"]["url"] == url
 

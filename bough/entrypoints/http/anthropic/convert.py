@@ -12,10 +12,12 @@ from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, Json, MessagesRequest
 from bough.entrypoints.http.openai.fields import bad_field, bad_role
+from bough.entrypoints.http.openai.parts import content_of, is_text, joined, media_url_part, text_part
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, NamedFunction, NamedTool, Tool
 
 _encode = msgspec.json.Encoder().encode
 _TEXTLESS = {"image": "images", "document": "documents", "container_upload": "uploads"}
+_IMAGES_WHERE = "only a user's turn and results of tools have images"
 
 _CUSTOM = (None, "custom")
 _DATED = re.compile(r"[a-z_]+_20\d{6}")
@@ -91,7 +93,7 @@ def _joined(messages: Sequence[Json]) -> list[Json]:
     for message in messages:
         plain = set(message) == {"role", "content"} and message["role"] in ("user", "assistant", "system")
         if plain and made and set(made[-1]) == {"role", "content"} and made[-1]["role"] == message["role"]:
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+            made[-1] = {**made[-1], "content": joined(made[-1]["content"], message["content"])}
         else:
             made.append(message)
     return made
@@ -121,7 +123,7 @@ def _text(block: Json, where: str) -> str:
     if kind in _TEXTLESS:
         raise InvalidRequest(
             what=f"{where} is of type {kind}",
-            why=f"the served model takes text only, no {_TEXTLESS[kind]}",
+            why=_IMAGES_WHERE if kind == "image" else f"this server reads text only, no {_TEXTLESS[kind]}",
             fix="send text blocks",
             param=where,
         )
@@ -133,25 +135,53 @@ def _text(block: Json, where: str) -> str:
 def _user(content: object, where: str) -> list[Json]:
     """A user's turn: results of tools first, as Anthropic demands, then what the user says."""
     made: list[Json] = []
-    texts: list[str] = []
+    parts: list[Json] = []
     for at, block in enumerate(_blocks(content, f"{where}.content")):
         place = f"{where}.content[{at}]"
         if block.get("type") == "tool_result":
-            made.append(_tool_result(block, place))
+            result, images = _tool_result(block, place)
+            made.append(result)
+            parts += images
         else:
-            texts.append(_text(block, place))
-    if texts or not made:
-        made.append({"role": "user", "content": "\n".join(texts)})
+            parts.append(_part(block, place))
+    if parts or not made:
+        made.append({"role": "user", "content": content_of(parts)})
     return made
 
 
-def _tool_result(block: Json, where: str) -> Json:
+def _part(block: Json, where: str) -> Json:
+    return _image(block, where) if block.get("type") == "image" else text_part(_text(block, where))
+
+
+def _image(block: Json, where: str) -> Json:
+    """An image by its URL, or by its bytes in base64."""
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    match source.get("type"):
+        case "base64" if isinstance(source.get("data"), str) and isinstance(source.get("media_type"), str):
+            url = f"data:{source['media_type'][:100]};base64,{source['data']}"
+        case "url" if isinstance(source.get("url"), str):
+            url = source["url"]
+        case _:
+            raise bad_field(
+                f"{where}.source names no image",
+                "it must be of type base64 (media_type, data) or url (url); uploaded files are not kept",
+                f"{where}.source",
+            )
+    return media_url_part("image", url, f"{where}.source")
+
+
+def _tool_result(block: Json, where: str) -> tuple[Json, list[Json]]:
+    """The result as text, and its images, which the user's turn shows: few templates take them from a tool."""
     call = block.get("tool_use_id")
     if not isinstance(call, str):
         raise bad_field(f"{where}.tool_use_id is missing", "a result names its call", f"{where}.tool_use_id")
     given = block.get("content")
-    text = "" if given is None else _text_of(given, f"{where}.content")
-    return {"role": "tool", "tool_call_id": call, "content": f"Error: {text}" if block.get("is_error") else text}
+    blocks = [] if given is None else _blocks(given, f"{where}.content")
+    parts = [_part(each, f"{where}.content[{at}]") for at, each in enumerate(blocks)]
+    text = "\n".join(part["text"] for part in parts if is_text(part))
+    made = {"role": "tool", "tool_call_id": call, "content": f"Error: {text}" if block.get("is_error") else text}
+    return made, [part for part in parts if not is_text(part)]
 
 
 def _assistant(content: object, where: str) -> Json:

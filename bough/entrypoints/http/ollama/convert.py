@@ -11,8 +11,10 @@ from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
 from bough.entrypoints.http.ollama.schema import Json, OllamaChatRequest, OllamaCommon, OllamaGenerateRequest
 from bough.entrypoints.http.openai.fields import bad_field, served_name
+from bough.entrypoints.http.openai.parts import content_of, media_url_part, text_part
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, Tool
 from bough.entrypoints.service import Served
+from bough.intake.media_fields import with_scheme
 
 _encode = msgspec.json.Encoder().encode
 _TAG = ":latest"
@@ -40,14 +42,25 @@ def chat_of(asked: OllamaChatRequest) -> ChatRequest:
 def generate_of(asked: OllamaGenerateRequest) -> ChatRequest:
     """/api/generate as a chat request of one turn. Raises `InvalidRequest`."""
     for name, why in (
-        ("images", "the served model takes text only"),
         ("template", "templates from requests are not run"),
         ("context", "it is kept in the prefix cache instead"),
     ):
         if getattr(asked, name):
             raise InvalidRequest(what=f"{name} is not supported", why=why, fix="leave it out", param=name)
     messages: list[Json] = [{"role": "system", "content": asked.system}] if asked.system else []
-    return _with_options(ChatRequest(messages=[*messages, {"role": "user", "content": asked.prompt or ""}]), asked)
+    messages.append({"role": "user", "content": _content(asked.prompt or "", asked.images, "images")})
+    return _with_options(ChatRequest(messages=messages), asked)
+
+
+def _content(text: str, images: object, where: str) -> str | list[Json]:
+    """Images (base64, or URLs) come before the text, as Ollama has them."""
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise bad_field(f"{where} is no list of base64 texts", "each image is one", where)
+    bounds.count("content_parts", images, where)
+    parts = [media_url_part("image", with_scheme(each), f"{where}[{at}]") for at, each in enumerate(images)]
+    return content_of([*parts, text_part(text)])
 
 
 def _with_options(chat: ChatRequest, asked: OllamaCommon) -> ChatRequest:
@@ -83,11 +96,8 @@ def _format(given: str | Json | None) -> Json | None:
 
 
 def _message(message: Json, where: str) -> Json:
-    if message.get("images"):
-        raise InvalidRequest(
-            what=f"{where} has images", why="the served model takes text only", fix="send text", param=f"{where}.images"
-        )
-    made: Json = {"role": message.get("role"), "content": message.get("content") or ""}
+    said = _content(message.get("content") or "", message.get("images"), f"{where}.images")
+    made: Json = {"role": message.get("role"), "content": said}
     if message.get("thinking"):
         made["reasoning_content"] = message["thinking"]
     if message.get("tool_calls"):

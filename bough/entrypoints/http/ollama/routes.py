@@ -24,6 +24,7 @@ from bough.entrypoints.http.ollama.schema import (
     OllamaShowRequest,
 )
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
+from bough.entrypoints.http.openai.fields import bad_field
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.replies import LinesReply, client_of, json_reply, placed
 from bough.entrypoints.service import Service
@@ -61,13 +62,21 @@ def generate(service: Service) -> Handler:
         if not asked.prompt:
             return json_reply(loaded("generate", model, _reason(asked)))
         prompt = None
-        if asked.suffix:
+        if asked.images:
+            _check_plain(asked)
+        elif asked.suffix:
             prompt = fill_in(service.served.fim, asked.prompt, asked.suffix)
         elif asked.raw or service.served.tokenizer is None or service.served.tokenizer.chat_template is None:
             prompt = asked.prompt
         return await _run(service, request, "generate", model, body, generate_of(asked), prompt=prompt)
 
     return handle
+
+
+def _check_plain(asked: OllamaGenerateRequest) -> None:
+    for name in ("suffix", "raw"):
+        if getattr(asked, name):
+            raise bad_field(f"{name} is sent with images", "images are placed by the chat template", name)
 
 
 async def _run(
@@ -161,6 +170,8 @@ def show(service: Service) -> Handler:
         capabilities = ["completion"]
         if template is not None and (template.takes_tools or served.tool_parser):
             capabilities.append("tools")
+        if "image" in (served.facts.get("media") or ()):
+            capabilities.append("vision")
         if served.reasoning_parser:
             capabilities.append("thinking")
         if served.facts.get("pooling") is not None:

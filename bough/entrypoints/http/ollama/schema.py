@@ -54,8 +54,9 @@ class OllamaGenerateRequest(OllamaCommon, kw_only=True):
     system: str | None = None
     suffix: str | None = None
     raw: bool | None = None
-    # refused: what they ask for does not exist here
     images: list[str] | None = None
+    """Base64, or URLs; the prompt is rendered by the chat template then."""
+    # refused: what they ask for does not exist here
     template: str | None = None
     context: list[int] | None = None
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.openai.fields import bad_field, bad_role
-from bough.intake.media_fields import PARTS, media_part
+from bough.intake.media_fields import PARTS, WHERE, media_part
 from bough.multimodal.desk import MediaInput
 
 Json = dict[str, Any]
@@ -128,7 +128,7 @@ class _Checker:
         if kind not in self._kinds:
             takes = " and ".join(["text", *sorted(self._kinds)]) if self._kinds else "text only"
             raise InvalidRequest(
-                what=f"{where} is {kind} input",
+                what=f"{str(part.get(WHERE, where))[:200]} is {kind} input",
                 why=f"the served model takes {takes}",
                 fix="send text parts, or serve a model that takes it",
                 param=f"{where}.type",

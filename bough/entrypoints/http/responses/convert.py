@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 from collections.abc import Callable, Sequence
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.openai.fields import bad_field, bad_role
+from bough.entrypoints.http.openai.parts import content_of, is_text, media_url_part, text_part
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
 from bough.entrypoints.http.responses.tools import OfferedTools, as_arguments, tool_choice
@@ -85,7 +88,7 @@ def messages_of(items: Sequence[Json], offered: OfferedTools) -> list[Json]:
             case "function_call" | "custom_tool_call":
                 assistant().setdefault("tool_calls", []).append(_call(item, where, offered))
             case "function_call_output" | "custom_tool_call_output":
-                made.append(_call_output(item, where))
+                made += _call_output(item, where)
             case "reasoning":
                 thoughts += _thoughts(item, where)
             case "additional_tools":
@@ -108,35 +111,85 @@ def _add_message(item: Json, where: str, made: list[Json], assistant: Callable[[
     role = item.get("role")
     if role not in _ROLES:
         raise bad_role(where, role, f"roles are {', '.join(_ROLES)}")
-    text = _text(item.get("content"), f"{where}.content")
+    parts = _parts(item.get("content"), f"{where}.content")
     if role != "assistant":
-        made.append({"role": role, "content": text})
+        made.append({"role": role, "content": content_of(parts)})
         return
-    message = assistant()
+    text, message = _only_text(parts, where), assistant()
     message["content"] = text if message["content"] is None else f"{message['content']}\n\n{text}"
 
 
-def _text(content: object, where: str) -> str:
+def _only_text(parts: Sequence[Json], where: str) -> str:
+    if not all(map(is_text, parts)):
+        raise bad_field(f"{where} has media", "answers of the model are text", f"{where}.content")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _parts(content: object, where: str) -> list[Json]:
+    """The content of a message as parts in the chat route's words."""
     if isinstance(content, str):
-        return content
+        return [text_part(content)]
     if not isinstance(content, list):
         raise bad_field(f"{where} is neither text nor a list of parts", "content is one of these", where)
     bounds.count("content_parts", content, where)
-    texts: list[str] = []
+    made: list[Json] = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("input_image", "input_file", "input_audio", "video_url"):
+            made.append(_media(part, f"{where}[{at}]"))
+            continue
         field = _TEXTS.get(kind) if isinstance(kind, str) else None
         if field is None:
             raise InvalidRequest(
                 what=f"{where}[{at}] has the type {str(kind)[:50]!r}",
-                why="the served model takes text only",
-                fix="send input_text parts",
+                why="parts are input_text, input_image, input_file and input_audio",
+                fix="send one of these",
                 param=f"{where}[{at}].type",
             )
         if not isinstance(part.get(field), str):
             raise bad_field(f"{where}[{at}].{field} is no text", "it must be a string", f"{where}[{at}].{field}")
-        texts.append(part[field])
-    return "\n".join(texts)
+        made.append(text_part(part[field]))
+    return made
+
+
+def _media(part: Json, where: str) -> Json:
+    """Images, sounds, and files that are media or text."""
+    match part["type"]:
+        case "input_image" if isinstance(part.get("image_url"), str):
+            return media_url_part("image", part["image_url"], f"{where}.image_url", detail=part.get("detail") or "auto")
+        case "input_audio" | "video_url":
+            return part
+        case "input_file" if isinstance(part.get("file_data"), str) or isinstance(part.get("file_url"), str):
+            return _file(part, where)
+    raise InvalidRequest(
+        what=f"{where} names no {part['type'].removeprefix('input_')}",
+        why="uploaded files (file_id) are not kept for requests",
+        fix="send its URL, or its bytes as a data: URL",
+        param=where,
+    )
+
+
+def _file(part: Json, where: str) -> Json:
+    """By its media type, as its data: URL or its name says."""
+    url = str(part.get("file_data") or part.get("file_url"))
+    head = url[5:100].partition(";")[0].partition(",")[0] if url.startswith("data:") else None
+    kind = head or mimetypes.guess_type(str(part.get("filename") or url)[:300])[0] or ""
+    family = kind.partition("/")[0]
+    if family in ("image", "video", "audio"):
+        if not url.startswith(("data:", "http:", "https:", "file:")):
+            url = f"data:{kind};base64,{url}"
+        return media_url_part(family, url, where)
+    if family == "text" and part.get("file_data"):
+        try:
+            return text_part(base64.b64decode(url.partition(",")[2] if head else url, validate=True).decode())
+        except ValueError as error:
+            raise bad_field(f"{where}.file_data is no text in base64", "its type says so", where) from error
+    raise InvalidRequest(
+        what=f"{where} is a file of type {kind[:50]!r}",
+        why="files are images, videos, sounds, and text in file_data",
+        fix="send the document's text, or images of its pages",
+        param=where,
+    )
 
 
 def _call(item: Json, where: str, offered: OfferedTools) -> Json:
@@ -150,11 +203,16 @@ def _call(item: Json, where: str, offered: OfferedTools) -> Json:
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _call_output(item: Json, where: str) -> Json:
+def _call_output(item: Json, where: str) -> list[Json]:
+    """The output as text, and its media as a user's turn: few templates take them from a tool."""
     call = item.get("call_id")
     if not isinstance(call, str):
         raise bad_field(f"{where}.call_id is missing", "an output names its call", f"{where}.call_id")
-    return {"role": "tool", "tool_call_id": call, "content": _text(item.get("output"), f"{where}.output")}
+    parts = _parts(item.get("output"), f"{where}.output")
+    text = "\n".join(part["text"] for part in parts if is_text(part))
+    made: list[Json] = [{"role": "tool", "tool_call_id": call, "content": text}]
+    media = [part for part in parts if not is_text(part)]
+    return [*made, {"role": "user", "content": media}] if media else made
 
 
 def _thoughts(item: Json, where: str) -> list[str]:
