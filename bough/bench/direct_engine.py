@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bough.cache.prefix import PrefixCache
 from bough.config.server_args import build_config
 from bough.core.errors import Aborted
+from bough.core.media import MediaItem
 from bough.core.messages import Generate, ToDetokenizer, ToEngine, pack_ids
 from bough.core.sampling import SamplingParams
 from bough.core.step import I64
@@ -25,6 +27,7 @@ from bough.platform.facts import detect
 from bough.runner.model_runner import ModelRunner
 from bough.scheduler.accept import abort_all
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
 
 
@@ -66,6 +69,10 @@ class DirectEngine:
         self.limits = limits
         self.cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size)
         self.queues = Queues(limits)
+        self.features: dict[str, npt.NDArray[Any]] = {}
+        """Of media, by the paths that items name."""
+        if limits.media is not None:
+            self.queues.media = MediaAccount(limits.media, lambda given: self.features[given.path])
         self._mailbox = _Mailbox()
         self._next_id = 0
         self._loop = Loop(
@@ -94,12 +101,22 @@ class DirectEngine:
         node = self.cache.insert(node, rest, own, step=-1).node
         self.cache.release(node, np.empty(0, np.int32))
 
-    def submit(self, prompts: list[I64], sampling: SamplingParams) -> None:
-        """Queues requests whose answers are sent whole."""
+    def submit(
+        self,
+        prompts: list[I64],
+        sampling: SamplingParams,
+        *,
+        media: tuple[MediaItem, ...] = (),
+        positions: bytes = b"",
+    ) -> None:
+        """Queues requests whose answers are sent whole. `media`, `positions`: of each."""
         for prompt in prompts:
             self._next_id += 1
             ids = pack_ids(prompt.astype(np.int32))
-            ask = Generate(id=self._next_id, rid=str(self._next_id), prompt=ids, sampling=sampling, stream=False)
+            ask = Generate(
+                id=self._next_id, rid=str(self._next_id), prompt=ids, sampling=sampling, stream=False, media=media,
+                positions=positions,
+            )  # fmt: skip
             self._mailbox.messages.append(ask)
 
     def turn(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -288,3 +289,13 @@ def test_programs_fork_behind_a_picture(server: Server, tmp_path: Path) -> None:
     for meta in state["both"]:
         assert meta["image_tokens"] == POSITIONS
     assert max(meta["cached_tokens"] for meta in state["both"]) > POSITIONS
+
+
+def test_first_tokens_are_timed_over_http(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    from bough.bench import images
+
+    asked = ["--url", server.url, "--ids", "302,300,303", "--image", "24x40", "--repeats", "2"]
+    assert images.main(asked) in (0, 1)
+    assert [json.loads(line)["workload"] for line in capsys.readouterr().out.splitlines()] == [
+        "new image over HTTP", "same image over HTTP",
+    ]  # fmt: skip

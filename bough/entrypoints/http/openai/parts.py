@@ -21,7 +21,7 @@ def media_url_part(kind: str, url: str, where: str, **extra: Any) -> Json:
 
 
 def is_text(part: Json) -> bool:
-    return part["type"] == "text"
+    return bool(part["type"] == "text")
 
 
 def content_of(parts: Sequence[Json], between: str = "\n") -> str | list[Json]:

@@ -1,0 +1,279 @@
+"""Times a model that sees: a new image, the same image again, several at once, its tower alone, and first tokens over HTTP.
+
+    bough bench images                      # the shapes of Qwen2.5-VL-7B with dummy weights, on this machine's GPU
+    bough bench images --size tiny          # the same measurements of a tiny model, on any machine
+    bough bench images --url http://127.0.0.1:30000 --ids 151652,151655,151653
+
+Without --url an engine runs in this process: features are in memory, nothing is fetched or decoded. A new image of 6,256
+patches (1,564 positions) with 64 tokens of text is encoded and prefilled; once more, it is neither. With --url a running
+server is asked by /generate, so that fetching, decoding, hashing and HTTP count too; --ids are the ids that stand for an
+image in a prompt. Prints a JSON object per measurement; goals are for an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from bough.bench.direct_engine import DirectEngine
+from bough.core.media import Features, MediaItem
+from bough.core.sampling import SamplingParams
+from bough.multimodal.families import processor_of
+from bough.multimodal.placing import Placer
+from bough.multimodal.processor import Prepared, Processed, Processor
+
+if TYPE_CHECKING:
+    from bough.core.messages import Ids
+
+_ONE: Final = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+_TEXT: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeeingShape:
+    """A model's config, its processor's settings, and the image that it is asked about."""
+
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    height: int
+    width: int
+    settings: dict[str, Any]
+    goals: dict[str, float]
+    """By measurement, in milliseconds."""
+
+
+_IDS: Final = {
+    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+}  # fmt: skip
+FULL: Final = SeeingShape(
+    config={
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", **_IDS,
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "max_position_embeddings": 128000,
+        "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "vision_config": {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "out_hidden_size": 3584,
+            "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "in_channels": 3, "hidden_act": "silu",
+        },
+    },
+    processor={"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056},
+    height=952,
+    width=1288,
+    settings={
+        "device": "cuda", "dtype": "bfloat16", "context_length": 32768, "mem_fraction_static": 0.8,
+        "max_running_requests": 64,
+    },
+    goals={"new image": 54.0, "same image": 8.0},
+)  # fmt: skip
+TINY: Final = SeeingShape(
+    config={
+        **FULL.config, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "torch_dtype": "float32",
+        "vocab_size": 152064 // 64, **{name: 2000 + at for at, name in enumerate(_IDS)},
+        "vision_config": {
+            **FULL.config["vision_config"], "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+            "out_hidden_size": 64, "fullatt_block_indexes": [1],
+        },
+    },
+    processor=FULL.processor,
+    height=112,
+    width=140,
+    settings={
+        "device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 2048, "max_total_tokens": 4096,
+        "max_running_requests": 8, "page_size": 16, "mm_cache_size": 8 * 2**20,
+    },
+    goals={},
+)  # fmt: skip
+
+
+class SeeingEngine:
+    """An engine in this process, and prompts with images that it has never seen."""
+
+    def __init__(self, shape: SeeingShape, seed: int) -> None:
+        self.shape = shape
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "preprocessor_config.json").write_text(json.dumps(shape.processor))
+            self.engine = DirectEngine(shape.config, Path(folder), **shape.settings)
+        settings = {**shape.config, "processor_config": {"image_processor": shape.processor}}
+        processor = processor_of(settings)
+        assert processor is not None, "the family takes images"
+        self.processor: Processor = processor
+        self._rng = np.random.default_rng(seed)
+
+    def prompt(self, images: int = 1) -> tuple[Ids, tuple[MediaItem, ...], bytes]:
+        """Text, and new images in it."""
+        marker = self.processor.marker("image")
+        text = self._rng.integers(0, 1000, _TEXT - 2 * images).astype(np.int32)
+        media = [self._image() for _ in range(images)]
+        placed = Placer(self.processor, None).place_ids(
+            np.concatenate([np.array(marker.insert * images, np.int32), text]), media
+        )
+        positions = self.processor.positions(placed.ids, placed.items) if self.processor.axes else None
+        return placed.ids, placed.items, b"" if positions is None else positions.astype("<i4").tobytes()
+
+    def _image(self) -> Prepared:
+        from PIL import Image
+
+        pixels = self._rng.integers(0, 256, (self.shape.height, self.shape.width, 3), dtype=np.uint8)
+        array, items = self.processor.image(Image.fromarray(pixels), {})
+        digest = sha256(pixels.tobytes()).digest()
+        where = Features(path=digest.hex(), digest=digest, dtype="uint8", shape=array.shape)
+        self.engine.features[where.path] = np.array(array)
+        return Prepared(
+            kind="image", digest=digest, processed=Processed(dtype="uint8", shape=array.shape, items=items), features=where
+        )  # fmt: skip
+
+    def ask_ms(self, prompts: Sequence[tuple[Ids, tuple[MediaItem, ...], bytes]]) -> float:
+        """From the requests to all of their first tokens."""
+        begin = time.perf_counter()
+        for ids, items, positions in prompts:
+            self.engine.submit([ids.astype(np.int64)], _ONE, media=items, positions=positions)
+        self.engine.finish()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def tower_ms(self, items: Sequence[MediaItem]) -> float:
+        """The tower alone, with what it writes to the store."""
+        from bough.core.step import Encode
+
+        encoder = self.engine.runner.encoder
+        assert encoder is not None, "the model has a tower"
+        rows = np.arange(sum(item.count for item in items), dtype=np.int32)
+        work, start = [], 0
+        for item in items:
+            features = self.engine.features[item.features.path]
+            work.append(Encode(features=features, grid=item.grid, rows=rows[start : start + item.count]))
+            start += item.count
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            encoder.encode(work)
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+        return 1e3 * (time.perf_counter() - begin)
+
+
+def measure(seeing: SeeingEngine, repeats: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Calls `tell` with each measurement."""
+
+    def row(name: str, took: Sequence[float], items: Sequence[MediaItem], **more: Any) -> None:
+        goal = seeing.shape.goals.get(name)
+        value = statistics.median(took)
+        tell({
+            "workload": name, "ms": round(value, 2), "best_ms": round(min(took), 2),
+            "patches": sum(item.cost for item in items), "positions": sum(item.count for item in items), **more,
+            **({} if goal is None else {"goal_ms": goal, "reached": value <= goal}),
+        })  # fmt: skip
+
+    for _ in range(2):  # kernels are compiled, memory is found
+        warm = seeing.prompt()
+        seeing.ask_ms([warm])
+        seeing.ask_ms([warm])
+    seeing.engine.settle_down()
+    fresh = [seeing.prompt() for _ in range(repeats)]
+    row("new image", [seeing.ask_ms([each]) for each in fresh], fresh[0][1], tokens=len(fresh[0][0]))
+    row("same image", [seeing.ask_ms([fresh[-1]]) for _ in range(repeats)], fresh[0][1], tokens=len(fresh[0][0]))
+    row("tower alone", [seeing.tower_ms(each[1]) for each in fresh], fresh[0][1])
+    text = [(seeing._rng.integers(0, 1000, len(fresh[0][0])).astype(np.int32), (), b"") for _ in range(repeats)]
+    row("as many tokens of text", [seeing.ask_ms([each]) for each in text], (), tokens=len(fresh[0][0]))
+    many = [[seeing.prompt() for _ in range(8)] for _ in range(max(1, repeats // 2))]
+    items = [item for each in many[0] for item in each[1]]
+    row("8 requests with new images", [seeing.ask_ms(each) for each in many], items)
+
+
+def over_http(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
+    """First tokens of a running server: of new images, and of one that it has seen."""
+    import httpx
+    from PIL import Image
+
+    rng = np.random.default_rng(options.seed)
+    height, width = (int(each) for each in options.image.split("x"))
+    marker = [int(each) for each in options.ids.split(",")]
+
+    def picture() -> str:
+        file = io.BytesIO()
+        smooth = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8))
+        smooth.resize((width, height)).save(file, "JPEG", quality=90)
+        return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+    def first_ms(url: str) -> float:
+        body = {
+            "input_ids": [*marker, *range(10, 10 + _TEXT)], "image_data": url, "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
+        }  # fmt: skip
+        begin = time.perf_counter()
+        with client.stream("POST", "/generate", json=body) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                raise SystemExit(f"the server answers {answer.status_code}: {answer.text[:300]}")
+            lines = (line for line in answer.iter_lines() if line.startswith("data:"))
+            next(lines)
+            took = 1e3 * (time.perf_counter() - begin)
+            for _ in lines:
+                pass
+        return took
+
+    with httpx.Client(base_url=options.url, timeout=120) as client:
+        first_ms(picture())
+        urls = [picture() for _ in range(options.repeats)]
+        for name, took, goal in (
+            ("new image over HTTP", [first_ms(url) for url in urls], None),
+            ("same image over HTTP", [first_ms(urls[-1]) for _ in range(options.repeats)], 12.0),
+        ):
+            value = round(statistics.median(took), 2)
+            reached = {} if goal is None else {"goal_ms": goal, "reached": value <= goal}
+            tell({"workload": name, "ms": value, "best_ms": round(min(took), 2), **reached})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bough bench images", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=["auto", "full", "tiny"], default="auto", help="auto: full on a GPU")
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of pixels and texts")
+    parser.add_argument("--url", default="", help="ask this server instead")
+    parser.add_argument("--ids", default="151652,151655,151653", help="with --url: ids that stand for an image")
+    parser.add_argument("--image", default="952x1288", help="with --url: height x width of the image")
+    parser.add_argument("--json", type=Path, help="also append the rows there, a JSON object per line")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    rows: list[dict[str, Any]] = []
+
+    def tell(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    if options.url:
+        over_http(options, tell)
+    else:
+        full = options.size == "full" or (options.size == "auto" and torch.cuda.is_available())
+        begin = time.perf_counter()
+        seeing = SeeingEngine(FULL if full else TINY, options.seed)
+        print(f"built in {time.perf_counter() - begin:.1f} s", flush=True)
+        measure(seeing, options.repeats, tell)
+    if options.json is not None:
+        with options.json.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return 0 if all(row.get("reached", True) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
