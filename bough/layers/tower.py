@@ -50,7 +50,7 @@ class Tower(nn.Module):
 
 def alone(build: Build) -> Build:
     """The build of layers that every rank holds whole."""
-    return replace(build, mesh=SINGLE)
+    return replace(build, mesh=SINGLE, spread=None)
 
 
 class TowerAttention(nn.Module):
