@@ -215,7 +215,7 @@ def _json_object(name: str, text: str, example: str) -> None:
 
 def _parallel(config: Config) -> None:
     parallel = config.parallel
-    for name in ("tp_size", "pp_size", "ep_size", "attn_dp_size", "nnodes"):
+    for name in ("tp_size", "pp_size", "ep_size", "attn_dp_size", "attn_cp_size", "nnodes"):
         _in_range(name, getattr(parallel, name), 1, 1024)
     _in_range("node_rank", parallel.node_rank, 0, parallel.nnodes - 1)
     _in_range("dist_timeout_s", parallel.dist_timeout_s, 1, None)
@@ -247,9 +247,9 @@ def _parallel(config: Config) -> None:
             fix="choose a smaller --dp-size or --attn-dp-size",
             param="attn_dp_size",
         )
-    if parallel.attn_dp_size > 1:
-        _attention_replicas(config)
-    elif parallel.enable_dp_attention:
+    if parallel.attn_dp_size > 1 or parallel.attn_cp_size > 1:
+        _spread_tokens(config)
+    if parallel.attn_dp_size == 1 and parallel.enable_dp_attention:
         raise ConfigError(
             what="enable_dp_attention is set, there is one replica of attention",
             why="attn_dp_size (or dp_size) is 1",
@@ -415,28 +415,30 @@ def _stages(config: Config) -> None:
             )
 
 
-def _attention_replicas(config: Config) -> None:
-    """What replicas of attention in lockstep can't do."""
+def _spread_tokens(config: Config) -> None:
+    """What ranks that hold different tokens can't do."""
     parallel, drafts = config.parallel, config.speculative.speculative_algorithm
+    replicas, sharers = parallel.attn_dp_size, parallel.attn_cp_size
+    having = f"--attn-dp-size {replicas}" if replicas > 1 else f"--attn-cp-size {sharers}"
     for asked, what, why in (
-        (parallel.pp_size > 1, "--pp-size", "stages of replicas in lockstep would wait for one another"),
-        (parallel.nnodes > 1, "--nnodes", "requests reach schedulers on the first machine only"),
-        (bool(config.log.tensor_dump_dir), "--tensor-dump-dir", "rank 0 sees one replica's tokens only"),
-        (config.model.is_embedding, "--is-embedding", "models that pool have one scheduler"),
-        (drafts in ON_DEVICE, f"--speculative-algorithm {drafts}", "replicas would draft at different times"),
+        (parallel.pp_size > 1, "--pp-size", "stages would have to agree on the tokens of each step, too"),
+        (parallel.nnodes > 1 and replicas > 1, "--nnodes", "requests reach schedulers on the first machine only"),
+        (bool(config.log.tensor_dump_dir), "--tensor-dump-dir", "rank 0 sees a part of the tokens only"),
+        (config.model.is_embedding, "--is-embedding", "models that pool see all tokens of a text"),
+        (drafts in ON_DEVICE, f"--speculative-algorithm {drafts}", "drafts would be made at different times"),
     ):
         if asked:
             raise ConfigError(
-                what=f"{what} and {parallel.attn_dp_size} replicas of attention can't both be had",
+                what=f"{what} and {having} can't both be had",
                 why=why,
-                fix="leave one of them out, or use --dp-size",
-                param="attn_dp_size",
+                fix="leave one of them out",
+                param="attn_dp_size" if replicas > 1 else "attn_cp_size",
             )
-    if parallel.moe_a2a_backend != "none" and parallel.ep_size % parallel.attn_dp_size:
+    if parallel.moe_a2a_backend != "none" and parallel.ep_size % (replicas * sharers):
         raise ConfigError(
-            what=f"tokens of {parallel.attn_dp_size} replicas can't be dispatched to {parallel.ep_size} groups of experts",
+            what=f"tokens of {replicas * sharers} groups can't be dispatched to {parallel.ep_size} groups of experts",
             why="ranks that split an expert would hold different tokens",
-            fix=f"choose an --ep-size that is a multiple of {parallel.attn_dp_size}, or --moe-a2a-backend none",
+            fix=f"choose an --ep-size that is a multiple of {replicas * sharers}, or --moe-a2a-backend none",
             param="ep_size",
         )
 

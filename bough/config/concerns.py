@@ -182,6 +182,9 @@ class ParallelConfig:
     attn_dp_size: int = 1
     """Of the ranks that split each layer, groups that compute attention for different requests, each with a scheduler and a
     KV cache of its own; feed-forward blocks and experts are split over all ranks."""
+    attn_cp_size: int = 1
+    """Of the ranks that compute the same requests, groups that share their KV: each keeps every n-th token of a sequence,
+    and computes a part of each long prompt."""
     enable_dp_attention: bool = False
     """Reads --dp-size as --attn-dp-size: replicas of attention within one engine instead of replicas of the engine."""
     load_balance_method: LoadBalance = "prefix"

@@ -76,6 +76,7 @@ ALIASES: Mapping[str, Alias] = {
     "pp": Alias("pp_size"),
     "pipeline_parallel_size": Alias("pp_size"),
     "attention_data_parallel_size": Alias("attn_dp_size"),
+    "attention_context_parallel_size": Alias("attn_cp_size"),
     "dp": Alias("dp_size"),
     "data_parallel_size": Alias("dp_size"),
     "nccl_init_addr": Alias("dist_init_addr"),
@@ -131,8 +132,6 @@ setting."""
 NOT_THERE: Mapping[str, str] = {
     "lora": "adapters (LoRA)",
     "disaggregation": "disaggregated prefill",
-    "attn_cp": "context parallelism",
-    "context_parallel": "context parallelism",
     "two_batch_overlap": "two-batch overlap",
     "use_ray": "placing ranks by Ray",
 }

@@ -51,6 +51,7 @@ class Layout:
             pp=config.pp_size,
             tp=config.tp_size,
             dp=config.attn_dp_size,
+            cp=config.attn_cp_size,
             ep=config.ep_size,
             redundant=config.ep_num_redundant_experts,
             whole_shared=config.moe_a2a_backend != "none",

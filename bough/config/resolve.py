@@ -459,8 +459,8 @@ def switch_offs(config: Config, machine: MachineFacts, backend: str) -> dict[str
         off = dict.fromkeys(("overlap_schedule", "cuda_graph", "custom_kernels"), "--safe-mode")
     if backend == "torch":
         off.setdefault("cuda_graph", "torch attention looks at lengths on the host, which no graph can")
-    if config.parallel.attn_dp_size > 1:
-        off.setdefault("cuda_graph", "replicas of attention agree on sizes step by step")
+    if config.parallel.attn_dp_size > 1 or config.parallel.attn_cp_size > 1:
+        off.setdefault("cuda_graph", "ranks that hold different tokens agree on sizes step by step")
     if machine.device == "cpu":
         off["cuda_graph"] = "a CPU has no CUDA graphs"
         off.setdefault(
@@ -514,7 +514,7 @@ def memory_facts(
         dense += model.vocab_size * model.attention_width
     fraction = config.device.mem_fraction_static
     total = config.cache.max_total_tokens
-    gathers = longest if backend == "torch" else 0
+    gathers = longest if backend == "torch" or layout.cp > 1 else 0
 
     drafts = drafts_of_step(config.speculative, machine.device, rows)
     unpacked = 0
@@ -546,7 +546,7 @@ def memory_facts(
         small_step_tokens=small_step,
         graph_bytes=graph_bytes(captured) if captured else 0,
         media_bytes=kept_bytes,
-        page_size=page_size,
+        page_size=page_size * layout.cp,
         model_context=model.context_length,
         context_length=None if context is AUTO else context,
         max_total_tokens=None if total is AUTO else total,

@@ -158,9 +158,10 @@ def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
 
 
 def rank_kv_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
-    """Values that a token leaves in a rank's KV cache."""
+    """Values that a token leaves in a rank's KV cache, on average where ranks share the tokens of a sequence."""
     held = _held_layers(facts, layout, rank)
-    return sum(rank_mixer(mixer, layout, rank).kv_values for layer in held for mixer in layer.mixers)
+    values = sum(rank_mixer(mixer, layout, rank).kv_values for layer in held for mixer in layer.mixers)
+    return -(-values // layout.cp)
 
 
 def _held_layers(facts: ModelFacts, layout: Layout, rank: int) -> list[LayerFacts]:

@@ -12,7 +12,7 @@ from bough.core.errors import ConfigError
 from bough.core.step import SpanCosts
 from bough.kernels.attention import AttentionInputs, Spec
 from bough.layers.batch import AttentionBackend
-from bough.runner.forward import AttentionFactory
+from bough.runner.context import AttentionFactory
 
 _PER_STEP = {
     "torch": ("bough.kernels.attention.torch_backend", "TorchAttention"),

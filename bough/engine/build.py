@@ -31,10 +31,10 @@ from bough.config.resolve import largest_step
 from bough.config.shares import stage_layers, uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.core.errors import ConfigError
-from bough.core.messages import ToEngine, Wake
+from bough.core.messages import ToEngine
 from bough.core.step import NO_PROPOSER, Runner, RunnerLimits
-from bough.distributed.join import join_host, join_mesh
-from bough.distributed.mesh import SINGLE, Mesh
+from bough.distributed.join import join_mesh
+from bough.distributed.mesh import LONE, SINGLE, Axis, Mesh
 from bough.distributed.shared_memory import Patience
 from bough.engine.agree import agree, part_of
 from bough.engine.attention import attention_factory, span_costs
@@ -46,7 +46,7 @@ from bough.engine.expert_plan import plan_experts
 from bough.engine.grammars import grammars_of
 from bough.engine.held import Held, exchange, of_rank
 from bough.engine.inbox import Inbox as Requests
-from bough.engine.lockstep import Agreement, LockstepInbox, LockstepRunner, exchange_over
+from bough.engine.lockstep import Agreement, LockstepInbox, LockstepRunner, open_company
 from bough.engine.loop import Loop
 from bough.engine.media import encoder_of, media_limits
 from bough.engine.outbox import open_outbox
@@ -57,7 +57,7 @@ from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_d
 from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
-from bough.ipc import Inbox, Launch, Outbox, Status, read_checkpoint, write_status
+from bough.ipc import Inbox, Launch, Status, read_checkpoint, write_status
 from bough.ipc.features import open_features
 from bough.ipc.store import Store
 from bough.kernels.cpu_build import forbid_custom_kernels
@@ -70,6 +70,7 @@ from bough.models.pooled import PooledModel
 from bough.platform import Device
 from bough.platform.processor import can_wait_busily
 from bough.quantization.kv_scales import KvScales, find_kv_scales
+from bough.runner.context import ContextShare
 from bough.runner.graphs import Extents
 from bough.runner.model_runner import ModelRunner
 from bough.runner.moves import Mover
@@ -171,7 +172,7 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         drafts = None if draft is None else load_draft(draft, model, config, resolved.plan, device, mesh, facts)
     with start.phase("laying out memory", 0.8):
         scales = kv_scales(checkpoint, config, facts)
-        runner = make_runner(model, config, resolved.plan, device, facts, pooling, scales, drafts)
+        runner = make_runner(model, config, resolved.plan, device, facts, pooling, scales, drafts, mesh.cp)
     assert isinstance(model, torch.nn.Module)
     balancer = balance_rank(runner, model, mesh, config, facts) if experts.records else None
     held = exchange(of_rank(rank, model, runner.pool), store, layout.size)
@@ -276,7 +277,9 @@ def make_runner(
     pooling: PoolingFacts | None = None,
     scales: KvScales | None = None,
     drafts: LoadedDraft | None = None,
+    sharing_context: Axis = LONE,
 ) -> ModelRunner | PoolingRunner:
+    """The runner of one rank, with its memory. `sharing_context`: ranks that share the KV of sequences."""
     assert isinstance(model, torch.nn.Module)
     stages, stage = (model.pp.size, model.pp.rank) if isinstance(model, Decoder) else (1, 0)
     if stages != config.parallel.pp_size:
@@ -301,7 +304,12 @@ def make_runner(
         k if spec.latent else v for spec, k, v in zip(specs, scales.keys, scales.values, strict=bool(scales.keys))
     ]
     kv_dtype = DTYPES[config.model.kv_cache_dtype]
-    pool = KVPool(shapes, num_pages, page_size, kv_dtype, device.torch_device, scales.keys, values)
+    backend = config.device.attention_backend
+    attend = attention_factory(backend, device.torch_device)
+    context = ContextShare(sharing_context, attend) if sharing_context.size > 1 else None
+    # Each of the ranks that share contexts keeps its part of every page.
+    kept = page_size // sharing_context.size
+    pool = KVPool(shapes, num_pages, kept, kv_dtype, device.torch_device, scales.keys, values)
     device.reserve(plan.activation_bytes)
     running = config.scheduler.max_running_requests
     chunk, unwatched = config.scheduler.chunked_prefill_size, config.scheduler.unwatched_prefill_size
@@ -319,19 +327,20 @@ def make_runner(
         context_length=plan.context_length,
         max_step_tokens=step_tokens,
         vocab_size=facts.vocab,
-        kv_moves=facts.kv_moves,
-        spans=span_costs(config.device.attention_backend, specs, pool.keys[0].itemsize) if specs else None,
+        kv_moves=facts.kv_moves and context is None,
+        spans=span_costs(backend, specs, pool.keys[0].itemsize) if specs and context is None else None,
         media=media_limits(facts, config, plan),
     )
     if pooling is not None:
         assert isinstance(model, PooledModel)
-        attend = attention_factory("whole" if whole else config.device.attention_backend, device.torch_device)
+        if whole:
+            attend = attention_factory("whole", device.torch_device)
         return PoolingRunner(model, pooling, pool, limits, attend, device)
     runner = ModelRunner(
         model,
         pool,
         limits,
-        attention_factory(config.device.attention_backend, device.torch_device),
+        attend,
         device,
         graph_max_tokens=graph_tokens(config) if stages == 1 else 0,
         processors=load_processors(config.model.logit_processors),
@@ -341,10 +350,11 @@ def make_runner(
         most_drafts=drafts_of_row(config.speculative) if drafts is not None else 0,
         tree_width=0 if drafts is None or (tree := tree_of(config.speculative)) is None else tree.steps + 1,
         encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device),
+        context=context,
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
         runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which
-    if config.parallel.attn_dp_size > 1:
+    if config.parallel.attn_dp_size > 1 or context is not None:
         runner.forward.narrows = False  # replicas agree on one number of tokens for all layers
     return runner
 
@@ -493,32 +503,6 @@ def serve_steps(
             broadcast.stop()
 
 
-def open_company(
-    launch: Launch,
-    layout: Layout,
-    rank: int,
-    store: Store,
-    mesh: Mesh,
-    runner: ModelRunner,
-    spread: TokenSpread,
-    others: StepChannel | None,
-    patience: Patience,
-) -> tuple[LockstepRunner, Agreement]:
-    """The first rank's runner where several replicas of attention run in lockstep, and what it agrees with the others by."""
-    parallel = launch.config.parallel
-    talk = join_host(layout, rank, store, mesh.dp, patience=patience, timeout_s=parallel.dist_timeout_s)
-    first = launch.replica * parallel.attn_dp_size
-    peers = launch.server.replicas(parallel.num_schedulers)[first : first + parallel.attn_dp_size]
-    outboxes = [Outbox(each.engine) for each in peers if each != launch.endpoints]
-
-    def wake(message: Wake) -> None:
-        for outbox in outboxes:
-            outbox.send(message)
-
-    agreement = Agreement(exchange_over(talk), wake)
-    return LockstepRunner(runner, agreement, spread, others, patience), agreement
-
-
 def steps_in_flight(config: Config) -> int:
     """Steps that may be computed while the next one is planned."""
     parallel = config.parallel
@@ -549,7 +533,7 @@ def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues,
 def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
     """What the other processes and `/server_info` may know."""
     checkpoint, facts, pooling, resolved, _ = decided
-    plan = resolved.plan
+    plan, parallel = resolved.plan, resolved.config.parallel
     return {
         "model": checkpoint.name,
         "architecture": facts.architecture,
@@ -562,9 +546,9 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "eos_ids": list(checkpoint.eos_ids),
         "device": resolved.config.device.device,
         "dtype": resolved.config.model.dtype,
-        "kv_join": resolved.config.cache.radix_cache and pooling is None and facts.kv_moves,
+        "kv_join": resolved.config.cache.radix_cache and pooling is None and limits.kv_moves,
         "media": list(facts.tower.kinds) if facts.tower is not None and pooling is None else [],
-        "score_items": pooling is None and facts.takes_items and resolved.config.parallel.pp_size == 1,
+        "score_items": pooling is None and facts.takes_items and parallel.pp_size == parallel.attn_cp_size == 1,
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],
         "memory_table": plan.table(),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.layout import Layout
-from bough.config.model_facts import ModelFacts, Moe
+from bough.config.model_facts import Gqa, Mla, ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
 from bough.core.errors import ConfigError
@@ -99,6 +99,14 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
             param="ep_size",
         )
     plan_experts(config.parallel, facts)
+    stateful = [mixer for mixer in facts.mixers if not isinstance(mixer, Gqa | Mla)]
+    if config.parallel.attn_cp_size > 1 and stateful:
+        raise ConfigError(
+            what=f"attn_cp_size is {config.parallel.attn_cp_size}, layers of {facts.architecture} keep a state",
+            why=f"a state ({type(stateful[0]).__name__}) is of all tokens before: it can't be shared by position",
+            fix="use --tp-size or --attn-dp-size instead",
+            param="attn_cp_size",
+        )
     if config.model.dummy_routing == "uniform" and not any(isinstance(layer.ffn, Moe) for layer in facts.layers):
         raise ConfigError(
             what="dummy_routing is uniform, the model has no experts",

@@ -14,13 +14,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from bough.config.layout import Layout
 from bough.core.messages import Wake
 from bough.core.step import Launched, Mask, Outcome, RunnerLimits, Step
-from bough.distributed.collectives import Collectives
+from bough.distributed.collectives import ALONE, Collectives
+from bough.distributed.join import join_host
+from bough.distributed.mesh import Mesh
 from bough.distributed.shared_memory import Patience
 from bough.engine.inbox import Inbox
 from bough.engine.step_channels import StepChannel
 from bough.engine.worker import Masks, RunStep, Stop, in_step, timed
+from bough.ipc import Launch, Outbox
+from bough.ipc.store import AnyStore
 from bough.layers.spread import TokenSpread
 from bough.runner.model_runner import ModelRunner
 
@@ -32,7 +37,9 @@ class Agreed(NamedTuple):
     """What schedulers agree on for one step."""
 
     rows: int
-    """Tokens that each brings, zeros among them; 0: none has any, and all fall asleep."""
+    """Tokens that each of their ranks brings, zeros among them; 0: none has any, and all fall asleep."""
+    split: bool
+    """Ranks of some replica that share contexts compute different tokens."""
     over: bool
     """All have ended."""
 
@@ -53,17 +60,17 @@ class Agreement:
         if message.sleep == self.sleep:
             self.awake = True
 
-    def agree(self, num_tokens: int, *, ends: bool = False) -> Agreed:
+    def agree(self, num_tokens: int, *, split: bool = False, ends: bool = False) -> Agreed:
         """Waits for the others. Wakes them if they sleep."""
         if not self.awake:
             self._wake(Wake(self.sleep))
             self.awake = True
-        every = self._exchange((num_tokens, int(ends)))
-        rows = max(tokens for tokens, _ in every)
+        every = self._exchange((num_tokens, int(split), int(ends)))
+        rows = max(tokens for tokens, _, _ in every)
         if not rows:
             self.awake = False
             self.sleep += 1
-        return Agreed(rows, all(ended for _, ended in every))
+        return Agreed(rows, any(split for _, split, _ in every), all(ended for _, _, ended in every))
 
 
 def exchange_over(talk: Collectives) -> Callable[[Sequence[int]], list[list[int]]]:
@@ -118,16 +125,18 @@ class LockstepRunner:
         self._empty = empty_step(local.limits)
 
     def launch(self, step: Step) -> Launched:
-        return self._run(step, self._agreement.agree(step.num_tokens).rows)
+        context = self._local.context
+        rows, split = (step.num_tokens, False) if context is None else context.num_rows(step)
+        return self._run(step, self._agreement.agree(rows, split=split))
 
     def join(self) -> bool:
         """A turn without a step of its own. Returns whether others are at work: then there is another turn at once."""
         if not self._agreement.awake:
             return False
-        rows = self._agreement.agree(0).rows
-        if rows:
-            self._run(self._empty, rows).wait()
-        return rows > 0
+        agreed = self._agreement.agree(0)
+        if agreed.rows:
+            self._run(self._empty, agreed).wait()
+        return agreed.rows > 0
 
     def clear(self) -> None:
         self._local.clear()
@@ -142,7 +151,7 @@ class LockstepRunner:
             agreed = self._agreement.agree(0, ends=True)
             over = agreed.over
             if agreed.rows:
-                self._run(self._empty, agreed.rows).wait()
+                self._run(self._empty, agreed).wait()
             while not over and not self._agreement.awake and not inbox.closed:
                 inbox.drain(_LOOK_S)
         if self._others is not None:
@@ -152,12 +161,12 @@ class LockstepRunner:
         assert self._others is not None
         self._others.send(Masks(index, masks))
 
-    def _run(self, step: Step, rows: int) -> Launched:
-        self._spread.begin(rows)
+    def _run(self, step: Step, agreed: Agreed) -> Launched:
+        self._spread.begin(agreed.rows, alike=not agreed.split)
         if self._others is None:
             with timed(self._patience):
                 return self._alone(step)
-        self._others.send(RunStep(step, rows))
+        self._others.send(RunStep(step, agreed.rows, not agreed.split))
         with in_step(), timed(self._patience):
             return _LockstepLaunched(self._local.launch(step), self)
 
@@ -210,3 +219,31 @@ def empty_step(limits: RunnerLimits) -> Step:
         table_at=np.empty(0, np.int64),
         table_pages=np.empty(0, np.int32),
     )
+
+
+def open_company(
+    launch: Launch,
+    layout: Layout,
+    rank: int,
+    store: AnyStore,
+    mesh: Mesh,
+    runner: ModelRunner,
+    spread: TokenSpread,
+    others: StepChannel | None,
+    patience: Patience,
+) -> tuple[LockstepRunner, Agreement]:
+    """The first rank's runner where several replicas of attention run in lockstep, and what it agrees with the others by."""
+    parallel = launch.config.parallel
+    talk: Collectives = ALONE
+    if parallel.attn_dp_size > 1:
+        talk = join_host(layout, rank, store, mesh.dp, patience=patience, timeout_s=parallel.dist_timeout_s)
+    first = launch.replica * parallel.attn_dp_size
+    peers = launch.server.replicas(parallel.num_schedulers)[first : first + parallel.attn_dp_size]
+    outboxes = [Outbox(each.engine) for each in peers if each != launch.endpoints]
+
+    def wake(message: Wake) -> None:
+        for outbox in outboxes:
+            outbox.send(message)
+
+    agreement = Agreement(exchange_over(talk), wake)
+    return LockstepRunner(runner, agreement, spread, others, patience), agreement

@@ -23,7 +23,9 @@ from bough.layers.spread import TokenSpread
 class RunStep(Struct, tag="step"):
     step: Step
     rows: int = 0
-    """Tokens that each replica of attention brings to it, where there are several."""
+    """Tokens that each rank brings to it, where ranks hold different tokens..."""
+    alike: bool = False
+    """...and whether those that share contexts hold the same."""
 
 
 class Masks(Struct, tag="masks"):
@@ -129,9 +131,9 @@ def run_worker(
     while not source.closed:
         for message in source.drain(block_s=1.0):
             match message:
-                case RunStep(step=step, rows=rows):
+                case RunStep(step=step, rows=rows, alike=alike):
                     if spread is not None:
-                        spread.begin(rows)
+                        spread.begin(rows, alike=alike)
                     with timed(patience):
                         launched = runner.launch(step)
                     if launched.needs_masks:

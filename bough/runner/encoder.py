@@ -4,7 +4,7 @@ that it reads. Which rows hold what is decided by `scheduler.media`. M tokens of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,19 @@ class MediaTensors:
         batch.media = self.values
         if self.axes is not None and self.axes_at is not None:
             batch.axes_AT = batch.positions_T.repeat(len(self.axes), 1).index_copy_(1, self.axes_at, self.axes)
+
+    def of_tokens(self, mine_M: Tensor, num_tokens: int) -> MediaTensors:
+        """Of some of the step's tokens (it has `num_tokens`), by where they are among those. Eager steps only."""
+        place_T = mine_M.new_full((num_tokens,), -1)
+        place_T[mine_M] = torch.arange(len(mine_M), device=mine_M.device)
+        values, axes_at, axes = None, None, None
+        if self.values is not None:
+            at = place_T[self.values.at_M]
+            values = replace(self.values, at_M=at[at >= 0], values_MW=self.values.values_MW[at >= 0])
+        if self.axes_at is not None and self.axes is not None:
+            at = place_T[self.axes_at]
+            axes_at, axes = at[at >= 0], self.axes[:, at >= 0]
+        return MediaTensors(values, axes_at, axes)
 
 
 def media_tensors(media: StepMedia, encoder: Encoder | None, device: torch.device) -> MediaTensors:

@@ -5,7 +5,6 @@ The same code runs eagerly and under graph capture: it queues device work and re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,12 +21,11 @@ from bough.kernels.step_end import advance, verify
 from bough.kernels.step_start import SlotState, start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
+from bough.runner.context import AttentionFactory, ContextShare, Cut
 from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
 from bough.runner.items import StepItems
 from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, nobody, sampled_rows
-
-AttentionFactory = Callable[[AttentionInputs], AttentionBackend]
 
 TAIL_SHARE = 0.25
 """The last layer is narrowed to the tokens that are read if these are at most this part of the step."""
@@ -46,6 +44,8 @@ class Extent:
     host: HostLengths | None = None
     has_drafts: bool = False
     """Whether drafts are verified."""
+    cut: Cut | None = None
+    """How the step's tokens are split over ranks that share contexts; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,13 @@ class Forward:
         attention: AttentionFactory,
         proposer: Proposer | None = None,
         tree_width: int = 0,
+        context: ContextShare | None = None,
     ) -> None:
-        """`tree_width`: where drafts form trees, the tokens of their longest path with the one behind it."""
+        """`tree_width`: where drafts form trees, the tokens of their longest path with the one behind it. `context`: where
+        ranks share the KV of sequences."""
+        self.context = context
+        self.page_size = pool.page_size * (1 if context is None else context.share.size)
+        """Tokens of a sequence that a page holds, on all ranks that share it."""
         self.model = model
         self.proposer = proposer
         self.tree_width = tree_width
@@ -104,7 +109,7 @@ class Forward:
         if at is not None and not len(at):
             return self.hidden(tensors, extent, at.new_zeros(1), segments, read, media, items)[:0]
         state, ids = self.state, tensors.ids_T
-        start_step(state, tensors, self.pool.page_size)
+        start_step(state, tensors, self.page_size)
         tree = None
         if state.tree is not None and extent.has_drafts and read is not None:
             read.tree = start_tree(state, tensors, tensors.sample_at_L)
@@ -126,7 +131,7 @@ class Forward:
             slots_R=tensors.slots_R,
             page_table=state.page_table,
             loc_T=tensors.loc_T,
-            page_size=self.pool.page_size,
+            page_size=self.page_size,
             max_query=extent.max_query,
             max_kv=extent.max_kv,
             k_caches=self.pool.keys,
@@ -149,10 +154,13 @@ class Forward:
         if items is not None:
             inputs.gaps_T2 = items.gaps(len(ids), ids.device)
             positions_T = items.positions(positions_T)
+        if self.context is not None and extent.cut is not None:
+            assert at is not None, "a stage does not share contexts"
+            return self._split(self.context, ids, positions_T, inputs, extent.cut, at, media)
         batch = Batch(
             ids_T=ids,
             positions_T=positions_T,
-            attention=self._attention(inputs) if items is None else self._gapped(inputs),
+            attention=self._backend(inputs, gapped=items is not None),
             logits_at=None if whole else at,
             num_tokens=len(ids),
             loc_T=tensors.loc_T if extent.host is None else None,
@@ -166,6 +174,34 @@ class Forward:
             return hidden
         read.hidden_TD = hidden
         return hidden if at is None else hidden[at]
+
+    def _backend(self, inputs: AttentionInputs, *, gapped: bool) -> AttentionBackend:
+        if self.context is not None:
+            assert not gapped, "items are not scored in one pass where ranks share contexts"
+            return self.context.backend(inputs, None)
+        return self._gapped(inputs) if gapped else self._attention(inputs)
+
+    def _split(
+        self,
+        context: ContextShare,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        inputs: AttentionInputs,
+        cut: Cut,
+        at: Tensor,
+        media: MediaTensors | None,
+    ) -> Tensor:
+        """As `hidden`, where this rank computes some of the step's tokens."""
+        mine = torch.from_numpy(cut.mine).to(at.device)
+        batch = Batch(
+            ids_T=ids_T[mine],
+            positions_T=positions_T[mine],
+            attention=context.backend(inputs, cut),
+            num_tokens=len(mine),
+        )
+        if media is not None:
+            media.of_tokens(mine, len(ids_T)).put(batch)
+        return context.tell(self.model.forward(batch), at, cut)
 
     def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
         """int64 [L]: one token a sample."""

@@ -19,9 +19,10 @@ from bough.layers.batch import Model
 from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
 from bough.platform.device import Device
+from bough.runner.context import AttentionFactory, ContextShare
 from bough.runner.copies import PageCopies
 from bough.runner.encoder import Encoder, MediaTensors, media_tensors
-from bough.runner.forward import AttentionFactory, Extent, Forward
+from bough.runner.forward import Extent, Forward
 from bough.runner.graphs import Extents, Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
 from bough.runner.inference import without_gradients
@@ -54,12 +55,13 @@ class ModelRunner:
         most_drafts: int = 0,
         tree_width: int = 0,
         encoder: Encoder | None = None,
+        context: ContextShare | None = None,
     ) -> None:
         """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
         what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`. `proposer` leaves the
         drafts of `Step.proposals`, at most `most_drafts` per row; they form trees with paths of `tree_width` tokens, if that
         is not 0. `encoder` carries out `Step.media`; without one the model takes text only, or this stage does not begin
-        it."""
+        it. `context`: where ranks share the KV of sequences."""
         self.samples = samples
         self.limits = limits
         self.mover = mover
@@ -75,7 +77,8 @@ class ModelRunner:
         )
         self.encoder = encoder
         self.pool = pool
-        self.forward = Forward(model, pool, state, attention, proposer, tree_width)
+        self.context = context
+        self.forward = Forward(model, pool, state, attention, proposer, tree_width, context)
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
@@ -187,6 +190,7 @@ class ModelRunner:
             levels=0 if step.shared is None else int(step.shared.level[-1]) + 1,
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
             has_drafts=samples.starts is not None,
+            cut=None if self.context is None else self.context.cut(step),
         )
         scored = self._scored_positions(step, items)
         num_samples = samples.count

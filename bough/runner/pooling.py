@@ -15,7 +15,8 @@ from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
 from bough.models.pooled import PooledModel
 from bough.platform.device import Device
-from bough.runner.forward import AttentionFactory, Extent, Forward
+from bough.runner.context import AttentionFactory
+from bough.runner.forward import Extent, Forward
 from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.staging import Stage, Stages

@@ -43,6 +43,9 @@ CASES = {
 }
 
 
+SHORT = ("gemma3", "qwen3_moe", "deepseek_v3")
+
+
 def make(case: str, folder: Path) -> torch.nn.Module:
     prefix, extra = {**DENSE, **EARLIER, **EXPERTS, **LATENTS}.get(case, (case.partition("-")[0], {}))
     return make_tiny(prefix, folder, **extra)
@@ -63,7 +66,9 @@ def logits_of(model: torch.nn.Module, prompts: list[list[int]]) -> np.ndarray:
     return model.logits(model.forward(batch)).numpy()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in SHORT else pytest.mark.long) for case in CASES]
+)
 def test_each_replica_gets_its_own_logits(case: str, tmp_path: Path) -> None:
     layout, kind = CASES[case]
     reference = make(case, tmp_path)

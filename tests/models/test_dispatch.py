@@ -30,6 +30,7 @@ from bough.models.registry import facts_of
 
 PROMPTS = [[5, 17, 99, 3, 64, 2, 120, 33, 7, 8, 9, 10, 11], [42], [100, 90, 80]]
 CPU = torch.device("cpu")
+LONG = pytest.mark.long
 
 
 def built(path: Path, mesh: Mesh, plan: ExpertPlan) -> torch.nn.Module:
@@ -68,7 +69,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall", "none"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in ("mixtral", "deepseek_v3") else LONG) for case in CASES]
+)
 def test_ranks_give_the_logits_of_one(case: str, kind: str, tmp_path: Path) -> None:
     layout, redundant = CASES[case]
     expected = reference_logits(make(case, tmp_path))
@@ -103,11 +106,11 @@ def test_the_sum_does_not_depend_on_where_experts_are(kind: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("case", "form", "layout", "kind"),
     [
-        ("qwen3_moe", "", Layout(tp=2, ep=2), "alltoall"),
+        pytest.param("qwen3_moe", "", Layout(tp=2, ep=2), "alltoall", marks=LONG),
         ("gpt_oss", "", Layout(tp=2, ep=2), "allgather"),
         ("qwen3_moe", "fp8-channel", Layout(tp=2, ep=2), "alltoall"),
         ("qwen3_moe", "int4", Layout(tp=3, ep=3), "none"),
-        ("qwen3_moe", "fp8-channel", Layout(tp=4, ep=2), "none"),
+        pytest.param("qwen3_moe", "fp8-channel", Layout(tp=4, ep=2), "none", marks=LONG),
     ],
 )
 def test_experts_move_with_all_their_tensors(case: str, form: str, layout: Layout, kind: str, tmp_path: Path) -> None:

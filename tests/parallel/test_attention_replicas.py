@@ -27,7 +27,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["dense", *(pytest.param(case, marks=LONG) for case in CASES if case != "dense")])
+@LONG  # `test_experts.py` has replicas of attention in the short form
+@pytest.mark.parametrize("case", CASES)
 def test_replicas_of_attention_answer_as_one(case: str, tmp_path: Path) -> None:
     from families import LATENTS
 

@@ -42,10 +42,10 @@ class TorchAttention:
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self._inputs = inputs
-        lengths = _Lengths.read(inputs)
+        lengths = RowLengths.read(inputs)
         groups = list(group_rows(lengths.num_query_R, lengths.kv_len_R))
         self._buckets = [
-            _bucket(inputs, lengths, rows, queries) for rows in groups for queries in _pieces(lengths, rows)
+            make_bucket(inputs, lengths, rows, queries) for rows in groups for queries in query_pieces(lengths, rows)
         ]
         self._covers_all = sum(int(lengths.num_query_R[rows].sum()) for rows in groups) == inputs.num_tokens
         self._masks: dict[tuple[int, int | None, int | None, bool], Tensor] = {}
@@ -60,8 +60,8 @@ class TorchAttention:
         shape = (q_TNH.shape[0], spec.num_heads, v_cache.shape[-1])
         out = q_TNH.new_empty(shape) if self._covers_all else q_TNH.new_zeros(shape)
         for number, bucket in enumerate(self._buckets):
-            k = _gather(k_cache, bucket.loc_BS, q_TNH.dtype, k_scale)
-            v = _gather(v_cache, bucket.loc_BS, q_TNH.dtype, v_scale)
+            k = gather_kv(k_cache, bucket.loc_BS, q_TNH.dtype, k_scale)
+            v = gather_kv(v_cache, bucket.loc_BS, q_TNH.dtype, v_scale)
             result = self._attend(spec, q_TNH[bucket.tokens_BQ], k, v, number)
             if bucket.real is None:
                 out[bucket.tokens_BQ.flatten()] = result.flatten(0, 1)
@@ -83,10 +83,10 @@ class TorchAttention:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
             if spec.slopes is not None:
                 keys = torch.arange(scores.shape[3], device=scores.device)
-                scores = scores + _by_row(spec.slopes, spec.num_kv_heads, queries) * keys
+                scores = scores + by_row(spec.slopes, spec.num_kv_heads, queries) * keys
             scores = scores.masked_fill(~mask, float("-inf"))
             if spec.sinks is not None:
-                beside = _by_row(spec.sinks, spec.num_kv_heads, queries).expand(*scores.shape[:3], 1)
+                beside = by_row(spec.sinks, spec.num_kv_heads, queries).expand(*scores.shape[:3], 1)
                 scores = torch.cat((scores, beside), -1)
             out = (scores.softmax(-1)[..., : k_BKSH.shape[2]] @ v_BKSV.float()).to(q_BQNH.dtype)
         else:
@@ -121,13 +121,13 @@ class TorchAttention:
         return found
 
 
-def _by_row(values_N: Tensor, num_kv_heads: int, queries: int) -> Tensor:
+def by_row(values_N: Tensor, num_kv_heads: int, queries: int) -> Tensor:
     """[1, K, X, 1]: values by head, for rows that are the queries of each head of a group."""
     return values_N.float().view(1, num_kv_heads, -1, 1).repeat_interleave(queries, 2)
 
 
 @dataclass(slots=True)
-class _Lengths:
+class RowLengths:
     """On the host, by row. Rows without keys have no queries either."""
 
     start_R: I32
@@ -136,14 +136,14 @@ class _Lengths:
     """At most."""
 
     @staticmethod
-    def read(inputs: AttentionInputs) -> _Lengths:
+    def read(inputs: AttentionInputs) -> RowLengths:
         if inputs.host is not None:
             num_query, kv_len = inputs.host.num_query_R, inputs.host.num_query_R + inputs.host.context_R
             start = np.cumsum(num_query) - num_query
         else:
             bounds, kv_len = inputs.query_start_R1.cpu().numpy(), inputs.kv_len_R.cpu().numpy()
             start, num_query = bounds[:-1], np.diff(bounds)
-        return _Lengths(start, np.where(kv_len > 0, num_query, 0), kv_len)
+        return RowLengths(start, np.where(kv_len > 0, num_query, 0), kv_len)
 
 
 def group_rows(num_query: I32, kv_len: I32) -> Iterable[I32]:
@@ -161,7 +161,7 @@ def group_rows(num_query: I32, kv_len: I32) -> Iterable[I32]:
     return groups
 
 
-def _pieces(lengths: _Lengths, rows: I32) -> Iterable[slice]:
+def query_pieces(lengths: RowLengths, rows: I32) -> Iterable[slice]:
     """The queries of a group, all at once or, where one row's are too many, in turns."""
     queries, keys = int(lengths.num_query_R[rows].max()), int(lengths.kv_len_R[rows].max())
     step = max(1, MAX_PAIRS // (keys * len(rows)))
@@ -172,7 +172,7 @@ def _log2(lengths: I32) -> I32:
     return np.ceil(np.log2(lengths)).astype(np.int32)
 
 
-def _bucket(inputs: AttentionInputs, lengths: _Lengths, rows: I32, queries: slice) -> Bucket:
+def make_bucket(inputs: AttentionInputs, lengths: RowLengths, rows: I32, queries: slice) -> Bucket:
     device = inputs.page_table.device
     num_query, starts = lengths.num_query_R[rows].astype(np.int64), lengths.start_R[rows].astype(np.int64)
     wanted = np.arange(queries.start, queries.stop)
@@ -194,7 +194,7 @@ def _bucket(inputs: AttentionInputs, lengths: _Lengths, rows: I32, queries: slic
     )
 
 
-def _gather(cache: Tensor, loc_BS: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def gather_kv(cache: Tensor, loc_BS: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """[B, S, K, H] in the queries' dtype."""
     flat = cache.flatten(0, 1)
     if cache.dtype.itemsize == 1:
