@@ -11,8 +11,8 @@ from bough.config.flags import settings, show_value
 from bough.config.hosts import LEAST_SECRET
 from bough.config.layout import Layout
 from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, draft_numbers
+from bough.core.bounds import MOST_REPLICAS
 from bough.core.errors import ConfigError
-from bough.core.messages import MOST_REPLICAS
 
 
 def check(config: Config) -> None:

@@ -17,6 +17,9 @@ class Bound:
     unit: str
 
 
+MOST_REPLICAS = 256
+"""Engines behind one server: ids of requests have bits for so many."""
+
 LEAST_BATCH_TOKENS = 1024
 """What a completion counts for in a batch, however short its prompt is: it costs its request, its stream and its slot."""
 

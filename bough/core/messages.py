@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from bough.core.bounds import MOST_REPLICAS
 from bough.core.errors import no_such_token
 from bough.core.media import MediaItem
 from bough.core.sampling import SamplingParams
@@ -30,9 +31,8 @@ CallId = int
 Ids = npt.NDArray[np.int32]
 _PACKED_ID = np.dtype("<i4")
 
-WORKER_SHIFT = 40
 REPLICA_SHIFT = 32
-MOST_REPLICAS = 1 << (WORKER_SHIFT - REPLICA_SHIFT)
+WORKER_SHIFT = REPLICA_SHIFT + (MOST_REPLICAS - 1).bit_length()
 
 
 def joined_namespace(namespace: str, session: str) -> str:

@@ -10,8 +10,9 @@ import numpy as np
 from msgspec import Struct
 
 from bough.core import bounds
+from bough.core.bounds import MOST_REPLICAS
 from bough.core.errors import InvalidRequest
-from bough.core.messages import MOST_REPLICAS, Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
+from bough.core.messages import Delta, End, Ids, LogprobSpec, TokenLogprobs, unpack_ids
 from bough.intake.gate import num_tokens
 from bough.intake.media_fields import NATIVE_MEDIA, native_media, split_by_prompt
 from bough.intake.request import PRIORITIES, Request
