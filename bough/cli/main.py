@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("bough.cli.run", "serve a model and talk to it, or ask it one thing"),
     "models": ("bough.cli.models", "list, download and remove models"),
     "quantize": ("bough.cli.quantize", "write a model's weights in fewer bits"),
+    "train-draft": ("bough.cli.train_draft", "train a head that drafts for a model"),
     "doctor": ("bough.cli.doctor", "check this machine, and whether a model fits"),
     "top": ("bough.cli.top", "watch a running server"),
     "replay": ("bough.cli.replay", "send recorded requests again"),
@@ -46,7 +47,7 @@ class Command(Protocol):
 def overview() -> str:
     """What `bough --help` prints."""
     lines = ["bough: serve language models, and program them", "", "usage: bough COMMAND [...]", ""]
-    lines += [f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items()]
+    lines += [f"  {name:<11} {what}" for name, (_, what) in COMMANDS.items()]
     lines += [
         "",
         "`bough COMMAND --help` says more. Start with `bough serve`, which needs nothing else:",

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bough.compress.open_model import OpenModel
 from bough.core.errors import ConfigError
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths
-from bough.kernels.attention.whole import WholeAttention
+from bough.kernels.attention.whole import WholeAttention, whole_inputs
 from bough.layers.batch import Batch, Model
 
 Ids = list[int]
@@ -47,22 +47,7 @@ def cut_text(ids: Sequence[int], count: int, length: int) -> list[Ids]:
 def whole_batch(ids: Ids, device: torch.device) -> Batch:
     """A text as a step of its own, that leaves nothing behind; all its logits are wanted."""
     length = len(ids)
-    start = torch.tensor([0, length], dtype=torch.int32, device=device)
-    empty = torch.zeros(1, dtype=torch.int32, device=device)
-    lengths = torch.tensor([length], dtype=torch.int32).numpy()
-    inputs = AttentionInputs(
-        query_start_R1=start,
-        kv_len_R=start[1:],
-        slots_R=empty,
-        page_table=empty[None],
-        loc_T=torch.arange(length, device=device),
-        page_size=1,
-        max_query=length,
-        max_kv=length,
-        k_caches=(),
-        v_caches=(),
-        host=HostLengths(lengths, lengths * 0),
-    )
+    inputs = whole_inputs(np.array([length], dtype=np.int32), device)
     positions = torch.arange(length, device=device)
     return Batch(torch.tensor(ids, device=device), positions, WholeAttention(inputs), num_tokens=length)
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.kernels.attention.inputs import I32, AttentionInputs, Spec
+from bough.kernels.attention.inputs import I32, AttentionInputs, HostLengths, Spec
 
 MAX_PAIRS = 1 << 24
 """Query-key pairs of a bucket at most: bounds the masks' memory."""
@@ -75,6 +75,26 @@ class WholeAttention:
         if key not in self._masks:
             self._masks[key] = _mask_of(spec, bucket)
         return self._masks[key]
+
+
+def whole_inputs(lengths: I32, device: torch.device) -> AttentionInputs:
+    """Of a step that holds whole texts, one behind the other, and leaves nothing behind."""
+    start = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
+    start[1:] = torch.from_numpy(np.cumsum(lengths)).to(device)
+    nothing = torch.zeros(len(lengths), dtype=torch.int32, device=device)
+    return AttentionInputs(
+        query_start_R1=start,
+        kv_len_R=start.diff(),
+        slots_R=nothing,
+        page_table=nothing[:, None],
+        loc_T=torch.arange(int(lengths.sum()), device=device),
+        page_size=1,
+        max_query=int(lengths.max()),
+        max_kv=int(lengths.max()),
+        k_caches=(),
+        v_caches=(),
+        host=HostLengths(lengths, lengths * 0),
+    )
 
 
 def by_length(lengths: I32) -> list[I32]:

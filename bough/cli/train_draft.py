@@ -1,0 +1,278 @@
+"""`bough train-draft MODEL OUT --method eagle3`: trains a head that drafts for a model, on the model's own answers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bough.config.command_line import CommandParser
+from bough.config.memory_plan import show_bytes
+from bough.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    import torch
+
+    from bough.config.hf import Checkpoint
+    from bough.training.fit import DraftJudgement
+    from bough.training.samples import Sample
+
+T = TypeVar("T")
+_METHODS = {"eagle3": "EAGLE3", "medusa": "MEDUSA"}
+_ASKED_AT_ONCE = 2048
+_SPOKEN_FOR = ("num_drafts", "medusa_layers", "answer_tokens", "max_length", "epochs", "batch_tokens", "held_back")
+
+
+def parser() -> CommandParser:
+    made = CommandParser(
+        prog="bough train-draft",
+        description="Trains a head that drafts for a model (docs/speculative_decoding.md): the model answers prompts, and "
+        "the head learns what it says. Serve it with `bough serve MODEL --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path OUT`, or MEDUSA.",
+    )
+    made.add_argument("model", metavar="MODEL", help="directory, hub id or .gguf file; default: the embedded model")
+    made.add_argument("out", metavar="OUT", help="directory to write; it must not exist")
+    made.add_argument("--method", choices=tuple(_METHODS), default="eagle3", help="kind of head (default: eagle3)")
+    asked = made.add_argument_group("what it learns from")
+    asked.add_argument(
+        "--prompts", action="append", default=[], metavar="FILE",
+        help='one prompt per line: {"prompt": ...}, {"messages": [...]}, a JSON string or plain text; may be repeated',
+    )  # fmt: skip
+    asked.add_argument(
+        "--texts", action="append", default=[], metavar="PATH",
+        help="text file or directory (.md, .txt, .rst, .py) whose pieces the model is asked about; may be repeated",
+    )  # fmt: skip
+    asked.add_argument("--text-prompts", type=int, default=1000, help="questions about --texts at most (default: 1000)")
+    asked.add_argument(
+        "--sampled-prompts", type=int, default=None, metavar="N",
+        help="user turns that the model writes itself (default: 2000 if nothing else is named, else 0)",
+    )  # fmt: skip
+    asked.add_argument("--answer-tokens", type=int, default=256, help="tokens of an answer at most (default: 256)")
+    asked.add_argument(
+        "--max-length", type=int, default=1024, help="of a prompt and its answer, tokens (default: 1024)"
+    )
+    asked.add_argument("--temperature", type=float, default=0.7, help="of the answers (default: 0.7)")
+    asked.add_argument("--save-answers", default="", metavar="FILE", help="keep prompts and answers, as token ids")
+    asked.add_argument(
+        "--answers", default="", metavar="FILE", help="learn from a file of --save-answers; nothing is asked"
+    )
+    asked.add_argument(
+        "--held-back", type=int, default=64,
+        help="prompts that are not learned from: how many tokens a step yields is measured on them (default: 64)",
+    )  # fmt: skip
+    how = made.add_argument_group("the head, and how it learns")
+    how.add_argument(
+        "--num-drafts", type=int, default=0, help="drafts to train for; Medusa has a head for each (default: 5)"
+    )
+    how.add_argument("--draft-vocab", type=int, default=0, help="tokens it can draft, the most frequent ones, by a matrix "
+                     "of its own (default: all, by the model's head)")  # fmt: skip
+    how.add_argument("--medusa-layers", type=int, default=1, help="residual layers of a Medusa head (default: 1)")
+    how.add_argument("--epochs", type=int, default=4, help="times that each answer is learned from (default: 4)")
+    how.add_argument("--max-minutes", type=float, default=60.0, help="of training, answers not included (default: 60)")
+    how.add_argument("--learning-rate", type=float, default=1e-3, help="highest (default: 0.001)")
+    how.add_argument("--batch-tokens", type=int, default=8192, help="of a batch, padding included (default: 8192)")
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where everything is computed")
+    how.add_argument("--revision", default="", help="branch, tag or commit of a model on the hub")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(list(argv))
+    arguments.num_drafts = arguments.num_drafts or 5
+    _check(arguments)
+    import torch
+
+    from bough.config.hf import open_checkpoint
+    from bough.training.write import check_out
+
+    check_out(Path(arguments.out))
+    checkpoint = open_checkpoint("" if arguments.model == "default" else arguments.model, revision=arguments.revision)
+    if arguments.device == "auto":
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(arguments.seed)
+    learned, held_back = _samples(arguments, checkpoint)
+    _train(arguments, checkpoint, learned, held_back, torch.device(arguments.device))
+    return 0
+
+
+def _check(arguments: Namespace) -> None:
+    for name in _SPOKEN_FOR:
+        if getattr(arguments, name) < 1:
+            raise ConfigError(what=f"--{name.replace('_', '-')} must be at least 1", param=name)
+    for name in ("learning_rate", "max_minutes"):
+        if not getattr(arguments, name) > 0:
+            raise ConfigError(what=f"--{name.replace('_', '-')} must be above 0", param=name)
+    if not 0 <= arguments.temperature <= 2:
+        raise ConfigError(what="--temperature must be between 0 and 2", param="temperature")
+    if arguments.num_drafts > 16:
+        raise ConfigError(what="--num-drafts must be at most 16", why="drafts that far away are hardly ever right")
+    if not arguments.answers and arguments.answer_tokens >= arguments.max_length:
+        raise ConfigError(
+            what=f"--answer-tokens {arguments.answer_tokens} leave no room for a prompt",
+            why=f"--max-length is {arguments.max_length}",
+            fix="raise --max-length, or lower --answer-tokens",
+            param="answer_tokens",
+        )
+    if arguments.answers and (arguments.prompts or arguments.texts or arguments.sampled_prompts):
+        raise ConfigError(
+            what="--answers can't be had with --prompts, --texts or --sampled-prompts",
+            why="what is learned from a file has been asked already",
+            fix="leave out one of them",
+            param="answers",
+        )
+
+
+def _samples(arguments: Namespace, checkpoint: Checkpoint) -> tuple[list[Sample], list[Sample]]:
+    """What is learned from, and what it is judged by: answers that the model gave without chance."""
+    from bough.models.registry import facts_of
+    from bough.training.samples import answer_prompts, load_samples, save_samples
+
+    if arguments.answers:
+        whole = load_samples(Path(arguments.answers), facts_of(checkpoint.config, "auto").vocab)
+        whole = [sample for sample in whole if len(sample.ids) <= arguments.max_length]
+        return _split(whole, arguments.held_back, "answers")
+    with _Answering(arguments) as answering:
+        prompts = answering.prompts()
+        random.Random(arguments.seed).shuffle(prompts)
+        learned, kept = _split(prompts, arguments.held_back, "prompts")
+        held_back = answer_prompts(kept, answering.ask, 0.0, arguments.answer_tokens)
+        samples = answer_prompts(learned, answering.ask, arguments.temperature, arguments.answer_tokens)
+    if not samples or not held_back:
+        raise ConfigError(what="the model answers nothing", why="all its answers are empty", fix="name other prompts")
+    if arguments.save_answers:
+        save_samples([*held_back, *samples], Path(arguments.save_answers))
+    return samples, held_back
+
+
+def _split(found: list[T], held_back: int, what: str) -> tuple[list[T], list[T]]:
+    """(the others, the first `held_back`)"""
+    if len(found) <= held_back:
+        raise ConfigError(
+            what=f"there are {len(found)} {what}, of which {held_back} would be held back",
+            why="nothing would be left to learn from (or none is short enough for --max-length)",
+            fix="name more, or lower --held-back",
+            param="held_back",
+        )
+    return found[held_back:], found[:held_back]
+
+
+class _Answering:
+    """An engine that answers, as long as it is needed: its memory is free when the training begins."""
+
+    def __init__(self, arguments: Namespace) -> None:
+        self._asked = arguments
+
+    def __enter__(self) -> _Answering:
+        from bough.engine_api import Engine
+        from bough.training.samples import Prompts
+
+        asked = self._asked
+        settings: dict[str, Any] = {"revision": asked.revision} if asked.revision else {}
+        model = "" if asked.model == "default" else asked.model
+        self._engine = Engine(model_path=model, device=asked.device, context_length=asked.max_length + 1, **settings)
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None, "an engine that was not started without one"
+        self._prompts = Prompts(tokenizer, asked.seed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()
+
+    def prompts(self) -> list[list[int]]:
+        asked = self._asked
+        found = [prompt for path in asked.prompts for prompt in self._prompts.of_file(Path(path))]
+        if asked.texts:
+            found += self._prompts.of_texts(map(Path, asked.texts), asked.text_prompts)
+        count = asked.sampled_prompts
+        if count is None:
+            count = 0 if found else 2000
+        if count:
+            found += self._prompts.of_model(count, self.ask)
+        most = asked.max_length - asked.answer_tokens
+        short = [prompt for prompt in found if 0 < len(prompt) <= most]
+        if len(short) < len(found):
+            print(f"{len(found) - len(short)} prompts have more than {most} tokens, and are left out", flush=True)
+        return short
+
+    def ask(self, prompts: Sequence[list[int]], temperature: float, most: int) -> list[list[int]]:
+        answers: list[list[int]] = []
+        began = time.monotonic()
+        for begin in range(0, len(prompts), _ASKED_AT_ONCE):
+            some = list(prompts[begin : begin + _ASKED_AT_ONCE])
+            params = [
+                {"temperature": temperature, "max_new_tokens": most, "sampling_seed": self._asked.seed + begin + number}
+                for number in range(len(some))
+            ]
+            told = self._engine.generate(input_ids=some, sampling_params=params)
+            assert isinstance(told, list), "as many answers as prompts"
+            answers += [each["output_ids"] for each in told]
+        tokens, seconds = sum(map(len, answers)), time.monotonic() - began
+        print(f"{len(answers)} answers, {tokens:,} tokens in {seconds:.0f} s", flush=True)
+        return answers
+
+
+def _train(
+    arguments: Namespace,
+    checkpoint: Checkpoint,
+    learned: Sequence[Sample],
+    held_back: Sequence[Sample],
+    device: torch.device,
+) -> None:
+    from bough.training.fit import HeadFit, Schedule, frequent_tokens
+    from bough.training.heads import Eagle3Trainee, MedusaTrainee, Trainee
+    from bough.training.target import TrainingTarget
+    from bough.training.write import write_head
+
+    target = TrainingTarget(checkpoint, device, arguments.max_length + 1)
+    vocab, wanted = target.facts.vocab, arguments.draft_vocab
+    if wanted < 0 or wanted > vocab:
+        raise ConfigError(what=f"--draft-vocab {wanted} is not between 0 and {vocab:,}", param="draft_vocab")
+    ids_V = frequent_tokens(learned, vocab, wanted).to(device) if wanted else None
+    trainee: Trainee
+    if arguments.method == "eagle3":
+        trainee = Eagle3Trainee(target, ids_V)
+    else:
+        trainee = MedusaTrainee(target, ids_V, arguments.num_drafts, arguments.medusa_layers)
+    schedule = Schedule(
+        num_drafts=arguments.num_drafts,
+        epochs=arguments.epochs,
+        minutes=arguments.max_minutes,
+        learning_rate=arguments.learning_rate,
+        batch_tokens=arguments.batch_tokens,
+        seed=arguments.seed,
+    )
+    fit = HeadFit(target, trainee, ids_V, schedule)
+    began = time.monotonic()
+    loss = fit.run(learned, lambda said: print(said, flush=True))
+    seconds = time.monotonic() - began
+    found = fit.judge(held_back)
+    report = {
+        "model": checkpoint.name,
+        "method": _METHODS[arguments.method],
+        "answers": len(learned),
+        "answer_tokens": sum(len(sample.answer) for sample in learned),
+        "seconds": round(seconds, 1),
+        "loss": round(loss, 4),
+        "held_back": {"prompts": len(held_back), **_as_dict(found)},
+    }
+    size = write_head(trainee, Path(arguments.out), report)
+    print(
+        f"{arguments.out}: {_METHODS[arguments.method]}, {show_bytes(size)}, trained in {seconds:.0f} s, loss {loss:.3f}"
+    )
+    print(
+        f"{found.accept_length:.2f} tokens per step on {len(held_back)} prompts that were held back (greedy, "
+        f"{arguments.num_drafts} drafts); right at each place: {', '.join(f'{each:.2f}' for each in found.by_position)}"
+    )
+    print(
+        f"bough serve {arguments.model} --speculative-algorithm {_METHODS[arguments.method]} "
+        f"--speculative-draft-model-path {arguments.out}"
+    )
+
+
+def _as_dict(found: DraftJudgement) -> dict[str, Any]:
+    return {"accept_length": found.accept_length, "by_position": list(found.by_position), "steps": found.steps}
