@@ -63,6 +63,7 @@ class TalkingRunner:
     def __init__(self, oracle: OracleRunner, spread: TokenSpread, num_blocks: int) -> None:
         self.oracle = oracle
         self.limits = oracle.limits
+        self.context = None
         self.spread = spread
         self.fail_at = -1
         """The block in front of which the next step fails."""
@@ -204,7 +205,7 @@ def test_a_failing_replica_takes_part_in_what_is_left() -> None:
 
 def test_a_message_about_an_earlier_sleep_wakes_nobody() -> None:
     sent: list[Wake] = []
-    agreement = Agreement(lambda mine: [list(mine), [0, 0]], sent.append)
+    agreement = Agreement(lambda mine: [list(mine), [0, 0, 0]], sent.append)
     assert agreement.agree(5).rows == 5
     assert sent == [Wake(0)]
     assert agreement.awake
