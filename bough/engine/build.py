@@ -30,6 +30,7 @@ from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import largest_step
 from bough.config.shares import stage_layers, uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
+from bough.config.unproven import unproven
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
 from bough.core.step import NO_PROPOSER, Runner, RunnerLimits
@@ -154,8 +155,8 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
             _log.debug("decided: %s", line)
         _log.debug("memory plan:\n%s", resolved.plan.table())
         uneven = uneven_heads(facts, layout)
-        if uneven:
-            _log.warning("%s", uneven)
+        for line in (*([uneven] if uneven else []), *unproven(parallel, config.device.device)):
+            _log.warning("%s", line)
     with start.phase("preparing the device", 0.1):
         device = open_device(config, device_index(launch, rank))
         mesh, patience = SINGLE, Patience(parallel.dist_timeout_s)

@@ -1,0 +1,53 @@
+"""What was never run on the hardware it is made for: said when an engine that uses it starts, and in docs/parallel.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bough.config.concerns import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """A way of spreading a model."""
+
+    what: str
+    tried: str
+    """How far it was tried."""
+    uses: Callable[[ParallelConfig, bool], bool]
+    """Whether an engine with these settings, on GPUs or not, uses it."""
+
+
+UNPROVEN = (
+    Unproven("NCCL between several GPUs", "world size 1", lambda p, gpu: gpu and p.tp_size * p.pp_size > 1),
+    Unproven("stages (--pp-size) on GPUs", "processes of one machine, CPU", lambda p, gpu: gpu and p.pp_size > 1),
+    Unproven("replicas (--dp-size) on GPUs", "processes of one machine, CPU", lambda p, gpu: gpu and p.dp_size > 1),
+    Unproven(
+        "replicas of attention (--attn-dp-size) on GPUs",
+        "processes of one machine, CPU",
+        lambda p, gpu: gpu and p.attn_dp_size > 1,
+    ),
+    Unproven(
+        "shared contexts (--attn-cp-size) on GPUs",
+        "processes of one machine, CPU",
+        lambda p, gpu: gpu and p.attn_cp_size > 1,
+    ),
+    Unproven(
+        "experts on several GPUs (--ep-size)", "processes of one machine, CPU", lambda p, gpu: gpu and p.ep_size > 1
+    ),
+    Unproven(
+        "several machines (--nnodes)",
+        "processes on loopback addresses, CPU, gloo",
+        lambda p, gpu: p.nnodes > 1,
+    ),
+)
+
+
+def unproven(parallel: ParallelConfig, device: str) -> list[str]:
+    """A line for each thing that an engine uses and that was not run on such hardware."""
+    return [
+        f"{each.what}: not run on this hardware before a release; tried with {each.tried}"
+        for each in UNPROVEN
+        if each.uses(parallel, device == "cuda")
+    ]
