@@ -19,7 +19,7 @@ from bough.config.hosts import crew_of
 from bough.config.layout import Layout
 from bough.config.server_args import build_config
 from bough.core.messages import Generate, LogprobSpec, Shutdown, pack_ids
-from bough.core.sampling import SamplingParams
+from bough.core.sampling import GrammarSpec, SamplingParams
 from bough.core.step import Runner
 from bough.distributed.collectives import ALONE
 from bough.distributed.mesh import Mesh
@@ -41,6 +41,7 @@ from bough.runner.model_runner import ModelRunner
 from bough.scheduler.limits import Limits
 from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
+from tests.sim.harness import Grammars
 
 torch.set_num_threads(1)
 PATIENCE_S = 30.0
@@ -168,7 +169,7 @@ class ThreadEngine:
         if self.layout.pp > 1:
             limits = replace(limits, num_stages=self.layout.pp, micro_batch=0)
         cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size)
-        queues = Queues(limits)
+        queues = Queues(limits, Grammars())
         if local.limits.media is not None:
             queues.media = MediaAccount(local.limits.media, lambda given: self.features[given.path])
         loop = Loop(
@@ -205,10 +206,11 @@ class ThreadEngine:
         new_tokens: int,
         scheduler: int = 0,
         logprobs: LogprobSpec | None = None,
+        grammar: GrammarSpec | None = None,
         **media: Any,
     ) -> int:
         self._next_id += 1
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, grammar=grammar)
         message = Generate(
             id=self._next_id,
             rid=str(self._next_id),
@@ -220,14 +222,14 @@ class ThreadEngine:
         self.schedulers[scheduler].inbox.send(message)
         return self._next_id
 
-    def answer(self, request: int, scheduler: int = 0) -> list[int]:
+    def answer(self, request: int, scheduler: int = 0, reasons: Sequence[str] = ("length",)) -> list[int]:
         give_up_s = time.monotonic() + 2 * PATIENCE_S
         answers = self.schedulers[scheduler].mailbox.answers
         while request not in answers or answers[request].end is None:
             assert not self.errors, self.errors
             assert time.monotonic() < give_up_s, "no answer comes"
             time.sleep(0.001)
-        assert answers[request].end.reason == "length", answers[request].end
+        assert answers[request].end.reason in reasons, answers[request].end
         return answers[request].tokens
 
     def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int = 12) -> list[list[int]]:
