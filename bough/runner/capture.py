@@ -6,8 +6,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+def _error_mode() -> str:
+    """NCCL's watchdog asks the device about events from a thread of its own, which a capture must not fail of."""
+    return "thread_local" if dist.is_available() and dist.is_initialized() else "global"
 
 
 def capture(run: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -21,7 +27,7 @@ def capture(run: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGrap
     with torch.cuda.stream(stream):
         run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_error_mode()):
             result = run()
     torch.cuda.current_stream().wait_stream(stream)
     return graph, result
