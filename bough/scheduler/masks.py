@@ -59,7 +59,11 @@ def _drafts_of(flight: Flight, queues: Queues) -> dict[int, list[tuple[int, int]
         count = int(step.drafts[row])
         if count:
             tokens = step.tokens[ends[row] - count : ends[row]].tolist()
-            known = queues.proposed.get(int(step.slots[row]), [])
+            slot = int(step.slots[row])
+            if not queues.slots.live[slot]:  # the step that left it drafts has failed: nothing drawn for it counts
+                found[row] = [(0, place) for place in range(count)]
+                continue
+            known = queues.proposed.get(slot, [])
             found[row] = [
                 known[FIRST_DRAFT - token] if token < 0 else (token, place) for place, token in enumerate(tokens)
             ]
