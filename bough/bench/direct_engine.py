@@ -67,7 +67,7 @@ class DirectEngine:
         self.vocab = facts.vocab
         limits = Limits.of(runner.limits, self.config.scheduler)
         self.limits = limits
-        self.cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size)
+        self.cache = PrefixCache(num_pages=limits.num_pages, layout=limits.layout)
         self.queues = Queues(limits)
         self.features: dict[str, npt.NDArray[Any]] = {}
         """Of media, by the paths that items name."""
@@ -87,7 +87,7 @@ class DirectEngine:
 
     def fill_kv(self) -> None:
         """Random numbers in all pages, since attention over zeros takes less power."""
-        for cache in (*self.runner.forward.pool.keys, *self.runner.forward.pool.values):
+        for cache in self.runner.forward.pool.stores:
             if cache.dtype.itemsize > 1:
                 cache.normal_()
 
@@ -97,9 +97,11 @@ class DirectEngine:
         found = self.cache.match_prefix("", key, len(key))
         node, _ = self.cache.lock("", key, found.num_tokens)
         rest = key[found.num_tokens :]
-        own = self.cache.alloc(len(rest) // self.cache.page_size)
-        node = self.cache.insert(node, rest, own, step=-1).node
-        self.cache.release(node, np.empty(0, np.int32))
+        columns, height = len(rest) // self.cache.page_size, self.limits.layout.column_pages
+        own = self.cache.alloc(columns * height).reshape(height, columns)
+        gone = self.limits.layout.gone(found.num_tokens)
+        node = self.cache.insert(node, rest, own, step=-1, gone=gone).node
+        self.cache.release(node, np.empty(0, np.int32), gone)
 
     def submit(
         self,

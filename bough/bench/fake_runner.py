@@ -2,7 +2,9 @@
 
 `OracleRunner` is a model whose next token is a hash of the whole prefix *as read through the pages*: a wrong page, a
 page freed too early, a stale table entry or a lost token gives another answer than `lone_output`, which computes the same
-from the prompt alone. It also checks every `Step` against the contract and notes what is wrong in `violations`.
+from the prompt alone. Beside each token lies the sum that the hash is made of, up to that token: lines with a window have
+it from the token before, as far as they still have it. It also checks every `Step` against the contract and notes what is
+wrong in `violations`.
 `NullRunner` costs as little as possible.
 """
 
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bough.bench.fake_media import OracleMedia, positions_of
+from bough.core.kv import TablePlaces, Window
 from bough.core.step import FIRST_DRAFT, FROM_DEVICE, I32, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
 
 U64 = npt.NDArray[np.uint64]
@@ -32,14 +35,29 @@ def _powers(count: int) -> U64:
     return _POWERS[size]
 
 
-def prefix_hash(prefix: npt.NDArray[np.int64]) -> int:
-    """64 bits that depend on every token and its place."""
+def _terms(tokens: npt.NDArray[np.int64], start: int) -> U64:
+    """What each of these tokens, the first of which stands at `start`, adds to the hash."""
     with np.errstate(over="ignore"):
-        terms = (prefix + 3).astype(np.uint64) * _powers(len(prefix))[: len(prefix)]
-        value = int(terms.sum(dtype=np.uint64))
+        terms: U64 = (tokens + 3).astype(np.uint64) * _powers(start + len(tokens))[start : start + len(tokens)]
+    return terms
+
+
+def _sums(before: int, tokens: npt.NDArray[np.int64], start: int) -> U64:
+    """The sums up to each of these tokens."""
+    with np.errstate(over="ignore"):
+        sums: U64 = np.cumsum(_terms(tokens, start), dtype=np.uint64) + np.uint64(before)
+    return sums
+
+
+def _mixed(value: int) -> int:
     value ^= value >> 29
     value = value * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     return value ^ value >> 32
+
+
+def prefix_hash(prefix: npt.NDArray[np.int64]) -> int:
+    """64 bits that depend on every token and its place."""
+    return _mixed(int(_terms(prefix, 0).sum(dtype=np.uint64)))
 
 
 def pick(hashed: int, vocab_size: int, mask: I32 | None = None) -> int:
@@ -56,7 +74,11 @@ def pick(hashed: int, vocab_size: int, mask: I32 | None = None) -> int:
 
 def score(prefix: npt.NDArray[np.int64], token: int) -> float:
     """A made-up log-probability of `token` after `prefix`."""
-    return -float((prefix_hash(prefix) ^ token * 2654435761) % 1000) / 64.0
+    return _score(prefix_hash(prefix), token)
+
+
+def _score(hashed: int, token: int) -> float:
+    return -float((hashed ^ token * 2654435761) % 1000) / 64.0
 
 
 def lone_output(
@@ -126,13 +148,24 @@ class OracleRunner:
         self._pooling = pooling
         self._fail_launch = fail_launch
         self._fail_wait = fail_wait
+        self._layout = limits.layout
         self._kv = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
+        self._sum = np.zeros((limits.num_pages, limits.page_size), np.uint64)
         self._position = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
         """Where in its request each token in memory is."""
         self._stands = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
         """The position that each was rotated by."""
         self._media = OracleMedia(limits)
-        self._table = np.zeros((limits.num_slots, limits.pages_per_slot), np.int64)
+        places = TablePlaces(self._layout, limits.num_slots, limits.pages_per_slot)
+        self._flat = np.zeros(places.size, np.int64)
+        self._tables, self._sizes, at = [], [], 0
+        for parts in self._layout.line_parts:
+            shape = (limits.num_slots + 1, limits.pages_per_slot * parts)
+            self._tables.append(self._flat[at : at + shape[0] * shape[1]].reshape(shape))
+            self._sizes.append(limits.page_size // parts)
+            at += shape[0] * shape[1]
+        lifetimes = [group.lifetime for group in limits.groups for _ in group.layers]
+        self._window_of = {line: each for line, each in enumerate(lifetimes) if isinstance(each, Window)}
         self._last = np.full(limits.num_slots, _NOTHING, np.int64)
         self._length = np.zeros(limits.num_slots, np.int64)
         self._setups: dict[int, SlotSetup] = {}
@@ -145,7 +178,7 @@ class OracleRunner:
         self._check(step)
         if self._fail_launch is not None and (error := self._fail_launch(step)) is not None:
             raise error
-        self._table.reshape(-1)[step.table_at] = step.table_pages
+        self._flat[step.table_at] = step.table_pages
         for moves in step.moves:
             flat = self._kv.reshape(-1)
             flat[moves.target] = flat[moves.source]
@@ -154,9 +187,8 @@ class OracleRunner:
             if (flat[moves.target] == _NOTHING).any():
                 self._note(step, "moves memory that was never written")
         if len(step.copy_from):
-            self._kv[step.copy_to] = self._kv[step.copy_from]
-            self._position[step.copy_to] = self._position[step.copy_from]
-            self._stands[step.copy_to] = self._stands[step.copy_from]
+            for memory in (self._kv, self._sum, self._position, self._stands):
+                memory[step.copy_to] = memory[step.copy_from]
         self._media.begin(step)
         fresh = set()
         for setup in step.setups:
@@ -185,47 +217,100 @@ class OracleRunner:
     # -- what the device would do ------------------------------------------------------------------
 
     def _forward(self, step: Step, fresh: set[int], launched: OracleLaunched, outcome: Outcome) -> list[list[int]]:
-        size = self.limits.page_size
         inputs = np.split(self._media.tokens(step), np.cumsum(step.num_query)[:-1])
-        firsts = np.cumsum(step.num_query) - step.num_query
-        places = []
+        firsts = (np.cumsum(step.num_query) - step.num_query).tolist()
+        contexts = []
         for row, slot in enumerate(step.slots.tolist()):
-            context, count = self._context(step, row, slot, fresh), int(step.num_query[row])
-            tokens = inputs[row] = self._resolved(step, slot, inputs[row])
-            at = np.arange(context, context + count)
-            pages = self._table[slot, at // size]
-            self._check_writes(step, slot, set(pages.tolist()))
-            self._kv[pages, at % size] = tokens
-            self._position[pages, at % size] = at
-            self._stands[pages, at % size] = self._media.stands_at(step, slot, int(firsts[row]), at)
-            launched.writes.append((pages, at % size))
-            self._length[slot] = context + count
-            places.append((slot, context + count))
-            seed = self._setups[slot].rng_seed
-            for page in set(self._table[slot, : -(-(context + count) // size)].tolist()):
-                launched.reads.setdefault(page, set()).add((slot, seed))
+            context = self._context(step, row, slot, fresh)
+            inputs[row] = self._resolved(step, slot, inputs[row])
+            stands = self._media.stands_at(step, slot, firsts[row], np.arange(context, context + len(inputs[row])))
+            for line in range(len(self._tables)):
+                self._write(step, slot, line, context, inputs[row], stands, launched)
+            self._length[slot] = context + len(inputs[row])
+            contexts.append(context)
         self.num_tokens += len(step.tokens)
         hashes = []
         scored: list[tuple[int, int, float]] = []
         wanted = dict(zip(step.prompt_logprobs.tolist(), step.following.tolist(), strict=True))
-        for row, (slot, length) in enumerate(places):
-            prefix = self._prefix(slot, length)
-            if (prefix == _NOTHING).any():
-                self._note(step, f"slot {slot} reads memory that was never written")
-            positions = self._position[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
-            if ((positions != np.arange(length)) & (positions != _ANYWHERE)).any():
-                self._note(step, f"slot {slot} reads memory of other positions")
-            stands = self._stands[self._table[slot, : -(-length // size)]].reshape(-1)[:length]
-            if (
-                (stands != (positions_of(prefix) if self._media.axes else np.arange(length))) & (stands != _ANYWHERE)
-            ).any():
-                self._note(step, f"slot {slot} reads memory that stands elsewhere")
-            hashes.append([prefix_hash(prefix[:end]) for end in range(length - _num_drafts(step, row), length + 1)])
+        for row, slot in enumerate(step.slots.tolist()):
+            sums = self._read(step, slot, contexts[row], inputs[row], launched)
+            hashed = [_mixed(int(each)) for each in sums]
+            hashes.append(hashed[-1 - _num_drafts(step, row) :])
             if row in wanted:
-                scored += self._score_prompt(step, row, slot, prefix, wanted[row])
-            self._hidden(step, row, slot, prefix, outcome)
+                scored += self._score_prompt(step, row, slot, inputs[row], hashed, wanted[row])
+            self._hidden(step, row, slot, contexts[row], hashed, outcome)
         outcome.prompt_logprobs = _arrays(scored) if wanted else None
         return hashes
+
+    def _write(
+        self,
+        step: Step,
+        slot: int,
+        line: int,
+        context: int,
+        tokens: npt.NDArray[np.int64],
+        stands: npt.NDArray[np.int64],
+        launched: OracleLaunched,
+    ) -> None:
+        """Puts a row's tokens, which stand at these positions, into the pages of a line, with the sums up to them."""
+        size, table = self._sizes[line], self._tables[line][slot]
+        at = np.arange(context, context + len(tokens))
+        pages = table[at // size]
+        self._check_writes(step, slot, set(pages.tolist()))
+        window, before = self._window_of.get(line), 0
+        if context and window is not None and window.first_needed(context) < context:
+            before = int(self._sum[table[(context - 1) // size], (context - 1) % size])
+        elif context:  # a line in which the token sees nothing before itself has it from one that keeps all
+            source = line if window is None else 0
+            before = int(_terms(self._prefix(slot, context, source), 0).sum(dtype=np.uint64))
+        self._kv[pages, at % size] = tokens
+        self._sum[pages, at % size] = _sums(before, tokens, context)
+        self._position[pages, at % size] = at
+        self._stands[pages, at % size] = stands
+        launched.writes.append((pages, at % size))
+
+    def _read(
+        self, step: Step, slot: int, context: int, tokens: npt.NDArray[np.int64], launched: OracleLaunched
+    ) -> U64:
+        """The sums up to each of the row's tokens, as all lines have them."""
+        length = context + len(tokens)
+        me = (slot, self._setups[slot].rng_seed)
+        found: list[U64] = []
+        for line in range(len(self._tables)):
+            window = self._window_of.get(line)
+            first = 0 if window is None else window.first_needed(context)
+            at = np.arange(first, length)
+            size = self._sizes[line]
+            pages, offsets = self._tables[line][slot, at // size], at % size
+            for page in set(pages.tolist()):
+                launched.reads.setdefault(page, set()).add(me)
+            if (self._kv[pages, offsets] == _NOTHING).any():
+                self._note(step, f"slot {slot} reads memory that was never written")
+            positions = self._position[pages, offsets]
+            if ((positions != at) & (positions != _ANYWHERE)).any():
+                self._note(step, f"slot {slot} reads memory of other positions")
+            self._check_stands(step, slot, first, pages, offsets)
+            sums = self._sum[pages, offsets]
+            if window is None:
+                sums = _sums(0, self._kv[pages, offsets], 0)
+            elif (sums[1:] - sums[:-1] != _terms(self._kv[pages, offsets], first)[1:]).any():
+                self._note(step, f"slot {slot} reads memory of another request")
+            found.append(sums[context - first :])
+        for line, sums in enumerate(found):
+            if (sums != found[0]).any():
+                self._note(step, f"slot {slot} has other tokens in line {line} than in the first")
+        return found[0]
+
+    def _check_stands(
+        self, step: Step, slot: int, first: int, pages: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
+    ) -> None:
+        """Tokens from `first` on, as they lie in a line, must have been rotated by the positions that follow from them."""
+        stands = self._stands[pages, offsets]
+        expected = np.arange(first, first + len(stands))
+        if self._media.axes:  # of a window, what is before it is not known: neither is where its first token stands
+            expected = positions_of(self._kv[pages, offsets]) + (int(stands[0]) if first else 0)
+        if ((stands != expected) & (stands != _ANYWHERE)).any():
+            self._note(step, f"slot {slot} reads memory that stands elsewhere")
 
     def _context(self, step: Step, row: int, slot: int, fresh: set[int]) -> int:
         """KV tokens of a row before the step: for decode rows the device's number, of which the step has only an upper
@@ -250,28 +335,27 @@ class OracleRunner:
             [self._last[slot] if i == FROM_DEVICE else drafts[FIRST_DRAFT - i] if i < 0 else i for i in ids], np.int64
         )
 
-    def _prefix(self, slot: int, length: int) -> npt.NDArray[np.int64]:
-        """The row's tokens as read through its pages."""
-        return self._kv[self._table[slot, : -(-length // self.limits.page_size)]].reshape(-1)[:length]
+    def _prefix(self, slot: int, length: int, line: int = 0) -> npt.NDArray[np.int64]:
+        """The row's tokens as read through its pages, of a line that keeps all."""
+        size = self._sizes[line]
+        return self._kv[self._tables[line][slot, : -(-length // size)], :size].reshape(-1)[:length]
 
     def _score_prompt(
-        self, step: Step, row: int, slot: int, prefix: npt.NDArray[np.int64], following: int
+        self, step: Step, row: int, slot: int, tokens: npt.NDArray[np.int64], hashed: list[int], following: int
     ) -> list[tuple[int, int, float]]:
         spec = self._setups[slot].logprobs
         if spec is None:
             self._note(step, f"slot {slot} is scored and did not ask for it")
             return []
-        predicted = [*prefix.tolist()[1:], following] if following >= 0 else prefix.tolist()[1:]
-        first = max(int(step.context[row]), spec.start - 1)
-        return [(row, t, score(prefix[: p + 1], t)) for p, t in enumerate(predicted) if p >= first]
+        predicted = [*tokens.tolist()[1:], following] if following >= 0 else tokens.tolist()[1:]
+        first = max(0, spec.start - 1 - int(step.context[row]))
+        return [(row, t, _score(hashed[at], t)) for at, t in enumerate(predicted) if at >= first]
 
-    def _hidden(self, step: Step, row: int, slot: int, prefix: npt.NDArray[np.int64], outcome: Outcome) -> None:
+    def _hidden(self, step: Step, row: int, slot: int, context: int, hashed: list[int], outcome: Outcome) -> None:
         kind = self._setups[slot].hidden_states
         if kind:
-            first = (
-                len(prefix) - int(step.num_query[row]) if kind == "all" else len(prefix) - 1 - _num_drafts(step, row)
-            )
-            states = [[float(p), float(prefix_hash(prefix[: p + 1]) % 997)] for p in range(first, len(prefix))]
+            first = 0 if kind == "all" else len(hashed) - 1 - _num_drafts(step, row)
+            states = [[float(context + at), float(hashed[at] % 997)] for at in range(first, len(hashed))]
             outcome.hidden_states[row] = np.array(states, np.float32)
 
     def finish(self, step: Step, hashes: list[list[int]], outcome: Outcome, masks: Mask | None) -> None:
@@ -296,10 +380,11 @@ class OracleRunner:
         """What a proposer does behind a row that samples. Like one, it writes to the room behind the row's tokens."""
         if self._propose is None or step.proposals < 0:
             return
-        length, size = int(self._length[slot]), self.limits.page_size
-        pages = self._table[slot, -(-length // size) : int(step.room[row]) // size]
-        self._check_writes(step, slot, set(pages.tolist()))
-        self._kv[pages] = _NOTHING
+        length, room = int(self._length[slot]), int(step.room[row])
+        for table, size in zip(self._tables, self._sizes, strict=True):
+            pages = table[slot, -(-length // size) : room // size]
+            self._check_writes(step, slot, set(pages.tolist()))
+            self._kv[pages] = _NOTHING
         said = [*self._prefix(slot, length).tolist(), int(self._last[slot])]
         had = self._drafts.get(slot, [])
         left = self._propose(said, step.proposals) if outcome.counts[row] else (had + [0] * step.proposals)
@@ -313,12 +398,11 @@ class OracleRunner:
         self, step: Step, row: int, slot: int, hashes: list[int], outcome: Outcome, masks: Mask | None
     ) -> list[tuple[int, int, float]]:
         """Yields the row's tokens up to the first that is not its next draft. Returns the scores of all of its samples."""
-        length = int(self._length[slot])
-        prefix, num_drafts = self._prefix(slot, length), len(hashes) - 1
+        length, num_drafts = int(self._length[slot]), len(hashes) - 1
         drawn: list[int] = []
         goes_on, count = True, 0
         for place, hashed in enumerate(hashes):
-            goes_on = goes_on and (place == 0 or drawn[-1] == prefix[length - num_drafts + place - 1])
+            goes_on = goes_on and (place == 0 or drawn[-1] == self._token(slot, length - num_drafts + place - 1))
             token = pick(hashed, self.limits.vocab_size, masks[place] if masks is not None and goes_on else None)
             drawn.append(token)
             count += goes_on
@@ -332,7 +416,12 @@ class OracleRunner:
             self._last[slot] = drawn[count - 1]
         if self._setups[slot].logprobs is None:
             return []
-        return [(row, t, score(prefix[: length - num_drafts + place], t)) for place, t in enumerate(drawn)]
+        return [(row, t, _score(hashed, t)) for hashed, t in zip(hashes, drawn, strict=True)]
+
+    def _token(self, slot: int, at: int) -> int:
+        """A token of the row, of which every line has what is as recent as this."""
+        size = self._sizes[0]
+        return int(self._kv[self._tables[0][slot, at // size], at % size])
 
     def waited(self, launched: OracleLaunched) -> Outcome:
         if not self._unsettled or self._unsettled[0] is not launched:
@@ -348,6 +437,7 @@ class OracleRunner:
         """A failed step leaves garbage where it wrote."""
         for pages, offsets in launched.writes:
             self._kv[pages, offsets] = _GARBAGE
+            self._sum[pages, offsets] = 0
         self._last[launched.step.slots] = _GARBAGE
         self._media.spoil(launched.step)
 
@@ -359,6 +449,7 @@ class OracleRunner:
     def _check(self, step: Step) -> None:
         limits = self.limits
         rows = step.num_rows
+        least = 0 if self._window_of else 1  # columns that are not there stand in a row's table, behind its window
         if any(launched.needs_masks for launched in self._unsettled):
             self._note(step, "launched before the step before it was sampled")
         for bad, what in (
@@ -376,8 +467,8 @@ class OracleRunner:
             (not step.samples[: step.num_decodes].all(), "a decode row does not sample"),
             (bool((step.context + step.num_query > limits.context_length).any()), "a row outgrows the context"),
             (len(step.table_at) != len(step.table_pages), "table writes differ in length"),
-            (bool(((step.table_pages < 1) | (step.table_pages >= limits.num_pages)).any()), "no such page"),
-            (bool(((step.table_at < 0) | (step.table_at >= self._table.size)).any()), "no such table entry"),
+            (bool(((step.table_pages < least) | (step.table_pages >= limits.num_pages)).any()), "no such page"),
+            (bool(((step.table_at < 0) | (step.table_at >= self._flat.size)).any()), "no such table entry"),
             (len(set(step.table_at.tolist())) != len(step.table_at), "a table entry is written twice"),
             (bool((step.tokens[step.num_decode_tokens :] < 0).any()), "no such token"),
         ):
@@ -406,7 +497,7 @@ class OracleRunner:
         reached = np.zeros((2, step.num_rows), np.int32)  # levels and tokens
         for span, (level, first, last) in enumerate(zip(shared.level, shared.first, shared.last, strict=True)):
             rows = shared.rows[shared.start[span] : shared.start[span + 1]]
-            pages = self._table[step.slots[rows], : last // page_size]
+            pages = self._tables[0][step.slots[rows], : last // self._sizes[0]]
             if first % page_size or last % page_size or first >= last or (pages != pages[0]).any():
                 self._note(step, f"span {span} does not share tokens {first} to {last}")
             if (reached[0, rows] != level).any() or (reached[1, rows] != first).any() or len(set(rows.tolist())) < 2:

@@ -58,7 +58,7 @@ class PacedRunner:
         self._forward_s = forward_s
         self._queueing_s = queueing_s
         self._free_s = 0.0
-        self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
+        self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.layout)
         self._params = SlotParams(limits.num_slots, limits.vocab_size)
         self._dice = np.random.default_rng(0)
 

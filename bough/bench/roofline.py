@@ -151,7 +151,7 @@ def _run_model(
     with tempfile.TemporaryDirectory() as folder:
         engine = DirectEngine(shape.config(), Path(folder), **settings)
     engine.fill_kv()
-    kv_tokens = (engine.limits.num_pages - 1) * engine.limits.page_size
+    kv_tokens = (engine.limits.num_pages - 1) // engine.limits.layout.column_pages * engine.limits.page_size
     drawn = draw_workloads(
         shape,
         options.workloads,

@@ -2,56 +2,62 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from bough.config.concerns import EvictionPolicy
+from bough.core.kv import KvLayout
 
 if TYPE_CHECKING:
-    from bough.cache.radix import Node
+    from bough.cache.nodes import Node
 
 Key = tuple[int, int]
+Order = Callable[["Node", int], Key]
+"""Takes a node and when it was last used: as a whole, or its pages in the lines of a window."""
 
 SLRU_PROTECTED_HITS = 2
 """Hits from which `slru` protects a prefix, as in SGLang."""
 
 
-def lru(node: Node) -> Key:
+def lru(node: Node, last_used: int) -> Key:
     """Least recently used."""
-    return (node.last_used, node.born)
+    return (last_used, node.born)
 
 
-def lfu(node: Node) -> Key:
+def lfu(node: Node, last_used: int) -> Key:
     """Least often hit; among equals the least recently used."""
-    return (node.hits, node.last_used)
+    return (node.hits, last_used)
 
 
-def slru(node: Node) -> Key:
+def slru(node: Node, last_used: int) -> Key:
     """Least recently used of those hit less than twice, then of the others: a scan of new prefixes evicts none of these."""
-    return (int(node.hits >= SLRU_PROTECTED_HITS), node.last_used)
+    return (int(node.hits >= SLRU_PROTECTED_HITS), last_used)
 
 
-def fifo(node: Node) -> Key:
+def fifo(node: Node, last_used: int) -> Key:
     """Oldest."""
-    return (node.born, node.last_used)
+    return (node.born, last_used)
 
 
-def filo(node: Node) -> Key:
+def filo(node: Node, last_used: int) -> Key:
     """Youngest: what came first stays."""
-    return (-node.born, -node.last_used)
+    return (-node.born, -last_used)
 
 
-def mru(node: Node) -> Key:
+def mru(node: Node, last_used: int) -> Key:
     """Most recently used: for scans longer than the cache, of which lru would keep nothing."""
-    return (-node.last_used, -node.born)
+    return (-last_used, -node.born)
 
 
-def priority(node: Node) -> Key:
+def priority(node: Node, last_used: int) -> Key:
     """Least urgent request's; among equals the least recently used."""
-    return (node.priority, node.last_used)
+    return (node.priority, last_used)
 
 
-EVICTION: dict[EvictionPolicy, Callable[[Node], Key]] = {
+EVICTION: dict[EvictionPolicy, Order] = {
     "lru": lru,
     "lfu": lfu,
     "slru": slru,
@@ -60,3 +66,80 @@ EVICTION: dict[EvictionPolicy, Callable[[Node], Key]] = {
     "mru": mru,
     "priority": priority,
 }
+
+_FEW = 1024
+"""Offers that are kept whether or not they still count."""
+
+LEAF = -1
+"""Instead of a window: the node itself, which has no children."""
+
+
+class Offer(NamedTuple):
+    """Something that can be evicted."""
+
+    node: Node
+    kind: int
+    """`LEAF`, or the window whose pages they are..."""
+    is_warm: bool
+    """...all of them, or those alone that no match is likely to need."""
+
+
+class Offers:
+    """What can be evicted, in order. Only the latest offer of a node, or of its pages in a window, counts.
+
+    A match that ends at a node needs the node's last columns of a window. Where rows end or part, others may follow; all
+    other columns of windows are *cold*, and go before anything else.
+    """
+
+    def __init__(self, order: Order, layout: KvLayout) -> None:
+        self._order = order
+        self._windows = layout.windows
+        self._heap: list[tuple[bool, Key, int, Node, int]] = []
+        self._stamp = 0
+        self._most = _FEW
+        """Entries beyond which those that don't count any more are thrown out."""
+
+    def add_leaf(self, node: Node) -> None:
+        """Offers a node without locks and children."""
+        node.stamp = self._push(True, self._order(node, node.last_used), node, LEAF)
+
+    def add_window(self, node: Node, window: int) -> None:
+        """Offers the node's pages in the lines of a window, if there are any that no row sees."""
+        held = node.held[window]
+        free = np.flatnonzero((node.pages[self._windows[window].pages.start] != 0) & (held.locks == 0))
+        if len(free) and not node.detached:
+            is_warm = int(free[0]) >= self.cold_columns(node, window)
+            held.stamp = self._push(is_warm, self._order(node, held.last_used), node, window)
+
+    def cold_columns(self, node: Node, window: int) -> int:
+        """Leading columns of a node that no match is likely to need."""
+        columns = node.num_columns
+        return columns if len(node.children) == 1 else max(0, columns - self._windows[window].most_columns)
+
+    def take(self) -> Offer | None:
+        """The least valuable."""
+        while self._heap:
+            is_warm, _, stamp, node, kind = heapq.heappop(self._heap)
+            if self._stands(stamp, node, kind):
+                return Offer(node, kind, is_warm)
+        return None
+
+    def clear(self) -> None:
+        self._heap.clear()
+
+    def _push(self, is_warm: bool, key: Key, node: Node, kind: int) -> int:
+        self._stamp += 1
+        if len(self._heap) >= self._most:
+            self._heap = [entry for entry in self._heap if self._stands(*entry[2:])]
+            heapq.heapify(self._heap)
+            self._most = max(_FEW, 2 * len(self._heap))
+        heapq.heappush(self._heap, (is_warm, key, self._stamp, node, kind))
+        return self._stamp
+
+    @staticmethod
+    def _stands(stamp: int, node: Node, kind: int) -> bool:
+        if node.detached:
+            return False
+        if kind == LEAF:
+            return node.stamp == stamp and node.locks == 0 and not node.children
+        return node.held[kind].stamp == stamp

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from msgspec import Struct, structs
 
 from bough.cache.evict import EVICTION
+from bough.cache.nodes import NO_MATCH, Extended, Match, Node
 from bough.cache.pages import PagePool
-from bough.cache.radix import NO_MATCH, Extended, Match, Node, RadixTree
+from bough.cache.radix import RadixTree
 from bough.config.concerns import EvictionPolicy
-from bough.core.step import I32, I64
+from bough.core.kv import KvLayout, one_line
+from bough.core.step import I32, I64, Pages
 
 
 class AccountError(Exception):
@@ -19,14 +22,14 @@ class AccountError(Exception):
 
 
 class Tail(Struct, frozen=True, eq=False):
-    """Tokens whose full pages are in the tree as long as nothing else needs the memory, and the page after those."""
+    """Tokens whose full pages are in the tree as long as nothing else needs the memory, and the column after those."""
 
     namespace: str
     key: I64
-    page: int
-    """Holds the tokens behind the last page border; 0: there are none."""
+    pages: I32
+    """Per line: the page that holds the tokens behind the last page border; empty: there are none."""
     step: int = -1
-    """Computes the page; -1: it is computed."""
+    """Computes the pages; -1: they are computed."""
 
 
 TailName = tuple[str, str]
@@ -38,6 +41,9 @@ class CacheView(Protocol):
 
     @property
     def page_size(self) -> int: ...
+
+    @property
+    def layout(self) -> KvLayout: ...
 
     @property
     def num_available(self) -> int:
@@ -65,16 +71,30 @@ class CacheView(Protocol):
         """Would matching again give the same? Cheap; may say no where it would."""
         ...
 
+    def unlocked_columns(self, found: Match) -> list[tuple[int, int, int]]:
+        """As `RadixTree.unlocked_columns`."""
+        ...
+
 
 class PrefixCache:
     """Owns every page: free, deferred, private to a row, cached in the tree, kept aside as the tail of what can be joined
     or was, or detached with a failed step."""
 
-    def __init__(self, *, num_pages: int, page_size: int, policy: EvictionPolicy = "lru", enabled: bool = True) -> None:
-        self.page_size = page_size
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int = 1,
+        layout: KvLayout | None = None,
+        policy: EvictionPolicy = "lru",
+        enabled: bool = True,
+    ) -> None:
+        """`layout`: None: one line, of pages of `page_size` tokens."""
+        self.layout = layout or one_line(page_size)
+        self.page_size = self.layout.page_size
         self.enabled = enabled
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size, self.pool, EVICTION[policy])
+        self.tree = RadixTree(self.layout, self.pool, EVICTION[policy])
         self.num_private = 0
         """Pages that rows hold outside the tree."""
         self.num_repairs = 0
@@ -110,7 +130,7 @@ class PrefixCache:
             return NO_MATCH
         found = self.tree.match_prefix(namespace, key, limit) if limit >= self.page_size else NO_MATCH
         tail = self.tails.get((namespace, follows))
-        return found if tail is None or not tail.page else self._with_tail(found, tail, key, limit)
+        return found if tail is None or not len(tail.pages) else self._with_tail(found, tail, key, limit)
 
     def _with_tail(self, found: Match, tail: Tail, key: I64, limit: int) -> Match:
         """A match that ends where a kept context's last page begins goes on in that page."""
@@ -118,18 +138,22 @@ class PrefixCache:
         end = min(len(tail.key), limit, first + self.page_size - 1)
         if found.num_tokens != first or end <= first or not np.array_equal(key[first:end], tail.key[first:end]):
             return found
-        return structs.replace(found, num_tokens=end, tail_page=tail.page)
+        return structs.replace(found, num_tokens=end, tail_pages=tail.pages)
 
     def lengthen(self, found: Match, namespace: str, key: I64, limit: int) -> Match:
-        if not self.enabled or found.tail_page:
+        if not self.enabled or found.tail_pages is not None:
             return found
         return self.tree.lengthen(found, namespace, key, limit)
 
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
-        return not found.tail_page and self.tree.still_longest(found, key, limit)
+        return found.tail_pages is None and self.tree.still_longest(found, key, limit)
 
-    def lock(self, namespace: str, key: I64, num_tokens: int, priority: int = 0) -> tuple[Node, I32]:
-        """Locks a matched prefix for a row, as far as it is in full pages. Returns its node and its pages."""
+    def unlocked_columns(self, found: Match) -> list[tuple[int, int, int]]:
+        return self.tree.unlocked_columns(found)
+
+    def lock(self, namespace: str, key: I64, num_tokens: int, priority: int = 0) -> tuple[Node, Pages]:
+        """Locks a matched prefix for a row, as far as it is in full pages. Returns its node and its pages, 0 in columns of
+        windows that the row does not see."""
         return self.tree.lock(namespace, key, num_tokens - num_tokens % self.page_size, priority)
 
     def alloc(self, count: int) -> I32:
@@ -143,49 +167,60 @@ class PrefixCache:
         self.num_private += count
         return pages
 
-    def insert(self, node: Node, tail: I64, pages: I32, *, step: int, priority: int = 0) -> Extended:
+    def insert(
+        self, node: Node, tail: I64, pages: Pages, *, step: int, gone: I32 | Sequence[int] = (), priority: int = 0
+    ) -> Extended:
         """Moves a row's lock down along `tail` and its private `pages` into the tree.
 
         Pages that the tree had already are freed once `step` has settled, or at once if `step` is -1 (nothing in flight
-        reads them); the row must switch to `Extended.switched`. Without a tree, nothing changes.
+        reads them); the row must switch to `Extended.switched`. `gone`: per window, leading columns that the row does not
+        see any more. Without a tree, nothing changes.
         """
         if not self.enabled or len(tail) == 0:
             return Extended(node)
-        extended = self.tree.extend(node, tail, pages, step=step, priority=priority)
-        self.num_private -= len(pages)
+        extended = self.tree.extend(node, tail, pages, gone=gone, step=step, priority=priority)
+        self.num_private -= int(np.count_nonzero(pages))
         for at, ours in extended.switched:
-            double = pages[at : at + len(ours)].copy()
+            mine = pages[:, at : at + ours.shape[1]]
+            double = mine[(mine != ours) & (mine != 0)]
             if step >= 0:
                 self.pool.free_after(step, double)
             else:
                 self.pool.free(double)
         return extended
 
-    def release(self, node: Node, private: I32) -> None:
-        """A row lets go of its path and of its pages outside the tree."""
-        self.pool.free(private)
-        self.num_private -= len(private)
-        self.tree.unlock(node)
+    def release(self, node: Node, private: I32, gone: I32 | Sequence[int] = ()) -> None:
+        """A row lets go of its path, of the columns of windows that it still sees (from `gone` on), and of its pages
+        outside the tree."""
+        self.free_private(private)
+        self.tree.unlock(node, gone)
+
+    def free_private(self, pages: I32) -> None:
+        """A row lets go of pages outside the tree, which no step in flight reads."""
+        self.pool.free(pages)
+        self.num_private -= len(pages)
+
+    def pass_columns(self, node: Node, window: int, first: int, last: int) -> None:
+        """A row does not see columns `first .. last - 1` of a window any more; they are in the tree."""
+        self.tree.pass_columns(node, window, first, last)
 
     def keep(self, name: TailName, tail: Tail) -> None:
-        """Takes over a tail's page, which was private, until it is needed elsewhere."""
+        """Takes over a tail's pages, which were private, until they are needed elsewhere."""
         self._drop(name)
         self.tails[name] = tail
-        if tail.page:
-            self.num_private -= 1
-            self.num_kept += 1
+        self.num_private -= len(tail.pages)
+        self.num_kept += len(tail.pages)
         while len(self.tails) > self._most_tails:
             self._drop(next(iter(self.tails)))
 
     def _drop(self, name: TailName) -> None:
-        """Frees a tail's page. A step that copies it was launched before any step that writes it again."""
+        """Frees a tail's pages. A step that copies them was launched before any step that writes them again."""
         tail = self.tails.pop(name, None)
         if tail is None:
             return
         self._num_dropped += 1
-        if tail.page:
-            self.num_kept -= 1
-            self.pool.free(np.array([tail.page], np.int32))
+        self.num_kept -= len(tail.pages)
+        self.pool.free(tail.pages)
 
     def settle(self, step: int) -> None:
         """Everything up to `step` has been computed and nothing of it is read any more."""
@@ -220,20 +255,22 @@ class PrefixCache:
     def check(self, private: I32) -> None:
         """Raises `AccountError` unless every page has exactly one owner. `private`: the pages rows hold outside the tree."""
         nodes = list(self.tree.nodes())
-        cached = np.concatenate([n.pages for n in nodes]) if nodes else np.empty(0, np.int32)
-        evictable = sum(len(n.pages) for n in nodes if n.locks == 0)
-        kept = np.array([tail.page for tail in self.tails.values() if tail.page], np.int32)
+        held = [n.pages[n.pages != 0] for n in nodes]
+        cached = np.concatenate(held) if nodes else np.empty(0, np.int32)
+        evictable = sum(self.tree.evictable_of(node) for node in nodes)
+        kept = [tail.pages for tail in self.tails.values()]
+        kept_pages = np.concatenate(kept) if kept else np.empty(0, np.int32)
         for name, counted, found in (
             ("private", self.num_private, len(private)),
             ("cached", self.tree.num_cached, len(cached)),
-            ("kept", self.num_kept, len(kept)),
+            ("kept", self.num_kept, len(kept_pages)),
             ("evictable", self.tree.num_evictable, evictable),
             ("all", self.total, self.pool.num_free + self.num_held + self.tree.num_cached),
         ):
             if counted != found:
                 raise AccountError(f"{name} pages: counted {counted}, found {found}")
         owners = np.bincount(
-            np.concatenate([self.pool.free_pages(), self.pool.deferred_pages(), private, cached, kept]),
+            np.concatenate([self.pool.free_pages(), self.pool.deferred_pages(), private, cached, kept_pages]),
             minlength=self.total + 1,
         )
         if owners[0] or owners.max() > 1 or np.count_nonzero(owners) + self.tree.num_detached != self.total:
@@ -242,12 +279,26 @@ class PrefixCache:
                 f"without: {np.flatnonzero(owners[1:] == 0).tolist()} ({self.tree.num_detached} detached)"
             )
         for node in nodes:
-            if len(node.key) != len(node.pages) * self.page_size or node.detached or not len(node.pages):
-                raise AccountError(f"{node!r} has {len(node.pages)} pages")
-            if node.parent is None or node.depth != node.parent.depth + len(node.key):
-                raise AccountError(f"{node!r} does not follow its parent")
-            if node.locks < sum(child.locks for child in node.children.values()):
-                raise AccountError(f"{node!r} has fewer locks than its children")
+            self._check_node(node)
+
+    def _check_node(self, node: Node) -> None:
+        columns, layout = node.num_columns, self.layout
+        if len(node.key) != columns * self.page_size or node.detached or not columns:
+            raise AccountError(f"{node!r} has {columns} columns")
+        if node.parent is None or node.depth != node.parent.depth + len(node.key):
+            raise AccountError(f"{node!r} does not follow its parent")
+        if node.locks < sum(child.locks for child in node.children.values()):
+            raise AccountError(f"{node!r} has fewer locks than its children")
+        if not node.pages[: layout.growing_pages].all():
+            raise AccountError(f"{node!r} lacks pages")
+        for window, each in zip(layout.windows, node.held, strict=True):
+            there = node.pages[window.pages] != 0
+            if (there != there[0]).any():
+                raise AccountError(f"{node!r} has columns with pages in some lines of a window")
+            if len(each.locks) != columns or (each.locks < 0).any() or (each.locks > node.locks).any():
+                raise AccountError(f"{node!r} has locks {each.locks.tolist()} of a window")
+            if (~there[0] & (each.locks > 0)).any():
+                raise AccountError(f"{node!r} lacks pages that rows see")
 
     def repair(self) -> bool:
         """With no row alive, starts over with an empty tree if the account is not whole. True if it had to."""

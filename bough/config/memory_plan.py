@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bough.core.errors import ConfigError
+from bough.core.kv import Grows, KvGroup, KvLayout
 
 GIB = 1024**3
 MIB = 1024**2
@@ -40,6 +41,11 @@ class PlanFacts:
     """Free before anything of this process is loaded."""
     weight_bytes: int
     kv_bytes_per_token: int
+    """In all lines of the KV cache."""
+    groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
+    """What is kept of tokens, and for how long..."""
+    kv_note: str = ""
+    """...and why it is more than layers need; empty: it is not."""
     activation_bytes: int
     """At the largest step."""
     step_tokens: int
@@ -67,10 +73,23 @@ class PlanFacts:
     host_free_bytes: int = 0
     """Free host memory, to suggest the CPU where a GPU is too small."""
 
+    @property
+    def kv(self) -> KvLayout:
+        return KvLayout(self.groups, self.page_size)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_bytes_per_token * self.page_size // max(1, self.kv.column_pages)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Where each byte goes. `kv_bytes` includes the one page that padding writes to."""
+
+    groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
+    kv_note: str = ""
+    num_pages: int
+    """Pages for requests, without the padding page."""
 
     total_bytes: int
     other_bytes: int
@@ -82,14 +101,13 @@ class MemoryPlan:
     media_bytes: int = 0
     page_size: int
     kv_tokens: int
-    """Capacity for requests, a multiple of the page size."""
+    """Capacity for requests, however short they are, a multiple of the page size."""
     context_length: int
     because: str
 
     @property
-    def num_pages(self) -> int:
-        """Pages for requests, without the padding page."""
-        return self.kv_tokens // self.page_size
+    def kv(self) -> KvLayout:
+        return KvLayout(self.groups, self.page_size)
 
     @property
     def free_bytes(self) -> int:
@@ -99,14 +117,28 @@ class MemoryPlan:
     @property
     def max_concurrency(self) -> float:
         """Requests of the full context length that fit at once."""
-        return self.kv_tokens / self.context_length
+        if not self.kv.windows:
+            return self.kv_tokens / self.context_length
+        return self.num_pages / self.kv.pages_for(self.context_length)
+
+    @property
+    def kv_remark(self) -> str:
+        remark = f"{self.kv_tokens:,} tokens in pages of {self.page_size}"
+        if self.kv_note:
+            remark += f"; windows are kept whole: {self.kv_note}"
+        if not self.kv.windows:
+            return remark
+        most = int(self.max_concurrency * self.context_length)
+        kept = {group.lifetime.summary: sum(map(len, group.layers)) for group in self.groups}
+        layers = ", ".join(f"{count} layers keep {what}" for what, count in kept.items())
+        return f"{remark}, up to {most:,} in long requests ({layers})"
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, remark), for tables."""
         media = [("media", self.media_bytes, "embeddings that are kept")] if self.media_bytes else []
         return [
             ("weights", self.weight_bytes, ""),
-            ("KV cache", self.kv_bytes, f"{self.kv_tokens:,} tokens in pages of {self.page_size}"),
+            ("KV cache", self.kv_bytes, self.kv_remark),
             *media,
             ("graphs", self.graph_bytes, ""),
             ("activations", self.activation_bytes, "at the largest step"),
@@ -150,7 +182,7 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
         need = (
             facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + facts.media_bytes + runtime_bytes(facts)
         )
-        need += min(MIN_AUTO_CONTEXT, facts.model_context) * facts.kv_bytes_per_token
+        need += facts.kv.pages_for(min(MIN_AUTO_CONTEXT, facts.model_context)) * facts.page_bytes
         fix = f"choose a smaller or quantised model, or a device with at least {show_bytes(need)} free"
     raise ConfigError(what=problem.what, why=problem.why, fix=fix)
 
@@ -163,7 +195,8 @@ class _Misfit:
 
 def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
     room, because = _kv_room(facts)
-    tokens = _tokens_in(room, facts)
+    pages = _pages_in(room, facts)
+    tokens = _tokens_of(pages, facts)
     fixed = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + facts.media_bytes
     numbers = (
         f"{show_bytes(facts.free_bytes)} free of {show_bytes(facts.total_bytes)}: weights {show_bytes(facts.weight_bytes)}, "
@@ -188,27 +221,31 @@ def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
                 what=f"a KV cache of {facts.max_total_tokens:,} tokens was asked for, {tokens:,} fit",
                 why=f"{numbers}; one token takes {show_bytes(facts.kv_bytes_per_token)}",
             )
-        tokens, because = asked, "--max-total-tokens"
+        pages, because = asked // facts.page_size * facts.kv.column_pages, "--max-total-tokens"
+        tokens = asked
     context = facts.context_length
+    longest = facts.kv.tokens_in(pages, context or facts.model_context)
     if context is None:
-        context = min(facts.model_context, tokens)
+        context = longest
         least = min(MIN_AUTO_CONTEXT, facts.model_context)
         if context < least and facts.max_total_tokens is None:
             return _Misfit(
-                what=f"{facts.model} leaves room for {tokens:,} tokens of KV cache, at least {least:,} are needed",
+                what=f"{facts.model} leaves room for {longest:,} tokens of KV cache, at least {least:,} are needed",
                 why=f"{numbers}; one token takes {show_bytes(facts.kv_bytes_per_token)}",
             )
-    elif context > tokens:
+    elif context > longest:
         return _Misfit(
-            what=f"a context of {context:,} tokens was asked for, {tokens:,} fit",
+            what=f"a context of {context:,} tokens was asked for, {longest:,} fit",
             why=f"{numbers}; one token takes {show_bytes(facts.kv_bytes_per_token)}",
         )
-    kv_bytes = (tokens + facts.page_size) * facts.kv_bytes_per_token
     return MemoryPlan(
+        groups=facts.groups,
+        kv_note=facts.kv_note,
+        num_pages=pages,
         total_bytes=facts.total_bytes,
         other_bytes=facts.total_bytes - facts.free_bytes + runtime_bytes(facts),
         weight_bytes=facts.weight_bytes,
-        kv_bytes=kv_bytes,
+        kv_bytes=(pages + 1) * facts.page_bytes,
         graph_bytes=facts.graph_bytes,
         activation_bytes=facts.activation_bytes,
         media_bytes=facts.media_bytes,
@@ -240,16 +277,18 @@ def _kv_room(facts: PlanFacts) -> tuple[int, str]:
 
 
 def _cpu_default_room(facts: PlanFacts, left: int) -> tuple[int, str]:
-    context = facts.context_length or facts.model_context
-    per_token = max(1, facts.kv_bytes_per_token)
-    wanted = max(2 * context, min(CPU_POOL_TOKENS, CPU_POOL_BYTES // per_token))
-    padded = (math.ceil(wanted / facts.page_size) + 1) * facts.page_size * per_token
+    context, kv = facts.context_length or facts.model_context, facts.kv
+    per_token, page_bytes = max(1, facts.kv_bytes_per_token), max(1, facts.page_bytes)
+    most = min(CPU_POOL_TOKENS, CPU_POOL_BYTES // per_token)
+    wanted = max(2 * kv.pages_for(context), math.ceil(most / facts.page_size) * kv.column_pages)
+    padded = (wanted + 1) * page_bytes
     share = int(facts.free_bytes * CPU_POOL_SHARE)
     if facts.context_length is not None:  # configured: it may take more than its share
-        share = max(share, (math.ceil(context / facts.page_size) + 1) * facts.page_size * per_token)
+        share = max(share, (kv.pages_for(context) + 1) * page_bytes)
     room = min(padded, share, left)
     if room == padded:
-        return room, f"a CPU keeps {wanted:,} tokens by default; more with --max-total-tokens"
+        kept = max(2 * context, most)
+        return room, f"a CPU keeps {kept:,} tokens by default; more with --max-total-tokens"
     if room == share:
         return (
             room,
@@ -258,12 +297,17 @@ def _cpu_default_room(facts: PlanFacts, left: int) -> tuple[int, str]:
     return room, "all that weights and activations leave"
 
 
-def _tokens_in(room: int, facts: PlanFacts) -> int:
-    """Tokens that fit `room` besides the padding page, in whole pages."""
+def _pages_in(room: int, facts: PlanFacts) -> int:
+    """Pages that fit `room` besides the padding page, in whole columns."""
     if facts.kv_bytes_per_token == 0:
-        return facts.max_total_tokens or max(facts.model_context, CPU_POOL_TOKENS)
-    pages = room // (facts.kv_bytes_per_token * facts.page_size) - 1
-    return max(0, pages) * facts.page_size
+        return _round_down(facts.max_total_tokens or max(facts.model_context, CPU_POOL_TOKENS), 1) // facts.page_size
+    height = facts.kv.column_pages
+    return max(0, room // facts.page_bytes - 1) // height * height
+
+
+def _tokens_of(pages: int, facts: PlanFacts) -> int:
+    """Tokens that pages hold at least: as many as if every request were short."""
+    return pages // max(1, facts.kv.column_pages) * facts.page_size
 
 
 def _round_down(tokens: int, page_size: int) -> int:
@@ -280,11 +324,14 @@ def _remedies(facts: PlanFacts) -> Iterator[str]:
 
 def _candidates(facts: PlanFacts) -> Iterator[tuple[str, PlanFacts]]:
     most, _ = _most_room(facts)
-    fits = _tokens_in(most, facts)
+    pages = _pages_in(most, facts)
+    fits = _tokens_of(pages, facts)
     if facts.max_total_tokens is not None and fits:
         yield f"--max-total-tokens {fits}", replace(facts, max_total_tokens=fits)
     if facts.context_length is not None and fits:
-        shorter = min(fits, facts.max_total_tokens or fits)
+        if facts.max_total_tokens is not None:
+            pages = min(pages, facts.max_total_tokens // facts.page_size * facts.kv.column_pages)
+        shorter = facts.kv.tokens_in(pages, facts.context_length)
         yield f"--context-length {shorter}", replace(facts, context_length=shorter)
     if facts.mem_fraction is not None:
         yield "--mem-fraction-static auto", replace(facts, mem_fraction=None)

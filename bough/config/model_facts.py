@@ -106,14 +106,14 @@ class Gqa:
         return self.head_dim if self.v_dim is None else self.v_dim
 
     @property
-    def kv_values(self) -> int:
-        """Values that a token leaves in the KV cache."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
+    def planes(self) -> tuple[int, ...]:
+        """Values that a token leaves in the KV cache: in keys, and in values."""
+        return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.value_dim
 
     @property
     def projected(self) -> int:
         """Values of a token's queries, keys and values together."""
-        return self.num_heads * self.head_dim + self.kv_values
+        return self.num_heads * self.head_dim + sum(self.planes)
 
     def num_parameters(self, hidden: int) -> int:
         read = self.num_heads * self.value_dim
@@ -171,8 +171,13 @@ class Mla:
 
     @property
     def kv_values(self) -> int:
-        """Values that a token leaves in the KV cache."""
+        """Width of what is kept of a token: its latent and the rotated key."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Values that a token leaves in the KV cache."""
+        return (self.kv_values,)
 
     @property
     def head_dim(self) -> int:
@@ -305,6 +310,11 @@ class LayerFacts:
     kv_from: int | None = None
     """The layer whose keys and values this one reads instead of keeping its own; None: it keeps them."""
 
+    @property
+    def kv_mixers(self) -> tuple[Mixer, ...]:
+        """Those that keep KV."""
+        return self.mixers if self.kv_from is None else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedPositions:
@@ -366,6 +376,11 @@ class ModelFacts:
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
     @property
+    def kv_mixers(self) -> tuple[Mixer, ...]:
+        """Of all layers, those that keep KV: by number of their KV cache."""
+        return tuple(mixer for layer in self.layers for mixer in layer.kv_mixers)
+
+    @property
     def bidirectional(self) -> bool:
         """Tokens see what comes after them, so a text can only be computed in one piece."""
         return any(not mixer.causal for mixer in self.mixers)
@@ -373,11 +388,12 @@ class ModelFacts:
     @property
     def ropes(self) -> tuple[RopeFacts | None, ...]:
         """By layer of the KV cache: how keys are rotated."""
-        return tuple(mixer.rope for mixer in self.mixers)
+        return tuple(mixer.rope for mixer in self.kv_mixers)
 
     @property
-    def kv_moves(self) -> bool:
-        """Whether KV that was computed at some positions can be used at others: those are rotated into keys or nowhere."""
+    def keys_turn(self) -> bool:
+        """Whether keys that were computed at some positions can be turned to others: those are rotated into keys or
+        nowhere."""
         return self.positions is None and all(mixer.keys_turn for mixer in self.mixers)
 
     @property

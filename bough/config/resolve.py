@@ -9,11 +9,13 @@ from typing import Generic, Literal, TypeVar
 
 from bough.config.concerns import AUTO, Config, DType, KvDType, MediaConfig, Quantization
 from bough.config.hosts import ranks_per_node
+from bough.config.kv_groups import KvPlan
 from bough.config.layout import Layout
 from bough.config.media_facts import TowerFacts
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
 from bough.config.speculation import ON_DEVICE, draft_numbers, draft_tokens, drafts_of_step
 from bough.core.errors import ConfigError
+from bough.core.kv import Grows, KvGroup, KvLayout
 
 T = TypeVar("T")
 
@@ -115,8 +117,9 @@ class ModelPlanFacts:
     """What turns media into embeddings, if the model does."""
     weight_share: float | None = None
     """Share of all weights on the rank with the most; None: an equal part."""
-    rank_kv_values: int | None = None
-    """Its part of `kv_values_per_token`; None: that of its share of the key-value heads."""
+    kv: Callable[[int, int], KvPlan] | None = None
+    """How its layers share pages, given the tokens of a column and of the longest request; None: each token takes those of
+    `kv_values_per_token` that are of a rank's part of the key-value heads."""
     tapped_values: int = 0
     """Values of a token that are kept beside the stream, for what drafts from them."""
     most_draft_steps: int | None = None
@@ -503,10 +506,12 @@ def memory_facts(
     running = config.scheduler.max_running_requests
     rows = MOST_RUNNING[machine.device] if running is AUTO else running
     step_tokens, small_step = largest_step(chunk, unwatched, longest, rows), largest_step(SMALL_STEP, 0, longest, rows)
-    kv_heads = -(-model.num_kv_heads // ranks)
-    kv_values = model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads)
-    if model.rank_kv_values is not None:
-        kv_values = model.rank_kv_values
+    if model.kv is not None:
+        kv = model.kv(page_size, longest)
+    else:
+        kv_heads = -(-model.num_kv_heads // ranks)
+        kv = KvPlan((KvGroup(Grows()),), model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads))
+    kv_values = kv.values_per_token * KvLayout(kv.groups, page_size).column_pages
     share = 1 / ranks if model.weight_share is None else model.weight_share
     packed_bytes = model.packed_bytes if packed else 0
     dense = model.dense_params if packed else model.dense_params + model.packed_params
@@ -540,6 +545,8 @@ def memory_facts(
         free_bytes=machine.free_bytes,
         weight_bytes=math.ceil((packed_bytes + dense * ITEM_BYTES[dtype]) * share),
         kv_bytes_per_token=kv_values * ITEM_BYTES[kv_dtype],
+        groups=kv.groups,
+        kv_note=kv.because,
         activation_bytes=activations(step_tokens),
         small_activation_bytes=activations(small_step),
         step_tokens=step_tokens,

@@ -160,7 +160,7 @@ def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
 def rank_kv_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
     """Values that a token leaves in a rank's KV cache, on average where ranks share the tokens of a sequence."""
     held = _held_layers(facts, layout, rank)
-    values = sum(rank_mixer(mixer, layout, rank).kv_values for layer in held for mixer in layer.mixers)
+    values = sum(sum(rank_mixer(mixer, layout, rank).planes) for layer in held for mixer in layer.kv_mixers)
     return -(-values // layout.cp)
 
 
@@ -168,11 +168,9 @@ def _held_layers(facts: ModelFacts, layout: Layout, rank: int) -> list[LayerFact
     return [facts.layers[each] for each in stage_layers(facts.num_layers, layout.pp, layout.place(rank)["pp"])]
 
 
-def fullest_rank(facts: ModelFacts, layout: Layout) -> tuple[float, int]:
-    """(the largest part of the weights that a rank holds, the most KV values of a token on a rank): what must fit."""
-    weights = max(rank_parameters(facts, layout, rank) for rank in range(layout.size))
-    kv_values = max(rank_kv_values(facts, layout, rank) for rank in range(layout.size))
-    return weights / facts.num_parameters(), kv_values
+def largest_share(facts: ModelFacts, layout: Layout) -> float:
+    """The largest part of the weights that a rank holds: it must fit."""
+    return max(rank_parameters(facts, layout, rank) for rank in range(layout.size)) / facts.num_parameters()
 
 
 def uneven_heads(facts: ModelFacts, layout: Layout) -> str:

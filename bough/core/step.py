@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from bough.core.kv import Grows, KvGroup, KvLayout
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
 
@@ -25,6 +26,8 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+Pages = npt.NDArray[np.int32]
+"""Page numbers by line and column (`core.kv`)."""
 Mask = npt.NDArray[np.int32]
 """Vocabulary bit masks, [samples, ceil(vocab / 32)]; a set bit allows the token."""
 
@@ -178,7 +181,8 @@ class Step(Struct, kw_only=True):
     drafts: I32 = _no_rows()
     """Per decode row: how many of its query tokens, the last ones, are drafts. Empty: the step has none."""
     table_at: I64
-    """Page-table writes, made before the forward pass: flat positions `slot * pages_per_slot + i`..."""
+    """Page-table writes, made before the forward pass: flat positions `(line * (num_slots + 1) + slot) * pages_per_slot +
+    column`, because each line has a spare slot..."""
     table_pages: I32
     """...and the pages that go there."""
     moves: list[KVMoves] = []
@@ -310,14 +314,20 @@ class RunnerLimits(Struct, frozen=True, kw_only=True):
     """KV pages, all of them free at the start. Page 0 is kept by the runner for padded rows and is never handed out."""
     page_size: int
     pages_per_slot: int
-    """Width of the page table: `ceil(context_length / page_size)`."""
+    """Columns of the page table: `ceil(context_length / page_size)`."""
     context_length: int
     max_step_tokens: int
     """Largest `Step.num_tokens`."""
     vocab_size: int
     spans: SpanCosts | None = None
     """None: attention has no use for shared spans."""
-    kv_moves: bool = True
-    """Whether KV that was computed at some positions can be moved to others."""
+    kv_stays: str = ""
+    """Why KV that was computed at some positions can't be moved to others; empty: it can."""
+    groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
+    """What is kept, and for how long."""
     media: MediaLimits | None = None
     """None: the model takes text only."""
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout(self.groups, self.page_size)

@@ -23,12 +23,13 @@ from bough.config.concerns import Config
 from bough.config.experts import PLAIN_EXPERTS, ExpertPlan
 from bough.config.hf import Checkpoint
 from bough.config.hosts import crew_of, nodes_of_ranks
+from bough.config.kv_groups import held_layers, stage_groups, why_kv_stays
 from bough.config.layout import Layout
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import largest_step
-from bough.config.shares import stage_layers, uneven_heads
+from bough.config.shares import uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.config.unproven import unproven
 from bough.core.errors import ConfigError
@@ -266,7 +267,7 @@ def kv_scales(checkpoint: Checkpoint, config: Config, facts: ModelFacts) -> KvSc
     """Of keys and values that are cached in 8 bits; none for others."""
     if not config.model.kv_cache_dtype.startswith("fp8"):
         return KvScales()
-    return find_kv_scales(checkpoint, len(facts.mixers), config.model.quantization_param_path)
+    return find_kv_scales(checkpoint, len(facts.kv_mixers), config.model.quantization_param_path)
 
 
 def make_runner(
@@ -290,14 +291,15 @@ def make_runner(
             fix="use --tp-size instead of --pp-size",
             param="pp_size",
         )
-    mine = stage_layers(facts.num_layers, stages, stage)
+    held = held_layers(facts, Layout.of(config.parallel), stage)
     whole = pooling is not None and pooling.whole
     page_size = plan.page_size
     num_pages = plan.num_pages + 1  # page 0 is nobody's
     _check_room(plan, device)
     specs = [] if whole else attention_specs(model)
-    ropes = facts.ropes[mine.start : mine.stop]
-    if drafts is not None:
+    ropes = facts.ropes[held.start : held.stop]
+    if drafts is not None:  # whose layers come behind the model's
+        held = range(held.start, held.stop + len(drafts.facts.model.kv_mixers))
         specs, ropes = specs + attention_specs(drafts.network), ropes + drafts.facts.model.ropes
     shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
     scales = (scales or KvScales()).padded(len(specs))
@@ -310,7 +312,8 @@ def make_runner(
     context = ContextShare(sharing_context, attend) if sharing_context.size > 1 else None
     # Each of the ranks that share contexts keeps its part of every page.
     kept = page_size // sharing_context.size
-    pool = KVPool(shapes, num_pages, kept, kv_dtype, device.torch_device, scales.keys, values)
+    groups = stage_groups(plan.groups, held)
+    pool = KVPool(shapes, num_pages, kept, kv_dtype, device.torch_device, scales.keys, values, groups)
     device.reserve(plan.activation_bytes)
     running = config.scheduler.max_running_requests
     chunk, unwatched = config.scheduler.chunked_prefill_size, config.scheduler.unwatched_prefill_size
@@ -328,7 +331,8 @@ def make_runner(
         context_length=plan.context_length,
         max_step_tokens=step_tokens,
         vocab_size=facts.vocab,
-        kv_moves=facts.kv_moves and context is None,
+        kv_stays=why_kv_stays(facts, groups, shares_context=context is not None),
+        groups=groups,
         spans=span_costs(backend, specs, pool.keys[0].itemsize) if specs and context is None else None,
         media=media_limits(facts, config, plan),
     )
@@ -458,7 +462,7 @@ def serve_steps(
         limits = pooling_limits(limits, local.limits, local.pooling)
     cache = PrefixCache(
         num_pages=limits.num_pages,
-        page_size=limits.page_size,
+        layout=limits.layout,
         policy=config.cache.radix_eviction_policy,
         enabled=config.cache.radix_cache,
     )
@@ -547,7 +551,7 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "eos_ids": list(checkpoint.eos_ids),
         "device": resolved.config.device.device,
         "dtype": resolved.config.model.dtype,
-        "kv_join": resolved.config.cache.radix_cache and pooling is None and limits.kv_moves,
+        "kv_join": resolved.config.cache.radix_cache and pooling is None and not limits.kv_stays,
         "media": list(facts.tower.kinds) if facts.tower is not None and pooling is None else [],
         "score_items": pooling is None and facts.takes_items and parallel.pp_size == parallel.attn_cp_size == 1,
         "decisions": resolved.lines(),

@@ -48,14 +48,15 @@ def decide(
     machine = machine_facts(device, custom_kernels=custom)
     if agreed is not None:
         machine = agreed(machine)
+    pooling = pooling_of(config, checkpoint, facts)
     planned = plan_facts(
         checkpoint,
         facts,
         config.model,
         on_cpu=device.kind == "cpu",
         layout=Layout.of(config.parallel),
+        frees_windows=pooling is None,
     )
-    pooling = pooling_of(config, checkpoint, facts)
     check_servable(config, checkpoint, facts, pooling)
     if facts.through_transformers:  # modules with experts look at values on the host, which no graph can hold
         config = replace(config, device=replace(config.device, cuda_graph=False))
@@ -63,7 +64,7 @@ def decide(
         config = pooling_settings(config, pooling, checkpoint, facts, device.kind)
         planned = without_kv(planned) if pooling.whole else planned
     draft = draft_of(config, checkpoint, facts)
-    planned = with_draft(planned, draft, config, Layout.of(config.parallel), on_cpu=device.kind == "cpu")
+    planned = with_draft(planned, facts, draft, config, Layout.of(config.parallel), on_cpu=device.kind == "cpu")
     return Decided(checkpoint, facts, pooling, resolve(config, machine, planned), draft)
 
 

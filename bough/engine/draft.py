@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from bough.config.concerns import AUTO, Config
 from bough.config.draft_facts import DraftFacts, DraftMethod, misfit, read_draft
 from bough.config.hf import Checkpoint, open_checkpoint
+from bough.config.kv_groups import with_draft_layers
 from bough.config.layout import Layout
 from bough.config.model_facts import Gqa, Mixer, ModelFacts
 from bough.config.resolve import ModelPlanFacts
-from bough.config.shares import rank_kv_values
 from bough.config.speculation import ON_DEVICE
 from bough.core.errors import ConfigError
 from bough.engine.facts import plan_facts
@@ -78,13 +79,12 @@ def _counts_keys(mixer: Mixer) -> bool:
 
 
 def with_draft(
-    planned: ModelPlanFacts, draft: Draft | None, config: Config, layout: Layout, *, on_cpu: bool
+    planned: ModelPlanFacts, target: ModelFacts, draft: Draft | None, config: Config, layout: Layout, *, on_cpu: bool
 ) -> ModelPlanFacts:
-    """The target's plan with what its draft takes: weights, KV beside its own, and states that are kept for it."""
+    """The plan of `target` with what its draft takes: weights, KV beside its own, and states that are kept for it."""
     if draft is None:
         return planned
     checkpoint, facts = draft
-    kv_values = max(rank_kv_values(facts.model, layout, rank) for rank in range(layout.size)) if facts.layers else 0
     dense, packed_bytes, packed_params = _num_weights(draft), 0, 0
     if facts.method == "STANDALONE":
         model = replace(config.model, quantization=config.speculative.speculative_draft_model_quantization)
@@ -95,8 +95,8 @@ def with_draft(
         dense_params=planned.dense_params + dense,
         packed_bytes=planned.packed_bytes + packed_bytes,
         packed_params=planned.packed_params + packed_params,
-        kv_values_per_token=planned.kv_values_per_token + sum(mixer.kv_values for mixer in facts.model.mixers),
-        rank_kv_values=None if planned.rank_kv_values is None else planned.rank_kv_values + kv_values,
+        kv_values_per_token=planned.kv_values_per_token + sum(sum(mixer.planes) for mixer in facts.model.kv_mixers),
+        kv=partial(with_draft_layers, target, layout, facts.model),
         tapped_values=(len(facts.taps) + 1) * planned.hidden_size,
         most_draft_steps=facts.most_steps,
     )

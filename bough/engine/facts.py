@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from bough.config.concerns import DType, ModelConfig, Quantization
 from bough.config.fields import Fields
 from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
+from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
 from bough.config.model_facts import ModelFacts
 from bough.config.resolve import MachineFacts, ModelPlanFacts
-from bough.config.shares import fullest_rank
+from bough.config.shares import largest_share
 from bough.models.registry import find_architecture
 from bough.models.seeing import TOWER
 from bough.platform import DeviceFacts
@@ -51,10 +53,16 @@ def machine_facts(device: DeviceFacts, *, custom_kernels: bool) -> MachineFacts:
 
 
 def plan_facts(
-    checkpoint: Checkpoint, facts: ModelFacts, model: ModelConfig, *, on_cpu: bool, layout: Layout
+    checkpoint: Checkpoint,
+    facts: ModelFacts,
+    model: ModelConfig,
+    *,
+    on_cpu: bool,
+    layout: Layout,
+    frees_windows: bool = True,
 ) -> ModelPlanFacts:
-    """The checkpoint in the words of `config.resolve`. Raises `UnsupportedModel` or `ConfigError` if weights can't be stored
-    as asked for, or split over the ranks of `layout`."""
+    """The checkpoint in the words of `config.resolve`. `frees_windows`: layers with windows keep no more than those. Raises
+    `UnsupportedModel` or `ConfigError` if weights can't be stored as asked for, or split over the ranks of `layout`."""
     rules = rules_for(checkpoint, model.quantization)
     if rules is not None:
         sizes, quantization = weight_sizes(checkpoint, facts, rules), rules.method
@@ -64,7 +72,6 @@ def plan_facts(
     dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPES.values():
         dtype = "bfloat16"
-    weight_share, kv_values = fullest_rank(facts, layout)
     return ModelPlanFacts(
         name=model.model,
         context_length=facts.max_context,
@@ -75,16 +82,24 @@ def plan_facts(
         quantization=cast(Quantization, quantization),
         weight_format=rules.summary if rules is not None else "",
         kv_format=rules.kv.kind if rules is not None and rules.kv is not None else "",
-        kv_values_per_token=sum(mixer.kv_values for mixer in facts.mixers),
+        kv_values_per_token=sum(sum(mixer.planes) for mixer in facts.kv_mixers),
         num_kv_heads=max(mixer.num_kv_heads for mixer in facts.mixers),
         hidden_size=facts.hidden,
         ffn_size=max((layer.ffn.inner_values for layer in facts.layers if layer.ffn is not None), default=0),
         attention_width=max(mixer.projected for mixer in facts.mixers),
         vocab_size=facts.vocab,
         tower=facts.tower,
-        weight_share=weight_share,
-        rank_kv_values=kv_values,
+        weight_share=largest_share(facts, layout),
+        kv=partial(_groups if frees_windows else _one_group, facts, layout),
     )
+
+
+def _groups(facts: ModelFacts, layout: Layout, page_size: int, context: int) -> KvPlan:
+    return plan_groups(facts, layout, context=context, page_size=page_size)
+
+
+def _one_group(facts: ModelFacts, layout: Layout, page_size: int, context: int) -> KvPlan:
+    return all_in_one(facts, layout)
 
 
 def _sizes(checkpoint: Checkpoint, facts: ModelFacts, *, on_cpu: bool, keep_blocks: bool) -> WeightSizes:

@@ -73,8 +73,12 @@ class EngineMeter:
         self._cells = {name: sheet.cell(name) for name in names}
         self._phases = {phase: sheet.cell("engine_seconds_total", phase) for phase in PHASES}
         self._places = [sheet.cell("spec_accepted_by_position_total", place) for place in DRAFT_PLACES]
-        sheet.cell("max_total_num_tokens").set(cache.total * cache.page_size)
+        sheet.cell("max_total_num_tokens").set(self._tokens(cache.total))
         sheet.cell("max_running_reqs").set(queues.limits.max_running)
+
+    def _tokens(self, num_pages: int) -> int:
+        """Tokens that so many pages hold, in all lines."""
+        return num_pages // max(1, self._cache.layout.column_pages) * self._cache.page_size
 
     def look(self, laps: Laps) -> None:
         """Writes if it is time to, or if the engine has just fallen idle."""
@@ -89,7 +93,7 @@ class EngineMeter:
 
     def _write(self, laps: Laps) -> None:
         queues, cache, cells = self._queues, self._cache, self._cells
-        counters, size = queues.counters, cache.page_size
+        counters = queues.counters
         media = queues.media
         if media is not None:
             cells["media_items_total"].set(media.counters.items)
@@ -101,8 +105,8 @@ class EngineMeter:
         cells["num_queue_reqs"].set(len(queues.waiting))
         cells["num_queue_tokens"].set(queues.waiting.num_tokens)
         cells["num_grammar_queue_reqs"].set(len(queues.compiling))
-        cells["num_used_tokens"].set((cache.total - cache.num_available) * size)
-        cells["num_cached_tokens"].set(cache.tree.num_evictable * size)
+        cells["num_used_tokens"].set(self._tokens(cache.total - cache.num_available))
+        cells["num_cached_tokens"].set(self._tokens(cache.tree.num_evictable))
         cells["decode_step_seconds"].set(queues.cost.decode_ms / 1e3)
         cells["steps_total"].set(counters.steps)
         cells["failed_steps_total"].set(counters.failed_steps)

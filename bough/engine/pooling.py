@@ -57,7 +57,7 @@ def _in_float32(checkpoint: Checkpoint) -> bool:
 
 def without_kv(facts: ModelPlanFacts) -> ModelPlanFacts:
     """The plan's facts of a model that keeps nothing of a text once it is computed."""
-    return replace(facts, kv_values_per_token=0, rank_kv_values=0)
+    return replace(facts, kv_values_per_token=0, kv=None)
 
 
 def whole_step_tokens(given: object, context_length: int, device: str) -> int:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bough.core.kv import KvGroup
 from bough.kernels.pages import copy_pages
 from bough.kernels.pages.reference import copy_pages as gather_pages
 from bough.memory.transfer import upload
@@ -35,6 +36,15 @@ class KVShape:
         return self.num_kv_heads * (self.k_dim if self.latent else self.k_dim + self.v_dim)
 
 
+def _lines(groups: Sequence[KvGroup], num_layers: int) -> tuple[int, ...] | None:
+    """By layer: its line; None: there is one line."""
+    lines = [layers for group in groups for layers in group.layers]
+    if len(lines) < 2:
+        return None
+    line_of = {layer: line for line, layers in enumerate(lines) for layer in layers}
+    return tuple(line_of[layer] for layer in range(num_layers))
+
+
 def are_chained(source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> bool:
     """Whether one copy reads a page that another writes: it was evicted for one row and is copied from for the next."""
     return not set(source_M.tolist()).isdisjoint(target_M.tolist())
@@ -50,7 +60,11 @@ class Turn:
 
 
 class KVPool:
-    """Keys and values of all layers, [pages, page size, kv heads, head width] each. Page 0 takes what padding writes."""
+    """Keys and values of all layers, [pages, page size, kv heads, head width] each. Page 0 takes what padding writes.
+
+    A page belongs to one line of `groups` at a time: the layers of different lines lie in the same memory, the first of each
+    line in one place, and so on.
+    """
 
     def __init__(
         self,
@@ -61,25 +75,54 @@ class KVPool:
         device: torch.device,
         k_scales: Sequence[float] = (),
         v_scales: Sequence[float] = (),
+        groups: Sequence[KvGroup] = (),
     ) -> None:
-        """`k_scales`, `v_scales`: by layer, what keys and values are divided by before they are kept. Empty: 1."""
+        """`page_size`: tokens of a column. `k_scales`, `v_scales`: by layer, what keys and values are divided by before they
+        are kept; empty: 1. `groups`: empty: one line."""
         self.k_scales = tuple(k_scales)
         self.v_scales = tuple(v_scales)
-        self.page_size = page_size
         self.num_pages = num_pages
         self.dtype = dtype
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        for shape in shapes:
-            page = (num_pages, page_size, shape.num_kv_heads)
-            keys = _zeros((*page, shape.k_dim), dtype, device)
-            self.keys.append(keys)
-            if shape.latent:
-                self.values.append(keys[..., : shape.v_dim])
-            else:
-                self.values.append(_zeros((*page, shape.v_dim), dtype, device))
+        self.stores: list[Tensor] = []
+        """The memory of keys and values, each once, by page."""
+        self.page_sizes = tuple(page_size // group.parts for group in groups for _ in group.layers) or (page_size,)
+        """By line: tokens of a page."""
+        self.line_of = _lines(groups, len(shapes))
+        """By layer; None: there is one line."""
         self._shapes = tuple(shapes)
-        self._own_values = [values for values, shape in zip(self.values, shapes, strict=True) if not shape.latent]
+        made: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        """By line and place in it, so that what aliases can be found."""
+        for layer, shape in enumerate(shapes):
+            line = 0 if self.line_of is None else self.line_of[layer]
+            place = 0
+            while (line, place) in made:
+                place += 1
+            below = next((made[other, place] for other in range(len(self.page_sizes)) if (other, place) in made), None)
+            page = (num_pages, self.page_sizes[line], shape.num_kv_heads)
+            keys = self._store((*page, shape.k_dim), device, None if below is None else below[0])
+            values = None
+            if not shape.latent:
+                values = self._store((*page, shape.v_dim), device, None if below is None else below[1])
+            made[line, place] = keys, values
+            self.keys.append(keys)
+            self.values.append(keys[..., : shape.v_dim] if values is None else values)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the first line."""
+        return self.page_sizes[0]
+
+    def _store(self, shape: tuple[int, ...], device: torch.device, alias: Tensor | None) -> Tensor:
+        """Memory of this shape, or that of `alias` seen in it."""
+        if alias is None:
+            made = _zeros(shape, self.dtype, device)
+            self.stores.append(made)
+            return made
+        if math.prod(shape) != alias.numel():
+            raise ValueError(f"pages of {tuple(alias.shape[1:])} and of {shape[1:]} don't have equal bytes")
+        return alias.view(shape)
 
     def caches(self, layers: slice) -> list[Tensor]:
         """Everything that these layers keep, [pages, page size, ...] each."""
@@ -90,12 +133,13 @@ class KVPool:
 
     def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
         """Copies whole pages in every layer; all are read before any is written."""
-        pages = upload(np.stack([source_M, target_M]).astype(np.int64), self.keys[0].device)
+        pages = upload(np.stack([source_M, target_M]).astype(np.int64), self.stores[0].device)
         copy = gather_pages if are_chained(source_M, target_M) else copy_pages
-        copy((*self.keys, *self._own_values), pages[0], pages[1])
+        copy(self.stores, pages[0], pages[1])
 
     def move_tokens(self, source_M: Tensor, target_M: Tensor, turns: Sequence[Turn | None]) -> None:
-        """Copies single tokens (`page * page_size + offset`) in every layer; all are read before any is written.
+        """Copies single tokens (`page * page_size + offset`) in every layer; all are read before any is written. For pools
+        with one line.
 
         `turns` says, for each layer, how keys turn; None: not at all.
         """

@@ -184,7 +184,9 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
 - **Models that see** take images: see [multimodal](multimodal.md). `--language-model-only` serves them without their towers.
   Gemma 3, Llama 4 and Mistral Small 3 answer texts by their language models; they take no pictures yet.
 - **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3) are read over.
-- **Windows** (Gemma, Mistral, gpt-oss ...) bound what attention reads. Pages behind a window are not freed yet.
+- **Windows** (Gemma, Mistral, gpt-oss, Llama 4's chunks ...) bound what attention reads and what is kept: pages behind a
+  window are freed while a request runs, and a cached prefix needs its last window only, see
+  [KV groups](decisions/kv_groups.md).
 - **Latents** (MLA) keep `kv_lora_rank + qk_rope_head_dim` numbers per token and layer, on every rank.
 - Recurrent and hybrid models (Mamba, Qwen3-Next, Jamba ...) are not served yet, nor are DeepSeek V3.2's sparse attention,
   ChatGLM 1 to 3 and Baichuan.

@@ -133,12 +133,12 @@ def _probe(model: HostedModel, facts: ModelFacts, device: torch.device) -> None:
             why=f"{len(probe.specs)} of its {facts.num_layers} layers call an attention function that can be replaced",
             fix="choose another model (docs/models.md)",
         )
-    for spec, mixer in zip(probe.specs, facts.mixers, strict=True):
+    for spec, mixer in zip(probe.specs, facts.kv_mixers, strict=True):
         kept = spec.num_kv_heads * (spec.head_dim + (spec.v_head_dim or spec.head_dim))
-        if kept != mixer.kv_values:
+        if kept != sum(mixer.planes):
             raise UnsupportedModel(
                 what=f"{facts.architecture} can't run through transformers here",
-                why=f"a token leaves {kept} values in layer {spec.layer}, its config says {mixer.kv_values}",
+                why=f"a token leaves {kept} values in layer {spec.layer}, its config says {sum(mixer.planes)}",
                 fix="choose another model (docs/models.md)",
             )
 

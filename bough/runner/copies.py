@@ -26,11 +26,11 @@ class PageCopies:
 
     def capture(self) -> None:
         """To be called before the first step, on a device that has graphs."""
-        caches = (*self._pool.keys, *self._pool.values)
-        if not caches:
+        stores = self._pool.stores
+        if not stores:
             return
-        pages = self._pages = torch.zeros((2, MOST), dtype=torch.int64, device=caches[0].device)
-        self._graph, _ = capture(lambda: copy_pages(caches, pages[0], pages[1]))
+        pages = self._pages = torch.zeros((2, MOST), dtype=torch.int64, device=stores[0].device)
+        self._graph, _ = capture(lambda: copy_pages(stores, pages[0], pages[1]))
 
     def copy(self, source_M: I32, target_M: I32, stage: Stage) -> None:
         """Copies pages; all are read before any is written. `stage`: of the step that they are made for."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from bough.core.step import MOST_LEVELS
 from bough.kernels.attention.cpu import CpuAttention
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, SpanTensors, Tail, TreeMask
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, Lines, SpanTensors, Tail, TreeMask
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tree
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
-from bough.kernels.step_start import SlotState, start_step
+from bough.kernels.step_start import SlotState, locate, start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.context import AttentionFactory, ContextShare, Cut
@@ -88,11 +88,10 @@ class Forward:
         self._attention = attention
         self._gapped: AttentionFactory = attention if attention is CpuAttention else TorchAttention
         """For steps with tokens that don't see all before them: not every backend hides keys."""
-        self._pages = state.page_table.view(-1)
 
     def write_table(self, at_U: Tensor, pages_U: Tensor) -> None:
         """Writes pages at flat places of the page table, ahead of a step."""
-        self._pages.scatter_(0, at_U, pages_U)
+        self.state.table_entries.scatter_(0, at_U, pages_U)
 
     def hidden(
         self,
@@ -108,8 +107,12 @@ class Forward:
         tokens: None). `read` gets what a proposer will need."""
         if at is not None and not len(at):
             return self.hidden(tensors, extent, at.new_zeros(1), segments, read, media, items)[:0]
-        state, ids = self.state, tensors.ids_T
+        state, ids, pool = self.state, tensors.ids_T, self.pool
         start_step(state, tensors, self.page_size)
+        lines = None
+        if pool.line_of is not None:
+            locs = (tensors.loc_T, *locate(state, tensors, pool.page_sizes))
+            lines = Lines(pool.line_of, state.tables, locs, pool.page_sizes)
         tree = None
         if state.tree is not None and extent.has_drafts and read is not None:
             read.tree = start_tree(state, tensors, tensors.sample_at_L)
@@ -134,13 +137,14 @@ class Forward:
             page_size=self.page_size,
             max_query=extent.max_query,
             max_kv=extent.max_kv,
-            k_caches=self.pool.keys,
-            v_caches=self.pool.values,
-            k_scales=self.pool.k_scales,
-            v_scales=self.pool.v_scales,
+            k_caches=pool.keys,
+            v_caches=pool.values,
+            k_scales=pool.k_scales,
+            v_scales=pool.v_scales,
             shared=shared,
             host=extent.host,
             tree=tree,
+            lines=lines,
         )
         whole = read is not None and read.proposes and read.reads.hidden
         if self.narrows and items is None and at is not None and not whole and _is_small(at, len(ids), extent):
@@ -299,6 +303,7 @@ def _is_small(at: Tensor, num_tokens: int, extent: Extent) -> bool:
 
 def _rows_of(at: Tensor, tensors: StepTensors, inputs: AttentionInputs) -> AttentionInputs:
     """The tokens `at`, each as a row that sees everything up to itself."""
+    lines = inputs.lines
     return AttentionInputs(
         query_start_R1=torch.arange(len(at) + 1, dtype=torch.int32, device=at.device),
         kv_len_R=(tensors.positions_T[at] + 1).to(torch.int32),
@@ -312,4 +317,5 @@ def _rows_of(at: Tensor, tensors: StepTensors, inputs: AttentionInputs) -> Atten
         v_caches=inputs.v_caches,
         k_scales=inputs.k_scales,
         v_scales=inputs.v_scales,
+        lines=None if lines is None else replace(lines, locs=[loc_T[at] for loc_T in lines.locs]),
     )

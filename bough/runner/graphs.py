@@ -32,7 +32,7 @@ WASTE = 1.5
 CHEAP_TOKENS = 64
 """...or this many: such steps take the time of reading the weights, however few their tokens."""
 TABLE_ROOM = 256
-"""Page-table writes that a step may make beyond two a row: those of a prompt whose beginning is cached."""
+"""Columns that a step may write to page tables beyond two a row: those of a prompt whose beginning is cached."""
 SMALL_MIXTURE, MIXTURE_WASTE = 512, 1.25
 """A graph of at most so many tokens serves any mixture that fits; a larger one those that have not many fewer."""
 WORTH_IT = 4
@@ -99,8 +99,12 @@ def token_sizes(largest: int) -> list[int]:
 class Graphs:
     """The captured graphs of one runner."""
 
-    def __init__(self, forward: Forward, *, max_tokens: int, context_length: int, spare_slot: int) -> None:
+    def __init__(
+        self, forward: Forward, *, max_tokens: int, context_length: int, spare_slot: int, column_pages: int = 1
+    ) -> None:
+        """`column_pages`: page-table writes that a column takes."""
         self._forward = forward
+        self._column_pages = column_pages
         self._sizes = token_sizes(max_tokens)
         self._context_length = context_length
         self._spare_slot = spare_slot
@@ -203,7 +207,8 @@ class Graphs:
 
     def _record(self, key: GraphKey) -> Captured:
         members = MOST_LEVELS * key.rows if key.shared else 0
-        layout = Layout(Sizes(key.tokens, key.rows, key.samples, 2 * key.rows + TABLE_ROOM, members))
+        writes = (2 * key.rows + TABLE_ROOM) * self._column_pages
+        layout = Layout(Sizes(key.tokens, key.rows, key.samples, writes, members))
         device = self._forward.state.page_table.device
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         tensors = layout.tensors(buffer)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bough.core.kv import KvLayout, TablePlaces
 from bough.core.step import I32, MOST_LEVELS, RunnerLimits, Step
 from bough.runner.staging import ALIGN, Stage
 from bough.sampler.state import Samples
@@ -150,24 +151,27 @@ class Layout:
 def stage_bytes(limits: RunnerLimits) -> int:
     """Host memory that all but the strangest steps need."""
     tokens, rows = limits.max_step_tokens, limits.num_slots
-    sizes = Sizes(tokens, rows, samples=rows, writes=2 * rows + tokens, members=MOST_LEVELS * rows)
+    writes = (2 * rows + tokens) * max(1, limits.layout.column_pages)
+    sizes = Sizes(tokens, rows, samples=rows, writes=writes, members=MOST_LEVELS * rows)
     return Layout(sizes).num_bytes
 
 
 class Packer:
-    """Packs steps. Keeps the host's mirror of the page table, from which KV locations are looked up."""
+    """Packs steps. Keeps the host's mirror of the page table, from whose first line KV locations are looked up."""
 
-    def __init__(self, num_slots: int, pages_per_slot: int, page_size: int) -> None:
-        self.page_size = page_size
-        self.pages_per_slot = pages_per_slot
-        self.table: I32 = np.zeros((num_slots + 1, pages_per_slot), np.int32)
-        self._pages = self.table.reshape(-1)
-        """The same, as `Step.table_at` counts."""
+    def __init__(self, num_slots: int, columns: int, layout: KvLayout) -> None:
+        """`columns`: those of a slot."""
+        parts = layout.line_parts[0] if layout.line_parts else 1
+        self.page_size = layout.page_size // parts
+        self.pages_per_slot = columns * parts
+        """Of the first line."""
+        self._pages: I32 = np.zeros(max(TablePlaces(layout, num_slots, columns).size, 1), np.int32)
+        """As `Step.table_at` counts."""
         self._token_padding = np.array([[0], [0], [num_slots], [-1]])
         self._sample_padding = np.array([[0], [num_slots], [1], [0], [0]])
         self._filter_padding = np.array([[0.0], [1.0], [0.0]])
         self._row_padding = np.array([[0], [num_slots], [0], [0], [0], [0], [0]])
-        self._write_padding = num_slots * pages_per_slot
+        self._write_padding = num_slots * self.pages_per_slot
 
     def write_table(self, step: Step) -> None:
         """Notes the step's page-table writes."""

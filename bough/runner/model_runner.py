@@ -74,12 +74,13 @@ class ModelRunner:
             most_drafts=most_drafts,
             trees=tree_width > 0,
             turns=limits.media is not None and limits.media.axes > 0,
+            line_parts=limits.layout.line_parts,
         )
         self.encoder = encoder
         self.pool = pool
         self.context = context
         self.forward = Forward(model, pool, state, attention, proposer, tree_width, context)
-        self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
+        self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.layout)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
         self.hidden = HiddenSlots()
@@ -94,6 +95,7 @@ class ModelRunner:
                 max_tokens=graph_max_tokens,
                 context_length=limits.context_length,
                 spare_slot=limits.num_slots,
+                column_pages=max(1, limits.layout.column_pages),
             )
 
     @without_gradients

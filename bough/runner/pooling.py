@@ -45,7 +45,7 @@ class PoolingRunner:
         self._model = model
         state = SlotState.make(limits.num_slots, limits.pages_per_slot, self._device)
         self._forward = Forward(model, pool, state, attention)  # type: ignore[arg-type]
-        self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.page_size)
+        self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.layout)
         self._params = SlotParams(limits.num_slots, limits.vocab_size)
         self._stages = Stages(device, stage_bytes(limits))
         self._second_at = np.zeros(limits.num_slots + 1, np.int32)

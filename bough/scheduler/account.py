@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from bough.cache.nodes import Node
 from bough.cache.prefix import AccountError, PrefixCache
-from bough.cache.radix import Node
+from bough.core.step import I32
 from bough.scheduler.queues import Queues, Row
 
 
@@ -17,27 +18,58 @@ def check_account(queues: Queues, cache: PrefixCache) -> None:
         raise AccountError(f"{len(rows)} rows and {slots.num_free} free slots of {slots.num_slots}")
     private = [slots.private_pages(row.slot) for row in rows]
     cache.check(np.concatenate(private) if private else np.empty(0, np.int32))
-    locks: dict[int, int] = {}
+    locks: dict[Node, int] = {}
+    seen: dict[Node, I32] = {}
     for row in rows:
         path: list[Node] = []
         node: Node | None = row.node
         while node is not None:
-            locks[id(node)] = locks.get(id(node), 0) + 1
-            path.append(node)
+            locks[node] = locks.get(node, 0) + 1
+            path.insert(0, node)
             node = node.parent
-        pages = np.concatenate([node.pages for node in reversed(path)])
-        held = slots.table[row.slot, : int(slots.tree_pages[row.slot])]
-        if not np.array_equal(pages, held):
-            raise AccountError(f"slot {row.slot} reads pages {held.tolist()}, its path has {pages.tolist()}")
-        if slots.kv_high[row.slot] > slots.num_pages[row.slot] * cache.page_size:
+        _check_table(queues, row, path, seen)
+        _check_bounds(queues, row, cache.page_size)
+    for each in cache.tree.nodes():
+        if each.locks != locks.get(each, 0):
+            raise AccountError(f"{each!r} is locked by {locks.get(each, 0)} rows")
+        for at, held in enumerate(each.held):
+            if (each in seen and (held.locks != seen[each][at]).any()) or (each not in seen and held.locks.any()):
+                raise AccountError(
+                    f"{each!r} has locks {held.locks.tolist()} of a window, which rows do not account for"
+                )
+
+
+def _check_table(queues: Queues, row: Row, path: list[Node], seen: dict[Node, I32]) -> None:
+    """Compares a row's table with its path, and adds the columns of windows that it sees to `seen`."""
+    slots = queues.slots
+    pages = np.concatenate([node.pages for node in path], axis=1)
+    held = slots.table[:, row.slot, : int(slots.tree_columns[row.slot])]
+    counts = np.ones(held.shape, np.bool_)
+    gone = slots.gone[:, row.slot].tolist()
+    for window, first in zip(slots.layout.windows, gone, strict=True):
+        counts[window.pages, :first] = False
+    if held.shape != pages.shape or (pages != held)[counts].any():
+        raise AccountError(f"slot {row.slot} reads pages {held.tolist()}, its path has {pages.tolist()}")
+    column = 0
+    for node in path:
+        if node not in seen:
+            seen[node] = np.zeros((len(gone), node.num_columns), np.int32)
+        for at, first in enumerate(gone):
+            seen[node][at, max(0, first - column) :] += 1
+        column += node.num_columns
+
+
+def _check_bounds(queues: Queues, row: Row, page_size: int) -> None:
+    slots, slot = queues.slots, row.slot
+    if slots.kv_high[slot] > slots.num_columns[slot] * page_size:
+        raise AccountError(f"slot {slot} has {slots.kv_high[slot]} tokens in {slots.num_columns[slot]} columns")
+    for window, gone in zip(slots.layout.windows, slots.gone[:, slot].tolist(), strict=True):
+        if gone * page_size > window.lifetime.first_needed(int(slots.kv_settled[slot])):
             raise AccountError(
-                f"slot {row.slot} has {slots.kv_high[row.slot]} tokens in {slots.num_pages[row.slot]} pages"
+                f"slot {slot} has {slots.kv_settled[slot]} tokens and gave up {gone} columns of a window"
             )
-        if not slots.out_settled[row.slot] <= slots.out_low[row.slot] <= slots.out_high[row.slot]:
-            raise AccountError(
-                f"slot {row.slot} has {slots.out_settled[row.slot]} output tokens, and expects "
-                f"{slots.out_low[row.slot]} to {slots.out_high[row.slot]}"
-            )
-    for node in cache.tree.nodes():
-        if node.locks != locks.get(id(node), 0):
-            raise AccountError(f"{node!r} is locked by {locks.get(id(node), 0)} rows")
+    if not slots.out_settled[slot] <= slots.out_low[slot] <= slots.out_high[slot]:
+        raise AccountError(
+            f"slot {slot} has {slots.out_settled[slot]} output tokens, and expects "
+            f"{slots.out_low[slot]} to {slots.out_high[slot]}"
+        )

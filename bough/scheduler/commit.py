@@ -72,8 +72,8 @@ class _Arrays:
         self.table_at: list[I64] = []
         self.table_pages: list[I32] = []
         self.setups: list[SlotSetup] = []
-        self.tails: list[tuple[int, int]] = []
-        """Slots whose first page of their own begins as a copy, and of which page."""
+        self.tails: list[tuple[int, I32]] = []
+        """Slots whose first column of their own begins as a copy, and of which pages."""
 
     def add(self, slot: int, context: int, tokens: I32, *, samples: bool, following_id: int = 0) -> int:
         """Returns the row's number in the step. `tokens` may be a view. `following_id`: as in `Step.following_ids`."""
@@ -129,8 +129,9 @@ def commit(
     if queues.media is not None and chunks:
         step.media = _media(queues, chunks, plan.num_decode_tokens + sum(len(run.tokens) for run in plan.runs), index)
     if arrays.tails:
-        step.copy_from = np.array([page for _, page in arrays.tails], np.int32)
-        step.copy_to = np.array([queues.slots.private_pages(slot)[0] for slot, _ in arrays.tails], np.int32)
+        table, first = queues.slots.table, queues.slots.tree_columns
+        step.copy_from = np.concatenate([pages for _, pages in arrays.tails])
+        step.copy_to = np.concatenate([table[:, slot, first[slot]] for slot, _ in arrays.tails])
     if queues.drafter is not None:
         _mark_proposals(step, where, plan, queues, arrays)
     flight = Flight(step, where, chunks, tails)
@@ -146,7 +147,7 @@ def _mark_proposals(step: Step, where: I64, plan: StepPlan, queues: Queues, arra
     slots.num_proposed[where[step.samples]] = max(plan.proposals, 0)
     if plan.proposals != NO_PROPOSER:
         step.proposals = plan.proposals
-        step.room = slots.num_pages[where] * np.int32(queues.limits.page_size)
+        step.room = slots.num_columns[where] * np.int32(queues.limits.page_size)
         step.following_ids = _column(len(plan.decodes), 0, arrays.following_ids, np.int32)
 
 
@@ -195,14 +196,16 @@ def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arr
     row = Prefilling(job, slot, node, waiting.key, share.start, share.start)
     queues.prefilling[slot] = queues.where[job.id] = row
     _fill_slot(queues, row, limits)
-    slots.num_pages[slot] = slots.tree_pages[slot] = len(pages)
-    if share.tail_page:
-        arrays.tails.append((slot, share.tail_page))
-    if len(pages):
-        slots.table[slot, : len(pages)] = pages
-        start = slot * slots.pages_per_slot
-        arrays.table_at.append(np.arange(start, start + len(pages)))
-        arrays.table_pages.append(pages)
+    columns = pages.shape[1]
+    slots.num_columns[slot] = slots.tree_columns[slot] = columns
+    if slots.layout.windows:
+        slots.gone[:, slot] = slots.layout.gone(columns * slots.layout.page_size)
+    if share.tail_pages is not None:
+        arrays.tails.append((slot, share.tail_pages))
+    if columns:
+        slots.table[:, slot, :columns] = pages
+        arrays.table_at.append(slots.places.of(slot, 0, columns))
+        arrays.table_pages.append(pages.reshape(-1))
     if not job.admitted_s:
         job.admitted_s = now
         job.cached_tokens = share.start
@@ -282,31 +285,31 @@ def _setup(job: Job, slot: int, num_output: int, limits: Limits) -> SlotSetup:
 def _give_pages(
     plan: StepPlan, rows: list[Prefilling], queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays
 ) -> None:
-    """Allocates the step's new pages."""
-    slots, size = queues.slots, limits.page_size
-    growing = plan.decodes.repeat(plan.num_new_pages) if plan.num_decode_pages else plan.decodes[:0]
-    wants = [(run.slot, run.num_new_pages) for run in plan.runs]
-    wants += [(row.slot, share.num_new_pages(size)) for row, share in zip(rows, plan.shares, strict=True)]
+    """Allocates the step's new columns."""
+    slots, size, height = queues.slots, limits.page_size, limits.layout.column_pages
+    growing = plan.decodes.repeat(plan.num_new_columns) if plan.num_decode_columns else plan.decodes[:0]
+    wants = [(run.slot, run.num_new_columns) for run in plan.runs]
+    wants += [(row.slot, share.num_new_columns(size)) for row, share in zip(rows, plan.shares, strict=True)]
     at = len(growing)
-    pages = cache.alloc(at + sum(count for _, count in wants))
+    columns = at + sum(count for _, count in wants)
+    pages = cache.alloc(columns * height).reshape(height, columns)
     if at:
-        column = slots.num_pages[growing]
-        if at > np.count_nonzero(plan.num_new_pages):  # some rows get several
-            first = np.cumsum(plan.num_new_pages) - plan.num_new_pages
-            column = column + (np.arange(at) - first.repeat(plan.num_new_pages)).astype(np.int32)
-        slots.table[growing, column] = pages[:at]
-        slots.num_pages[growing] = column + ONE
-        arrays.table_at.append(growing * slots.pages_per_slot + column)
-        arrays.table_pages.append(pages[:at])
+        column = slots.num_columns[growing]
+        if at > np.count_nonzero(plan.num_new_columns):  # some rows get several
+            first = np.cumsum(plan.num_new_columns) - plan.num_new_columns
+            column = column + (np.arange(at) - first.repeat(plan.num_new_columns)).astype(np.int32)
+        slots.table[:, growing, column] = pages[:, :at]
+        slots.num_columns[growing] = column + ONE
+        arrays.table_at.append(slots.places.of_rows(growing, column))
+        arrays.table_pages.append(pages[:, :at].reshape(-1))
     for slot, count in wants:
         if count > 0:
-            held = int(slots.num_pages[slot])
-            mine = pages[at : at + count]
-            slots.table[slot, held : held + count] = mine
-            slots.num_pages[slot] = held + count
-            start = slot * slots.pages_per_slot + held
-            arrays.table_at.append(np.arange(start, start + count))
-            arrays.table_pages.append(mine)
+            held = int(slots.num_columns[slot])
+            mine = pages[:, at : at + count]
+            slots.table[:, slot, held : held + count] = mine
+            slots.num_columns[slot] = held + count
+            arrays.table_at.append(slots.places.of(slot, held, held + count))
+            arrays.table_pages.append(mine.reshape(-1))
             at += count
 
 
@@ -315,8 +318,8 @@ def _resend_dirty(queues: Queues, arrays: _Arrays, index: int) -> None:
     slots = queues.slots
     for slot in [slot for slot in slots.dirty if slots.last_step[slot] == index]:
         lo, hi = slots.dirty.pop(slot)
-        arrays.table_at.append(slot * slots.pages_per_slot + np.arange(lo, hi, dtype=np.int64))
-        arrays.table_pages.append(slots.table[slot, lo:hi].copy())
+        arrays.table_at.append(slots.places.of(slot, lo, hi))
+        arrays.table_pages.append(slots.table[:, slot, lo:hi].flatten())
 
 
 def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
@@ -336,16 +339,20 @@ def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
         if end <= node.depth:
             continue
         first = node.depth // size
-        tail = chunk.key[node.depth : end]
         extended = cache.insert(
-            node, tail, slots.table[slot, first : end // size], step=flight.step.index, priority=chunk.job.ask.priority
+            node,
+            chunk.key[node.depth : end],
+            slots.table[:, slot, first : end // size],
+            step=flight.step.index,
+            gone=slots.gone[:, slot],
+            priority=chunk.job.ask.priority,
         )
         row.node = extended.node
-        slots.tree_pages[slot] = end // size
+        slots.tree_columns[slot] = end // size
         for at, pages in extended.switched:
-            lo = first + at
-            slots.table[slot, lo : lo + len(pages)] = pages
-            slots.mark_dirty(slot, lo, lo + len(pages))
+            lo, hi = first + at, first + at + pages.shape[1]
+            slots.table[:, slot, lo:hi] = pages
+            slots.mark_dirty(slot, lo, hi)
 
 
 # -- rows -----------------------------------------------------------------------------------------

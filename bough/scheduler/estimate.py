@@ -10,6 +10,14 @@ from bough.scheduler.queues import Job, Prefilling, Queues, Running
 
 _MIN_EXPECTED = 16
 """Output tokens still expected of a row that has outlived the estimate."""
+_UNBOUNDED = 1 << 30
+"""Columns, where they take no pages."""
+
+
+def columns_in(num_pages: int, limits: Limits) -> int:
+    """Columns that so many pages make."""
+    height = limits.layout.column_pages
+    return num_pages // height if height else _UNBOUNDED
 
 
 def expected_output(job: Job, limits: Limits, ratio: float) -> int:
@@ -23,20 +31,40 @@ def expected_output(job: Job, limits: Limits, ratio: float) -> int:
 
 def running_need(queues: Queues, limits: Limits, rows: I64, ratio: float) -> I32:
     """Per running row, pages that it will want beyond what it has."""
-    slots = queues.slots
+    slots, layout = queues.slots, limits.layout
     done = slots.out_high[rows]
     rest = slots.out_limit[rows] - done
     expected = ratio * np.minimum(slots.out_limit[rows], limits.estimate_clip_tokens) - done
     expected = np.minimum(np.maximum(expected, _MIN_EXPECTED), rest)
     expected = np.where(slots.pinned[rows], rest, expected)
-    pages = np.ceil((slots.kv_high[rows] + expected) / limits.page_size) - slots.num_pages[rows]
-    return np.maximum(pages, 0).astype(np.int32)
+    columns = np.ceil((slots.kv_high[rows] + expected) / limits.page_size)
+    held = slots.num_columns[rows]
+    pages = np.maximum(columns - held, 0) * layout.growing_pages
+    for window, gone in zip(layout.windows, slots.gone[:, rows], strict=True):
+        seen = np.minimum(columns - gone, window.most_columns)
+        pages = pages + np.maximum(seen - (held - gone), 0) * window.num_pages
+    return pages.astype(np.int32)
 
 
 def prefill_need(queues: Queues, limits: Limits, row: Prefilling, ratio: float) -> int:
     """Pages that a prompt under way will want beyond what it has."""
-    whole = limits.pages_for(len(row.key) + expected_output(row.job, limits, ratio))
-    return max(0, whole - int(queues.slots.num_pages[row.slot]))
+    slots, layout = queues.slots, limits.layout
+    columns = limits.columns_for(len(row.key) + expected_output(row.job, limits, ratio))
+    held = int(slots.num_columns[row.slot])
+    pages = max(0, columns - held) * layout.growing_pages
+    for window, gone in zip(layout.windows, slots.gone[:, row.slot].tolist(), strict=True):
+        pages += max(0, min(columns - gone, window.most_columns) - (held - gone)) * window.num_pages
+    return pages
+
+
+def new_need(limits: Limits, num_tokens: int, cached_columns: int) -> int:
+    """Pages that a request which will have so many tokens wants beyond those that it finds cached."""
+    layout = limits.layout
+    columns = limits.columns_for(num_tokens) - cached_columns
+    pages = columns * layout.growing_pages
+    for window in layout.windows:
+        pages += min(columns, window.most_columns) * window.num_pages
+    return pages
 
 
 def row_need(queues: Queues, limits: Limits, row: Prefilling | Running, ratio: float) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from bough.cache.nodes import Node
 from bough.cache.prefix import PrefixCache, Tail
-from bough.cache.radix import Node
 from bough.core.errors import Conflict
 from bough.core.messages import Join, Recall, pack_ids
 from bough.core.step import I32, I64, KVMoves
@@ -38,9 +38,9 @@ def join(queues: Queues, cache: PrefixCache, ask: Join) -> dict[str, Any]:
     queues.moves.append(_moves(source, turn, tree_pages, tail_page, cache.page_size))
     root, _ = cache.lock(ask.joined, key, 0)
     whole = len(tree_pages) * cache.page_size
-    node = cache.insert(root, key[:whole], tree_pages, step=queues.next_step).node
+    node = cache.insert(root, key[:whole], tree_pages[None], step=queues.next_step).node
     cache.release(node, _NO_PAGES)
-    cache.keep((ask.joined, ""), Tail(ask.joined, key, tail_page, queues.next_step))
+    cache.keep((ask.joined, ""), Tail(ask.joined, key, np.array([tail_page], np.int32), queues.next_step))
     return {"ids": pack_ids(key.astype(np.int32)), "tokens": len(key), "computed_tokens": 0}
 
 
@@ -70,10 +70,10 @@ def _turns(branches: list[Tail], ask: Join) -> I32:
 
 
 def _check(queues: Queues, cache: PrefixCache, branches: list[Tail], ask: Join, key: I64, turns: I32) -> None:
-    if not queues.limits.kv_moves:
+    if queues.limits.kv_stays:
         raise Conflict(
             what="contexts can't be joined with this model",
-            why="its keys and values hold positions that can't be changed afterwards",
+            why=queues.limits.kv_stays,
             fix="compute the joined text instead",
         )
     context = queues.limits.context_length
@@ -94,9 +94,9 @@ def _places(cache: PrefixCache, tail: Tail, nodes: list[Node]) -> I64:
     whole = len(tail.key) - len(tail.key) % size
     if cache.match_prefix(tail.namespace, tail.key, whole).num_tokens < whole:
         raise Conflict(what="the KV of a branch is gone", why="its memory was needed", fix="send the branch again")
-    node, pages = cache.lock(tail.namespace, tail.key, whole)
+    node, (pages,) = cache.lock(tail.namespace, tail.key, whole)
     nodes.append(node)
-    pages = np.append(pages, tail.page).astype(np.int64)
+    pages = np.append(pages, tail.pages).astype(np.int64)
     at = np.arange(len(tail.key))
     places: I64 = pages[at // size] * size + at % size
     return places

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from bough.cache.nodes import Node
 from bough.cache.prefix import PrefixCache, Tail
-from bough.cache.radix import Node
 from bough.core.errors import BoughError
 from bough.core.messages import End, EndReason, RowOutput, Span, owned_name, plain_namespace
 from bough.core.reasoning import reasoning_of
@@ -189,13 +189,14 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
         if end > node.depth:
             first = node.depth // size
             tail = key_span(queues, job, slot, node.depth, end)
-            pages = slots.table[slot, first : end // size]
-            node = cache.insert(node, tail, pages, step=-1, priority=job.ask.priority).node
-            slots.tree_pages[slot] = end // size
+            pages = slots.table[:, slot, first : end // size]
+            gone = slots.gone[:, slot]
+            node = cache.insert(node, tail, pages, step=-1, gone=gone, priority=job.ask.priority).node
+            slots.tree_columns[slot] = end // size
     private = slots.private_pages(slot)
     if job.ask.keep and row.keep_kv and not row.requeue and slots.kv_settled[slot] >= len(job.prompt):
-        private = _keep(cache, job, node, private)
-    cache.release(node, private)
+        private = _keep(queues, cache, row, node, private)
+    cache.release(node, private, slots.gone[:, slot])
     if queues.drafter is not None:
         queues.drafter.forget(queues, slot, job, has_ended=not row.requeue)
     if row.requeue:
@@ -213,15 +214,17 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
         queues.waiting.put_back(waiting)
 
 
-def _keep(cache: PrefixCache, job: Job, node: Node, private: I32) -> I32:
+def _keep(queues: Queues, cache: PrefixCache, row: Leaving, node: Node, private: I32) -> I32:
     """Keeps an ended request's prompt within reach of a join. Returns the pages that are left to be freed."""
+    job, slots = row.job, queues.slots
     if not cache.enabled or node.detached or job.media is not None:
         return private
-    own = int(len(job.key) % cache.page_size > 0)
-    page = int(private[0]) if own else 0
+    pages = _NO_IDS
+    if len(job.key) % cache.page_size:
+        pages = slots.table[:, row.slot, slots.tree_columns[row.slot]].copy()
     name = (plain_namespace(job.ask.namespace), owned_name(job.ask.tenant, job.ask.rid))
-    cache.keep(name, Tail(job.ask.namespace, job.key, page))
-    return private[own:]
+    cache.keep(name, Tail(job.ask.namespace, job.key, pages))
+    return private[np.isin(private, pages, invert=True)] if len(pages) else private
 
 
 def release_settled(queues: Queues, cache: PrefixCache) -> None:

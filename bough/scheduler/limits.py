@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bough.config.concerns import AUTO, Auto, SchedulePolicy, SchedulerConfig
+from bough.core.kv import Grows, KvGroup, KvLayout
 from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 
 DEFAULT_CHUNK_TOKENS = 8192
@@ -51,8 +52,8 @@ class Limits:
     """A common new prefix of this many tokens (or a page) is worth waiting for another row to compute it."""
     spans: SpanCosts | None = None
     """What attention takes for shared spans; None: nothing is shared."""
-    kv_moves: bool = True
-    """Whether KV that was computed at some positions can be moved to others."""
+    kv_stays: str = ""
+    """Why KV that was computed at some positions can't be moved to others; empty: it can."""
     media: MediaLimits | None = None
     """What the device holds of media; None: the model takes text only."""
     max_retractions: int = 4
@@ -67,6 +68,13 @@ class Limits:
     micro_batch: int = 0
     """Rows that decode in one step at most where there are stages; 0: those that run, spread over the stages."""
     seed: int = 0
+    groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
+    """What is kept of tokens, and for how long."""
+    layout: KvLayout = field(init=False)
+    """The same, as planning needs it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", KvLayout(self.groups, self.page_size))
 
     @property
     def tile_tokens(self) -> int:
@@ -76,9 +84,10 @@ class Limits:
     @property
     def capacity_tokens(self) -> int:
         """KV tokens that one request can ever hold."""
-        return min((self.num_pages - 1) * self.page_size, self.pages_per_slot * self.page_size)
+        return self.layout.tokens_in(self.num_pages - 1, self.pages_per_slot * self.page_size)
 
-    def pages_for(self, num_tokens: int) -> int:
+    def columns_for(self, num_tokens: int) -> int:
+        """Columns that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
     @classmethod
@@ -97,8 +106,9 @@ class Limits:
             max_step_tokens=runner.max_step_tokens,
             vocab_size=runner.vocab_size,
             spans=runner.spans,
-            kv_moves=runner.kv_moves,
             media=runner.media,
+            kv_stays=runner.kv_stays,
+            groups=runner.groups,
             max_running=runner.num_slots if running is AUTO else min(_int(running), runner.num_slots),
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,

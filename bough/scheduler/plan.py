@@ -10,6 +10,7 @@ from msgspec import Struct
 from bough.cache.prefix import CacheView
 from bough.core.step import I32, I64, NO_PROPOSER, Bool
 from bough.scheduler.drafting import Drafter, Offer
+from bough.scheduler.estimate import columns_in
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
 from bough.scheduler.prefill import LOOK_AHEAD, Room, Share, plan_prefill
@@ -25,14 +26,14 @@ class Run(Struct):
 
     slot: int
     tokens: list[int]
-    num_new_pages: int
+    num_new_columns: int
 
 
 class StepPlan(Struct):
     """One step: rows that decode, rows with forced tokens, prompts' chunks; and rows that lose their memory before it."""
 
     decodes: I64
-    num_new_pages: I32
+    num_new_columns: I32
     """Per decode row."""
     drafts: I32 = _NO_DRAFTS
     """Per decode row: drafts that it brings in; empty: no row has any."""
@@ -50,8 +51,8 @@ class StepPlan(Struct):
     """After this step: what long prompts have taken from the rows that decode beyond their part."""
 
     @property
-    def num_decode_pages(self) -> int:
-        return int(self.num_new_pages.sum()) if len(self.num_new_pages) else 0
+    def num_decode_columns(self) -> int:
+        return int(self.num_new_columns.sum()) if len(self.num_new_columns) else 0
 
     @property
     def num_decode_tokens(self) -> int:
@@ -69,11 +70,12 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     if queues.drafter is not None:
         plan.proposals = queues.drafter.proposals(len(plan.decodes))
     num_decodes = len(plan.decodes) + len(plan.runs)
-    decode_pages = plan.num_decode_pages
+    height = limits.layout.column_pages
+    decode_pages = plan.num_decode_columns * height
     pages = cache.num_available - decode_pages
     tokens = limits.max_step_tokens - plan.num_decode_tokens
     for run in plan.runs:
-        pages -= run.num_new_pages
+        pages -= run.num_new_columns * height
         tokens -= len(run.tokens)
     pace = _pace(queues, plan) if num_decodes else _UNWATCHED
     part_ms = _part_of_long(queues, limits, num_decodes, pace)
@@ -108,7 +110,7 @@ def _take_out(plan: StepPlan, preempt: list[int]) -> None:
     """Rows that give way are not in the step."""
     plan.preempt = preempt
     stay = ~np.isin(plan.decodes, preempt)
-    plan.decodes, plan.num_new_pages = plan.decodes[stay], plan.num_new_pages[stay]
+    plan.decodes, plan.num_new_columns = plan.decodes[stay], plan.num_new_columns[stay]
     if len(plan.drafts):
         plan.draft_tokens = plan.draft_tokens[stay.repeat(plan.drafts)]
         plan.drafts = plan.drafts[stay] if len(plan.draft_tokens) else _NO_DRAFTS
@@ -213,24 +215,25 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
     if limits.num_stages > 1:
         rows = _micro_batch(queues, limits, rows)
     rows = _within_tokens(queues, limits, rows, wants_prefill=wants_prefill)
-    needs = slots.kv_high[rows] >= slots.num_pages[rows] * limits.page_size
-    short = int(np.count_nonzero(needs)) - cache.num_available
+    needs = slots.kv_high[rows] >= slots.num_columns[rows] * limits.page_size
+    columns = columns_in(cache.num_available, limits)
+    short = int(np.count_nonzero(needs)) - columns
     if short > 0 and drafter is not None:
-        # Rows whose drafts are being verified may turn out to have the page: they wait for that before anything is
+        # Rows whose drafts are being verified may turn out to have the column: they wait for that before anything is
         # retracted.
         stay = ~needs | (slots.out_high[rows] == slots.out_low[rows])
         rows, needs = rows[stay], needs[stay]
-        short = int(np.count_nonzero(needs)) - cache.num_available
+        short = int(np.count_nonzero(needs)) - columns
     if short > 0:
-        return _plan_dry(queues, cache, limits, rows, needs, short)
+        return _plan_dry(queues, limits, rows, needs, columns)
     runs: list[Run] = []
     if queues.forced:
-        spare = cache.num_available - int(np.count_nonzero(needs))
+        spare = columns - int(np.count_nonzero(needs))
         tokens = limits.max_step_tokens - len(rows)
-        runs, rows, needs = _plan_runs(queues, limits, rows, needs, pages=spare, tokens=tokens)
+        runs, rows, needs = _plan_runs(queues, limits, rows, needs, columns=spare, tokens=tokens)
     plan = StepPlan(rows, needs.astype(np.int32), runs=runs)
     if drafter is not None and len(rows):
-        _plan_drafts(plan, queues, drafter, limits, pages=cache.num_available, wants_prefill=wants_prefill)
+        _plan_drafts(plan, queues, drafter, limits, columns=columns, wants_prefill=wants_prefill)
     return plan
 
 
@@ -258,19 +261,19 @@ def _micro_batch(queues: Queues, limits: Limits, rows: I64) -> I64:
 
 
 def _plan_drafts(
-    plan: StepPlan, queues: Queues, drafter: Drafter, limits: Limits, *, pages: int, wants_prefill: bool
+    plan: StepPlan, queues: Queues, drafter: Drafter, limits: Limits, *, columns: int, wants_prefill: bool
 ) -> None:
     """Adds drafts to the rows that decode, and pages for what a proposer writes behind them, as far as memory, tokens and
     the rows' own limits allow: pages that certain tokens need come first, then those of drafts."""
     offer = _offered(plan, queues, drafter, limits, wants_prefill=wants_prefill)
-    pages -= sum(run.num_new_pages for run in plan.runs)
+    columns -= sum(run.num_new_columns for run in plan.runs)
     reach = drafter.reach(drafter.proposals(len(plan.decodes)))
     for given, ahead in ((offer, reach), (offer, 0), (None, reach)):
         if given is None and not ahead:
             continue
-        num_new = _new_pages(plan, queues, limits, given, ahead)
-        if int(num_new.sum()) <= pages:
-            plan.num_new_pages = num_new
+        num_new = _new_columns(plan, queues, limits, given, ahead)
+        if int(num_new.sum()) <= columns:
+            plan.num_new_columns = num_new
             if given is not None:
                 plan.drafts, plan.draft_tokens = given.counts, given.tokens
             return
@@ -289,24 +292,24 @@ def _offered(plan: StepPlan, queues: Queues, drafter: Drafter, limits: Limits, *
     return drafter.offer(queues, rows, np.maximum(most, 0), spare)
 
 
-def _new_pages(plan: StepPlan, queues: Queues, limits: Limits, offer: Offer | None, ahead: int) -> I32:
-    """Per row: the pages that it lacks for its newest token, its drafts and `ahead` tokens behind them."""
+def _new_columns(plan: StepPlan, queues: Queues, limits: Limits, offer: Offer | None, ahead: int) -> I32:
+    """Per row: the columns that it lacks for its newest token, its drafts and `ahead` tokens behind them."""
     slots, rows = queues.slots, plan.decodes
     tokens = slots.kv_high[rows] + (ONE if offer is None else offer.counts + ONE)
     if ahead:
         tokens = np.minimum(tokens + np.int32(ahead), np.maximum(tokens, limits.context_length))
-    missing: I32 = -(-tokens // limits.page_size) - slots.num_pages[rows]
+    missing: I32 = -(-tokens // limits.page_size) - slots.num_columns[rows]
     return np.maximum(missing, 0, dtype=np.int32, casting="unsafe")
 
 
 def _plan_ahead(plan: StepPlan, limits: Limits, reach: int, left: int) -> None:
-    """Prompts that end in the step get pages for what a proposer writes behind them, of the `left` ones."""
-    size = limits.page_size
+    """Prompts that end in the step get columns for what a proposer writes behind them, of `left` pages."""
+    size, height = limits.page_size, limits.layout.column_pages
     for share in plan.shares:
         if reach and share.left == 0:
-            had = share.num_new_pages(size)
+            had = share.num_new_columns(size)
             share.ahead = max(0, min(reach, limits.context_length - len(share.row.key)))
-            more = share.num_new_pages(size) - had
+            more = (share.num_new_columns(size) - had) * height
             if more > left:
                 share.ahead = more = 0
             left -= more
@@ -323,33 +326,35 @@ def _within_tokens(queues: Queues, limits: Limits, rows: I64, *, wants_prefill: 
     return rows[np.sort(waited)]
 
 
-def _plan_dry(queues: Queues, cache: CacheView, limits: Limits, rows: I64, needs: Bool, short: int) -> StepPlan:
-    """Not every row can have its page: the youngest give theirs up, unless rows that are leaving will do."""
+def _plan_dry(queues: Queues, limits: Limits, rows: I64, needs: Bool, columns: int) -> StepPlan:
+    """Not every row can have its column: the youngest give theirs up, unless rows that are leaving will do."""
+    short = (int(np.count_nonzero(needs)) - columns) * limits.layout.column_pages
     retract = victims(queues, limits, short) if coming(queues) < short else []
-    fits = ~needs | (np.cumsum(needs) <= cache.num_available)
+    fits = ~needs | (np.cumsum(needs) <= columns)
     if retract:
         fits &= ~np.isin(rows, retract)
     rows, needs = rows[fits], needs[fits]
     runs: list[Run] = []
     if queues.forced:
-        runs, rows, needs = _plan_runs(queues, limits, rows, needs, pages=0, tokens=0)
+        runs, rows, needs = _plan_runs(queues, limits, rows, needs, columns=0, tokens=0)
     return StepPlan(rows, needs.astype(np.int32), runs=runs, retract=retract)
 
 
 def _plan_runs(
-    queues: Queues, limits: Limits, rows: I64, needs: Bool, *, pages: int, tokens: int
+    queues: Queues, limits: Limits, rows: I64, needs: Bool, *, columns: int, tokens: int
 ) -> tuple[list[Run], I64, Bool]:
-    """Rows with forced tokens take them all at once where `pages` and `tokens` to spare allow; otherwise the first, which
+    """Rows with forced tokens take them all at once where `columns` and `tokens` to spare allow; otherwise the first, which
     may not be the one that the device has."""
     slots = queues.slots
     runs = []
     forced_rows = np.isin(rows, list(queues.forced))
     for slot, own in zip(rows[forced_rows].tolist(), needs[forced_rows].tolist(), strict=True):
         forced = queues.forced[slot]
-        more_pages = max(0, limits.pages_for(int(slots.kv_high[slot]) + len(forced)) - int(slots.num_pages[slot]) - own)
-        if len(forced) - 1 > tokens or more_pages > pages:
-            forced, more_pages = forced[:1], 0
-        runs.append(Run(slot, forced, more_pages + own))
+        held = int(slots.num_columns[slot]) + own
+        more = max(0, limits.columns_for(int(slots.kv_high[slot]) + len(forced)) - held)
+        if len(forced) - 1 > tokens or more > columns:
+            forced, more = forced[:1], 0
+        runs.append(Run(slot, forced, more + own))
         tokens -= len(forced) - 1
-        pages -= more_pages
+        columns -= more
     return runs, rows[~forced_rows], needs[~forced_rows]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
+from bough.cache.nodes import Match, Node
 from bough.cache.prefix import CacheView
-from bough.cache.radix import Match, Node
 from bough.config.concerns import SchedulePolicy
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues, Waiting

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bough.cache.radix import Node
+import numpy as np
+
+from bough.cache.nodes import Node
 from bough.scheduler.estimate import row_need
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Prefilling, Queues, Running, Waiting
@@ -10,19 +12,34 @@ from bough.scheduler.queues import Prefilling, Queues, Running, Waiting
 
 def freed_by(queues: Queues, row: Prefilling | Running) -> int:
     """Pages that become available when this row lets go: its own, and those of the tree that only it locks."""
-    slots = queues.slots
-    pages = int(slots.num_pages[row.slot] - slots.tree_pages[row.slot])
+    slots, layout = queues.slots, queues.slots.layout
+    pages = slots.num_private(row.slot)
+    gone = slots.gone[:, row.slot].tolist()
     node: Node | None = row.node
-    while node is not None and node.locks == 1:
-        pages += len(node.pages)
+    while node is not None and (node.locks == 1 or gone):
+        if node.locks == 1:
+            pages += layout.growing_pages * node.num_columns
+        first = (node.depth - len(node.key)) // layout.page_size
+        for window, low, held in zip(layout.windows, gone, node.held, strict=bool(node.held)):
+            pages += window.num_pages * int(np.count_nonzero(held.locks[max(0, low - first) :] == 1))
         node = node.parent
     return pages
 
 
 def coming(queues: Queues) -> int:
-    """Pages that rows on their way out will make available within the steps in flight."""
-    slots = queues.slots
-    return sum(int(slots.num_pages[slot] - slots.tree_pages[slot]) for slot in queues.leaving)
+    """Pages that become available within the steps in flight: of rows on their way out, and columns of windows that rows
+    will have passed."""
+    slots, layout = queues.slots, queues.slots.layout
+    pages = sum(slots.num_private(slot) for slot in queues.leaving)
+    if not layout.windows:
+        return pages
+    reached = [(row.slot, row.computed) for row in queues.prefilling.values()]
+    reached += [(slot, int(slots.known[slot]) - 1) for slot in queues.running]
+    for slot, num_tokens in reached:
+        if queues.in_flight(slot):
+            passed = np.maximum(layout.gone(num_tokens) - slots.gone[:, slot], 0)
+            pages += sum(w.num_pages * n for w, n in zip(layout.windows, passed.tolist(), strict=True))
+    return pages
 
 
 def youngest_first(queues: Queues, limits: Limits) -> list[Prefilling | Running]:

@@ -7,10 +7,10 @@ from itertools import islice
 import numpy as np
 from msgspec import Struct
 
+from bough.cache.nodes import Match
 from bough.cache.prefix import CacheView
-from bough.cache.radix import Match
-from bough.core.step import I64
-from bough.scheduler.estimate import expected_output, prefill_need, running_need
+from bough.core.step import I32, I64
+from bough.scheduler.estimate import columns_in, expected_output, new_need, prefill_need, running_need
 from bough.scheduler.limits import Limits
 from bough.scheduler.media import EncodePlan
 from bough.scheduler.policy import is_starved, match, ordered
@@ -34,14 +34,15 @@ class Share(Struct):
     row: Prefilling | Waiting
     start: int
     held: int
-    """Pages that cover it up to `start` already."""
+    """Columns that cover it up to `start` already."""
     num_tokens: int
     is_long: bool
     """It leaves a part of the budget to shorter ones."""
     is_slow: bool
     """What its row has to compute, from its slot on, takes a while by itself."""
-    tail_page: int = 0
-    """Holds what lies between the last page border and `start`, to be copied; 0: nothing does."""
+    tail_pages: I32 | None = None
+    """Per line: the page that holds what lies between the last page border and `start`, to be copied; None: nothing
+    does."""
     ahead: int = 0
     """Tokens behind its own that it has pages for, too."""
 
@@ -49,7 +50,7 @@ class Share(Struct):
     def left(self) -> int:
         return len(self.row.key) - self.start - self.num_tokens
 
-    def num_new_pages(self, page_size: int) -> int:
+    def num_new_columns(self, page_size: int) -> int:
         return max(0, -(-(self.start + self.num_tokens + self.ahead) // page_size) - self.held)
 
 
@@ -121,7 +122,10 @@ class _Sharing:
         self.promised = 0
         """Pages that requests admitted in this step will want later."""
         self.locked: dict[int, int] = {}
-        """Node -> pages of it that requests admitted in this step lock."""
+        """Node -> columns of it that requests admitted in this step lock."""
+        self.seen: set[tuple[int, int, int]] = set()
+        """Columns of windows that they lock (`CacheView.unlocked_columns`)."""
+        self.height = limits.layout.column_pages
         self.admitted: set[int] = set()
         self.media = EncodePlan(queues.media) if queues.media is not None else None
         self.leaders = [(row.job.ask.namespace, row.key) for row in queues.prefilling.values()]
@@ -145,7 +149,7 @@ class _Sharing:
     def go_on(self, rows: list[Prefilling]) -> None:
         """Gives prompts under way their next chunks."""
         for row in sorted(rows, key=self._turn):
-            held = int(self.queues.slots.num_pages[row.slot])
+            held = int(self.queues.slots.num_columns[row.slot])
             is_long, is_slow = len(row.key) - row.computed > self.short_cut, self._is_slow(len(row.key) - row.found)
             share = Share(row, row.computed, held, 0, is_long, is_slow)
             if self._give(share, first=not self.plan.shares):
@@ -164,7 +168,7 @@ class _Sharing:
         """Gives a row what it can use of the budget. A chunk that is not the last ends at a page border if it can."""
         size = self.limits.page_size
         left = share.left
-        count = min(left, (share.held + self.pages) * size - share.start)
+        count = min(left, (share.held + self._columns_for(share)) * size - share.start)
         if not (first and self.limits.uncut):
             count = min(count, self._tokens_for(share))
         if count < left:
@@ -180,8 +184,20 @@ class _Sharing:
         self.tokens -= count
         self.long_tokens -= count if share.is_long else 0
         self.slow_tokens -= count if share.is_slow else 0
-        self.pages -= share.num_new_pages(size)
+        self.pages -= share.num_new_columns(size) * self.height
         return True
+
+    def _columns_for(self, share: Share) -> int:
+        """What is left of the memory for a row.
+
+        A prompt takes more columns of windows than it keeps, until its step has settled: they are not to be those that
+        others have been promised, except for one, with which it gets on.
+        """
+        columns = columns_in(self.pages, self.limits)
+        if not self.limits.layout.windows:
+            return columns
+        others = self.promised + self._reserved(share.row)
+        return min(columns, max(1, columns_in(self.pages - others, self.limits)))
 
     def _tokens_for(self, share: Share) -> int:
         """What is left of the budget for a row of this kind."""
@@ -195,7 +211,7 @@ class _Sharing:
         """What short prompts did not want goes to the long ones."""
         for share in self.plan.shares:
             if self.tokens > 0 and share.left:
-                self.pages += share.num_new_pages(self.limits.page_size)
+                self.pages += share.num_new_columns(self.limits.page_size) * self.height
                 self.tokens += share.num_tokens
                 self.slow_tokens += share.num_tokens if share.is_slow else 0
                 self.long_tokens = self.tokens
@@ -229,9 +245,11 @@ class _Sharing:
                 before = self.locked.get(id(node), 0)
                 if node.locks == 0 and used > before:
                     locks[id(node)] = used
-                    locked += used - before
+                    locked += (used - before) * limits.layout.growing_pages
+            seen = [column for column in cache.unlocked_columns(found) if column not in self.seen]
+            locked += sum(limits.layout.windows[window].num_pages for _, window, _ in seen)
             cached = found.num_tokens // limits.page_size
-            whole = limits.pages_for(len(waiting.key) + expected_output(waiting.job, limits, ratio)) - cached
+            whole = new_need(limits, len(waiting.key) + expected_output(waiting.job, limits, ratio), cached)
             alone = queues.num_live == 0 and not self.plan.shares
             short_pages = 0 if alone else whole + locked + reserve + self.promised + kept - self.pages
             if slots_left <= 0 or short_pages > 0:
@@ -252,13 +270,14 @@ class _Sharing:
                 slots_left -= 1
                 continue
             is_long = left > self.short_cut and not is_starved(waiting)
-            share = Share(waiting, found.num_tokens, cached, 0, is_long, self._is_slow(left), found.tail_page)
+            share = Share(waiting, found.num_tokens, cached, 0, is_long, self._is_slow(left), found.tail_pages)
             self.pages -= locked
             if not self._give(share, first=not self.plan.shares):
                 self.pages += locked
                 continue
             self.locked |= locks
-            self.promised += whole - share.num_new_pages(limits.page_size)
+            self.seen.update(seen)
+            self.promised += max(0, whole - share.num_new_columns(limits.page_size) * self.height)
             slots_left -= 1
             self.admitted.add(waiting.job.id)
             self.plan.shares.append(share)
@@ -281,17 +300,18 @@ class _Sharing:
         tokens, tile = self.decode_tokens + self.budget - self.tokens, self.limits.tile_tokens
         return left <= self.tokens and -(tokens + left) % tile < -tokens % tile
 
-    def _reserved(self) -> int:
-        """Pages that the rows there are will want beyond what they have and are given in this step."""
+    def _reserved(self, but: Prefilling | Waiting | None = None) -> int:
+        """Pages that the rows there are, all `but` one, will want beyond what they have and are given in this step."""
         queues, limits = self.queues, self.limits
         if not queues.running and not queues.prefilling:
             return 0
         rows = queues.running_slots()
         ratio = queues.ratio.estimate(len(rows) + len(queues.prefilling), limits.conservativeness)
         pages = int(running_need(queues, limits, rows, ratio).sum()) - self.decode_pages
-        given = {id(share.row): share.num_new_pages(limits.page_size) for share in self.plan.shares}
+        given = {id(each.row): each.num_new_columns(limits.page_size) * self.height for each in self.plan.shares}
         for row in queues.prefilling.values():
-            pages += max(0, prefill_need(queues, limits, row, ratio) - given.get(id(row), 0))
+            if row is not but:
+                pages += max(0, prefill_need(queues, limits, row, ratio) - given.get(id(row), 0))
         return pages
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, ValuesView
 import numpy as np
 from msgspec import Struct, field
 
-from bough.cache.radix import Match, Node
+from bough.cache.nodes import Match, Node
 from bough.core.grammar import GrammarQueue
 from bough.core.messages import Generate, Ids, Span, TokenLogprobs
 from bough.core.step import I64, KVMoves

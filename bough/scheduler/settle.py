@@ -30,6 +30,7 @@ from bough.scheduler.leave import (
 from bough.scheduler.queues import Job, Leaving, Queues, Running
 from bough.scheduler.scores import add_output, add_prompt, add_unpredicted
 from bough.scheduler.slots import ONE
+from bough.scheduler.windows import pass_windows
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -84,6 +85,8 @@ def settle(
     kv_len[: step.num_decodes] = slots.known[where[: step.num_decodes]] - ONE
     slots.kv_settled[where[live]] = kv_len[live]
     cache.settle(step.index)
+    if slots.layout.windows:
+        pass_windows(queues, cache, where[live])
     if queues.drafter is not None and step.num_decodes:
         decoded = live[: step.num_decodes].nonzero()[0]
         drafts = step.drafts[decoded] if len(step.drafts) else np.zeros(len(decoded), np.int32)

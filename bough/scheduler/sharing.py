@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from bough.cache.radix import Node
+from bough.cache.nodes import Node
 from bough.core.step import I64, SharedSpans, SpanCosts
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from bough.core.kv import TablePlaces
 from bough.core.step import I32, I64, Bool
 from bough.scheduler.limits import Limits
 
@@ -27,6 +28,8 @@ class SlotTable:
         n = limits.num_slots
         self.num_slots = n
         self.pages_per_slot = limits.pages_per_slot
+        self.layout = limits.layout
+        self.places = TablePlaces(limits.layout, n, limits.pages_per_slot)
         self.request_id: I64 = np.zeros(n, np.int64)
         self.seq: I64 = np.zeros(n, np.int64)
         """Order of arrival."""
@@ -54,11 +57,14 @@ class SlotTable:
         self.min_new: I32 = np.zeros(n, np.int32)
         self.stop_ids: npt.NDArray[np.int32] = np.full((n, NUM_STOP_IDS), NO_TOKEN, np.int32)
         self.more_stops: dict[int, frozenset[int]] = {}
-        self.num_pages: I32 = np.zeros(n, np.int32)
-        self.tree_pages: I32 = np.zeros(n, np.int32)
-        """Leading pages of the row that belong to the tree; the others are its own."""
-        self.table: npt.NDArray[np.int32] = np.zeros((n, limits.pages_per_slot), np.int32)
-        """Mirror of the device's page table."""
+        self.num_columns: I32 = np.zeros(n, np.int32)
+        self.tree_columns: I32 = np.zeros(n, np.int32)
+        """Leading columns of the row that belong to the tree; the others are its own."""
+        self.gone: npt.NDArray[np.int32] = np.zeros((len(self.layout.windows), n), np.int32)
+        """Per window: leading columns that the row does not see and has given up."""
+        self.table: npt.NDArray[np.int32] = np.zeros((self.layout.column_pages, n, limits.pages_per_slot), np.int32)
+        """Mirror of the device's page table: page of a column, slot, column. Columns of windows that are gone hold
+        anything."""
         self.history: npt.NDArray[np.int32] = np.zeros((n, limits.context_length), np.int32)
         """Token ids. The memory is the system's until a slot uses it."""
         self.last_step: I64 = np.full(n, -1, np.int64)
@@ -76,7 +82,7 @@ class SlotTable:
         self.turn: I32 = np.zeros(n, np.int32)
         """How far positions stand from where their KV lies, as the device has it (`StepMedia.turns`)."""
         self.dirty: dict[int, tuple[int, int]] = {}
-        """Page-table entries `lo..hi` that the device does not have yet."""
+        """Columns `lo..hi` that the device's page table does not have yet."""
         self._free = list(range(n - 1, -1, -1))
 
     @property
@@ -88,7 +94,7 @@ class SlotTable:
 
     def give_back(self, slot: int) -> None:
         self.live[slot] = False
-        self.num_pages[slot] = self.tree_pages[slot] = 0
+        self.num_columns[slot] = self.tree_columns[slot] = 0
         self.more_stops.pop(slot, None)
         self.dirty.pop(slot, None)
         self._free.append(slot)
@@ -106,9 +112,24 @@ class SlotTable:
         return out
 
     def private_pages(self, slot: int) -> I32:
-        """Pages that are the row's own (a view)."""
-        pages: I32 = self.table[slot, self.tree_pages[slot] : self.num_pages[slot]]
-        return pages
+        """Pages that are the row's own (perhaps a view)."""
+        first, last = int(self.tree_columns[slot]), int(self.num_columns[slot])
+        growing = self.layout.growing_pages
+        if not self.layout.windows:
+            pages: I32 = self.table[:, slot, first:last]
+            return pages.reshape(-1)
+        parts = [self.table[:growing, slot, first:last]]
+        for window, gone in zip(self.layout.windows, self.gone[:, slot].tolist(), strict=True):
+            parts.append(self.table[window.pages, slot, max(first, gone) : last])
+        return np.concatenate([part.ravel() for part in parts])
+
+    def num_private(self, slot: int) -> int:
+        """How many pages that is."""
+        first, last = int(self.tree_columns[slot]), int(self.num_columns[slot])
+        count = self.layout.growing_pages * (last - first)
+        for window, gone in zip(self.layout.windows, self.gone[:, slot].tolist(), strict=True):
+            count += window.num_pages * max(0, last - max(first, gone))
+        return count
 
     def settle_bounds(self, slot: int) -> None:
         """Nothing in flight counts for the row: all that it has is known, and the newest token's KV is not in memory."""
@@ -116,7 +137,7 @@ class SlotTable:
         self.out_high[slot] = self.out_low[slot] = self.out_settled[slot]
 
     def mark_dirty(self, slot: int, lo: int, hi: int) -> None:
-        """The mirror's entries `lo..hi` changed; the row's next step carries them."""
+        """The mirror's columns `lo..hi` changed; the row's next step carries them."""
         if slot in self.dirty:
             was_lo, was_hi = self.dirty[slot]
             lo, hi = min(lo, was_lo), max(hi, was_hi)

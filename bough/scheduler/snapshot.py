@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
 from msgspec import Struct
 
+from bough.cache.nodes import Node
 from bough.cache.prefix import PrefixCache
-from bough.cache.radix import Node
 from bough.scheduler.queues import Compiling, Prefilling, Queues, Running, Waiting
 
 SIBLINGS = 64
@@ -22,7 +23,8 @@ CHAIN = 1024
 """Nodes of one span at most; a longer run is drawn as several spans."""
 
 TOP = 0
-"""Parent of the topmost spans. A span's id is its first page, and page 0 is nobody's."""
+"""Parent of the topmost spans. A span's id is its first page, and page 0 is nobody's; its address where windows have left
+it no page."""
 
 
 class TreeSpan(Struct, frozen=True):
@@ -140,7 +142,7 @@ class _Drawing:
                     self.left_out = True
                     return
                 end = self._add(node, parent)
-                pending += [(child, int(node.pages[0])) for child in self._children(end)]
+                pending += [(child, name_of(node)) for child in self._children(end)]
             if live:
                 pending += quiet
 
@@ -154,13 +156,13 @@ class _Drawing:
 
     def _add(self, first: Node, parent: int) -> Node:
         """Draws the span that begins with `first`. Returns its last node."""
-        name = int(first.pages[0])
+        name = name_of(first)
         tokens, pages, last = 0, 0, first
         ids: list[int] = []
         for last in _chain(first):
             if len(ids) < self._span_tokens:
                 ids += last.key[: self._span_tokens - len(ids)].tolist()
-            tokens, pages = tokens + len(last.key), pages + len(last.pages)
+            tokens, pages = tokens + len(last.key), pages + int(np.count_nonzero(last.pages))
             self._place[id(last)] = name
         self.spans.append(
             TreeSpan(name, parent, tokens, pages, last.depth, first.locks, first.hits, len(last.children), ids)
@@ -175,6 +177,11 @@ class _Drawing:
                 return self._place[id(walk)]
             walk = walk.parent
         return TOP
+
+
+def name_of(node: Node) -> int:
+    """The id of a span that begins with this node."""
+    return int(node.pages[:, 0].max(initial=0)) or id(node)
 
 
 def _chain(first: Node) -> Iterator[Node]:

@@ -13,7 +13,9 @@ from drafting import Answers, drafter
 
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
+from bough.config.kv_groups import cut_evenly
 from bough.core.grammar import GrammarQueue
+from bough.core.kv import Grows, KvGroup, KvLayout, Lifetime, Window
 from bough.core.media import MediaItem
 from bough.core.messages import (
     End,
@@ -32,7 +34,7 @@ from bough.core.sampling import SamplingParams
 from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 from bough.engine.attention import attention_factory
 from bough.engine.loop import Loop
-from bough.layers.batch import Model, attention_specs
+from bough.layers.batch import AttentionSpec, Model, attention_specs
 from bough.layers.decoder import Decoder
 from bough.memory.mha import KVPool, KVShape
 from bough.platform import Device
@@ -91,6 +93,8 @@ class Setup:
     """Where drafts come from (see drafting.py)."""
     most_drafts: int = 3
     """Of a row, that a proposer on the device leaves."""
+    frees_windows: bool = True
+    """Layers with windows keep no more than those."""
 
 
 @dataclass
@@ -138,6 +142,21 @@ def _media_limits(model: Model, setup: Setup) -> MediaLimits | None:
     return MediaLimits(num_rows=setup.media_rows, step_tokens=setup.step_patches, axes=axes)
 
 
+def groups_of(specs: Sequence[AttentionSpec], context: int) -> tuple[KvGroup, ...]:
+    """The groups of layers with these specs, for a context of so many tokens; 0: all keep everything. Lines are as long as
+    the shortest group."""
+    kinds: dict[Lifetime, list[int]] = {}
+    for spec in specs:
+        bound = spec.chunk or spec.window
+        kind: Lifetime = Grows() if bound is None or bound >= context else Window(bound, spec.chunk is not None)
+        kinds.setdefault(kind, []).append(spec.layer)
+    shortest = min((len(layers) for layers in kinds.values()), default=1)
+    return tuple(
+        KvGroup(kind, cut_evenly(layers, -(-len(layers) // shortest)))
+        for kind, layers in sorted(kinds.items(), key=lambda each: isinstance(each[0], Window))
+    ) or (KvGroup(Grows()),)
+
+
 class InProcess:
     """An engine over `model`, set up one way."""
 
@@ -154,17 +173,20 @@ class InProcess:
         assert isinstance(model, torch.nn.Module)
         device = Device("cuda" if setup.device == "cuda" else "cpu")
         slots, per_slot = setup.num_slots, -(-setup.context_length // setup.page_size)
+        specs = attention_specs(model) + ([] if proposer is None else attention_specs(proposer.network))
+        groups = groups_of(specs, setup.context_length if setup.frees_windows and proposer is None else 0)
+        height = KvLayout(groups, setup.page_size).column_pages
         self.limits = RunnerLimits(
             num_slots=slots,
-            num_pages=setup.num_pages or slots * per_slot + 1,
+            num_pages=(setup.num_pages or slots * per_slot) * height + 1,
             page_size=setup.page_size,
             pages_per_slot=per_slot,
             context_length=setup.context_length,
             max_step_tokens=max(setup.chunk_tokens, slots),
             vocab_size=vocab_size,
             media=_media_limits(model, setup),
+            groups=groups,
         )
-        specs = attention_specs(model) + ([] if proposer is None else attention_specs(proposer.network))
         shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
         pool = KVPool(
             shapes,
@@ -174,6 +196,7 @@ class InProcess:
             device.torch_device,
             setup.k_scales,
             setup.v_scales,
+            groups,
         )
         factory = attention_factory(setup.attention, device.torch_device)
         encoder = None
@@ -199,8 +222,9 @@ class InProcess:
             priority=setup.priority,
             conservativeness=setup.conservativeness,
             tpot_target_ms=0.0,
-            spans=spans if setup.shared_spans else None,
+            spans=spans if setup.shared_spans and self.limits.layout.growing_pages else None,
             max_step_drafts=64,
+            groups=groups,
         )
         self.queues = Queues(limits, grammars)
         self.features: dict[str, npt.NDArray[np.generic]] = {}
@@ -210,7 +234,7 @@ class InProcess:
             setup.drafts, slots, overlaps=setup.overlap, answers=answers, most_drafts=setup.most_drafts
         )
         self.cache = PrefixCache(
-            num_pages=limits.num_pages, page_size=setup.page_size, enabled=setup.radix_cache, policy=setup.eviction
+            num_pages=limits.num_pages, layout=limits.layout, enabled=setup.radix_cache, policy=setup.eviction
         )  # fmt: skip
         self.mailbox = Mailbox()
         self.stream = setup.stream

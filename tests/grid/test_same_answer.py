@@ -31,6 +31,7 @@ AXES = {
     "policy": ["auto", "lpm", "dfs-weight", "lof", "shortest-prefill-first"],
     "company": ["alone", "batch", "cached", "retracted", "tiny pool"],
     "drafts": ["none", "ngram", "known", "adaptive", "device"],
+    "frees_windows": [True, False],
 }
 
 # Flags that change how an answer is computed -> the axis that switches them.

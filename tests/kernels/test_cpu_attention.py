@@ -13,8 +13,10 @@ import torch
 from random_trees import path_to, tree_mask
 from torch import Tensor
 
+from bough.core.kv import Window
 from bough.kernels.attention import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, reference, torch_backend
 from bough.kernels.attention.cpu import CpuAttention, available
+from bough.kernels.attention.inputs import Lines
 from bough.kernels.attention.torch_backend import TorchAttention, group_rows
 from tests.covers import cover
 
@@ -124,6 +126,53 @@ def check(case: Case, spec: Spec, backend: type, tolerance: float = 2e-5) -> Non
     assert torch.equal(case.inputs.k_caches[0], caches[0]), "keys were written elsewhere"
     assert torch.equal(case.inputs.v_caches[0], caches[1])
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["window", "chunk", "window and slopes"])
+def test_pages_behind_windows_are_not_read(backend: type, kind: str) -> None:
+    """They are other rows' by then, or hold what isn't a number."""
+    rows = [(1, 9), (1, 200), (7, 0), (33, 40), (2, 64), (90, 130), (1, 17)]
+    slopes = torch.tensor([0.1, 0.2, 0.0, 0.3]) if kind.endswith("slopes") else None
+    bound = {"chunk": 13} if kind == "chunk" else {"window": 13}
+    spec = Spec(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.3, slopes=slopes, **bound)
+    case = make_case(rows, spec, host=True)
+    expected = reference.forward(spec, case.inputs, case.q, case.k, case.v)
+    window, table = Window(13, chunked=kind == "chunk"), case.inputs.page_table
+    for slot, (_, context) in zip(case.inputs.slots_R.tolist(), rows, strict=True):
+        pages = table[slot, : window.first_needed(context) // case.inputs.page_size].long()
+        for cache in (*case.inputs.k_caches, *case.inputs.v_caches):
+            cache[pages] = float("nan")
+    actual = backend(case.inputs).forward(spec, case.q, case.k, case.v)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_of_other_lines_have_pages_of_their_own(backend: type) -> None:
+    """A second layer reads through another table, in pages of another size."""
+    rows, first = [(1, 9), (5, 30), (17, 0)], Spec(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.3)
+    second = replace(first, layer=1, num_heads=8, num_kv_heads=4)
+    one, other = make_case(rows, first, seed=1), make_case(rows, second, page_size=2, seed=2)
+    other.inputs.page_table[one.inputs.slots_R.long()] = other.inputs.page_table[other.inputs.slots_R.long()].clone()
+    lines = Lines(
+        of_layer=(0, 1),
+        tables=(one.inputs.page_table, other.inputs.page_table),
+        locs=(one.inputs.loc_T, other.inputs.loc_T),
+        page_sizes=(4, 2),
+    )
+    both = replace(
+        one.inputs,
+        k_caches=[*one.inputs.k_caches, *other.inputs.k_caches],
+        v_caches=[*one.inputs.v_caches, *other.inputs.v_caches],
+        lines=lines,
+    )
+    ran = backend(both)
+    for case, spec in ((one, first), (other, second)):
+        alone = replace(case.inputs, slots_R=one.inputs.slots_R)
+        caches = [c.clone() for c in (*alone.k_caches, *alone.v_caches)]
+        aside = replace(alone, k_caches=[caches[0]], v_caches=[caches[1]])
+        expected = reference.forward(replace(spec, layer=0), aside, case.q, case.k, case.v)
+        torch.testing.assert_close(ran.forward(spec, case.q, case.k, case.v), expected, atol=2e-5, rtol=2e-5)
 
 
 SHAPES = {

@@ -111,6 +111,6 @@ def test_the_plan_has_room_for_what_drafts(folders: Path) -> None:
         assert made.resolved.plan.weight_bytes > plain.weight_bytes
         per_token = made.resolved.plan.kv_bytes / (made.resolved.plan.kv_tokens + made.resolved.plan.page_size)
         kept = per_token - plain.kv_bytes / (plain.kv_tokens + plain.page_size)
-        assert kept == 4 * sum(mixer.kv_values for mixer in made.draft.facts.model.mixers)
+        assert kept == 4 * sum(sum(mixer.planes) for mixer in made.draft.facts.model.mixers)
     numbers = decided(folders, "DFLASH", "dflash").resolved.config.speculative
     assert (numbers.speculative_num_steps, numbers.speculative_num_draft_tokens) == (3, 4)

@@ -14,6 +14,7 @@ from bough.bench.fake_runner import OracleRunner, lone_output, pick, prefix_hash
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
 from bough.core.grammar import Compiled, CompileFailed, Matcher
+from bough.core.kv import Grows, KvGroup, KvLayout
 from bough.core.media import Features, MediaItem
 from bough.core.messages import (
     Abort,
@@ -204,6 +205,7 @@ class Sim:
         yields: Callable[[int], int] | None = None,
         propose: Callable[[list[int], int], list[int]] | None = None,
         media: MediaLimits | None = None,
+        groups: tuple[KvGroup, ...] = (KvGroup(Grows()),),
         **limits: object,
     ) -> None:
         self.runner_limits = RunnerLimits(
@@ -215,7 +217,8 @@ class Sim:
             context_length=context_length,
             max_step_tokens=max_step_tokens,
             vocab_size=VOCAB,
-            spans=SpanCosts(),
+            spans=SpanCosts() if KvLayout(groups, page_size).growing_pages else None,
+            groups=groups,
         )
         defaults: dict[str, object] = {
             "max_running": num_slots,
@@ -246,7 +249,7 @@ class Sim:
         self.queues.drafter = drafter
         if media is not None:
             self.queues.media = MediaAccount(media, opened_features)
-        self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, policy=eviction, enabled=radix)
+        self.cache = PrefixCache(num_pages=num_pages, layout=self.limits.layout, policy=eviction, enabled=radix)
         self.loop = Loop(
             runner=self.runner,
             queues=self.queues,
@@ -410,9 +413,9 @@ class Sim:
         queues, limits = self.queues, self.limits
         if queues.num_live >= limits.max_running or self.loop.control.paused:
             return False
-        worst = limits.pages_for(len(waiting.key) + waiting.job.limit)
+        worst = limits.layout.pages_for(len(waiting.key) + waiting.job.limit)
         for row in (*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()):
-            worst += limits.pages_for(len(row.job.prompt) + row.job.limit)
+            worst += limits.layout.pages_for(len(row.job.prompt) + row.job.limit)
         return worst <= self.cache.total
 
     def _check_released(self, before: set[int]) -> None:
@@ -447,8 +450,8 @@ class Sim:
 
 def _plain(plan: StepPlan) -> tuple[object, ...]:
     shares = [(id(s.row), s.start, s.held, s.num_tokens) for s in plan.shares]
-    runs = [(r.slot, r.tokens, r.num_new_pages) for r in plan.runs]
-    drafts = plan.num_new_pages.tolist(), plan.drafts.tolist(), plan.draft_tokens.tolist()
+    runs = [(r.slot, r.tokens, r.num_new_columns) for r in plan.runs]
+    drafts = plan.num_new_columns.tolist(), plan.drafts.tolist(), plan.draft_tokens.tolist()
     return plan.decodes.tolist(), *drafts, shares, runs, plan.retract, plan.preempt
 
 

@@ -23,7 +23,7 @@ def look(sim: Sim, *, max_spans: int = 10_000, max_rows: int = 10_000) -> Snapsh
 def in_tree(sim: Sim, row: Prefilling | Running | Leaving) -> tuple[str, list[int]]:
     """The tokens of a row that are in the tree, by its page table and its history."""
     slots = sim.queues.slots
-    num_tokens = int(slots.tree_pages[row.slot]) * sim.cache.page_size
+    num_tokens = int(slots.tree_columns[row.slot]) * sim.cache.page_size
     output = slots.history[row.slot, slots.prompt_len[row.slot] : slots.known[row.slot]].tolist()
     tokens = [*row.job.prompt.tolist(), *output][:num_tokens]
     return row.job.ask.namespace, tokens
@@ -67,7 +67,7 @@ def check(sim: Sim) -> None:
         assert view.shared_tokens == max(others, default=0)
         assert (by_id[view.span].depth if view.span else 0) >= len(mine[1])
     slots = queues.slots
-    tables = [set(slots.table[row.slot, : int(slots.tree_pages[row.slot])].tolist()) for row in rows]
+    tables = [set(slots.table[0, row.slot, : int(slots.tree_columns[row.slot])].tolist()) for row in rows]
     for span in seen.spans:
         assert span.requests == sum(span.id in table for table in tables)
     assert len(seen.rows) == len(queues.where)

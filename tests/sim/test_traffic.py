@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from bough.core.kv import Grows, KvGroup, KvLayout, Window
 from bough.core.messages import LogprobSpec, TextSpec
 from bough.core.sampling import GrammarSpec
 from bough.core.step import Step
@@ -59,14 +60,32 @@ def events() -> st.SearchStrategy[list[Event]]:
     return st.lists(st.one_of(ask, ask, crowd, abort, stop, wait, wait), min_size=3, max_size=25)
 
 
+ALL = KvGroup(Grows())
+LAYOUTS: dict[str, tuple[KvGroup, ...]] = {
+    "all tokens": (ALL,),
+    "and a window": (ALL, KvGroup(Window(8))),
+    "a window alone": (KvGroup(Window(7)),),
+    "chunks": (ALL, KvGroup(Window(6, chunked=True), ((), ()))),
+    "windows": (KvGroup(Grows(), ((), ())), KvGroup(Window(1)), KvGroup(Window(21), ((), ()))),
+    "parts": (KvGroup(Grows(), parts=2), KvGroup(Window(10))),
+    "parts of windows": (ALL, KvGroup(Window(12), ((), ()), parts=4)),
+}
+
+
 @st.composite
 def engines(draw: st.DrawFn) -> dict[str, Any]:
     page_size = draw(st.sampled_from([1, 4, 16]))
     tokens = draw(st.sampled_from([48, 64, 96, 400]))
     step_tokens = draw(st.sampled_from([8, 20, 64]))
+    groups = (ALL,)
+    if draw(st.booleans()):
+        groups = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))]
+        groups = tuple(group for group in groups if page_size % group.parts == 0) or (ALL,)
+    height = draw(st.integers(1, KvLayout(groups, page_size).column_pages))
     return {
+        "groups": groups,
         "page_size": page_size,
-        "num_pages": tokens // page_size + 1,
+        "num_pages": tokens // page_size * height + 1,
         "num_slots": draw(st.sampled_from([1, 3, 8])),
         "max_step_tokens": step_tokens,
         "chunk_tokens": draw(st.sampled_from([4, 7, step_tokens])),

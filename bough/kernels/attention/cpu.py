@@ -109,27 +109,42 @@ class CpuAttention:
         self.inputs = inputs
         self._torch: TorchAttention | None = None
         _advise(inputs)
-        shared, tree = inputs.shared, inputs.tree
-        self._keep = (
+        self._keep = [
             inputs.query_start_R1.to(torch.int32).contiguous(),
             inputs.kv_len_R.to(torch.int32).contiguous(),
             inputs.slots_R.to(torch.int32).contiguous(),
-            inputs.loc_T.to(torch.int64).contiguous(),
-        )
-        query_start, kv_len, slots, loc = self._keep
-        self._step = _Step(
-            query_start.data_ptr(), kv_len.data_ptr(), slots.data_ptr(), inputs.page_table.data_ptr(), loc.data_ptr(),
+        ]
+        lines = inputs.lines
+        if lines is None:
+            self._steps = [self._line(inputs.page_table, inputs.loc_T, inputs.page_size)]
+        else:
+            of_lines = zip(lines.tables, lines.locs, lines.page_sizes, strict=True)
+            self._steps = [self._line(*each) for each in of_lines]
+        self.step_addresses = [ctypes.addressof(step) for step in self._steps]
+        """By line."""
+
+    def _line(self, page_table: Tensor, loc_T: Tensor, page_size: int) -> _Step:
+        query_start, kv_len, slots = self._keep[:3]
+        loc, shared = loc_T.to(torch.int64).contiguous(), self.inputs.shared
+        tree, gaps = self.inputs.tree, self.inputs.gaps_T2
+        self._keep.append(loc)
+        return _Step(
+            query_start.data_ptr(), kv_len.data_ptr(), slots.data_ptr(), page_table.data_ptr(), loc.data_ptr(),
             None if shared is None else shared.rows_M.data_ptr(),
             None if shared is None else shared.start_S1.data_ptr(),
             None if shared is None else shared.last_S.data_ptr(),
             None if tree is None else tree.seen_T.data_ptr(),
             None if tree is None else tree.tail_T.data_ptr(),
             None if tree is None else tree.positions_T.data_ptr(),
-            None if inputs.gaps_T2 is None else inputs.gaps_T2.data_ptr(),
-            inputs.page_table.stride(0), kv_len.shape[0], loc.shape[0], inputs.page_size,
+            None if gaps is None else gaps.data_ptr(),
+            page_table.stride(0), kv_len.shape[0], loc.shape[0], page_size,
             0 if shared is None else shared.last_S.shape[0],
         )  # fmt: skip
-        self.step_address = ctypes.addressof(self._step)
+
+    def step_address(self, layer: int) -> int:
+        """Of what the kernels know of the step, for a layer."""
+        lines = self.inputs.lines
+        return self.step_addresses[0 if lines is None else lines.of_layer[layer]]
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends: [T, N * V]."""
@@ -137,7 +152,7 @@ class CpuAttention:
         if loaded is None or not self._covers(spec, q_TNH, k_TKH, v_TKH):
             return self._by_torch().forward(spec, q_TNH, k_TKH, v_TKH)
         layer, out = self._layer(spec, q_TNH, k_TKH, v_TKH)
-        loaded.bough_attention(self.step_address, ctypes.addressof(layer))
+        loaded.bough_attention(self.step_address(spec.layer), ctypes.addressof(layer))
         return out
 
     def queries_at(self, spec: Spec) -> Tensor | None:
@@ -177,7 +192,7 @@ class CpuAttention:
             spec.num_kv_heads, spec.head_dim, cos_sin_PR.shape[1], interleaved, layer.dtype,
             0 if q_norm is None else DTYPES[q_norm.dtype], eps, offset,
         )  # fmt: skip
-        loaded.bough_attention_rope(self.step_address, ctypes.addressof(layer), ctypes.addressof(rope))
+        loaded.bough_attention_rope(self.step_address(spec.layer), ctypes.addressof(layer), ctypes.addressof(rope))
         return out
 
     def _covers(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,17 @@ class Tail:
     """The layer that is the last; None: the one whose KV is the last in the pool."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Where the KV of a model with several lines (`core.kv`) lies. Everything is by line."""
+
+    of_layer: Sequence[int]
+    """By layer: its line."""
+    tables: Sequence[Tensor]
+    locs: Sequence[Tensor]
+    page_sizes: Sequence[int]
+
+
 @dataclass(slots=True)
 class TreeMask:
     """What tokens see where not every one follows the one before it. Each sees the KV tokens before `tail_T`, and of the up
@@ -144,6 +155,8 @@ class AttentionInputs:
     """None: a query sees its row's KV tokens up to its own. No layer has slopes or chunks where it is given."""
     tail: Tail | None = None
     """All that the last layer has to attend for; None: every token. A backend may leave it aside."""
+    lines: Lines | None = None
+    """None: all layers have `page_table`, `loc_T` and `page_size`; otherwise those are the first line's."""
 
     gaps_T2: Tensor | None = None
     """int32 [T, 2]: of its row's KV tokens, a token does not see those from the first of the two up to the second; None: all
@@ -157,6 +170,14 @@ class AttentionInputs:
     @property
     def num_tokens(self) -> int:
         return self.loc_T.shape[0]
+
+    def of_layer(self, layer: int) -> AttentionInputs:
+        """The same with the page table, locations and page size of a layer."""
+        lines = self.lines
+        if lines is None or lines.of_layer[layer] == 0:
+            return self
+        line = lines.of_layer[layer]
+        return replace(self, page_table=lines.tables[line], loc_T=lines.locs[line], page_size=lines.page_sizes[line])
 
     def scales(self, layer: int) -> tuple[float, float]:
         """(k_scale, v_scale) of a layer."""

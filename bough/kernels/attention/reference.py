@@ -69,6 +69,7 @@ def sees(seen: Tensor, tail: Tensor, key: Tensor) -> Tensor:
 
 def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tensor:
     """[T, N, V] over KV that is already in the pages."""
+    inputs = inputs.of_layer(spec.layer)
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
     k_scale, v_scale = inputs.scales(spec.layer)
     out = torch.zeros(q_TNH.shape[0], spec.num_heads, v_cache.shape[-1], dtype=q_TNH.dtype, device=q_TNH.device)
@@ -102,5 +103,5 @@ def forward(spec: Spec, inputs: AttentionInputs, q_TNH: Tensor, k_TKH: Tensor, v
     """Writes k and v to their pages, then attends: [T, N * V]. Shared spans change nothing here: they lie in every row."""
     k_scale, v_scale = inputs.scales(spec.layer)
     caches = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
-    write_kv(k_TKH, v_TKV, *caches, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+    write_kv(k_TKH, v_TKV, *caches, inputs.of_layer(spec.layer).loc_T, k_scale=k_scale, v_scale=v_scale)
     return paged_attention(q_TNH, inputs, spec).flatten(1)

@@ -28,7 +28,9 @@ class Bucket:
     tokens_BQ: Tensor
     """Index of each query token; padding repeats the row's last one."""
     loc_BS: Tensor
-    """KV location of each position; padding repeats location 0 of the cache."""
+    """KV location of each key; padding repeats location 0 of the cache."""
+    key_BS: Tensor
+    """Position of each key: [1, S] where all rows have the same."""
     position_BQ: Tensor
     kv_len_B: Tensor
     real: Tensor | None
@@ -37,70 +39,58 @@ class Bucket:
     """Keys that are hidden (`AttentionInputs.gaps_T2`)."""
 
 
+Kind = tuple[int, int | None, int | None, bool]
+"""Layers of one kind see the same keys, in the same pages: line, window, chunk, whether it is causal."""
+
+
 class TorchAttention:
     """Sizes of buckets come from `AttentionInputs.host` where it is given, else from the tensors (a wait on CUDA)."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self._inputs = inputs
-        lengths = RowLengths.read(inputs)
-        groups = list(group_rows(lengths.num_query_R, lengths.kv_len_R))
-        self._buckets = [
-            make_bucket(inputs, lengths, rows, queries) for rows in groups for queries in query_pieces(lengths, rows)
-        ]
-        self._covers_all = sum(int(lengths.num_query_R[rows].sum()) for rows in groups) == inputs.num_tokens
-        self._masks: dict[tuple[int, int | None, int | None, bool], Tensor] = {}
-        self._keeps_masks = sum(b.tokens_BQ.numel() * b.loc_BS.shape[1] for b in self._buckets) <= MAX_PAIRS
+        self._lengths = RowLengths.read(inputs)
+        self._groups = list(group_rows(self._lengths.num_query_R, self._lengths.kv_len_R))
+        self._covers_all = sum(int(self._lengths.num_query_R[rows].sum()) for rows in self._groups) == inputs.num_tokens
+        self._buckets: dict[Kind, list[Bucket]] = {}
+        self._masks: dict[tuple[Kind, int], Tensor] = {}
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends: [T, N * V]."""
-        inputs = self._inputs
+        inputs = self._inputs.of_layer(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
         k_scale, v_scale = inputs.scales(spec.layer)
         write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
         shape = (q_TNH.shape[0], spec.num_heads, v_cache.shape[-1])
         out = q_TNH.new_empty(shape) if self._covers_all else q_TNH.new_zeros(shape)
-        for number, bucket in enumerate(self._buckets):
+        kind = (0 if inputs.lines is None else inputs.lines.of_layer[spec.layer], spec.window, spec.chunk, spec.causal)
+        if kind not in self._buckets:
+            self._buckets[kind] = self._gather_rows(inputs, spec)
+        for number, bucket in enumerate(self._buckets[kind]):
             k = gather_kv(k_cache, bucket.loc_BS, q_TNH.dtype, k_scale)
             v = gather_kv(v_cache, bucket.loc_BS, q_TNH.dtype, v_scale)
-            result = self._attend(spec, q_TNH[bucket.tokens_BQ], k, v, number)
+            mask = self._mask(spec, kind, number)
+            result = _attend(spec, q_TNH[bucket.tokens_BQ], k, v, mask, bucket.key_BS)
             if bucket.real is None:
                 out[bucket.tokens_BQ.flatten()] = result.flatten(0, 1)
             else:
                 out[bucket.tokens_BQ[bucket.real]] = result[bucket.real]
         return out.flatten(1)
 
-    def _attend(self, spec: Spec, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, number: int) -> Tensor:
-        """[B, Q, N, V]. Heads that share keys become further queries of one head, so that keys are never repeated."""
-        group = spec.num_heads // spec.num_kv_heads
-        rows, queries = q_BQNH.shape[:2]
-        q_BQKGH = q_BQNH.reshape(rows, queries, spec.num_kv_heads, group, -1)
-        q_BKXH = q_BQKGH.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        k_BKSH, v_BKSV = k_BSKH.transpose(1, 2), v_BSKV.transpose(1, 2)
-        mask = self._mask(spec, number).repeat(1, group, 1).unsqueeze(1)
-        if spec.softcap or spec.sinks is not None or spec.slopes is not None:
-            scores = (q_BKXH.float() @ k_BKSH.float().transpose(2, 3)) * spec.scale
-            if spec.softcap:
-                scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            if spec.slopes is not None:
-                keys = torch.arange(scores.shape[3], device=scores.device)
-                scores = scores + by_row(spec.slopes, spec.num_kv_heads, queries) * keys
-            scores = scores.masked_fill(~mask, float("-inf"))
-            if spec.sinks is not None:
-                beside = by_row(spec.sinks, spec.num_kv_heads, queries).expand(*scores.shape[:3], 1)
-                scores = torch.cat((scores, beside), -1)
-            out = (scores.softmax(-1)[..., : k_BKSH.shape[2]] @ v_BKSV.float()).to(q_BQNH.dtype)
-        else:
-            out = F.scaled_dot_product_attention(q_BKXH, k_BKSH, v_BKSV, attn_mask=mask, scale=spec.scale)
-        return out.reshape(rows, spec.num_kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    def _gather_rows(self, inputs: AttentionInputs, spec: Spec) -> list[Bucket]:
+        lengths = self._lengths
+        return [
+            make_bucket(inputs, lengths, rows, queries, spec)
+            for rows in self._groups
+            for queries in query_pieces(lengths, rows)
+        ]  # fmt: skip
 
-    def _mask(self, spec: Spec, number: int) -> Tensor:
+    def _mask(self, spec: Spec, kind: Kind, number: int) -> Tensor:
         """bool [B, Q, S]: what each query sees. Layers of one kind share it, unless there are too many to keep."""
-        key = (number, spec.window, spec.chunk, spec.causal)
+        key = (kind, number)
         found = self._masks.get(key)
         if found is None:
-            bucket = self._buckets[number]
-            at = bucket.position_BQ.unsqueeze(2)
-            keys = torch.arange(bucket.loc_BS.shape[1], device=at.device)
+            bucket = self._buckets[kind][number]
+            at, keys = bucket.position_BQ.unsqueeze(2), bucket.key_BS.unsqueeze(1)
             found = keys < bucket.kv_len_B.view(-1, 1, 1)
             tree = self._inputs.tree
             if tree is not None:
@@ -116,9 +106,33 @@ class TorchAttention:
             if bucket.gaps_BQ2 is not None:
                 found = found & ((keys < bucket.gaps_BQ2[..., :1]) | (keys >= bucket.gaps_BQ2[..., 1:]))
             found = found.expand(-1, at.shape[1], -1)
-            if self._keeps_masks:
+            if sum(each.tokens_BQ.numel() * each.loc_BS.shape[1] for each in self._buckets[kind]) <= MAX_PAIRS:
                 self._masks[key] = found
         return found
+
+
+def _attend(spec: Spec, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, mask_BQS: Tensor, key_BS: Tensor) -> Tensor:
+    """[B, Q, N, V]. Heads that share keys become further queries of one head, so that keys are never repeated."""
+    group = spec.num_heads // spec.num_kv_heads
+    rows, queries = q_BQNH.shape[:2]
+    q_BQKGH = q_BQNH.reshape(rows, queries, spec.num_kv_heads, group, -1)
+    q_BKXH = q_BQKGH.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    k_BKSH, v_BKSV = k_BSKH.transpose(1, 2), v_BSKV.transpose(1, 2)
+    mask = mask_BQS.repeat(1, group, 1).unsqueeze(1)
+    if spec.softcap or spec.sinks is not None or spec.slopes is not None:
+        scores = (q_BKXH.float() @ k_BKSH.float().transpose(2, 3)) * spec.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if spec.slopes is not None:
+            scores = scores + by_row(spec.slopes, spec.num_kv_heads, queries) * key_BS[:, None, None]
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if spec.sinks is not None:
+            beside = by_row(spec.sinks, spec.num_kv_heads, queries).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, beside), -1)
+        out = (scores.softmax(-1)[..., : k_BKSH.shape[2]] @ v_BKSV.float()).to(q_BQNH.dtype)
+    else:
+        out = F.scaled_dot_product_attention(q_BKXH, k_BKSH, v_BKSV, attn_mask=mask, scale=spec.scale)
+    return out.reshape(rows, spec.num_kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def by_row(values_N: Tensor, num_kv_heads: int, queries: int) -> Tensor:
@@ -172,26 +186,43 @@ def _log2(lengths: I32) -> I32:
     return np.ceil(np.log2(lengths)).astype(np.int32)
 
 
-def make_bucket(inputs: AttentionInputs, lengths: RowLengths, rows: I32, queries: slice) -> Bucket:
+def make_bucket(
+    inputs: AttentionInputs, lengths: RowLengths, rows: I32, queries: slice, spec: Spec | None = None
+) -> Bucket:
+    """`spec`: what a layer sees; None: all keys are needed."""
     device = inputs.page_table.device
     num_query, starts = lengths.num_query_R[rows].astype(np.int64), lengths.start_R[rows].astype(np.int64)
     wanted = np.arange(queries.start, queries.stop)
     step = np.minimum(wanted, num_query[:, None] - 1)
     real = None if (num_query == num_query[0]).all() else wanted < num_query[:, None]
-    at = torch.from_numpy(np.arange(int(lengths.kv_len_R[rows].max()))).to(device)
     rows_B = torch.from_numpy(rows).to(device)
     kv_len_B, slots = inputs.kv_len_R[rows_B].long(), inputs.slots_R[rows_B].long()
-    pages = inputs.page_table[slots.unsqueeze(1), (at // inputs.page_size).unsqueeze(0)].long()
-    loc = pages * inputs.page_size + at % inputs.page_size
+    position_BQ = kv_len_B.unsqueeze(1) + torch.from_numpy(step - num_query[:, None]).to(device)
+    key_BS = _keys(spec, int(lengths.kv_len_R[rows].max()), position_BQ)
+    # A row that is shorter than others has no such column: its table ends, or what it has there is none of its own.
+    column_BS = (key_BS // inputs.page_size).clamp_max_(inputs.page_table.shape[1] - 1)
+    loc = inputs.page_table[slots.unsqueeze(1), column_BS].long() * inputs.page_size + key_BS % inputs.page_size
     tokens = torch.from_numpy(starts[:, None] + step).to(device)
     return Bucket(
         tokens_BQ=tokens,
-        loc_BS=loc.masked_fill(at >= kv_len_B.unsqueeze(1), 0),
-        position_BQ=kv_len_B.unsqueeze(1) + torch.from_numpy(step - num_query[:, None]).to(device),
+        loc_BS=loc.masked_fill(key_BS >= kv_len_B.unsqueeze(1), 0),
+        key_BS=key_BS,
+        position_BQ=position_BQ,
         kv_len_B=kv_len_B,
         real=None if real is None else torch.from_numpy(real).to(device),
         gaps_BQ2=None if inputs.gaps_T2 is None else inputs.gaps_T2[tokens],
     )
+
+
+def _keys(spec: Spec | None, num_keys: int, position_BQ: Tensor) -> Tensor:
+    """Positions of the keys that some query of a row sees: of a window no others are read, which may be gone."""
+    bound = (spec.chunk or spec.window) if spec is not None and spec.causal else None
+    if spec is None or bound is None:
+        return torch.arange(num_keys, device=position_BQ.device).unsqueeze(0)
+    first_B = position_BQ[:, 0]
+    first_B = first_B // bound * bound if spec.chunk else (first_B - bound + 1).clamp_min_(0)
+    count = min(num_keys, bound + position_BQ.shape[1] - 1)
+    return first_B.unsqueeze(1) + torch.arange(count, device=position_BQ.device)
 
 
 def gather_kv(cache: Tensor, loc_BS: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -140,17 +140,22 @@ def _attend_blocks(
         shrink = tl.exp2(high - anchor)
         norm = norm * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
+        # Beyond the row's last token a page holds anything, also what isn't a number; before its window it is another row's.
+        there = tokens < kv_high
+        if MASKED and CHUNKED:
+            there = there & (tokens >= tl.min(position, 0) // window * window)
+        elif MASKED and WINDOWED:
+            there = there & (tokens > tl.min(position, 0) - window)
         if TMA:
             v = v_cache.load([here * PAGE + n % PAGE, kv_head * VH])
             if MASKED:
-                # Beyond the row's last token a page holds anything, also what isn't a number.
-                v = tl.where((tokens < kv_high)[:, None], v, 0.0)
+                v = tl.where(there[:, None], v, 0.0)
         else:
             v_at = v_cache + at[:, None] * v_token + v_dim[None, :]
             if MASKED and BLOCK_V != VH:
-                v = tl.load(v_at, mask=(tokens < kv_high)[:, None] & (v_dim < VH)[None, :], other=0.0)
+                v = tl.load(v_at, mask=there[:, None] & (v_dim < VH)[None, :], other=0.0)
             elif MASKED:
-                v = tl.load(v_at, mask=(tokens < kv_high)[:, None], other=0.0)
+                v = tl.load(v_at, mask=there[:, None], other=0.0)
             elif BLOCK_V != VH:
                 v = tl.load(v_at, mask=(v_dim < VH)[None, :], other=0.0)
             else:
@@ -294,7 +299,7 @@ def _attention_kernel(
         if TREE:
             bits = tl.load(tree_seen + query, mask=valid, other=0)
             tail = tl.load(tree_tail + query, mask=valid, other=0)
-            where = tl.load(tree_positions + query, mask=valid, other=0).to(tl.int32)
+            where = tl.load(tree_positions + query, mask=valid, other=position).to(tl.int32)
         table = page_table + slot.to(tl.int64) * table_stride
         if TMA:
             k_base, v_base = k_cache, v_cache

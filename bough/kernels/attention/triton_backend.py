@@ -89,6 +89,7 @@ class TritonAttention:
         self._device = device
         self._hopper = hopper
         self._inputs: AttentionInputs | None = None
+        self._by_line: dict[int, AttentionInputs] = {}
         self._prepared: dict[tuple[Kind, int, int], _Prepared] = {}
         self._decode_plans: dict[Kind, Plan] = {}
         self._workspaces: dict[tuple[int, int], list[triton.Workspace]] = {}
@@ -96,6 +97,7 @@ class TritonAttention:
     def prepare(self, inputs: AttentionInputs) -> None:
         """Starts a step (or the capture of a graph). Plans are queued by the first layer that needs them."""
         self._inputs = inputs
+        self._by_line.clear()
         self._prepared.clear()
         self._decode_plans.clear()
 
@@ -107,7 +109,7 @@ class TritonAttention:
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim], or [L, ...] of `queries_at`."""
-        inputs = self._step()
+        inputs = self._of_layer(spec)
         k_scale, v_scale = inputs.scales(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
         write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
@@ -133,7 +135,7 @@ class TritonAttention:
         interleaved: bool = False,
     ) -> Tensor:
         """`forward` for q and k that still need their norms and rotation, which one kernel does with the KV write."""
-        inputs = self._step()
+        inputs = self._of_layer(spec)
         tail = self._tail(spec)
         if self._hopper and inputs.max_query == 1 and tail is None:
             raw = decode_hopper.Raw(
@@ -191,7 +193,7 @@ class TritonAttention:
         later: fresh.Unrotated | None = None,
     ) -> Tensor:
         """`later`: the queries of all tokens, to be rotated where `q`, which is rotated, ends: there all rows are fresh."""
-        inputs = self._step()
+        inputs = self._of_layer(spec)
         v_width = inputs.v_caches[spec.layer].shape[3]
         if prepared.fresh:
             k_scale, v_scale = inputs.scales(spec.layer)
@@ -233,6 +235,16 @@ class TritonAttention:
         if tail is None or not spec.causal:
             return None
         return tail if spec.layer == (len(inputs.k_caches) - 1 if tail.layer is None else tail.layer) else None
+
+    def _of_layer(self, spec: Spec) -> AttentionInputs:
+        """The step, with the pages of a layer."""
+        inputs = self._step()
+        if inputs.lines is None:
+            return inputs
+        line = inputs.lines.of_layer[spec.layer]
+        if line not in self._by_line:
+            self._by_line[line] = inputs.of_layer(spec.layer)
+        return self._by_line[line]
 
     def _step(self) -> AttentionInputs:
         if self._inputs is None:

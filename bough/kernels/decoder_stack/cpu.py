@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.attention.cpu import CpuAttention, head_is_covered
+from bough.kernels.attention.inputs import AttentionInputs
 from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.decoder_stack import BlockParts, Packed
@@ -51,7 +52,7 @@ class _Block(ctypes.Structure):
         ("rotated", ctypes.c_int32),
         ("silu", ctypes.c_int32),
         ("cache_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("line", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("eps", ctypes.c_float),
@@ -101,7 +102,7 @@ class DecoderStack:
         if library() is None or inputs.k_scales or inputs.k_caches[0].dtype not in DTYPES:
             return None
         if inputs.k_caches is not self._caches:
-            self._point_at(inputs.k_caches, inputs.v_caches)
+            self._point_at(inputs)
         x = x_TD.to(torch.float32).contiguous()
         states: list[Tensor] = []
         first = 0
@@ -122,10 +123,11 @@ class DecoderStack:
         loaded = library()
         assert loaded is not None, "called where there is one"
         added, stream = torch.empty_like(x), torch.empty_like(x)
+        steps = (ctypes.c_void_p * len(attention.step_addresses))(*attention.step_addresses)
         loaded.bough_decoder_stack(
             self._address + first * ctypes.sizeof(_Block),
             last - first,
-            attention.step_address,
+            ctypes.addressof(steps),
             positions_T.data_ptr(),
             x.data_ptr(),
             added.data_ptr(),
@@ -135,12 +137,14 @@ class DecoderStack:
         )
         return added, stream
 
-    def _point_at(self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
+    def _point_at(self, inputs: AttentionInputs) -> None:
         for block, parts in zip(self._blocks, self._parts, strict=True):
-            k_cache, v_cache = k_caches[parts.spec.layer], v_caches[parts.spec.layer]
+            layer = parts.spec.layer
+            k_cache, v_cache = inputs.k_caches[layer], inputs.v_caches[layer]
             block.k_cache, block.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
             block.cache_dtype = DTYPES[k_cache.dtype]
-        self._caches = k_caches
+            block.line = 0 if inputs.lines is None else inputs.lines.of_layer[layer]
+        self._caches = inputs.k_caches
 
     def _describe(self, parts: BlockParts) -> _Block:
         spec = parts.spec

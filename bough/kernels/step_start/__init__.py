@@ -10,6 +10,7 @@ The arrays of a step begin with those of decode rows. What the host does not kno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,8 +39,10 @@ class DraftTrees:
 class SlotState:
     """What lives on the device by slot, advanced by the sampler or the verifier. The last slot is spare, for padding."""
 
-    page_table: Tensor
-    """int32 [slots + 1, pages per slot]"""
+    tables: tuple[Tensor, ...]
+    """By line of the KV cache (`core.kv`): int32 [slots + 1, pages per slot]."""
+    table_entries: Tensor
+    """int32: the same memory, as page-table writes count it."""
     last_token: Tensor
     """int64 [slots + 1]: the newest token of the slot's row. Its KV is not in memory yet."""
     kv_len: Tensor
@@ -65,12 +68,19 @@ class SlotState:
         most_drafts: int = 0,
         trees: bool = False,
         turns: bool = False,
+        line_parts: Sequence[int] = (1,),
     ) -> SlotState:
+        """`line_parts`: by line, pages of a column; a slot has `pages_per_slot` columns."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
 
+        widths = [pages_per_slot * parts for parts in line_parts]
+        entries = zeros(sum(widths), dtype=torch.int32).view(-1)
+        lines = entries.split_with_sizes([(num_slots + 1) * width for width in widths])
         return SlotState(
-            page_table=zeros(pages_per_slot, dtype=torch.int32),
+            tables=tuple(line.view(num_slots + 1, width) for line, width in zip(lines, widths, strict=True)),
+            table_entries=entries,
             last_token=zeros(),
             kv_len=zeros(),
             num_output=zeros(),
@@ -79,6 +89,11 @@ class SlotState:
             tree=DraftTrees(*(zeros(most_drafts) for _ in range(3))) if trees else None,
             turn=zeros() if turns else None,
         )
+
+    @property
+    def page_table(self) -> Tensor:
+        """The first line's."""
+        return self.tables[0]
 
 
 class StepInputs(Protocol):
@@ -107,5 +122,13 @@ class StepInputs(Protocol):
 
 
 def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
-    """Makes the page-table writes, then completes what is derived, in place."""
+    """Makes the page-table writes, then completes what is derived, in place. KV locations are those of the first line, of
+    pages of `page_size` tokens."""
     _IMPLEMENTATIONS.pick("start_step", inputs.ids_T.device)(state, inputs, page_size)
+
+
+def locate(state: SlotState, inputs: StepInputs, page_sizes: Sequence[int]) -> list[Tensor]:
+    """KV locations of the step's tokens in each line but the first, of pages of `page_sizes[line]` tokens; -1 where the
+    first line has it. To be called once the step has started."""
+    located: list[Tensor] = _IMPLEMENTATIONS.pick("locate", inputs.ids_T.device)(state, inputs, page_sizes)
+    return located

@@ -6,7 +6,7 @@ from bough.kernels.step_start import SlotState, StepInputs
 
 
 def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
-    table = state.page_table.numpy().reshape(-1)
+    table = state.table_entries.numpy()
     table[inputs.table_at_U.numpy()] = inputs.table_pages_U.numpy()
     num_tokens, num_rows, num_samples = inputs.derived.tolist()
     if not num_tokens:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from bough.kernels.step_start import SlotState, StepInputs
 
 
 def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
     table = state.page_table
-    table.view(-1).scatter_(0, inputs.table_at_U, inputs.table_pages_U)
+    state.table_entries.scatter_(0, inputs.table_at_U, inputs.table_pages_U)
     places = torch.arange(max(map(len, (inputs.ids_T, inputs.slots_R, inputs.counter_L))), device=table.device)
     tokens, rows, samples = (places[None] < inputs.derived[:, None]).unbind()
 
@@ -29,3 +32,12 @@ def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
     inputs.kv_len_R.add_(length.masked_fill_(~rows[: len(length)], 0))
     drawn = state.num_output[inputs.sample_slots_L]
     inputs.counter_L.add_(drawn.masked_fill_(~samples[: len(drawn)], 0))
+
+
+def locate(state: SlotState, inputs: StepInputs, page_sizes: Sequence[int]) -> list[Tensor]:
+    slots, positions, is_nowhere = inputs.token_slots_T, inputs.positions_T, inputs.loc_T < 0
+    located = []
+    for table, page_size in zip(state.tables[1:], page_sizes[1:], strict=True):
+        page = table[slots, (positions // page_size).clamp_max(table.shape[1] - 1)].long()
+        located.append((page * page_size + positions % page_size).masked_fill_(is_nowhere, -1))
+    return located

@@ -8,14 +8,19 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from bough.kernels.launching import Launcher, wait
+from bough.kernels.launching import Launcher, cdiv, wait
 from bough.kernels.step_start import SlotState, StepInputs
 
 _BLOCK = 1024
 _WARPS = 8
+_LOCATED_AT_ONCE = 256
 
 
 @triton.jit(do_not_specialize=["num_writes", "table_stride", "drafts_stride", "page_size"])
@@ -87,6 +92,32 @@ def _start_kernel(
         tl.store(counters + place, tl.load(num_output + slot, mask=inside, other=0) + offset, mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_tokens", "table_stride", "page_size"])
+def _locate_kernel(
+    table, positions, token_slots, first_loc, loc, num_tokens, table_stride, page_size, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_tokens
+    somewhere = inside & (tl.load(first_loc + place, mask=inside, other=-1) >= 0)
+    position = tl.load(positions + place, mask=somewhere, other=0)
+    slot = tl.load(token_slots + place, mask=somewhere, other=0)
+    page = tl.load(table + slot * table_stride + position // page_size, mask=somewhere, other=0).to(tl.int64)
+    tl.store(loc + place, tl.where(somewhere, page * page_size + position % page_size, -1), mask=inside)
+
+
+def locate(state: SlotState, inputs: StepInputs, page_sizes: Sequence[int]) -> list[Tensor]:
+    count = len(inputs.loc_T)
+    located = []
+    for table, page_size in zip(state.tables[1:], page_sizes[1:], strict=True):
+        loc = torch.empty_like(inputs.loc_T)
+        _locate_kernel[(cdiv(count, _LOCATED_AT_ONCE),)](
+            table, inputs.positions_T, inputs.token_slots_T, inputs.loc_T, loc, count, table.stride(0), page_size,
+            BLOCK=_LOCATED_AT_ONCE,
+        )  # fmt: skip
+        located.append(loc)
+    return located
+
+
 _START = Launcher(_start_kernel)
 
 
@@ -94,7 +125,7 @@ def start_step(state: SlotState, inputs: StepInputs, page_size: int) -> None:
     _START.launch(
         (1, 1),
         (
-            state.page_table, state.last_token, state.kv_len, state.num_output, state.drafts,
+            state.table_entries, state.last_token, state.kv_len, state.num_output, state.drafts,
             inputs.table_at_U, inputs.table_pages_U, inputs.derived, inputs.ids_T, inputs.positions_T,
             inputs.token_slots_T, inputs.loc_T, inputs.kv_len_R, inputs.slots_R, inputs.sample_slots_L, inputs.counter_L,
         ),

@@ -8,9 +8,9 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from bough.cache.evict import EVICTION
+from bough.cache.nodes import Match, Node
 from bough.cache.pages import PagePool, PoolDry
 from bough.cache.prefix import PrefixCache, Tail
-from bough.cache.radix import Match, Node
 
 TOTAL = 24
 
@@ -80,10 +80,10 @@ class TreeMachine(RuleBasedStateMachine):
         found = self.cache.match_prefix(namespace, key, limit)
         known = self._known(namespace, tokens[:limit])
         assert found.num_tokens == len(known) * self.size
-        assert [p for node, used in found.path for p in node.pages[:used].tolist()] == known
+        assert [p for node, used in found.path for p in node.pages[0, :used].tolist()] == known
         self.matches = [*self.matches[-20:], (namespace, tokens, found)]
         use = min(found.num_tokens, keep * self.size)
-        node, pages = self.cache.lock(namespace, key, use)
+        node, (pages,) = self.cache.lock(namespace, key, use)
         assert pages.tolist() == known[: use // self.size]
         row = Row(namespace, node, tokens, pages.tolist(), [])
         self.live.append(row)
@@ -109,8 +109,8 @@ class TreeMachine(RuleBasedStateMachine):
         first = len(row.tree_pages)
         tail = np.array(row.tokens[first * self.size : end * self.size], np.int64)
         step = self.step
-        extended = self.cache.insert(row.node, tail, pages, step=step)
-        switched = {at + i: int(p) for at, run in extended.switched for i, p in enumerate(run)}
+        extended = self.cache.insert(row.node, tail, pages[None], step=step)
+        switched = {at + i: int(p) for at, run in extended.switched for i, p in enumerate(run[0])}
         for i, page in enumerate(pages.tolist()):
             prefix = (row.namespace, tuple(row.tokens[: (first + i + 1) * self.size]))
             assert (prefix in self.truth) == (i in switched)
@@ -197,7 +197,7 @@ class TreeMachine(RuleBasedStateMachine):
             found = self.cache.match_prefix(namespace, key, len(tokens))
             assert found.num_tokens == len(tokens)
             node, used = found.path[-1]
-            assert node.pages[used - 1] == page
+            assert node.pages[0, used - 1] == page
 
 
 TestTree = TreeMachine.TestCase
@@ -214,7 +214,7 @@ def _fill(cache: PrefixCache, tokens: list[int], namespace: str = "", priority: 
     node, _ = cache.lock(namespace, key, found.num_tokens, priority)
     rest = key[found.num_tokens :]
     pages = cache.alloc(len(rest) // cache.page_size)
-    node = cache.insert(node, rest, pages, step=-1, priority=priority).node
+    node = cache.insert(node, rest, pages[None], step=-1, priority=priority).node
     cache.release(node, np.empty(0, np.int32))
 
 
@@ -272,7 +272,7 @@ def test_locked_prefixes_stay() -> None:
         cache.alloc(1)
     cache.tree.unlock(node)
     assert cache.num_available == 1
-    assert len(pages) == 1
+    assert pages.shape == (1, 1)
 
 
 def test_splits_keep_the_rows_of_both_halves() -> None:
@@ -284,7 +284,7 @@ def test_splits_keep_the_rows_of_both_halves() -> None:
     assert short.depth == 3
     assert long.parent is short
     assert (short.locks, long.locks) == (2, 1)
-    assert len(pages) == 3
+    assert pages.shape == (1, 3)
 
 
 def test_nodes_keep_no_more_of_a_prompt_than_their_own_tokens() -> None:
@@ -335,7 +335,7 @@ def test_disabled_cache_keeps_nothing() -> None:
     cache = PrefixCache(num_pages=20, page_size=2, enabled=False)
     node, _ = cache.lock("", np.array([1, 2, 3, 4], np.int64), 0)
     pages = cache.alloc(2)
-    assert cache.insert(node, np.array([1, 2, 3, 4], np.int64), pages, step=0).node is node
+    assert cache.insert(node, np.array([1, 2, 3, 4], np.int64), pages[None], step=0).node is node
     assert _cached(cache, [1, 2, 3, 4]) == 0
     cache.release(node, pages)
     assert cache.pool.num_free == 19
@@ -385,11 +385,11 @@ def test_a_match_in_a_kept_page_does_not_outlive_it(how: str) -> None:
     """Requests remember a match together with the version. With the page gone, they would copy what is in it now."""
     cache = PrefixCache(num_pages=9, page_size=4)
     _fill(cache, [1, 2, 3, 4])
-    page = int(cache.alloc(1)[0])
-    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), page, step=7))
+    pages = cache.alloc(1)
+    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), pages, step=7))
     asked = _keys([1, 2, 3, 4, 5, 6, 8, 8])
     found = cache.match_prefix("", asked, 7, "r")
-    assert (found.num_tokens, found.tail_page) == (6, page)
+    assert (found.num_tokens, found.tail_pages) == (6, pages)
     node, _ = cache.lock("", asked, 4)  # the tree itself keeps what it has
     version = cache.version
     if how == "needed":
@@ -397,11 +397,11 @@ def test_a_match_in_a_kept_page_does_not_outlive_it(how: str) -> None:
     elif how == "failed":
         cache.drop_step(7)
     elif how == "replaced":
-        cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4]), 0))
+        cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4]), pages[:0]))
     else:
         cache.release(node, np.empty(0, np.int32))
         cache.flush()
-    assert cache.match_prefix("", asked, 7, "r").tail_page == 0
+    assert cache.match_prefix("", asked, 7, "r").tail_pages is None
     assert cache.version != version
 
 
@@ -410,14 +410,14 @@ def test_pages_that_are_being_computed_are_not_copied() -> None:
     cache = PrefixCache(num_pages=9, page_size=4)
     theirs, ours = _keys([1, 2, 3, 4, 5, 6, 7, 8]), _keys([1, 2, 3, 4, 5, 6, 9, 9])
     node, _ = cache.lock("", theirs, 0)
-    cache.insert(node, theirs, cache.alloc(2), step=3)
+    cache.insert(node, theirs, cache.alloc(2)[None], step=3)
     found = cache.match_prefix("", ours, 7)
     assert found.num_tokens == 4
     assert cache.lengthen(found, "", ours, 7) == found
     cache.settle(3)
     longer = cache.lengthen(found, "", ours, 7)
     assert longer.num_tokens == 6
-    assert longer.tail_page
+    assert longer.tail_pages is not None
 
 
 def test_both_halves_of_a_split_prefix_keep_its_priority() -> None:
@@ -449,7 +449,7 @@ def test_both_halves_of_a_split_prefix_go_with_the_step_that_failed() -> None:
     cache = PrefixCache(num_pages=9, page_size=1)
     key = _keys([1, 2, 3, 4])
     node, _ = cache.lock("", key, 0)
-    cache.insert(node, key, cache.alloc(4), step=3)
+    cache.insert(node, key, cache.alloc(4)[None], step=3)
     cache.lock("", key, 2)
     cache.drop_step(3)
     assert _cached(cache, [1, 2, 3, 4]) == 0
@@ -458,7 +458,7 @@ def test_both_halves_of_a_split_prefix_go_with_the_step_that_failed() -> None:
 def test_a_kept_page_is_for_those_who_have_its_tokens() -> None:
     cache = PrefixCache(num_pages=9, page_size=4)
     _fill(cache, [1, 2, 3, 4])
-    page = int(cache.alloc(1)[0])
-    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), page))
+    pages = cache.alloc(1)
+    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), pages))
     for asked, found in (([5, 6, 8, 8], 6), ([5, 9, 8, 8], 4), ([9, 6, 8, 8], 4)):
         assert cache.match_prefix("", _keys([1, 2, 3, 4, *asked]), 7, "r").num_tokens == found

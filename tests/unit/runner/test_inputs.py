@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from bough.core.kv import one_line
 from bough.core.sampling import SamplingParams
 from bough.core.step import FIRST_DRAFT, FROM_DEVICE, SharedSpans, SlotSetup, Step
 from bough.kernels.step_start import SlotState, cpu, reference
@@ -194,7 +195,7 @@ def setup(slot: int, rng: np.random.Generator) -> SlotSetup:
 def test_every_array_of_random_steps(kind: str, page_size: int, start: Any):
     rng = np.random.default_rng(page_size)
     pages_per_slot = 9
-    packer, params = Packer(SLOTS, pages_per_slot, page_size), SlotParams(SLOTS, VOCAB)
+    packer, params = Packer(SLOTS, pages_per_slot, one_line(page_size)), SlotParams(SLOTS, VOCAB)
     asked = {slot: setup(slot, rng) for slot in range(SLOTS)}
     for each in asked.values():
         params.fill(each)
@@ -231,7 +232,7 @@ def test_every_array_of_random_steps(kind: str, page_size: int, start: Any):
 def test_a_position_beyond_the_rows_pages_is_not_written():
     """However wrong a bound may be, no other request's page is overwritten."""
     rng = np.random.default_rng(1)
-    packer, params = Packer(SLOTS, 9, 4), SlotParams(SLOTS, VOCAB)
+    packer, params = Packer(SLOTS, 9, one_line(4)), SlotParams(SLOTS, VOCAB)
     step = random_step("drafts", {}, 4, 9, rng)
     for start in (reference.start_step, cpu.start_step):
         tensors = packer.upload(step, params.gather(step), Stages(Device("cpu"), 64).take())
@@ -246,7 +247,7 @@ def test_a_position_beyond_the_rows_pages_is_not_written():
 
 def test_a_step_of_its_own_size_is_uploaded_as_it_is_packed():
     rng = np.random.default_rng(0)
-    packer, params, table = Packer(SLOTS, 4, 8), SlotParams(SLOTS, VOCAB), {}
+    packer, params, table = Packer(SLOTS, 4, one_line(8)), SlotParams(SLOTS, VOCAB), {}
     asked = {slot: setup(slot, rng) for slot in range(SLOTS)}
     for each in asked.values():
         params.fill(each)

@@ -173,7 +173,7 @@ def test_page_copies_happen_before_the_forward_pass(runner, checkpoint):
     rows = Rows()
     prompt = PROMPTS[0][:8]
     runner.launch(rows.step([(0, prompt, False)], [SlotSetup(slot=0, sampling=GREEDY)])).wait()
-    source = runner.packer.table[0, :2].copy()
+    source = runner.forward.state.page_table[0, :2].numpy().copy()
     target = np.array([60, 61], np.int32)
     rows.length[3] = 8
     step = rows.step(

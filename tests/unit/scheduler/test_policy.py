@@ -46,7 +46,7 @@ def _cache(*prefixes: list[int]) -> PrefixCache:
         found = cache.match_prefix("", key, len(key))
         node, _ = cache.lock("", key, found.num_tokens)
         rest = key[found.num_tokens :]
-        node = cache.insert(node, rest, cache.alloc(len(rest)), step=-1).node
+        node = cache.insert(node, rest, cache.alloc(len(rest))[None], step=-1).node
         cache.release(node, np.empty(0, np.int32))
     return cache
 

@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 import numpy as np
 from hypothesis import assume, given, settings, strategies as st
 
+from bough.cache.nodes import Node
 from bough.cache.prefix import PrefixCache
-from bough.cache.radix import Node
 from bough.core.step import SharedSpans, SpanCosts
 from bough.scheduler import sharing
 from bough.scheduler.sharing import shared_spans
@@ -25,10 +25,10 @@ def _rows(page_size: int, prompts: list[list[int]]) -> tuple[list[Node], list[Ta
     for prompt in prompts:
         key = np.array(prompt[: len(prompt) // page_size * page_size], np.int64)
         found = cache.match_prefix("", key, len(key))
-        node, pages = cache.lock("", key, found.num_tokens)
+        node, (pages,) = cache.lock("", key, found.num_tokens)
         rest = key[found.num_tokens :]
         own = cache.alloc(len(rest) // page_size)
-        node = cache.insert(node, rest, own, step=-1).node
+        node = cache.insert(node, rest, own[None], step=-1).node
         nodes.append(node)
         tables.append((*pages.tolist(), *own.tolist()))
     return nodes, tables

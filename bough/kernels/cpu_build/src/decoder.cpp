@@ -22,7 +22,7 @@ struct Block {  // mirrored by a ctypes structure; norms are fp32, those that ma
   const float *attn_norm, *after_attn_norm, *ffn_norm, *after_ffn_norm, *q_norm, *k_norm;
   const float* cos_sin;  // null: no rotation
   void *k_cache, *v_cache;
-  int32_t heads, kv_heads, dim, window, rotated, silu, cache_dtype, reserved;
+  int32_t heads, kv_heads, dim, window, rotated, silu, cache_dtype, line;  // line: which of the steps it belongs to
   float scale, softcap, eps, offset, head_eps, head_offset;
 };
 
@@ -127,13 +127,13 @@ void run_block(const Block& b, const Block* next, const Step& step, const int64_
 
 using namespace bough;
 
-// From x: what the last block adds, and the stream it is added to. All [tokens, width], fp32.
-BOUGH_EXPORT void bough_decoder_stack(const Block* blocks, int64_t count, const Step* step, const int64_t* positions,
+// From x: what the last block adds, and the stream it is added to. All [tokens, width], fp32. steps: by line of the KV cache.
+BOUGH_EXPORT void bough_decoder_stack(const Block* blocks, int64_t count, const Step* const* steps, const int64_t* positions,
                                       const float* x, float* added, float* stream, int64_t tokens, int64_t width) {
   Buffers buffers = divide(blocks, count, tokens, width);
   buffers.stream = stream;
   buffers.added = added;
   std::memcpy(stream, x, sizeof(float) * tokens * width);
   for (int64_t i = 0; i < count; i++)
-    run_block(blocks[i], i + 1 < count ? &blocks[i + 1] : nullptr, *step, positions, tokens, width, i == 0, buffers);
+    run_block(blocks[i], i + 1 < count ? &blocks[i + 1] : nullptr, *steps[blocks[i].line], positions, tokens, width, i == 0, buffers);
 }

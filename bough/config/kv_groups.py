@@ -1,0 +1,172 @@
+"""Which layers' KV lives how long, and how layers share pages: pure arithmetic on a model's facts.
+
+Layers with one lifetime form a group. Pages of all groups have equal bytes, so a group with more layers than others is cut
+into several lines, each with pages of its own; a group whose layers keep more of a token than others' has smaller pages. How
+the layers are cut is chosen such that a long request takes the least memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bough.config.layout import Layout
+from bough.config.model_facts import Gqa, Mixer, ModelFacts
+from bough.config.shares import rank_kv_values, rank_mixer, stage_layers
+from bough.core.kv import Grows, KvGroup, KvLayout, Lifetime, Window
+
+NOMINAL_TOKENS = 32_768
+"""Of the request that should take little memory."""
+_LINE_COST = 0.01
+"""A line more must save one part in a hundred: it is work for the host in every step."""
+MOST_LINES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """The groups of a model, and the size of their pages."""
+
+    groups: tuple[KvGroup, ...]
+    """Layers are numbered over the whole model, those alone that keep KV."""
+    values_per_token: int
+    """Numbers that a page holds, for each token of a column, on the rank where they are most."""
+    because: str = ""
+    """Why layers with windows keep all tokens; empty: they don't."""
+
+
+def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: int) -> KvPlan:
+    """Groups for requests of up to `context` tokens, and columns of `page_size` of them."""
+    if layout.cp > 1:
+        return all_in_one(facts, layout, _if_windows(facts, context, "ranks share the tokens of each sequence"))
+    lifetimes = [lifetime_of(mixer, context) for mixer in facts.kv_mixers]
+    kinds = sorted(dict.fromkeys(lifetimes), key=lambda each: isinstance(each, Window))
+    if not any(isinstance(kind, Window) for kind in kinds):
+        return all_in_one(facts, layout)
+    parts = _parts(facts, layout, lifetimes, kinds)
+    if parts is None or any(page_size % each for each in parts):
+        return all_in_one(facts, layout, "layers keep different amounts of a token, which no pages of equal size fit")
+    members = [[layer for layer, each in enumerate(lifetimes) if each == kind] for kind in kinds]
+    nominal = min(context, NOMINAL_TOKENS)
+
+    def made(per_line: int) -> tuple[KvGroup, ...]:
+        return tuple(
+            KvGroup(kind, cut_evenly(layers, -(-len(layers) // per_line)), each)
+            for kind, layers, each in zip(kinds, members, parts, strict=True)
+        )
+
+    def cost(per_line: int) -> float:
+        taken = KvLayout(made(per_line), page_size)
+        penalty = 1 + _LINE_COST * taken.column_pages
+        return per_line * taken.pages_for(nominal) * penalty
+
+    largest = max(len(layers) for layers in members)
+    sizes = [n for n in range(1, largest + 1) if sum(-(-len(layers) // n) for layers in members) <= MOST_LINES]
+    groups = made(min(sizes, key=cost))
+    return KvPlan(groups, _line_values(facts, layout, groups))
+
+
+def all_in_one(facts: ModelFacts, layout: Layout, because: str = "", draft: ModelFacts | None = None) -> KvPlan:
+    """One group: all layers keep all tokens. `draft`: what has its layers behind the model's."""
+    models = [facts] if draft is None or not draft.layers else [facts, draft]
+    group = KvGroup(Grows(), (tuple(range(sum(len(model.kv_mixers) for model in models))),))
+    values = [sum(rank_kv_values(model, layout, rank) for model in models) for rank in range(layout.size)]
+    return KvPlan((group,), max(values), because)
+
+
+def with_draft_layers(facts: ModelFacts, layout: Layout, draft: ModelFacts, page_size: int, context: int) -> KvPlan:
+    """The plan of a model and of what drafts for it. All layers keep all tokens: drafting reads one line."""
+    return all_in_one(facts, layout, _if_windows(facts, context, "what drafts on the device reads all tokens"), draft)
+
+
+def _if_windows(facts: ModelFacts, context: int, because: str) -> str:
+    """Why layers with windows keep all tokens; empty: there are none."""
+    return because if any(isinstance(lifetime_of(mixer, context), Window) for mixer in facts.kv_mixers) else ""
+
+
+def lifetime_of(mixer: Mixer, context: int) -> Lifetime:
+    """How long a layer needs its KV, in requests of up to `context` tokens."""
+    if isinstance(mixer, Gqa) and mixer.causal:
+        if mixer.chunk is not None and mixer.chunk < context:
+            return Window(mixer.chunk, chunked=True)
+        if mixer.window is not None and mixer.window < context:
+            return Window(mixer.window)
+    return Grows()
+
+
+def stage_groups(groups: Sequence[KvGroup], held: range) -> tuple[KvGroup, ...]:
+    """The groups with the layers alone that a stage holds, numbered from its first one on."""
+    return tuple(
+        KvGroup(
+            group.lifetime,
+            cut_evenly(
+                [layer - held.start for line in group.layers for layer in line if layer in held], group.num_lines
+            ),
+            group.parts,
+        )
+        for group in groups
+    )
+
+
+def why_kv_stays(facts: ModelFacts, groups: Sequence[KvGroup], *, shares_context: bool = False) -> str:
+    """Why KV that was computed at some positions can't be used at others; empty: it can. `shares_context`: ranks share the
+    tokens of each sequence."""
+    if shares_context:
+        return "which rank keeps a token depends on its position"
+    if not facts.keys_turn:
+        return "its keys and values hold positions that can't be changed afterwards"
+    if any(isinstance(group.lifetime, Window) for group in groups):
+        return "some of its layers keep the last tokens of a context only"
+    return ""
+
+
+def cut_evenly(layers: Sequence[int], num_lines: int) -> tuple[tuple[int, ...], ...]:
+    """Lines of neighbours, whose lengths differ by one at most."""
+    bounds = [-(-len(layers) * line // num_lines) for line in range(num_lines + 1)]
+    return tuple(tuple(layers[a:b]) for a, b in pairwise(bounds))
+
+
+def held_layers(facts: ModelFacts, layout: Layout, stage: int) -> range:
+    """Of the layers that keep KV, those that a stage holds."""
+    held = stage_layers(facts.num_layers, layout.pp, stage)
+    counts = [len(layer.kv_mixers) for layer in facts.layers]
+    return range(sum(counts[: held.start]), sum(counts[: held.stop]))
+
+
+def _parts(
+    facts: ModelFacts, layout: Layout, lifetimes: Sequence[Lifetime], kinds: Sequence[Lifetime]
+) -> list[int] | None:
+    """By kind: how many pages of a column its lines have, so that pages have equal bytes on every rank. None: they can't."""
+    found: set[tuple[int, ...]] = set()
+    for rank in range(layout.tp):
+        planes = []
+        for kind in kinds:
+            kept = {
+                rank_mixer(mixer, layout, rank).planes
+                for mixer, lifetime in zip(facts.kv_mixers, lifetimes, strict=True)
+                if lifetime == kind
+            }
+            if len(kept) > 1:
+                return None
+            planes.append(kept.pop())
+        least = min(planes, key=sum)
+        ratios = [sum(each) // sum(least) for each in planes]
+        if any(each != tuple(ratio * plane for plane in least) for each, ratio in zip(planes, ratios, strict=True)):
+            return None
+        found.add(tuple(ratios))
+    return list(found.pop()) if len(found) == 1 else None
+
+
+def _line_values(facts: ModelFacts, layout: Layout, groups: Sequence[KvGroup]) -> int:
+    """Values that a page holds for each token of a column, on the rank where they are most: as many layers as the longest
+    line has there."""
+    most = 0
+    for rank in range(layout.size):
+        held = held_layers(facts, layout, layout.place(rank)["pp"])
+        for group in stage_groups(groups, held):
+            longest = max((len(line) for line in group.layers), default=0)
+            first = next((layer for line in group.layers for layer in line), None)
+            if first is not None:
+                kept = sum(rank_mixer(facts.kv_mixers[held.start + first], layout, rank).planes)
+                most = max(most, longest * kept // group.parts)
+    return most

@@ -1,0 +1,50 @@
+"""Windows move on: what no query to come can see goes back while its row runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from bough.cache.prefix import PrefixCache
+from bough.core.step import I64
+from bough.scheduler.queues import Queues
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+def pass_windows(queues: Queues, cache: PrefixCache, where: I64) -> None:
+    """Gives up the columns of windows that these rows do not see any more.
+
+    A step in flight begins no earlier than where the row is known to be: drafts that turn out wrong take it back that far
+    and no further. So it does not read what is given up here.
+    """
+    slots, size = queues.slots, cache.page_size
+    settled = slots.kv_settled[where]
+    for at, window in enumerate(slots.layout.windows):
+        gone = window.lifetime.first_needed(settled) // size
+        before = slots.gone[at, where]
+        rows = np.flatnonzero(gone > before)
+        if not len(rows):
+            continue
+        passed = [
+            _give_up(queues, cache, slot, at, first, last)
+            for slot, first, last in zip(where[rows].tolist(), before[rows].tolist(), gone[rows].tolist(), strict=True)
+        ]
+        slots.gone[at, where[rows]] = gone[rows]
+        cache.free_private(np.concatenate(passed))
+
+
+def _give_up(queues: Queues, cache: PrefixCache, slot: int, at: int, first: int, last: int) -> npt.NDArray[np.int32]:
+    """Columns `first .. last - 1` of a row in a window: the tree is told of those that are the tree's. Returns the pages
+    that are the row's own."""
+    slots = queues.slots
+    own = max(first, int(slots.tree_columns[slot]))
+    if first < own:
+        row = queues.running.get(slot) or queues.prefilling.get(slot) or queues.leaving[slot]
+        cache.pass_columns(row.node, at, first, min(last, own))
+    if own >= last:
+        return _NO_PAGES
+    part = slots.table[slots.layout.windows[at].pages, slot, own:last]
+    pages = part.flatten()
+    part[:] = 0
+    return pages
