@@ -92,7 +92,7 @@ def made_to_pool(folder: Path, device: str, **settings: Any) -> tuple[PoolingRun
 
 def _made(folder: Path, device: str, **settings: Any) -> tuple[ModelRunner | PoolingRunner, MemoryPlan]:
     config = build_config(model=str(folder), load_format="dummy", device=device, **settings)
-    checkpoint, facts, pooling, resolved = decide(config, detect(config.device.device))
+    checkpoint, facts, pooling, resolved, _ = decide(config, detect(config.device.device))
     machine = open_device(resolved.config, 0)
     model = load_model(checkpoint, resolved.config, resolved.plan, machine, SINGLE, pooling)
     runner = make_runner(model, resolved.config, resolved.plan, machine, facts, pooling)

@@ -1,0 +1,78 @@
+"""Weights in codes through the ring for Hopper: every cut, any tokens, scales and zero points, the same bits each time."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bough.kernels.linear.ring import is_ready
+from bough.kernels.packed_linear import hopper, triton as packed
+from bough.kernels.packed_linear.codes import Codes
+from bough.kernels.packed_linear.hopper import RingCut
+
+FORMS = ["float8 rows", "float8 blocks", "int4 groups", "int4 zeros", "int4 rows", "int4 two levels"]
+
+
+@pytest.fixture(autouse=True)
+def _is_used(hopper: None) -> None:
+    assert is_ready(torch.device("cuda", torch.cuda.current_device()))
+
+
+def codes_of(form: str, rows: int, depth: int) -> Codes:
+    def scales(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (torch.rand(shape, device="cuda") * 0.01 + 0.001).to(dtype)
+
+    if form.startswith("float8"):
+        values = (torch.randn(rows, depth, device="cuda") * 30).to(torch.float8_e4m3fn)
+        if form == "float8 rows":
+            return Codes("float8", values, scales(rows, 1), depth)
+        return Codes("float8", values, scales(-(-rows // 128), depth // 128), 128, rows=128)
+    values = torch.randint(0, 16, (rows, depth), dtype=torch.uint8, device="cuda")
+    zeros = (
+        torch.randint(0, 16, (rows, depth // 128), dtype=torch.uint8, device="cuda") if form == "int4 zeros" else None
+    )
+    if form == "int4 rows":
+        return Codes("int4", values, scales(rows, 1), depth)
+    row_scale = scales(rows) if form == "int4 two levels" else None
+    dtype = random.SystemRandom().choice((torch.bfloat16, torch.float16))
+    return Codes("int4", values, scales(rows, depth // 128, dtype=dtype), 128, zero_OG=zeros, row_scale_O=row_scale)
+
+
+def cuts_of(kind: str, tokens: int) -> Iterator[RingCut]:
+    block = max(8, 1 << (tokens - 1).bit_length())
+    yield from hopper._CUTS[kind].get(block, ())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_agrees_with_double_precision(form: str) -> None:
+    draw = random.SystemRandom()
+    torch.manual_seed(draw.randrange(2**31))
+    for rows, depth in ((256, 512), (1536, 2048), (4096, 3072)):
+        weight = packed.pack_codes(codes_of(form, rows, depth))
+        dense = packed.dequantise(weight).double()
+        for tokens in (1, 7, 8, 9, 16, draw.randrange(17, 33), 32, draw.randrange(33, 65), 64):
+            x = torch.randn(tokens, depth + 64, dtype=torch.bfloat16, device="cuda")[:, :depth]
+            bias = torch.randn(rows, dtype=torch.bfloat16, device="cuda") if draw.random() < 0.5 else None
+            expected = x.double() @ dense.t() + (0 if bias is None else bias.double())
+            for cut in cuts_of(weight.handle.kind, tokens):
+                wide = torch.full((tokens, rows + 3), 7.0, dtype=torch.bfloat16, device="cuda")
+                outs = []
+                for _ in range(3):
+                    hopper.multiply_codes(x, weight.handle, bias, wide[:, 1 : rows + 1], cut)
+                    outs.append(wide[:, 1 : rows + 1].clone())
+                error = (outs[0].double() - expected).norm() / expected.norm()
+                assert error < 4e-3, (rows, depth, tokens, cut, float(error))
+                assert torch.equal(outs[0], outs[1])
+                assert torch.equal(outs[0], outs[2])
+                assert bool((wide[:, [0, -2, -1]] == 7).all())
+
+
+def test_few_tokens_take_it() -> None:
+    x = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
+    weight = packed.pack_codes(codes_of("float8 rows", 1024, 2048))
+    out = torch.empty(4, 1024, dtype=torch.bfloat16, device="cuda")
+    assert hopper.cut_for(x, weight.handle, None, out) is not None
+    assert hopper.cut_for(x.float(), weight.handle, None, out) is None
+    odd = packed.pack_codes(codes_of("float8 rows", 1000, 2048))
+    assert hopper.cut_for(x, odd.handle, None, out) is None
