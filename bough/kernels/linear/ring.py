@@ -44,7 +44,7 @@ class CodeForm(NamedTuple):
     has_zeros: bool = False
 
 
-class Coded(ctypes.Structure):
+class CodedWeight(ctypes.Structure):
     """What a weight in codes has besides them, as the source reads it."""
 
     _fields_ = (
@@ -55,7 +55,7 @@ class Coded(ctypes.Structure):
     )
 
 
-_NOT_CODED = Coded()
+_NOT_CODED = CodedWeight()
 _PLAIN = CodeForm()
 
 
@@ -140,7 +140,7 @@ def launch_ring(
 def launch_codes(
     x: Tensor,
     codes: Tensor,
-    coded: Coded,
+    coded: CodedWeight,
     form: CodeForm,
     bias: Tensor | None,
     out: Tensor,

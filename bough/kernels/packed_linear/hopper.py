@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bough.kernels.cuda_source import can_map
 from bough.kernels.launching import cdiv, num_sms, power_of_two
-from bough.kernels.linear.ring import BOX_COLUMNS, Coded, CodeForm, is_ready, launch_codes, scale_type, shared_bytes
+from bough.kernels.linear.ring import BOX_COLUMNS, CodedWeight, CodeForm, is_ready, launch_codes, scale_type, shared_bytes
 from bough.kernels.linear.skinny import SCRATCH
 from bough.kernels.packed_linear.decode import DeviceCodes
 
@@ -103,7 +103,7 @@ def multiply_codes(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out
         scale_type=scale_type(weight.scales) or 0,
         has_zeros=weight.zeros is not None,
     )
-    coded = Coded(
+    coded = CodedWeight(
         weight.scales.data_ptr(),
         None if weight.row_scales is None else weight.row_scales.data_ptr(),
         None if weight.zeros is None else weight.zeros.data_ptr(),

@@ -285,17 +285,22 @@ def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
     assert form is not None
     (call,) = form.calls
 
+    def marked(key: str, value: Any, shape: MarkupShape) -> str:
+        is_text = isinstance(value, str)
+        begin = shape.argument_begin.replace("IS_TEXT", str(is_text).lower()).replace("KEY", key)
+        begin = begin.replace("TYPE", "string" if is_text else properties[key]["type"] if key in properties else "integer")
+        return begin + (value if is_text else json.dumps(value)) + shape.argument_end.replace("KEY", key)
+
+    def assigned(key: str, value: Any, shape: PythonShape) -> str:
+        quoted = bool(shape.quote) and isinstance(value, str)
+        return f"{key}{shape.assign}" + (f"{shape.quote}{value}{shape.quote}" if quoted else json.dumps(value))
+
     def written(**arguments: Any) -> str:
         inner = json.dumps(arguments)
         if isinstance(shape, MarkupShape):
-            inner = "".join(
-                shape.argument_begin.replace("KEY", key).replace("IS_TEXT", str(isinstance(value, str)).lower())
-                + (value if isinstance(value, str) else json.dumps(value))
-                + shape.argument_end
-                for key, value in arguments.items()
-            )
+            inner = "".join(marked(key, value, shape) for key, value in arguments.items())
         if isinstance(shape, PythonShape):
-            inner = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+            inner = shape.comma.join(assigned(key, value, shape) for key, value in arguments.items())
         return f"{form.section_begin}{call.begin}{inner}{call.end}{form.section_end}"
 
     for good in ({"n": 7, "unit": "C"}, {"n": -12, "unit": "F", "note": "a < b"}):
