@@ -10,7 +10,15 @@ from torch import Tensor
 
 from bough.kernels.cuda_source import can_map
 from bough.kernels.launching import cdiv, num_sms, power_of_two
-from bough.kernels.linear.ring import BOX_COLUMNS, CodedWeight, CodeForm, is_ready, launch_codes, scale_type, shared_bytes
+from bough.kernels.linear.ring import (
+    BOX_COLUMNS,
+    CodedWeight,
+    CodeForm,
+    is_ready,
+    launch_codes,
+    scale_type,
+    shared_bytes,
+)
 from bough.kernels.linear.skinny import SCRATCH
 from bough.kernels.packed_linear.decode import DeviceCodes
 

@@ -288,7 +288,9 @@ def test_tool_calls_of_every_format(name: str, choice: str, fits: Any) -> None:
     def marked(key: str, value: Any, shape: MarkupShape) -> str:
         is_text = isinstance(value, str)
         begin = shape.argument_begin.replace("IS_TEXT", str(is_text).lower()).replace("KEY", key)
-        begin = begin.replace("TYPE", "string" if is_text else properties[key]["type"] if key in properties else "integer")
+        begin = begin.replace(
+            "TYPE", "string" if is_text else properties[key]["type"] if key in properties else "integer"
+        )
         return begin + (value if is_text else json.dumps(value)) + shape.argument_end.replace("KEY", key)
 
     def assigned(key: str, value: Any, shape: PythonShape) -> str:
