@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from bough.config.image_facts import ImageFacts
 from bough.config.model_facts import Dense, NormFacts
 
 
@@ -17,6 +19,8 @@ class TowerBlockFacts:
     mlp: Dense
     qkv_bias: bool = True
     out_bias: bool = True
+    scaled: bool = False
+    """What each half adds is multiplied by a learned vector."""
 
     @property
     def head_dim(self) -> int:
@@ -25,9 +29,53 @@ class TowerBlockFacts:
     def num_parameters(self) -> int:
         biases = (3 * self.hidden if self.qkv_bias else 0) + (self.hidden if self.out_bias else 0)
         norms = 2 * self.norm.num_parameters(self.hidden)
-        return 4 * self.hidden * self.hidden + biases + norms + self.mlp.num_parameters(self.hidden)
+        scales = 2 * self.hidden if self.scaled else 0
+        return 4 * self.hidden * self.hidden + biases + norms + scales + self.mlp.num_parameters(self.hidden)
 
     @property
     def values_per_token(self) -> int:
         """Values of a token at the widest point: the stream, its norm and what a half makes of it."""
         return 3 * self.hidden + max(5 * self.hidden, 3 * self.mlp.intermediate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitFacts:
+    """A vision transformer over squares (tiles) of one size, with learned positions."""
+
+    block: TowerBlockFacts
+    depth: int
+    """Blocks that the checkpoint has..."""
+    used: int
+    """...and those that are computed: features are taken behind them."""
+    patch: int
+    side: int
+    """Patches along a side of a tile."""
+    image: ImageFacts
+    channels: int = 3
+    patch_bias: bool = True
+    class_token: bool = False
+    """A token of its own stands before those of the patches. It is not among the features."""
+    pre_norm: NormFacts | None = None
+    post_norm: NormFacts | None = None
+    post_used: bool = True
+    """Whether features are normed; otherwise the norm is in the checkpoint only."""
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return (self.channels, self.patch, self.patch)
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile."""
+        return self.side**2 + self.class_token
+
+    def num_parameters(self) -> int:
+        hidden = self.block.hidden
+        patches = math.prod(self.kernel) * hidden + (hidden if self.patch_bias else 0)
+        norms = sum(norm.num_parameters(hidden) for norm in (self.pre_norm, self.post_norm) if norm is not None)
+        learned = self.tokens * hidden + (hidden if self.class_token else 0)
+        return patches + learned + norms + self.depth * self.block.num_parameters()
+
+    @property
+    def values_per_token(self) -> int:
+        return self.block.values_per_token + math.prod(self.kernel)

@@ -80,11 +80,27 @@ class TowerBlock(nn.Module):
         self.attn = TowerAttention(facts, build)
         self.mlp_norm = make_norm(facts.norm, facts.hidden, build)
         self.mlp = (GatedMlp if facts.mlp.gated else Mlp)(facts.mlp, facts.hidden, build)
+        self.attn_scale = Learned((facts.hidden,), build) if facts.scaled else None
+        self.mlp_scale = Learned((facts.hidden,), build) if facts.scaled else None
 
     def forward(self, x_TD: Tensor, lengths: Sequence[int], cos_sin_TR: Tensor | None) -> Tensor:
-        x_TD = x_TD + self.attn(self.attn_norm(x_TD), lengths, cos_sin_TR)
-        added: Product = self.mlp(self.mlp_norm(x_TD))
-        return x_TD + added.value()
+        added_TD = self.attn(self.attn_norm(x_TD), lengths, cos_sin_TR)
+        x_TD = x_TD + (added_TD if self.attn_scale is None else added_TD * self.attn_scale.weight)
+        product: Product = self.mlp(self.mlp_norm(x_TD))
+        added_TD = product.value()
+        return x_TD + (added_TD if self.mlp_scale is None else added_TD * self.mlp_scale.weight)
+
+
+class Learned(nn.Module):
+    """A tensor that a checkpoint holds alone: a vector, a table of positions."""
+
+    def __init__(self, shape: tuple[int, ...], build: Build) -> None:
+        super().__init__()
+        self.weight = _parameter(shape, build)
+
+    def slots(self) -> dict[str, Slot]:
+        shape = tuple(self.weight.shape)
+        return {"weight": Slot(shape, partial(_fill_flat, self.weight), also=((1, *shape), (1, 1, *shape)))}
 
 
 class PatchEmbedding(nn.Module):

@@ -130,6 +130,10 @@ GROUPS: Final = (
         "Models that see",
         "tests/media",
         {
+            "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
+            "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B-hf",
+            "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf",
+            "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
             "Qwen2VLForConditionalGeneration": "Qwen/Qwen2-VL-7B-Instruct",
             "Qwen2_5_VLForConditionalGeneration": "Qwen/Qwen2.5-VL-7B-Instruct",
             "Qwen3VLForConditionalGeneration": "Qwen/Qwen3-VL-8B-Instruct",

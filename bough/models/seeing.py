@@ -25,15 +25,25 @@ TOWER: Final = "tower."
 """What the names of a tower's slots begin with."""
 BODIES: Final = (("model.language_model.", ""), ("language_model.model.", "language_model."), ("model.", ""))
 """Prefixes of the text model's tensors, and of its head's: as transformers writes them now, and as it did before."""
+Part = tuple[Sequence[Rule], Sequence[str]]
+"""Rules, and the prefixes that their names may have."""
 
 
-def seeing_weights(text: Mapping, tower: Sequence[Rule], prefixes: Sequence[str]) -> Mapping:
-    """The rules of a text model and of a tower for a model made of both. `tower`: with names below one of `prefixes`."""
+def seeing_weights(
+    text: Mapping,
+    tower: Sequence[Rule],
+    prefixes: Sequence[str],
+    *more: Part,
+    bodies: Sequence[tuple[str, str]] = BODIES,
+) -> Mapping:
+    """The rules of a text model and of a tower for a model made of both. `tower`: with names below one of `prefixes`;
+    `more`: further parts; `bodies`: as `BODIES`."""
     rules: list[Rule] = []
-    for body, head in BODIES:
+    for body, head in bodies:
         rules += [_below(rule, body, head) for rule in text.rules]
-    for prefix in prefixes:
-        rules += [renamed(rule, lambda name, prefix=prefix: prefix + name) for rule in tower]  # type: ignore[misc]
+    for part, names in ((tower, prefixes), *more):
+        for prefix in names:
+            rules += [renamed(rule, lambda name, prefix=prefix: prefix + name) for rule in part]  # type: ignore[misc]
     return Mapping(*(rule for at, rule in enumerate(rules) if rule not in rules[:at]))
 
 

@@ -7,6 +7,9 @@ from functools import partial
 from typing import Any, Final
 
 from bough.config.fields import Fields
+from bough.multimodal.idefics3 import Idefics3Processor
+from bough.multimodal.internvl import InternvlProcessor
+from bough.multimodal.llava import LlavaProcessor
 from bough.multimodal.processor import Processor
 from bough.multimodal.qwen_vl import QwenProcessor
 
@@ -15,6 +18,10 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen2_5_VLForConditionalGeneration": partial(QwenProcessor, patch=14, kind="2.5"),
     "Qwen3VLForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
+    "Idefics3ForConditionalGeneration": Idefics3Processor,
+    "InternVLForConditionalGeneration": InternvlProcessor,
+    "LlavaForConditionalGeneration": LlavaProcessor,
+    "SmolVLMForConditionalGeneration": Idefics3Processor,
 }
 """Architecture -> what makes its processor from the checkpoint's config."""
 

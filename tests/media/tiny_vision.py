@@ -112,18 +112,18 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer(folder: Path, special: dict[int, str] = SPECIAL) -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of single bytes and special tokens, with a chat template in Qwen's manner, saved to `folder`."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: number for number, token in enumerate(alphabet)}
-    vocab |= {f"<|unused_{number}|>": number for number in range(256, VOCAB) if number not in SPECIAL}
-    vocab |= {token: number for number, token in SPECIAL.items()}
+    vocab |= {f"<|unused_{number}|>": number for number in range(256, VOCAB) if number not in special}
+    vocab |= {token: number for number, token in special.items()}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(list(SPECIAL.values()))
+    inner.add_special_tokens(list(special.values()))
     made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=SPECIAL[EOS], pad_token=SPECIAL[EOS], chat_template=TEMPLATE
+        tokenizer_object=inner, eos_token=special[EOS], pad_token=special[EOS], chat_template=TEMPLATE
     )
     made.save_pretrained(folder)
     return made

@@ -1,0 +1,97 @@
+"""Families whose towers see tiles, against transformers: token ids of its processors, features, and greedy answers through
+the engine, in one chunk, in many, and from the cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_process import InProcess, Setup
+from PIL import Image
+from prompts import noise
+from test_in_engine import GREEDY, NEW
+from tiny_tiles import TILE_FAMILIES, load_tiled
+from tiny_vision import VOCAB
+
+from bough.core.media import Features
+from bough.layers.tower import TowerInput
+from bough.models.registry import facts_of
+from bough.multimodal.placing import Placed, Placer
+from bough.multimodal.processor import Prepared, Processed
+
+SHAPES = [(24, 40), (37, 20), (16, 16), (9, 61)]
+SETUPS = {
+    "plain": Setup(overlap=False, radix_cache=False),
+    "in sevens, in a small store": Setup(chunk_tokens=7, page_size=4, media_rows=96, step_patches=1),
+}
+
+
+def prepared(name: str, image: Image.Image) -> tuple[Prepared, np.ndarray]:
+    array, items = load_tiled(name).processor.image(image, {})
+    digest = np.asarray(image).tobytes()[:32].ljust(32, b".")
+    where = Features(path=f"{name}-{image.size}", digest=digest, dtype="uint8", shape=array.shape)
+    processed = Processed(dtype="uint8", shape=array.shape, items=items)
+    return Prepared(kind="image", digest=digest, processed=processed, features=where), array
+
+
+@cache
+def case(name: str) -> tuple[Placed, dict[str, np.ndarray], dict[str, Any]]:
+    """A prompt with images between words, by us and by transformers."""
+    tiled = load_tiled(name)
+    images = [Image.fromarray(noise(*shape)) for shape in SHAPES]
+    mark = tiled.family.mark
+    text = f"see {mark}{mark} and\n{mark} then {mark}?"
+    media = [prepared(name, image) for image in images]
+    placer = Placer(tiled.processor, tiled.tokenizer)
+    alone = [each for each, _ in media]
+    placed = placer.place_spelled(tiled.tokenizer.encode(placer.spelled(text, alone), True), alone)
+    by_ids = placer.place_ids(np.array(tiled.tokenizer.encode(text, True), np.int32), alone)
+    assert (by_ids.ids.tolist(), by_ids.items) == (placed.ids.tolist(), placed.items)
+    return placed, {each.features.path: array for each, array in media}, tiled.theirs(text, images)
+
+
+@pytest.mark.parametrize("name", TILE_FAMILIES)
+def test_ids_features_and_answers_are_transformers(name: str) -> None:
+    tiled = load_tiled(name)
+    placed, features, theirs = case(name)
+    assert placed.ids.tolist() == theirs["input_ids"][0].tolist()
+    wanted = {key: value for key, value in theirs.items() if key not in ("input_ids", "attention_mask", "num_patches")}
+    ids = theirs["input_ids"]
+    with torch.no_grad():
+        out = tiled.reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+            eos_token_id=None, pad_token_id=0, **wanted,
+        )  # fmt: skip
+        given = {key: value for key, value in wanted.items() if key in ("pixel_values", "image_sizes")}
+        found = tiled.reference.model.get_image_features(**given).pooler_output
+        expected = torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+        assert tiled.model.tower is not None
+        ours = tiled.model.tower(
+            [TowerInput(torch.from_numpy(features[item.features.path]), item.grid) for item in placed.items]
+        )
+    assert expected.std() > 0.05
+    assert (ours - expected).abs().max() <= 1e-4
+    answer = out[0, len(placed.ids) :].tolist()
+    for setup in SETUPS.values():
+        engine = InProcess(tiled.model, VOCAB, setup)
+        engine.features |= features
+        for _ in range(2):
+            (found,) = engine.finish([engine.submit(placed.ids.tolist(), GREEDY, media=placed.items)])
+            assert found.tokens == answer
+        assert found.end is not None
+        assert found.end.media_tokens == {"image": sum(item.count for item in placed.items)}
+        assert not setup.radix_cache or found.end.cached_tokens > len(placed.ids) - 5
+
+
+@pytest.mark.parametrize("name", TILE_FAMILIES)
+def test_parameters_are_counted_and_bounds_hold(name: str) -> None:
+    tiled = load_tiled(name)
+    facts = facts_of(tiled.checkpoint.config)
+    assert facts.num_parameters() == sum(parameter.numel() for parameter in tiled.model.parameters())
+    assert facts.tower is not None
+    assert all(item.count <= facts.tower.max_positions for item in case(name)[0].items), "memory is planned by this"
+    little = tiled.processor.image(Image.fromarray(noise(60, 90)), tiled.processor.little_detail())[1]
+    assert sum(item.count for item in little) <= sum(item.count for item in case(name)[0].items)

@@ -1,0 +1,187 @@
+"""Tiny random checkpoints of families whose towers see tiles, with transformers' processors of them on Pillow."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from seeing import CPU
+from tiny import SIZES as TEXT_SIZES, shake
+from tiny_vision import EOS, IMAGE, VOCAB, make_tokenizer
+from transformers import PreTrainedModel
+from transformers.processing_utils import ProcessorMixin
+
+from bough.config.hf import Checkpoint, open_checkpoint
+from bough.layers.decoder import Decoder
+from bough.models.load import build_model
+from bough.multimodal.families import processor_of
+from bough.multimodal.processor import Processor
+from bough.tokenizer import Tokenizer
+from bough.tokenizer.load import load_tokenizer
+
+TEXT = {**TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS, "head_dim": 16}
+VIT = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 16,
+}  # fmt: skip
+HALF = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
+SQUARE = {"height": 16, "width": 16}
+
+
+@dataclass(frozen=True)
+class TileFamily:
+    """How a tiny model of a family and transformers' processor of it are made."""
+
+    prefix: str
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    """Settings of the image processor..."""
+    theirs: Callable[[Any, dict[str, Any]], Any]
+    """...and what makes transformers' processor of a tokenizer and them."""
+    special: dict[int, str] = field(default_factory=dict)
+    mark: str = "<image>"
+    """What stands for an image in a text."""
+    token: str = "<image>"
+    """The placeholder."""
+
+
+def _llava(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    return transformers.LlavaProcessor(
+        CLIPImageProcessorPil(**settings), tokenizer, patch_size=4, vision_feature_select_strategy="default",
+        image_token="<image>", num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def _internvl(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    tokenizer.start_image_token, tokenizer.end_image_token = "<img>", "</img>"
+    tokenizer.context_image_token, tokenizer.video_token = "<IMG_CONTEXT>", "<video>"
+    for name in ("start_image", "end_image", "context_image"):
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, f"{name}_token")))
+    return transformers.InternVLProcessor(GotOcr2ImageProcessorPil(**settings), tokenizer, image_seq_length=4)
+
+
+def _idefics3(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
+    def made(tokenizer: Any, settings: dict[str, Any]) -> Any:
+        module = __import__(f"transformers.models.{kind.lower()}.image_processing_pil_{kind.lower()}", fromlist=["x"])
+        images = getattr(module, f"{kind}ImageProcessorPil")(**settings)
+        if kind == "SmolVLM":
+            from transformers.models.smolvlm import processing_smolvlm
+
+            processing_smolvlm.num2words = str  # it spells numbers of videos only, and need not be installed
+            tokenizer.fake_image_token, tokenizer.image_token = "<fake_token_around_image>", "<image>"
+            tokenizer.global_image_token = "<global-img>"
+            for name in ("fake_image", "image", "global_image"):
+                found = tokenizer.convert_tokens_to_ids(getattr(tokenizer, f"{name}_token"))
+                setattr(tokenizer, f"{name}_token_id", found)
+            return transformers.SmolVLMProcessor(images, tokenizer, None, image_seq_len=4)
+        return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+    return made
+
+
+IDEFICS = {
+    258: "<fake_token_around_image>", 259: "<end_of_utterance>", 260: "<global-img>", IMAGE: "<image>",
+    **{261 + 3 * row + column: f"<row_{row + 1}_col_{column + 1}>" for row in range(3) for column in range(3)},
+}  # fmt: skip
+IDEFICS_SETTINGS = {**HALF, "size": {"longest_edge": 44}, "max_image_size": {"longest_edge": 16}}
+TILE_FAMILIES: dict[str, TileFamily] = {
+    "llava": TileFamily(
+        "Llava",
+        {
+            "text_config": {**TEXT, "model_type": "llama"}, "vision_config": {**VIT, "model_type": "clip_vision_model"},
+            "image_token_index": IMAGE, "image_seq_length": 16,
+        },
+        {"size": {"shortest_edge": 16}, "crop_size": SQUARE, **HALF},
+        _llava,
+        {IMAGE: "<image>"},
+    ),
+    "internvl": TileFamily(
+        "InternVL",
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**VIT, "patch_size": [4, 4], "image_size": [16, 16], "layer_scale_init_value": 0.7},
+            "image_token_id": IMAGE, "image_seq_length": 4,
+        },
+        {"size": SQUARE, "crop_to_patches": True, "max_patches": 5, **HALF},
+        _internvl,
+        {IMAGE: "<IMG_CONTEXT>", 259: "<img>", 260: "</img>", 261: "<video>"},
+        "<IMG_CONTEXT>",
+        "<IMG_CONTEXT>",
+    ),
+    "idefics3": TileFamily(
+        "Idefics3",
+        {
+            "text_config": {**TEXT, "model_type": "llama"}, "vision_config": VIT, "image_token_id": IMAGE,
+            "scale_factor": 2, "tie_word_embeddings": False,
+        },
+        IDEFICS_SETTINGS,
+        _idefics3("Idefics3"),
+        IDEFICS,
+    ),
+    "smolvlm": TileFamily(
+        "SmolVLM",
+        {
+            "text_config": {**TEXT, "model_type": "llama"}, "vision_config": VIT, "image_token_id": IMAGE,
+            "scale_factor": 2, "tie_word_embeddings": False,
+        },
+        IDEFICS_SETTINGS,
+        _idefics3("SmolVLM"),
+        IDEFICS,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A model of ours, and what it was made from."""
+
+    family: TileFamily
+    folder: Path
+    checkpoint: Checkpoint
+    reference: PreTrainedModel
+    model: Decoder
+    processor: Processor
+    tokenizer: Tokenizer
+
+    def theirs(self, text: str, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """What transformers' processor makes of a text and images."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        check = ProcessorMixin.check_argument_for_proper_class
+        ProcessorMixin.check_argument_for_proper_class = lambda *_: None
+        try:
+            made = self.family.theirs(tokenizer, self.family.processor)
+            found: dict[str, Any] = dict(made(text=[text], images=list(images), return_tensors="pt"))
+        finally:
+            ProcessorMixin.check_argument_for_proper_class = check
+        return found
+
+
+@cache
+def load_tiled(name: str) -> Tiled:
+    family = TILE_FAMILIES[name]
+    folder = Path(tempfile.mkdtemp(prefix="bough-tiny-"))
+    config = getattr(transformers, f"{family.prefix}Config")(**family.config, attn_implementation="eager")
+    torch.manual_seed(sum(name.encode()))
+    reference = getattr(transformers, f"{family.prefix}ForConditionalGeneration")(config).eval()
+    shake(reference)
+    reference.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    make_tokenizer(folder, {EOS: "<|endoftext|>", **family.special})
+    checkpoint = open_checkpoint(str(folder))
+    model = build_model(checkpoint, dtype=torch.float32, device=CPU, context_length=512)
+    processor = processor_of(checkpoint.config)
+    assert isinstance(model, Decoder)
+    assert processor is not None
+    return Tiled(family, folder, checkpoint, reference, model, processor, load_tokenizer(folder))
