@@ -16,14 +16,14 @@ import bough
 from bough.config.served_names import served_names, with_own_name
 from bough.config.server_args import build_config, public_json
 from bough.core.errors import BoughError, InvalidRequest, Unavailable
-from bough.intake import Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, Stream, native_batch
+from bough.intake import DeltaStream, Intake, NativeAnswer, NativeBatch, Pooler, PoolOptions, native_batch
 from bough.intake.driver import Driver, DriverClosed
 from bough.intake.endings import as_error
 from bough.intake.joins import parse_join
 from bough.intake.media_fields import NATIVE_MEDIA
 from bough.intake.pooled_native import labelled, native_inputs, native_pooled, pairs_of, ranked
 from bough.intake.sampling import sampling_defaults
-from bough.launch import Programs, Running, start
+from bough.launch import Programs, ServerProcesses, start
 from bough.multimodal.media import media_of
 from bough.multimodal.own import own_media
 from bough.platform.processor import can_wait_busily
@@ -51,7 +51,7 @@ class Engine:
         self._closed = False
         self._closing = threading.Lock()
         self._owner_pid = os.getpid()
-        self._running: Running = start(self.config, num_api_workers=1, programs=programs)
+        self._running: ServerProcesses = start(self.config, num_api_workers=1, programs=programs)
         try:
             self._checkpoint = self._running.checkpoint
             self.tokenizer: Tokenizer | None = tokenizer_of(self.config.model, self._checkpoint)
@@ -442,7 +442,7 @@ class Engine:
         fields = {"src_rids": src_rids, "dst_rid": dst_rid, "position_ids_offset": offsets}
         return await self._intake.joins.join(parse_join(fields))
 
-    async def _answers(self, batch: NativeBatch) -> list[tuple[Stream, NativeAnswer]]:
+    async def _answers(self, batch: NativeBatch) -> list[tuple[DeltaStream, NativeAnswer]]:
         groups = await self._intake.submit_batch(batch.requests)
         incremental = self.config.server.incremental_streaming_output and batch.stream
         text, version = self.tokenizer is not None, self.config.server.weight_version
@@ -470,7 +470,7 @@ class Engine:
         """Puts every answer's news, then None; on failure the error."""
         pairs = await self._answers(batch)
 
-        async def follow(index: int, stream: Stream, answer: NativeAnswer) -> None:
+        async def follow(index: int, stream: DeltaStream, answer: NativeAnswer) -> None:
             async with stream:
                 async for delta in stream:
                     if batch.one_answer and delta.end is not None and delta.end.reason == "error":

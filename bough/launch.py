@@ -38,9 +38,9 @@ from bough.core.errors import BoughError, Unavailable
 from bough.core.messages import Shutdown
 from bough.ipc import (
     Endpoints,
+    EngineStatus,
     Launch,
     Outbox,
-    Status,
     read_error,
     read_status,
     save_launch,
@@ -96,7 +96,7 @@ def start(
     programs: Programs | None = None,
     quarantine: frozenset[int] = frozenset(),
     checkpoint: Checkpoint | None = None,
-) -> Running:
+) -> ServerProcesses:
     """Finds the model (downloads it if need be) and starts the processes; returns at once, before they are ready.
 
     `checkpoint`: that of the config, which `located` has returned with it; None: it is looked for now.
@@ -106,7 +106,7 @@ def start(
     if config.log.crash_dir:
         make_directory(Path(config.log.crash_dir).expanduser())
     config, checkpoint = (config, checkpoint) if checkpoint is not None else located(config)
-    return Running(
+    return ServerProcesses(
         config,
         checkpoint,
         num_api_workers=config.server.api_workers if num_api_workers is None else num_api_workers,
@@ -164,7 +164,7 @@ class Child:
                 os.killpg(self.process.pid, number)
 
 
-class Running:
+class ServerProcesses:
     """A server's processes. Safe to use from several threads."""
 
     def __init__(
@@ -226,7 +226,7 @@ class Running:
     # -- for the owner ---------------------------------------------------------------------------------------------
 
     def wait_ready(
-        self, progress: Callable[[Status], None] | None = None, timeout_s: float | None = None
+        self, progress: Callable[[EngineStatus], None] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Waits until the engine takes requests and returns its facts. `progress` hears of every change on the way.
 
@@ -259,7 +259,7 @@ class Running:
         self._start_api_workers()
         return self.facts
 
-    def _status(self) -> Status:
+    def _status(self) -> EngineStatus:
         """How far the engines have come: the last of them. On another machine than that of rank 0, as that one says."""
         if not isinstance(self._group, Member):
             statuses = [read_status(each) for each in self._engines]
@@ -271,8 +271,8 @@ class Running:
                 write_status(self.endpoints, behind)
             return behind
         if self._group.ready is None:
-            return Status(phase="loading", detail="loading with the other machines")
-        return Status(phase="ready", facts=self._group.ready)
+            return EngineStatus(phase="loading", detail="loading with the other machines")
+        return EngineStatus(phase="ready", facts=self._group.ready)
 
     def failed(self) -> BoughError | None:
         """Why the server has ended by itself, if it has."""
@@ -319,7 +319,7 @@ class Running:
             self._stopped.set()
             atexit.unregister(self.stop)
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> ServerProcesses:
         return self
 
     def __exit__(
@@ -515,7 +515,7 @@ class Running:
         self._children = [child for child in self._children if child.replica != replica]
         self._lost.add(replica)
         for each in self._schedulers_of(replica):
-            write_status(each, Status(phase="failed", error=error.sentence()))
+            write_status(each, EngineStatus(phase="failed", error=error.sentence()))
         _log.error("replica %d is lost: %s", replica, error.sentence())
         for child in its:
             child.signal(signal.SIGKILL)
@@ -560,7 +560,7 @@ class Running:
             self._error = error
             callbacks = list(self._callbacks)
         with contextlib.suppress(OSError):
-            write_status(self.endpoints, Status(phase="failed", error=error.sentence()))
+            write_status(self.endpoints, EngineStatus(phase="failed", error=error.sentence()))
         if self.config.log.crash_dir:
             self._write_bundle(dead, error, steps)
         for callback in callbacks:

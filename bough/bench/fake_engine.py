@@ -32,9 +32,9 @@ from bough.core.messages import (
     Tokens,
     pack_ids,
 )
-from bough.engine.inbox import Outbox
+from bough.engine.inbox import MessageSink
 from bough.engine.outbox import open_outbox
-from bough.ipc import Inbox, Launch, Status, run_child, write_status
+from bough.ipc import EngineStatus, Inbox, Launch, run_child, write_status
 from bough.observability.health import Heartbeat, State
 from bough.platform.environment import prepare_environment
 
@@ -69,7 +69,7 @@ class _Answer:
 class FakeEngine:
     """The engine's messages, without the engine."""
 
-    def __init__(self, inbox: Inbox[ToEngine], outbox: Outbox, heartbeat: Heartbeat, tick_s: float) -> None:
+    def __init__(self, inbox: Inbox[ToEngine], outbox: MessageSink, heartbeat: Heartbeat, tick_s: float) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._heartbeat = heartbeat
@@ -167,7 +167,7 @@ def serve(launch: Launch, tick_s: float) -> None:
         "device": "none",
         "dtype": "none",
     }
-    write_status(launch.endpoints, Status(phase="ready", facts=facts))
+    write_status(launch.endpoints, EngineStatus(phase="ready", facts=facts))
     engine.run()
 
 

@@ -19,9 +19,9 @@ from bough.cache.prefix import PrefixCache
 from bough.config.hf import open_checkpoint
 from bough.core.messages import Generate, ToDetokenizer, ToEngine, Tokens
 from bough.core.step import Launched, Mask, Outcome, RunnerLimits, SpanCosts, Step
-from bough.engine.inbox import Outbox
+from bough.engine.inbox import MessageSink
 from bough.engine.outbox import open_outbox
-from bough.ipc import Inbox, Launch, Status, run_child, write_status
+from bough.ipc import EngineStatus, Inbox, Launch, run_child, write_status
 from bough.platform.environment import prepare_environment
 
 PAGE_SIZE = 16
@@ -61,7 +61,7 @@ class StampedInbox:
 class StampedOutbox:
     """The engine's outbox."""
 
-    def __init__(self, inner: Outbox, stamps: Stamps) -> None:
+    def __init__(self, inner: MessageSink, stamps: Stamps) -> None:
         self._inner = inner
         self._stamps = stamps
 
@@ -159,7 +159,7 @@ def serve(launch: Launch, file: Path, device_s: float, spin_s: float) -> None:
         "device": "none",
         "dtype": "none",
     }
-    write_status(endpoints, Status(phase="ready", facts=facts))
+    write_status(endpoints, EngineStatus(phase="ready", facts=facts))
     try:
         loop.run()
     finally:

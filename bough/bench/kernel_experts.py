@@ -12,17 +12,21 @@ from torch import Tensor
 from bough.kernels.activation import silu_mul
 from bough.kernels.linear.tuning import time_us
 from bough.kernels.moe import grouped_hopper, reference, triton as portable
-from bough.kernels.moe.grouped_hopper import HIGH, LOW, MIDDLE, Cut, Weights
+from bough.kernels.moe.grouped_hopper import HIGH, LOW, MIDDLE, GroupedTilings, Weights
 from bough.kernels.moe.grouping import group_tokens, sum_parts
 
 EXPERTS, WIDTH, INNER, PER_TOKEN = 128, 2048, 768, 8
 """Qwen3-30B-A3B's."""
 CUTS = {
-    "256 rows": Cut(HIGH[0], HIGH[1]),
-    "128 rows": Cut(MIDDLE[0], MIDDLE[0]),
-    "64 rows": Cut(LOW[0], LOW[0]),
+    "256 rows": GroupedTilings(HIGH[0], HIGH[1]),
+    "128 rows": GroupedTilings(MIDDLE[0], MIDDLE[0]),
+    "64 rows": GroupedTilings(LOW[0], LOW[0]),
 }
-FP8_CUTS = {"FP8, 256 rows": Cut(HIGH[0], HIGH[2]), "FP8, 128 rows": CUTS["128 rows"], "FP8, 64 rows": CUTS["64 rows"]}
+FP8_CUTS = {
+    "FP8, 256 rows": GroupedTilings(HIGH[0], HIGH[2]),
+    "FP8, 128 rows": CUTS["128 rows"],
+    "FP8, 64 rows": CUTS["64 rows"],
+}
 
 
 def prepare(device: torch.device) -> None:
@@ -32,7 +36,7 @@ def prepare(device: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedExperts:
     """One way of computing a layer's experts."""
 
     case: str
@@ -51,7 +55,7 @@ class _Given:
     def portable(self) -> Tensor:
         return portable.portable_experts(self.x, self.weights.gate_up_E2FD, self.weights.down_EDF, *self.choice)
 
-    def grouped(self, cut: Cut | None = None, weights: Weights | None = None) -> Tensor:
+    def grouped(self, cut: GroupedTilings | None = None, weights: Weights | None = None) -> Tensor:
         out = torch.empty_like(self.x)
         grouped_hopper.experts(self.x, weights or self.weights, *self.choice, out, cut)
         return out
@@ -81,7 +85,7 @@ def rounded(weights: Weights) -> Weights:
     return Weights(gate_up, down, gate_up_scale, down_scale)
 
 
-def ways(device: torch.device, tokens: int, *, skewed: bool, compare: bool) -> Iterator[Timed]:
+def ways(device: torch.device, tokens: int, *, skewed: bool, compare: bool) -> Iterator[TimedExperts]:
     """Times of a layer's experts. `skewed`: most tokens go to few experts. `compare`: say how exact each way is."""
     torch.manual_seed(tokens)
 
@@ -112,12 +116,12 @@ def ways(device: torch.device, tokens: int, *, skewed: bool, compare: bool) -> I
                 error = float((got - wanted).norm() / wanted.norm())
             took = time_us([run, run])
         except Exception as failed:
-            yield Timed(f"{case}: {type(failed).__name__}: {str(failed)[:120]}", float("inf"), 0.0, float("nan"))
+            yield TimedExperts(f"{case}: {type(failed).__name__}: {str(failed)[:120]}", float("inf"), 0.0, float("nan"))
             continue
-        yield Timed(case, took, tokens * PER_TOKEN * 6.0 * INNER * WIDTH, error)
+        yield TimedExperts(case, took, tokens * PER_TOKEN * 6.0 * INNER * WIDTH, error)
 
 
-def parts(device: torch.device, tokens: int) -> Iterator[Timed]:
+def parts(device: torch.device, tokens: int) -> Iterator[TimedExperts]:
     """Times of the launches of one way, one by one."""
     weights = Weights(
         torch.randn(EXPERTS, 2 * INNER, WIDTH, dtype=torch.bfloat16, device=device) * 0.02,
@@ -140,4 +144,4 @@ def parts(device: torch.device, tokens: int) -> Iterator[Timed]:
         "sum": (partial(sum_parts, rows, choice[0], grouping, out), 0.0),
     }
     for name, (call, flops) in steps.items():
-        yield Timed(f"T={tokens} {name}", time_us([call, call]), flops, float("nan"))
+        yield TimedExperts(f"T={tokens} {name}", time_us([call, call]), flops, float("nan"))

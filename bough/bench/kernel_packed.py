@@ -36,7 +36,7 @@ EXPERTS, WIDTH, INNER, PER_TOKEN = 128, 2048, 768, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedProduct:
     """One case."""
 
     case: str
@@ -47,7 +47,7 @@ class Timed:
     """The same with weights in bfloat16."""
 
 
-def dense(device: torch.device) -> Iterator[Timed]:
+def dense(device: torch.device) -> Iterator[TimedProduct]:
     """Each format, summed over the three weights."""
     plain = {tokens: sum(_plain_us(shape, tokens, device) for shape in SHAPES) for tokens in TOKENS}
     makers: dict[str, Callable[[tuple[int, int]], PackedWeight]] = {
@@ -61,10 +61,10 @@ def dense(device: torch.device) -> Iterator[Timed]:
             us = sum(
                 time_us([partial(packed_linear, _x(tokens, weight.cols, device), weight)] * 8) for weight in weights
             )
-            yield Timed(f"{name} T={tokens}", us, read, plain[tokens])
+            yield TimedProduct(f"{name} T={tokens}", us, read, plain[tokens])
 
 
-def experts(device: torch.device) -> Iterator[Timed]:
+def experts(device: torch.device) -> Iterator[TimedProduct]:
     """A layer's, with tokens that choose uniformly."""
     generator = torch.Generator(device=device).manual_seed(0)
     gate_up = torch.randn(EXPERTS, 2 * INNER, WIDTH, device=device, generator=generator, dtype=torch.bfloat16) / 50
@@ -79,7 +79,9 @@ def experts(device: torch.device) -> Iterator[Timed]:
             x = _x(tokens, WIDTH, device)
             us = time_us([partial(packed_experts, x, packed, weights, ids)] * 8)
             plain_us = time_us([partial(fused_experts, x, gate_up, down, weights, ids)] * 8)
-            yield Timed(f"experts {name} T={tokens}", us, per_expert * len(set(ids.flatten().tolist())), plain_us)
+            yield TimedProduct(
+                f"experts {name} T={tokens}", us, per_expert * len(set(ids.flatten().tolist())), plain_us
+            )
 
 
 def _choice(tokens: int, device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from bough.core.step import I32, Mask, Outcome, RunnerLimits, Step
-from bough.runner.inputs import Layout, Packer, Sizes
+from bough.runner.inputs import Packer, Sizes, StepLayout
 from bough.sampler.state import SlotParams
 
 _TRIES = 64
@@ -66,7 +66,7 @@ class PacedRunner:
         for setup in step.setups:
             self._params.fill(setup)
         samples = self._params.gather(step)
-        layout = Layout(Sizes(step.num_tokens, max(step.num_rows, 1), samples.count, writes=len(step.table_at)))
+        layout = StepLayout(Sizes(step.num_tokens, max(step.num_rows, 1), samples.count, writes=len(step.table_at)))
         self._packer.pack(step, samples, layout, np.empty(layout.num_bytes, np.uint8))
         launched = PacedLaunched(self, step)
         self._queue(self._forward_s)

@@ -37,7 +37,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class QuantizedRun:
     """One engine."""
 
     model: str
@@ -74,25 +74,27 @@ def _goals(decode: Sequence[float], prefill: Sequence[float]) -> dict[str, float
 _INT4: Final = Shapes(((1, 128), (16, 128)), ((1, 4096), (4, 4000), (1, 15000)))
 _MOE: Final = Shapes(((1, 128), (64, 128)), ((4, 4000),))
 _KV: Final = Shapes(((200, 2000),))
-RUNS: Final[dict[str, Run]] = {
-    "bf16": Run(_LLAMA, {}, Shapes((*_USUAL.decode, (16, 128)), (*_USUAL.prefill, (1, 4096)), ragged=True)),
-    "fp8": Run(
+RUNS: Final[dict[str, QuantizedRun]] = {
+    "bf16": QuantizedRun(_LLAMA, {}, Shapes((*_USUAL.decode, (16, 128)), (*_USUAL.prefill, (1, 4096)), ragged=True)),
+    "fp8": QuantizedRun(
         _LLAMA,
         {"quantization": "fp8"},
         Shapes(_USUAL.decode, _USUAL.prefill, ragged=True),
         {**_goals((2.6, 2.9, 4.2, 5.8, 7.4), (12, 20, 235, 290, 440)), "300_lognormal": 6.6},
     ),
-    "int4": Run(_LLAMA, {"quantization": "gptq"}, _INT4, {"decode_bs1_ctx128": 2.0, "decode_bs16_ctx128": 2.6}),
-    "moe-bf16": Run(_QWEN, _UNIFORM, _MOE),
-    "moe-fp8": Run(_QWEN, {**_UNIFORM, "quantization": "fp8_block"}, _MOE),
-    "mxfp4": Run(
+    "int4": QuantizedRun(
+        _LLAMA, {"quantization": "gptq"}, _INT4, {"decode_bs1_ctx128": 2.0, "decode_bs16_ctx128": 2.6}
+    ),
+    "moe-bf16": QuantizedRun(_QWEN, _UNIFORM, _MOE),
+    "moe-fp8": QuantizedRun(_QWEN, {**_UNIFORM, "quantization": "fp8_block"}, _MOE),
+    "mxfp4": QuantizedRun(
         _OSS,
         {**_UNIFORM, "quantization": "mxfp4"},
         _USUAL,
         _goals((1.7, 3.2, 5.2, 7.0, 9.0), (13, 19, 190, 200, 370)),
     ),
-    "kv-bf16": Run(_LLAMA, {"kv_cache_dtype": "bfloat16"}, _KV),
-    "kv-fp8": Run(_LLAMA, {"kv_cache_dtype": "fp8_e4m3"}, _KV),
+    "kv-bf16": QuantizedRun(_LLAMA, {"kv_cache_dtype": "bfloat16"}, _KV),
+    "kv-fp8": QuantizedRun(_LLAMA, {"kv_cache_dtype": "fp8_e4m3"}, _KV),
 }
 GAINS: Final = (
     *(Gain("int4", "bf16", f"prefill_{count}x{length}", 0.9) for count, length in _INT4.prefill),

@@ -74,7 +74,7 @@ LEAF = -1
 """Instead of a window: the node itself, which has no children."""
 
 
-class Offer(NamedTuple):
+class EvictionOffer(NamedTuple):
     """Something that can be evicted."""
 
     node: Node
@@ -116,12 +116,12 @@ class Offers:
         columns = node.num_columns
         return columns if len(node.children) == 1 else max(0, columns - self._windows[window].most_columns)
 
-    def take(self) -> Offer | None:
+    def take(self) -> EvictionOffer | None:
         """The least valuable."""
         while self._heap:
             is_warm, _, stamp, node, kind = heapq.heappop(self._heap)
             if self._stands(stamp, node, kind):
-                return Offer(node, kind, is_warm)
+                return EvictionOffer(node, kind, is_warm)
         return None
 
     def clear(self) -> None:

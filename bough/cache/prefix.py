@@ -21,7 +21,7 @@ class AccountError(Exception):
     """Pages are lost or have two owners: a bug."""
 
 
-class Tail(Struct, frozen=True, eq=False):
+class KeptTail(Struct, frozen=True, eq=False):
     """Tokens whose full pages are in the tree as long as nothing else needs the memory, and the column after those."""
 
     namespace: str
@@ -98,7 +98,7 @@ class PrefixCache:
         self.num_private = 0
         """Pages that rows hold outside the tree."""
         self.num_repairs = 0
-        self.tails: dict[TailName, Tail] = {}
+        self.tails: dict[TailName, KeptTail] = {}
         """Oldest first. They go when there are too many, or when their pages are needed."""
         self.num_kept = 0
         """Pages of the tails."""
@@ -132,7 +132,7 @@ class PrefixCache:
         tail = self.tails.get((namespace, follows))
         return found if tail is None or not len(tail.pages) else self._with_tail(found, tail, key, limit)
 
-    def _with_tail(self, found: Match, tail: Tail, key: I64, limit: int) -> Match:
+    def _with_tail(self, found: Match, tail: KeptTail, key: I64, limit: int) -> Match:
         """A match that ends where a kept context's last page begins goes on in that page."""
         first = (len(tail.key) - 1) // self.page_size * self.page_size
         end = min(len(tail.key), limit, first + self.page_size - 1)
@@ -204,7 +204,7 @@ class PrefixCache:
         """A row does not see columns `first .. last - 1` of a window any more; they are in the tree."""
         self.tree.pass_columns(node, window, first, last)
 
-    def keep(self, name: TailName, tail: Tail) -> None:
+    def keep(self, name: TailName, tail: KeptTail) -> None:
         """Takes over a tail's pages, which were private, until they are needed elsewhere."""
         self._drop(name)
         self.tails[name] = tail

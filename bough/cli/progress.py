@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from bough.config.memory_plan import show_bytes
 
 if TYPE_CHECKING:
-    from bough.ipc import Status
+    from bough.ipc import EngineStatus
 
 _LINE_EVERY_S = 5.0
 """Between two plain lines of one phase."""
@@ -29,7 +29,7 @@ class Progress:
         self._line_s = 0.0
         self._first_bytes = 0
 
-    def __call__(self, status: Status) -> None:
+    def __call__(self, status: EngineStatus) -> None:
         """A status of the engine's."""
         if status.phase == "ready":
             self.done()

@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     compared, calibration = _read(arguments.text), _read(arguments.calibration)
     import torch
 
-    from bough.compress.job import Job
+    from bough.compress.job import CompressionJob
     from bough.compress.targets import TARGETS
     from bough.config.hf import open_checkpoint
     from bough.tokenizer import load_tokenizer
@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     device = arguments.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(source, Path(arguments.out), TARGETS[arguments.to], arguments.group_size, torch.device(device))
+    job = CompressionJob(source, Path(arguments.out), TARGETS[arguments.to], arguments.group_size, torch.device(device))
     needs_text = job.target.method != "nearest" or arguments.text != "none"
     tokenizer = load_tokenizer(source) if needs_text else None
     texts: list[Ids] = []

@@ -24,14 +24,14 @@ from bough.core.errors import BoughError
 from bough.entrypoints.http.sockets import bind, bind_server, network_address
 from bough.entrypoints.http.tls import Certificates
 from bough.ipc.group import GroupEnded
-from bough.launch import Running, located, start
+from bough.launch import ServerProcesses, located, start
 from bough.observability.json_lines import JsonText
 from bough.observability.switches import Reload, tell_all
 
 if TYPE_CHECKING:
     from bough.entrypoints.http.node import NodeDoor
     from bough.entrypoints.http.worker import Worker
-    from bough.entrypoints.service import Served, Service
+    from bough.entrypoints.service import ServedModel, Service
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class LocalServer:
             else self._progress.reporting(f"downloading {config.model.model or DEFAULT_MODEL_NAME}")
         )
         found, checkpoint = located(config, progress)
-        self._running: Running = start(
+        self._running: ServerProcesses = start(
             found,
             listen_fds=[sock.fileno() for sock in self._sockets[1:]],
             quarantine=quarantine,
@@ -253,7 +253,7 @@ def banner(server: LocalServer, service: Service | None) -> str:
     return "\n".join(lines)
 
 
-def _weights(served: Served) -> str:
+def _weights(served: ServedModel) -> str:
     """The format of the weights' files, and the type of most of them."""
     if not served.stored_as:
         return "none read: they are drawn at random"

@@ -20,7 +20,7 @@ from bough.models.registry import facts_of, find_architecture
 from bough.weights.mapping import Mapping as Names
 
 
-class Job:
+class CompressionJob:
     """What is to be written, and where."""
 
     def __init__(self, source: Checkpoint, out: Path, target: Target, group: int, device: torch.device) -> None:

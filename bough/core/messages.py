@@ -158,7 +158,7 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     trace: bool = False
     """Send the request's timeline with its end."""
     keep: bool = False
-    """Its KV stays within reach under its name after its end, as long as memory allows, so that a `Join` can use it."""
+    """Keep its KV under its name after its end, as long as memory allows, so that a `JoinBranches` can use it."""
     media: tuple[MediaItem, ...] = ()
     """What stands in the prompt beside text, in order; items do not overlap."""
     positions: bytes = b""
@@ -210,7 +210,7 @@ class Look(Struct, frozen=True, tag="look"):
     """Of each span, the ids of this many first tokens are in the picture."""
 
 
-class Join(Struct, frozen=True, kw_only=True, tag="join"):
+class JoinBranches(Struct, frozen=True, kw_only=True, tag="join"):
     """Lines up the KV of kept requests: all of the first branch, then what each other has beyond their common parent.
 
     The branches did not see each other, so the result is found in a namespace of its own only. The reply's body has its
@@ -299,7 +299,7 @@ ToEngine = (
     | FlushCache
     | GetInfo
     | Look
-    | Join
+    | JoinBranches
     | Recall
     | Pause
     | Resume
@@ -316,7 +316,7 @@ ToEngine = (
 EndReason = Literal["stop", "length", "abort", "error"]
 
 
-class Span(Struct, array_like=True):
+class TraceSpan(Struct, array_like=True):
     """A stretch of a request's life. Times are time.monotonic(), which all processes of a machine share."""
 
     name: str
@@ -358,7 +358,7 @@ class End(Struct, kw_only=True, omit_defaults=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Drafts that were right."""
-    spans: list[Span] = []
+    spans: list[TraceSpan] = []
     """If the request is traced: the engine's part of its timeline, in order."""
 
 

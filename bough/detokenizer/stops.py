@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from bough.core.errors import InvalidRequest
-from bough.parsers.stop_patterns import Match, TooMuchWork, compile_patterns, is_plain
+from bough.parsers.stop_patterns import PatternMatch, TooMuchWork, compile_patterns, is_plain
 
 _PATTERN_REACH: Final = 4096
 """Maximum number of characters held back for a possible match of a pattern."""
@@ -158,7 +158,7 @@ class StopPatterns:
         held, self._held = self._held, ""
         return Found(held)
 
-    def _ended(self, match: Match) -> Found:
+    def _ended(self, match: PatternMatch) -> Found:
         self.match_chars = match.end - match.start
         cut = (match.end if self._keep else match.start) - self._begin
         found, self._held = self._held[:cut], ""

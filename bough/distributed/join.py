@@ -21,22 +21,24 @@ Kind = Literal["nccl", "shared memory", "gloo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CollectivesChoice:
     """A kind of collectives, and why it was chosen."""
 
     kind: Kind
     because: str
 
 
-def choose(device: str, num_hosts: int, shared_memory: bool) -> Choice:
+def choose(device: str, num_hosts: int, shared_memory: bool) -> CollectivesChoice:
     """How ranks on `num_hosts` machines talk; `shared_memory`: whether those on one can share memory."""
     if device == "cuda":
-        return Choice("nccl", "GPUs")
+        return CollectivesChoice("nccl", "GPUs")
     if num_hosts > 1:
-        return Choice("gloo", f"CPUs of {num_hosts} machines")
+        return CollectivesChoice("gloo", f"CPUs of {num_hosts} machines")
     if not shared_memory:
-        return Choice("gloo", "nothing is compiled here, and this processor's stores may be seen out of order")
-    return Choice("shared memory", "CPU ranks of one machine")
+        return CollectivesChoice(
+            "gloo", "nothing is compiled here, and this processor's stores may be seen out of order"
+        )
+    return CollectivesChoice("shared memory", "CPU ranks of one machine")
 
 
 def join_host(

@@ -46,8 +46,8 @@ from bough.engine.early import Early
 from bough.engine.expert_balance import BalanceRules, ExpertBalancer, has_mixtures
 from bough.engine.expert_plan import plan_experts
 from bough.engine.grammars import grammars_of
-from bough.engine.held import Held, exchange, of_rank
-from bough.engine.inbox import Inbox as Requests
+from bough.engine.held import RankMemory, exchange, of_rank
+from bough.engine.inbox import MessageSource as Requests
 from bough.engine.lockstep import Agreement, LockstepInbox, LockstepRunner, open_company
 from bough.engine.loop import Loop
 from bough.engine.media import encoder_of, media_limits
@@ -59,7 +59,7 @@ from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_d
 from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
-from bough.ipc import Inbox, Launch, Status, read_checkpoint, write_status
+from bough.ipc import EngineStatus, Inbox, Launch, read_checkpoint, write_status
 from bough.ipc.features import open_features
 from bough.ipc.store import Store
 from bough.kernels.cpu_build import forbid_custom_kernels
@@ -125,12 +125,14 @@ class StartUp:
         self.phases[name] = round(time.perf_counter() - begin, 3)
 
     def _write(self, name: str, progress: float, done_bytes: int = 0, total_bytes: int = 0) -> None:
-        status = Status(phase="loading", detail=name, progress=progress, done_bytes=done_bytes, total_bytes=total_bytes)
+        status = EngineStatus(
+            phase="loading", detail=name, progress=progress, done_bytes=done_bytes, total_bytes=total_bytes
+        )
         write_status(self.launch.endpoints, status)
 
     def ready(self, facts: dict[str, Any]) -> None:
         _log.info("ready: %s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items()))
-        write_status(self.launch.endpoints, Status(phase="ready", facts=facts | {"startup_s": self.phases}))
+        write_status(self.launch.endpoints, EngineStatus(phase="ready", facts=facts | {"startup_s": self.phases}))
 
 
 def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> None:
@@ -430,7 +432,7 @@ def serve_steps(
     decided: Decided,
     local: ModelRunner | PoolingRunner,
     others: StepChannel | None,
-    held: Sequence[Held],
+    held: Sequence[RankMemory],
     patience: Patience,
     outcomes: StepSource | None = None,
     balancer: ExpertBalancer | None = None,

@@ -16,7 +16,7 @@ from bough.core.messages import (
     ExpertRecord,
     FlushCache,
     GetInfo,
-    Join,
+    JoinBranches,
     Look,
     Pause,
     Profile,
@@ -38,7 +38,7 @@ ControlMessage = (
     | FlushCache
     | GetInfo
     | Look
-    | Join
+    | JoinBranches
     | Recall
     | Pause
     | Resume
@@ -109,7 +109,7 @@ class Control:
                 self._reply(message.call, "", self.info())
             case Look():
                 self._reply(message.call, "", self._look(message, now))
-            case Join() | Recall():
+            case JoinBranches() | Recall():
                 self._reply(message.call, *self._join(message))
             case Pause():
                 self._reply(message.call, "", self._pause(message, now))
@@ -129,7 +129,7 @@ class Control:
     def _reply(self, call: int, error: str, body: Info) -> None:
         self._queues.mail.put(Reply(call=call, error=error, body=body))
 
-    def _join(self, message: Join | Recall) -> tuple[str, Info]:
+    def _join(self, message: JoinBranches | Recall) -> tuple[str, Info]:
         try:
             if isinstance(message, Recall):
                 return "", recall(self._cache, message)

@@ -16,7 +16,7 @@ _DEEPEST = 4
 """How far below a module's attributes weights lie: lists of packed weights, their fields."""
 
 
-class Held(Struct, kw_only=True, frozen=True):
+class RankMemory(Struct, kw_only=True, frozen=True):
     """One rank's memory."""
 
     rank: int
@@ -52,7 +52,7 @@ def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
             yield from _tensors(each, depth - 1)
 
 
-def exchange(mine: Held, store: AnyStore | None, num_ranks: int) -> list[Held]:
+def exchange(mine: RankMemory, store: AnyStore | None, num_ranks: int) -> list[RankMemory]:
     """What all ranks hold, on rank 0; the others only tell."""
     if store is None:
         return [mine]
@@ -60,9 +60,9 @@ def exchange(mine: Held, store: AnyStore | None, num_ranks: int) -> list[Held]:
     if mine.rank:
         return []
     every = [store.get(f"held/{rank}", _PATIENCE_S) for rank in range(num_ranks)]
-    return [msgspec.json.decode(each, type=Held) for each in every]
+    return [msgspec.json.decode(each, type=RankMemory) for each in every]
 
 
-def of_rank(rank: int, model: nn.Module, pool: object) -> Held:
+def of_rank(rank: int, model: nn.Module, pool: object) -> RankMemory:
     """`pool`: that of the KV cache."""
-    return Held(rank=rank, weight_bytes=weight_bytes(model), kv_bytes=_bytes_of(_tensors(pool, _DEEPEST)))
+    return RankMemory(rank=rank, weight_bytes=weight_bytes(model), kv_bytes=_bytes_of(_tensors(pool, _DEEPEST)))

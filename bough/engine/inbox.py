@@ -9,7 +9,7 @@ from typing import Protocol
 from bough.core.messages import ToDetokenizer, ToEngine
 
 
-class Inbox(Protocol):
+class MessageSource(Protocol):
     """Where messages come from."""
 
     @property
@@ -22,7 +22,7 @@ class Inbox(Protocol):
         ...
 
 
-class Outbox(Protocol):
+class MessageSink(Protocol):
     """Where messages go."""
 
     def send(self, message: ToDetokenizer) -> None:

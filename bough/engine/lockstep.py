@@ -21,7 +21,7 @@ from bough.distributed.collectives import ALONE, Collectives
 from bough.distributed.join import join_host
 from bough.distributed.mesh import Mesh
 from bough.distributed.shared_memory import Patience
-from bough.engine.inbox import Inbox
+from bough.engine.inbox import MessageSource
 from bough.engine.step_channels import StepChannel
 from bough.engine.worker import Masks, RunStep, Stop, in_step, timed
 from bough.ipc import Launch, Outbox
@@ -86,7 +86,7 @@ def exchange_over(talk: Collectives) -> Callable[[Sequence[int]], list[list[int]
 class LockstepInbox:
     """A scheduler's inbox without the others' messages, which go to the agreement."""
 
-    def __init__(self, inbox: Inbox, agreement: Agreement) -> None:
+    def __init__(self, inbox: MessageSource, agreement: Agreement) -> None:
         self._inbox = inbox
         self._agreement = agreement
 
@@ -144,7 +144,7 @@ class LockstepRunner:
     def idle(self) -> None:
         """Nothing: ranks must capture the same graphs at the same step."""
 
-    def stop(self, inbox: Inbox) -> None:
+    def stop(self, inbox: MessageSource) -> None:
         """Ends together with the others: takes part in their steps until all have ended. `inbox`: where they wake it."""
         over = False
         while not over and not inbox.closed:

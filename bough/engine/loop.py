@@ -14,7 +14,7 @@ from bough.core.errors import BoughError, Unavailable
 from bough.core.messages import Abort, Generate, StopAt, Wake
 from bough.core.step import Launched, Outcome, Runner
 from bough.engine.control import Control, Hooks
-from bough.engine.inbox import Clock, Inbox, Outbox, SystemClock
+from bough.engine.inbox import Clock, MessageSink, MessageSource, SystemClock
 from bough.scheduler.accept import abort, abort_all, accept, collect_grammars, expire, stop_at
 from bough.scheduler.account import check_account
 from bough.scheduler.commit import Flight, commit, grow_tree
@@ -82,8 +82,8 @@ class Loop:
         queues: Queues,
         cache: PrefixCache,
         limits: Limits,
-        inbox: Inbox,
-        outbox: Outbox,
+        inbox: MessageSource,
+        outbox: MessageSink,
         depth: int = 1,
         hooks: Hooks | None = None,
         clock: Clock | None = None,

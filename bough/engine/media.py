@@ -12,7 +12,7 @@ from bough.core.step import MediaLimits, RunnerLimits
 from bough.layers.batch import Model
 from bough.layers.decoder import Decoder
 from bough.platform import Device
-from bough.runner.encoder import Encoder
+from bough.runner.encoder import TowerRunner
 
 
 def media_limits(facts: ModelFacts, config: Config, plan: MemoryPlan) -> MediaLimits | None:
@@ -29,8 +29,8 @@ def media_limits(facts: ModelFacts, config: Config, plan: MemoryPlan) -> MediaLi
     )
 
 
-def encoder_of(model: Model, limits: RunnerLimits, dtype: torch.dtype, device: Device) -> Encoder | None:
+def encoder_of(model: Model, limits: RunnerLimits, dtype: torch.dtype, device: Device) -> TowerRunner | None:
     """What computes media on this rank; None: nothing does."""
     if limits.media is None or not isinstance(model, Decoder) or model.tower is None:
         return None
-    return Encoder(model.tower, limits.media.num_rows, dtype, device.torch_device)
+    return TowerRunner(model.tower, limits.media.num_rows, dtype, device.torch_device)

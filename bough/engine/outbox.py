@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bough.core.messages import Began, ToDetokenizer
-from bough.engine.inbox import Outbox as Ends
+from bough.engine.inbox import MessageSink as Ends
 from bough.ipc import Launch, Outbox
 
 

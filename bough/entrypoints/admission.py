@@ -64,7 +64,7 @@ class Pace:
         self._looked_s, self._waiting, self._begun, self._sent = now, beat.num_waiting, beat.num_begun, 0
 
 
-class Place:
+class AdmissionHold:
     """One admitted request's hold on the bounds. `began` and `end` may be called any number of times."""
 
     __slots__ = ("_admission", "_requests", "_tokens")
@@ -116,7 +116,7 @@ class Admission:
         self._seconds_per_end = 0.0
         self._last_end = clock()
 
-    def admit(self, *, requests: int, tokens: int) -> Place:
+    def admit(self, *, requests: int, tokens: int) -> AdmissionHold:
         """A place for `requests` completions of `tokens` prompt tokens together, or `Overloaded`.
 
         A lone request is admitted whatever its size: whether it fits is the engine's to say.
@@ -133,7 +133,7 @@ class Admission:
         self.requests += requests
         self.waiting_tokens += tokens
         self.tell()
-        return Place(self, requests, tokens)
+        return AdmissionHold(self, requests, tokens)
 
     def tell(self) -> None:
         if self.changed is not None:

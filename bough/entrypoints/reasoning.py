@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
-from bough.entrypoints.service import Served
+from bough.entrypoints.service import ServedModel
 from bough.intake import Request
 from bough.parsers import chat_closed_reasoning, chat_opens_reasoning, prompt_opens_reasoning
 
@@ -17,7 +17,9 @@ _TAIL_IDS = 32
 """Tokens of a prompt that can hold the start of a section."""
 
 
-def chat_opens(prompt: str | Sequence[int], served: Served, *, continued: str = "", switched_off: bool = False) -> bool:
+def chat_opens(
+    prompt: str | Sequence[int], served: ServedModel, *, continued: str = "", switched_off: bool = False
+) -> bool:
     """Whether the answer to a chat begins inside a reasoning section. `continued`: what the client wrote of the answer
     already. `switched_off`: it told the template not to reason."""
     if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
@@ -25,14 +27,14 @@ def chat_opens(prompt: str | Sequence[int], served: Served, *, continued: str = 
     return chat_opens_reasoning(text, served.reasoning_parser, continued=continued, switched_off=switched_off)
 
 
-def chat_closed(prompt: str | Sequence[int], served: Served, *, continued: str = "") -> bool:
+def chat_closed(prompt: str | Sequence[int], served: ServedModel, *, continued: str = "") -> bool:
     """Whether the answer to a chat, which does not begin inside a reasoning section, begins behind one."""
     if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
         return False
     return chat_closed_reasoning(text, served.reasoning_parser, continued=continued)
 
 
-def _end_of(prompt: str | Sequence[int] | Ids, served: Served) -> str | None:
+def _end_of(prompt: str | Sequence[int] | Ids, served: ServedModel) -> str | None:
     """A prompt's text, or the end of it; None: nobody can read it."""
     if isinstance(prompt, str):
         return prompt
@@ -48,7 +50,7 @@ def after_reasoning(sampling: SamplingParams) -> SamplingParams:
     return replace(sampling, grammar=replace(sampling.grammar, after_reasoning=True))
 
 
-def with_reasoning(request: Request, served: Served, budget: int = -1) -> Request:
+def with_reasoning(request: Request, served: ServedModel, budget: int = -1) -> Request:
     """A raw prompt's request: if the prompt ends inside a section, its constraint waits and its budget counts.
 
     The section stays part of the text; nothing else would know where it belongs.

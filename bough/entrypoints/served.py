@@ -12,7 +12,7 @@ from bough.config.concerns import Config
 from bough.config.hf import Checkpoint
 from bough.config.served_names import served_names, with_own_name
 from bough.entrypoints.fim import choose_format
-from bough.entrypoints.service import Served
+from bough.entrypoints.service import ServedModel
 from bough.intake.sampling import sampling_defaults
 from bough.multimodal.media import Media
 from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning_format, tool_format
@@ -41,14 +41,14 @@ def make_served(
     tokenizer: Tokenizer | None,
     facts: Mapping[str, Any],
     media: Media | None = None,
-) -> Served:
+) -> ServedModel:
     """The model as clients will know it. `facts`: what the engine said when it was ready; `media`: what prepares media, if
     the model takes any."""
     names, patterns = served_names(with_own_name(config.model.served_model_name, checkpoint.name))
     name = names[0]
     template = tokenizer.chat_template.source if tokenizer is not None and tokenizer.chat_template is not None else ""
     reasoning = choose_reasoning_parser(config.server.reasoning_parser, template)
-    return Served(
+    return ServedModel(
         name=name,
         names=names,
         aliases=frozenset({checkpoint.name, config.model.model, DEFAULT_NAME} - {*names, ""}),

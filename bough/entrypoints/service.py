@@ -19,7 +19,7 @@ from bough.entrypoints.admission import Admission
 from bough.entrypoints.fim import FimFormat
 from bough.entrypoints.keyring import Keyring
 from bough.entrypoints.telemetry import Telemetry
-from bough.intake import Intake, Pooler, Request, Stream
+from bough.intake import DeltaStream, Intake, Pooler, Request
 from bough.intake.endings import raise_if_failed
 from bough.observability.health import Beat, Pulse, Pulses, State
 from bough.observability.keeper import Keeper
@@ -43,12 +43,12 @@ _LATE_AFTER_S = 3.0
 """Seconds without a beat after which a process is named: every one beats once a second, even when there is nothing to do."""
 
 T = TypeVar("T")
-News = tuple[int, Stream, Delta]
+News = tuple[int, DeltaStream, Delta]
 """(which request, which of its answers, what is new)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """The model as clients know it."""
 
     name: str
@@ -105,7 +105,7 @@ class Service:
     def __init__(
         self,
         config: Config,
-        served: Served,
+        served: ServedModel,
         intake: Intake,
         pulse: Pulse | Pulses,
         admission: Admission | None = None,
@@ -190,7 +190,7 @@ class Service:
             for _, stream in streams:
                 stream.abort()
 
-    async def _submit(self, requests: Sequence[Request]) -> list[tuple[int, Stream]]:
+    async def _submit(self, requests: Sequence[Request]) -> list[tuple[int, DeltaStream]]:
         """The streams of all requests, each with the place of its request."""
         groups = await self.intake.submit_batch(requests)
         if self.log_requests:
@@ -198,7 +198,7 @@ class Service:
                 log_request(request, group, self.config.log.log_requests_level)
         return [(at, stream) for at, group in enumerate(groups) for stream in group]
 
-    async def _whole(self, at: int, stream: Stream, whole: bool) -> News:
+    async def _whole(self, at: int, stream: DeltaStream, whole: bool) -> News:
         """A stream's answer. `whole`: one that was cut off is an error."""
         delta = await stream.collect()
         assert delta.end is not None, "it has ended"
@@ -295,7 +295,7 @@ class Service:
         return judge(beat, others, stuck_after_s=self.config.server.watchdog_timeout_s, draining=self.draining)
 
 
-def log_request(request: Request, streams: Sequence[Stream], level: int = 1) -> None:
+def log_request(request: Request, streams: Sequence[DeltaStream], level: int = 1) -> None:
     """One line about a request, never its text: its numbers (level 0), and its sampling parameters too (1)."""
     sampling = request.sampling
     changed = {name: getattr(sampling, name) for name in _LOGGED if getattr(sampling, name) != getattr(_DEFAULT, name)}
@@ -314,7 +314,7 @@ def log_request(request: Request, streams: Sequence[Stream], level: int = 1) -> 
     )
 
 
-def log_end(stream: Stream, end: End) -> None:
+def log_end(stream: DeltaStream, end: End) -> None:
     """One line about how a request ended and where its time went."""
     _log.info(
         "request ended",
@@ -389,11 +389,11 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         tasks.clear()  # one of them may hold an error whose traceback has this frame
 
 
-async def _side_by_side(streams: Sequence[tuple[int, Stream]]) -> AsyncGenerator[News, None]:
+async def _side_by_side(streams: Sequence[tuple[int, DeltaStream]]) -> AsyncGenerator[News, None]:
     """News of several streams in the order they come. The first error ends all of them."""
     queue: asyncio.Queue[News | BaseException | None] = asyncio.Queue()
 
-    async def feed(at: int, stream: Stream) -> None:
+    async def feed(at: int, stream: DeltaStream) -> None:
         try:
             async for delta in stream:
                 queue.put_nowait((at, stream, delta))

@@ -10,7 +10,7 @@ from msgspec import Struct
 from bough.core.sampling import GrammarKind
 from bough.core.step import I32, Mask
 from bough.grammar.rules import Grammar
-from bough.grammar.vocabulary import Tokens
+from bough.grammar.vocabulary import WorkerVocabulary
 
 
 class Program(Struct, frozen=True):
@@ -90,7 +90,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     num_workers: int = 2
 
 
-def make_backend(settings: Settings, tokens: Tokens, *, lean: bool = False) -> GrammarBackend:
+def make_backend(settings: Settings, tokens: WorkerVocabulary, *, lean: bool = False) -> GrammarBackend:
     """The backend by name. `lean`: for a worker process, without what it does not need."""
     if settings.backend == "llguidance":
         from bough.grammar.llguidance_backend import LlguidanceBackend

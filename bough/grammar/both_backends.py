@@ -19,14 +19,14 @@ from bough.grammar.notation import counts_far
 from bough.grammar.rules import Grammar
 from bough.grammar.sources import grammar_of
 from bough.grammar.tags import grammars_in
-from bough.grammar.vocabulary import Tokens
+from bough.grammar.vocabulary import WorkerVocabulary
 from bough.grammar.xgrammar_backend import XgrammarBackend, XgrammarMatcher
 
 
 class BothBackends:
     """A `GrammarBackend`. Without llguidance, xgrammar does everything."""
 
-    def __init__(self, tokens: Tokens, max_whitespace: int, *, lean: bool = False) -> None:
+    def __init__(self, tokens: WorkerVocabulary, max_whitespace: int, *, lean: bool = False) -> None:
         self._max_whitespace = max_whitespace
         self._first = XgrammarBackend(tokens, max_whitespace, lean=lean)
         self._second: GrammarBackend | None = None

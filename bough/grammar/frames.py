@@ -13,18 +13,18 @@ from msgspec import Struct
 
 from bough.core.sampling import GrammarKind
 from bough.grammar.backend import Program, Settings
-from bough.grammar.vocabulary import Tokens
+from bough.grammar.vocabulary import WorkerVocabulary
 
 MAX_FRAME = 64 * 2**20
 _LENGTH = struct.Struct("<I")
 T = TypeVar("T")
 
 
-class Start(Struct, frozen=True):
+class CompilerStart(Struct, frozen=True):
     """First message to a worker."""
 
     settings: Settings
-    tokens: Tokens
+    tokens: WorkerVocabulary
 
 
 class Ready(Struct, frozen=True):
@@ -38,7 +38,7 @@ class CompileJob(Struct, frozen=True):
     source: str
 
 
-class Done(Struct, frozen=True):
+class CompileResult(Struct, frozen=True):
     """The result of a job: a program that compiles within the limits, or the reason why it does not."""
 
     program: Program | None = None

@@ -21,11 +21,11 @@ from bough.grammar.rules import (
     Alt,
     Chars,
     Grammar,
+    LiteralText,
     Node,
     Ref,
     Repeat,
     Seq,
-    Text,
     alt,
     chars,
     optional,
@@ -433,7 +433,7 @@ def _is_terminal(name: str) -> bool:
 def any_case(node: Node) -> Node:
     """The same texts in capital and small letters."""
     match node:
-        case Text():
+        case LiteralText():
             return seq(*(_either(ord(each), ord(each)) for each in node.value))
         case Chars():
             return alt(*(_either(low, high) for low, high in node.ranges)) if len(node.ranges) < 64 else node

@@ -17,7 +17,7 @@ from bough.grammar.lark_tags import lark_tag
 from bough.grammar.notation import to_lark
 from bough.grammar.rules import Grammar
 from bough.grammar.sources import grammar_of
-from bough.grammar.vocabulary import Tokens
+from bough.grammar.vocabulary import WorkerVocabulary
 
 _SPECIAL = b"\xff"
 """Prefix of names of special tokens, which llguidance does not treat as text."""
@@ -26,7 +26,7 @@ _SPECIAL = b"\xff"
 class _Words:
     """A vocabulary as llguidance asks for it. It cuts text greedily; what is certain to come is cut elsewhere."""
 
-    def __init__(self, tokens: Tokens, visible: tuple[int, ...]) -> None:
+    def __init__(self, tokens: WorkerVocabulary, visible: tuple[int, ...]) -> None:
         spelled = tokens.spelled(visible)
         self.tokens = [name or _SPECIAL + b"[%d]" % i for i, name in enumerate(spelled)]
         self.special_token_ids = [i for i, name in enumerate(spelled) if not name]
@@ -104,7 +104,7 @@ class LlguidanceAutomaton:
 class LlguidanceBackend:
     """A `GrammarBackend`."""
 
-    def __init__(self, tokens: Tokens, max_whitespace: int) -> None:
+    def __init__(self, tokens: WorkerVocabulary, max_whitespace: int) -> None:
         self._tokens = tokens
         self._max_whitespace = max_whitespace
         self._executor = llguidance.LLExecutor()

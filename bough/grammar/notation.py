@@ -10,11 +10,11 @@ from bough.grammar.rules import (
     Alt,
     Chars,
     Grammar,
+    LiteralText,
     Node,
     Ref,
     Repeat,
     Seq,
-    Text,
     alt,
     length_range,
     repeat,
@@ -66,7 +66,7 @@ class _Ebnf:
     def show(self, node: Node, *, tight: bool = False) -> str:
         """`tight`: something binds to it from the right, or it stands in a sequence."""
         match node:
-            case Text():
+            case LiteralText():
                 return '"' + "".join(_escape_ebnf(each) for each in node.value) + '"'
             case Chars():
                 return "[" + "".join(_range_ebnf(low, high) for low, high in node.ranges) + "]"
@@ -90,7 +90,7 @@ class _Ebnf:
         parts, shown = list(node.parts), []
         while parts:
             part = parts.pop(0)
-            if isinstance(part, Repeat) and parts and isinstance(parts[0], Text) and self.broad(part.node):
+            if isinstance(part, Repeat) and parts and isinstance(parts[0], LiteralText) and self.broad(part.node):
                 shown.append(self._of_branches(part, self.broad(part.node), self.show(parts.pop(0))))
             else:
                 shown.append(self.show(part, tight=True))
@@ -182,7 +182,7 @@ def to_regex(node: Node) -> str:
 
 def _regex(node: Node, *, tight: bool) -> str:
     match node:
-        case Text():
+        case LiteralText():
             shown = "".join(_escape_regex(ord(each)) for each in node.value)
             return f"(?:{shown})" if tight and len(node.value) > 1 else shown
         case Chars():
@@ -279,7 +279,7 @@ def _with(node: Node, done: dict[str, Node], small: set[str]) -> Node:
 
 def lark_of(node: Node, prefix: str, *, tight: bool = False) -> str:
     """One expression of a Lark rule."""
-    if isinstance(node, Text):
+    if isinstance(node, LiteralText):
         return lark_text(node.value)
     if node == EMPTY:
         return '""'

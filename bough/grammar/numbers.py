@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
-from bough.grammar.rules import EMPTY, NOTHING, Chars, Node, Text, alt, one_of, optional, repeat, seq, text
+from bough.grammar.rules import EMPTY, NOTHING, Chars, LiteralText, Node, alt, one_of, optional, repeat, seq, text
 
 MAX_DIGITS = 32
 """Digits of an integer; a number has half of them before the point and half after it."""
@@ -15,7 +15,7 @@ _FIRST = Chars(((49, 57),))
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class NumberBounds:
     """Limits of a number. Exclusive ones are not reached."""
 
     low: Decimal | None = None
@@ -28,10 +28,10 @@ class Bounds:
         return self.low is None and self.high is None
 
 
-def integers(bounds: Bounds) -> Node:
+def integers(bounds: NumberBounds) -> Node:
     """Integers within the bounds, of at most `MAX_DIGITS` digits."""
     if bounds.free:
-        return alt(Text("0"), seq(optional(Text("-")), _FIRST, repeat(_DIGIT, 0, MAX_DIGITS - 1)))
+        return alt(LiteralText("0"), seq(optional(LiteralText("-")), _FIRST, repeat(_DIGIT, 0, MAX_DIGITS - 1)))
     most = 10**MAX_DIGITS - 1
     low, high = -most, most
     if bounds.low is not None:
@@ -44,25 +44,27 @@ def integers(bounds: Bounds) -> Node:
         return NOTHING
     branches: list[Node] = []
     if low < 0:
-        branches.append(seq(Text("-"), _between(max(1, -high), -low)))
+        branches.append(seq(LiteralText("-"), _between(max(1, -high), -low)))
     if high >= 0:
         branches.append(_between(max(0, low), high))
     return alt(*branches)
 
 
-def numbers(bounds: Bounds) -> Node:
+def numbers(bounds: NumberBounds) -> Node:
     """Numbers within the bounds. Free ones may have an exponent."""
     if bounds.free:
-        whole = alt(Text("0"), seq(_FIRST, repeat(_DIGIT, 0, _HALF - 1)))
-        fraction = optional(seq(Text("."), repeat(_DIGIT, 1, _HALF)))
+        whole = alt(LiteralText("0"), seq(_FIRST, repeat(_DIGIT, 0, _HALF - 1)))
+        fraction = optional(seq(LiteralText("."), repeat(_DIGIT, 1, _HALF)))
         exponent = optional(seq(one_of("eE"), optional(one_of("+-")), repeat(_DIGIT, 1, 2)))
-        return seq(optional(Text("-")), whole, fraction, exponent)
+        return seq(optional(LiteralText("-")), whole, fraction, exponent)
     branches: list[Node] = []
     if bounds.low is None or bounds.low < 0:
         high = -bounds.low if bounds.low is not None else None
         below = bounds.high is not None and bounds.high < 0
         low = -bounds.high if below and bounds.high is not None else Decimal(0)
-        branches.append(seq(Text("-"), _magnitude(low, bounds.high_open if below else True, high, bounds.low_open)))
+        branches.append(
+            seq(LiteralText("-"), _magnitude(low, bounds.high_open if below else True, high, bounds.low_open))
+        )
     if bounds.high is None or bounds.high >= 0:
         above = bounds.low is not None and bounds.low >= 0
         low = bounds.low if above and bounds.low is not None else Decimal(0)
@@ -104,18 +106,18 @@ def _same_width(low: str, high: str) -> Node:
     if set(low) == {"0"} and set(high) == {"9"}:
         return repeat(_DIGIT, len(low), len(low))
     if low[0] == high[0]:
-        return seq(Text(low[0]), _same_width(low[1:], high[1:]))
+        return seq(LiteralText(low[0]), _same_width(low[1:], high[1:]))
     rest = len(low) - 1
     if not rest:
         return _digits(low, high)
     branches: list[Node] = []
     first, last = low[0], high[0]
     if set(low[1:]) != {"0"}:
-        branches.append(seq(Text(first), _same_width(low[1:], "9" * rest)))
+        branches.append(seq(LiteralText(first), _same_width(low[1:], "9" * rest)))
         first = chr(ord(first) + 1)
     tail: list[Node] = []
     if set(high[1:]) != {"9"}:
-        tail.append(seq(Text(last), _same_width("0" * rest, high[1:])))
+        tail.append(seq(LiteralText(last), _same_width("0" * rest, high[1:])))
         last = chr(ord(last) - 1)
     if first <= last:
         branches.append(seq(_digits(first, last), repeat(_DIGIT, rest, rest)))
@@ -123,7 +125,7 @@ def _same_width(low: str, high: str) -> Node:
 
 
 def _digits(low: str, high: str) -> Node:
-    return Text(low) if low == high else Chars(((ord(low), ord(high)),))
+    return LiteralText(low) if low == high else Chars(((ord(low), ord(high)),))
 
 
 # -- magnitudes: a whole part and a fraction --------------------------------------------------------
@@ -145,7 +147,7 @@ def _magnitude(low: Decimal, low_open: bool, high: Decimal | None, high_open: bo
     return alt(*(branch for branch in branches if branch != NOTHING))
 
 
-_ANY_FRACTION = optional(seq(Text("."), repeat(_DIGIT, 1, _HALF)))
+_ANY_FRACTION = optional(seq(LiteralText("."), repeat(_DIGIT, 1, _HALF)))
 
 
 def _split(value: Decimal) -> tuple[int, str]:
@@ -164,20 +166,20 @@ def _fraction_from(low: str, is_open: bool, whole: int) -> Node:
     """A fraction (or none) of at least .low."""
     if not low and not is_open:
         return _ANY_FRACTION
-    return seq(Text("."), _digits_from(low, is_open, _room(is_open, whole)))
+    return seq(LiteralText("."), _digits_from(low, is_open, _room(is_open, whole)))
 
 
 def _fraction_to(high: str, is_open: bool, whole: int) -> Node:
     """A fraction (or none) of at most .high."""
     if not high:
-        return NOTHING if is_open else optional(seq(Text("."), repeat(Text("0"), 1, _HALF)))
-    return optional(seq(Text("."), _digits_to(high, is_open, _room(is_open, whole), first=True)))
+        return NOTHING if is_open else optional(seq(LiteralText("."), repeat(LiteralText("0"), 1, _HALF)))
+    return optional(seq(LiteralText("."), _digits_to(high, is_open, _room(is_open, whole), first=True)))
 
 
 def _fraction_between(low: str, low_open: bool, high: str, high_open: bool, whole: int) -> Node:
     """A fraction (or none) from .low to .high."""
     bare = EMPTY if not low and not low_open and (high or not high_open) else NOTHING
-    dotted = seq(Text("."), _digits_between(low, low_open, high, high_open, _room(low_open or high_open, whole)))
+    dotted = seq(LiteralText("."), _digits_between(low, low_open, high, high_open, _room(low_open or high_open, whole)))
     return (
         alt(*(part for part in (bare, dotted) if part != NOTHING)) if bare != NOTHING or dotted != NOTHING else NOTHING
     )
@@ -199,9 +201,9 @@ def _digits_from(low: str, is_open: bool, room: int) -> Node:
     if low[0] < "9":
         branches.append(seq(_digits(chr(ord(low[0]) + 1), "9"), _some(room - 1)))
     if len(low) == 1 and not is_open:
-        branches.append(seq(Text(low), _some(room - 1)))
+        branches.append(seq(LiteralText(low), _some(room - 1)))
     else:
-        branches.append(seq(Text(low[0]), _digits_from(low[1:], is_open, room - 1)))
+        branches.append(seq(LiteralText(low[0]), _digits_from(low[1:], is_open, room - 1)))
     return alt(*(branch for branch in branches if branch != NOTHING))
 
 
@@ -212,13 +214,13 @@ def _digits_to(high: str, is_open: bool, room: int, *, first: bool = False) -> N
     if not high:
         if is_open:
             return NOTHING
-        return repeat(Text("0"), 1 if first else 0, room)
+        return repeat(LiteralText("0"), 1 if first else 0, room)
     branches: list[Node] = []
     if high[0] > "0":
         branches.append(seq(_digits("0", chr(ord(high[0]) - 1)), _some(room - 1)))
     rest = _digits_to(high[1:], is_open, room - 1)
     if rest != NOTHING:
-        branches.append(seq(Text(high[0]), rest))
+        branches.append(seq(LiteralText(high[0]), rest))
     body = alt(*branches)
     return body if first else optional(body)
 
@@ -239,15 +241,15 @@ def _digits_between(low: str, low_open: bool, high: str, high_open: bool, room: 
             rest = optional(rest) if rest != NOTHING else EMPTY
         if not low and not high:
             return NOTHING
-        return seq(Text(head_low), rest) if rest != NOTHING else NOTHING
+        return seq(LiteralText(head_low), rest) if rest != NOTHING else NOTHING
     branches: list[Node] = []
     if not low[1:] and not low_open:
-        branches.append(seq(Text(head_low), _some(room - 1)))
+        branches.append(seq(LiteralText(head_low), _some(room - 1)))
     else:
-        branches.append(seq(Text(head_low), _digits_from(low[1:], low_open, room - 1)))
+        branches.append(seq(LiteralText(head_low), _digits_from(low[1:], low_open, room - 1)))
     if ord(head_high) - ord(head_low) > 1:
         branches.append(seq(_digits(chr(ord(head_low) + 1), chr(ord(head_high) - 1)), _some(room - 1)))
     rest = _digits_to(high[1:], high_open, room - 1)
     if rest != NOTHING:
-        branches.append(seq(Text(head_high), rest))
+        branches.append(seq(LiteralText(head_high), rest))
     return alt(*(branch for branch in branches if branch != NOTHING))

@@ -18,12 +18,12 @@ from bough.grammar.rules import (
     NOTHING,
     Alt,
     Chars,
+    LiteralText,
     Node,
     Ranges,
     Ref,
     Repeat,
     Seq,
-    Text,
     alt,
     chars,
     complement,
@@ -374,7 +374,7 @@ _NAMED = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 def in_json(node: Node) -> Node:
     """The same language as the inside of a JSON string writes it. Control characters without a short escape are left out."""
     match node:
-        case Text():
+        case LiteralText():
             return seq(*(in_json(Chars(((ord(each), ord(each)),))) for each in node.value))
         case Chars():
             bare = without(node.ranges, _ESCAPED)
@@ -382,10 +382,10 @@ def in_json(node: Node) -> Node:
             plain: Node = NOTHING
             if bare:
                 only = bare[0][0]
-                plain = Text(chr(only)) if bare == ((only, only),) else chars(bare)
+                plain = LiteralText(chr(only)) if bare == ((only, only),) else chars(bare)
             if not escaped:
                 return plain
-            short = alt(*(Text("\\" + name) for name in escaped))
+            short = alt(*(LiteralText("\\" + name) for name in escaped))
             return alt(plain, short) if plain != NOTHING else short
         case Seq():
             return seq(*(in_json(part) for part in node.parts))

@@ -15,7 +15,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class LiteralText:
     """Exactly this text, at least one character."""
 
     value: str
@@ -53,7 +53,7 @@ class Ref:
     name: str
 
 
-Node = Text | Chars | Seq | Alt | Repeat | Ref
+Node = LiteralText | Chars | Seq | Alt | Repeat | Ref
 EMPTY = Seq(())
 NOTHING = Alt(())
 
@@ -70,7 +70,7 @@ class Grammar:
 
 
 def text(value: str) -> Node:
-    return Text(value) if value else EMPTY
+    return LiteralText(value) if value else EMPTY
 
 
 def seq(*parts: Node) -> Node:
@@ -78,8 +78,8 @@ def seq(*parts: Node) -> Node:
     flat: list[Node] = []
     for part in parts:
         for each in part.parts if isinstance(part, Seq) else (part,):
-            if isinstance(each, Text) and flat and isinstance(flat[-1], Text):
-                flat[-1] = Text(flat[-1].value + each.value)
+            if isinstance(each, LiteralText) and flat and isinstance(flat[-1], LiteralText):
+                flat[-1] = LiteralText(flat[-1].value + each.value)
             else:
                 flat.append(each)
     if any(each == NOTHING for each in flat):
@@ -179,7 +179,7 @@ def num_states(grammar: Grammar) -> int:
 
 def _states(node: Node) -> int:
     match node:
-        case Text():
+        case LiteralText():
             return len(node.value)
         case Chars() | Ref():
             return 1
@@ -194,7 +194,7 @@ def _states(node: Node) -> int:
 def length_range(node: Node) -> tuple[int, int | None]:
     """Fewest and most characters the node matches; None: no limit. References are not followed: none may occur."""
     match node:
-        case Text():
+        case LiteralText():
             return len(node.value), len(node.value)
         case Chars():
             return 1, 1

@@ -15,8 +15,8 @@ import psutil
 from bough.core.sampling import GrammarKind
 from bough.grammar.backend import Program, Settings
 from bough.grammar.errors import BadGrammar
-from bough.grammar.frames import CompileJob, Done, Ready, Start, read_frame, write_frame
-from bough.grammar.vocabulary import Tokens
+from bough.grammar.frames import CompileJob, CompileResult, CompilerStart, Ready, read_frame, write_frame
+from bough.grammar.vocabulary import WorkerVocabulary
 from bough.grammar.worker import out_of_memory
 
 _START_LIMIT_S = 60.0
@@ -37,7 +37,7 @@ class Overrun(BadGrammar):
 class Sandbox:
     """One worker process. Not for several threads."""
 
-    def __init__(self, settings: Settings, tokens: Tokens) -> None:
+    def __init__(self, settings: Settings, tokens: WorkerVocabulary) -> None:
         self._settings = settings
         self._tokens = tokens
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,7 +67,7 @@ class Sandbox:
             env=environment,
         )
         try:
-            write_frame(self._stdin, Start(self._settings, self._tokens))
+            write_frame(self._stdin, CompilerStart(self._settings, self._tokens))
             ready = read_frame(self._stdout, Ready, time.monotonic() + _START_LIMIT_S)
         except (OSError, EOFError, TimeoutError) as error:
             self.stop()
@@ -83,7 +83,7 @@ class Sandbox:
         try:
             write_frame(self._stdin, CompileJob(kind, source))
             self._await_answer(limit_s)
-            done = read_frame(self._stdout, Done, time.monotonic() + limit_s)
+            done = read_frame(self._stdout, CompileResult, time.monotonic() + limit_s)
         except TimeoutError:
             self.stop()
             raise Overrun(f"the grammar takes more than {limit_s:g} s to compile; make it smaller") from None

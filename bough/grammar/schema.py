@@ -15,7 +15,7 @@ from bough.grammar.formats import FORMATS, OF_NUMBERS
 from bough.grammar.keywords import JsonSchema, Schema, constraints, escape, unescape
 from bough.grammar.lark import read_grammar
 from bough.grammar.merge import COMBINING, check_apart, expand, implied_types, keywords_of, plain_types, type_of
-from bough.grammar.numbers import Bounds, integers, numbers
+from bough.grammar.numbers import NumberBounds, integers, numbers
 from bough.grammar.regex import in_json, parse_search
 from bough.grammar.rules import (
     EMPTY,
@@ -23,11 +23,11 @@ from bough.grammar.rules import (
     Alt,
     Chars,
     Grammar,
+    LiteralText,
     Node,
     Ref,
     Repeat,
     Seq,
-    Text,
     alt,
     chars,
     complement,
@@ -172,9 +172,9 @@ class SchemaRules:
     def _of_type(self, name: str, schema: Schema, at: str) -> Node:
         match name:
             case "null":
-                return Text("null")
+                return LiteralText("null")
             case "boolean":
-                return alt(Text("true"), Text("false"))
+                return alt(LiteralText("true"), LiteralText("false"))
             case "integer":
                 return self._new_rule("integer", integers(_bounds(schema, at)))
             case "number":
@@ -203,13 +203,13 @@ class SchemaRules:
             seq(Chars(((48, 57), (65, 67), (69, 70), (97, 99), (101, 102))), repeat(_HEX, 3, 3)),
             seq(Chars(((68, 68), (100, 100))), Chars(((48, 55),)), repeat(_HEX, 2, 2)),
         )
-        escapes = alt(chars((ord(c), ord(c)) for c in '"\\/bfnrt'), seq(Text("u"), hexes))
-        return self._shared("character", alt(chars(_BARE), seq(Text("\\"), escapes)))
+        escapes = alt(chars((ord(c), ord(c)) for c in '"\\/bfnrt'), seq(LiteralText("u"), hexes))
+        return self._shared("character", alt(chars(_BARE), seq(LiteralText("\\"), escapes)))
 
     def _string(self, schema: Schema, at: str) -> Node:
         if not any(keyword in schema for keyword in keywords_of("string")):
-            return self._shared("string", seq(Text('"'), repeat(self._character(), 0, None), Text('"')))
-        return self._new_rule("string", seq(Text('"'), self._string_body(schema, at), Text('"')))
+            return self._shared("string", seq(LiteralText('"'), repeat(self._character(), 0, None), LiteralText('"')))
+        return self._new_rule("string", seq(LiteralText('"'), self._string_body(schema, at), LiteralText('"')))
 
     def _string_body(self, schema: Schema, at: str) -> Node:
         low = int(schema.get("minLength", 0))
@@ -274,14 +274,14 @@ class SchemaRules:
         if other != NOTHING and not isinstance(other, Ref):
             other = self._new_rule("item", other)
         body = self._items(fixed, other, low, high)
-        return self._new_rule("array", seq(Text("["), body, Text("]"))) if body != NOTHING else NOTHING
+        return self._new_rule("array", seq(LiteralText("["), body, LiteralText("]"))) if body != NOTHING else NOTHING
 
     def _items(self, fixed: list[Node], other: Node, low: int, high: int | None) -> Node:
         """Items between the brackets. A tuple may end early, but not before `low` items."""
         if not fixed:
             if other == NOTHING or high == 0:
                 return EMPTY if low == 0 else NOTHING
-            following = seq(Text(","), self._space, other)
+            following = seq(LiteralText(","), self._space, other)
             most = None if high is None else high - 1
             some = seq(self._space, other, self._repeated(following, max(low - 1, 0), most), self._space)
             return optional(some) if low == 0 else some
@@ -290,11 +290,11 @@ class SchemaRules:
         more = high is None or high > len(fixed)
         tail: Node = EMPTY if low <= len(fixed) else NOTHING
         if other != NOTHING and more:
-            following = seq(Text(","), self._space, other)
+            following = seq(LiteralText(","), self._space, other)
             most = None if high is None else high - len(fixed)
             tail = self._repeated(following, max(low - len(fixed), 0), most)
         for index in range(len(fixed) - 1, -1, -1):
-            here = seq(*((Text(","), self._space) if index else (self._space,)), fixed[index], tail)
+            here = seq(*((LiteralText(","), self._space) if index else (self._space,)), fixed[index], tail)
             tail = optional(here) if index >= low and here != NOTHING else here
             if here == NOTHING and index >= low:
                 tail = EMPTY
@@ -323,7 +323,7 @@ class SchemaRules:
             return NOTHING
         low, high = self._count_bounds(schema, members, others, at)
         body = self._members(members, others, low, high)
-        return self._new_rule("object", seq(Text("{"), body, Text("}")))
+        return self._new_rule("object", seq(LiteralText("{"), body, LiteralText("}")))
 
     def _named_members(
         self, named: dict[str, JsonSchema], required: list[str], at: str
@@ -361,7 +361,7 @@ class SchemaRules:
 
     def _member(self, names: Node, value: JsonSchema, at: str) -> Node:
         node = self.node(value, at)
-        return self._new_rule("member", seq(names, Text(":"), self._space, node)) if node != NOTHING else NOTHING
+        return self._new_rule("member", seq(names, LiteralText(":"), self._space, node)) if node != NOTHING else NOTHING
 
     def _names(self, schema: JsonSchema, at: str) -> Node:
         if isinstance(schema, bool):
@@ -384,7 +384,7 @@ class SchemaRules:
             for letter in name:
                 inner = inner.setdefault(letter, {})
             inner[""] = True
-        return self._new_rule("name", seq(Text('"'), self._differing(letters), Text('"')))
+        return self._new_rule("name", seq(LiteralText('"'), self._differing(letters), LiteralText('"')))
 
     def _differing(self, taken: dict[str, Any]) -> Node:
         """Strings of plain characters that differ from all taken names (given as a tree)."""
@@ -396,7 +396,7 @@ class SchemaRules:
             branches.append(EMPTY)
         for letter, inner in taken.items():
             if letter and letter >= " " and letter not in '"\\':
-                branches.append(seq(Text(letter), self._differing(inner)))
+                branches.append(seq(LiteralText(letter), self._differing(inner)))
         return self._new_rule("name_rest", alt(*branches))
 
     def _count_bounds(
@@ -422,7 +422,7 @@ class SchemaRules:
         some: Node = NOTHING
         may_be_empty = low == 0
         if others != NOTHING and high != 0:
-            following = seq(Text(","), self._space, others)
+            following = seq(LiteralText(","), self._space, others)
             later = self._repeated(following, 0, None if high is None or members else high - 1)
             some = seq(others, later)
         for member, required in reversed(members):
@@ -432,7 +432,7 @@ class SchemaRules:
                 some = self._new_rule("members", some)
             written = seq(member, later)
             some = written if required else alt(written, some)
-            comma = seq(Text(","), self._space, written)
+            comma = seq(LiteralText(","), self._space, written)
             later = comma if required else alt(comma, later)
             may_be_empty = may_be_empty and not required
         if some == NOTHING:
@@ -510,7 +510,7 @@ def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
 
 
-def _bounds(schema: Schema, at: str) -> Bounds:
+def _bounds(schema: Schema, at: str) -> NumberBounds:
     low, low_open = _edge(schema, "minimum", "exclusiveMinimum", at, max)
     high, high_open = _edge(schema, "maximum", "exclusiveMaximum", at, min)
     kind = schema.get("format")
@@ -520,7 +520,7 @@ def _bounds(schema: Schema, at: str) -> Bounds:
         edge = Decimal(2) ** (31 if kind == "int32" else 63)
         low, low_open = (low, low_open) if low is not None and low >= -edge else (-edge, False)
         high, high_open = (high, high_open) if high is not None and high < edge else (edge - 1, False)
-    return Bounds(low, high, low_open, high_open)
+    return NumberBounds(low, high, low_open, high_open)
 
 
 def _edge(schema: Schema, closed: str, exclusive: str, at: str, pick: Any) -> tuple[Decimal | None, bool]:

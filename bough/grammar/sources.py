@@ -9,7 +9,7 @@ from bough.grammar.errors import BadGrammar
 from bough.grammar.keywords import MAX_BYTES, JsonSchema, load
 from bough.grammar.lark import read_grammar
 from bough.grammar.regex import parse_regex
-from bough.grammar.rules import Chars, Grammar, Text, alt, num_states, prune, text, walk
+from bough.grammar.rules import Chars, Grammar, LiteralText, alt, num_states, prune, text, walk
 from bough.grammar.schema import any_object, schema_grammar
 
 MAX_STATES = 200_000
@@ -18,7 +18,7 @@ MAX_STATES = 200_000
 def grammar_of(kind: GrammarKind, source: str, max_whitespace: int) -> Grammar:
     """The grammar of a schema, a pattern, a choice, EBNF or Lark. Raises `BadGrammar`."""
     grammar = _grammar(kind, source, max_whitespace)
-    if not any(isinstance(node, Text | Chars) for rule in grammar.rules.values() for node in walk(rule)):
+    if not any(isinstance(node, LiteralText | Chars) for rule in grammar.rules.values() for node in walk(rule)):
         raise BadGrammar("only the empty text fits it, and an answer has at least one token")
     return grammar
 

@@ -16,11 +16,11 @@ from bough.grammar.rules import (
     Alt,
     Chars,
     Grammar,
+    LiteralText,
     Node,
     Ref,
     Repeat,
     Seq,
-    Text,
     alt,
     repeat,
     seq,
@@ -158,7 +158,7 @@ class States:
             self._next.append({})
             self._ways.append({})
             first = node.parts[0] if isinstance(node, Seq) and node.parts else node
-            self._literals.append(first.value if isinstance(first, Text) else "")
+            self._literals.append(first.value if isinstance(first, LiteralText) else "")
         return place
 
     def _within(self, place: int, part: bytes) -> int:
@@ -194,7 +194,7 @@ class States:
         if found is None:
             left = self._left[place >> 1]
             first, rest = (left.parts[0], left.parts[1:]) if isinstance(left, Seq) else (left, ())
-            assert isinstance(first, Text), "its text was noted"
+            assert isinstance(first, LiteralText), "its text was noted"
             found = following[literal] = self._name(seq(text(first.value[len(literal) :]), *rest))
         return found
 
@@ -202,7 +202,7 @@ class States:
         """What may follow a character of the node's texts."""
         self._work += 1
         match node:
-            case Text():
+            case LiteralText():
                 return text(node.value[1:]) if ord(node.value[0]) == point else NOTHING
             case Chars():
                 return EMPTY if any(low <= point <= high for low, high in node.ranges) else NOTHING
@@ -268,7 +268,7 @@ def _bounds(grammar: Grammar) -> list[int]:
         for node in walk(rule):
             if isinstance(node, Chars):
                 bounds.update(point for low, high in node.ranges for point in (low, high + 1))
-            elif isinstance(node, Text):
+            elif isinstance(node, LiteralText):
                 bounds.update(point for letter in node.value for point in (ord(letter), ord(letter) + 1))
     return sorted(bounds)
 

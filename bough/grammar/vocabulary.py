@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 I64s = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-class Tokens(Struct, frozen=True):
+class WorkerVocabulary(Struct, frozen=True):
     """The vocabulary as a worker process gets it."""
 
     names: list[bytes]
@@ -50,7 +50,7 @@ class Vocabulary:
         names = tokenizer.token_bytes()
         if names is None:
             raise ValueError("the model's tokenizer has no table of bytes, so its answers can't be constrained")
-        self.tokens = Tokens(
+        self.tokens = WorkerVocabulary(
             names=names,
             size=size,
             stop_ids=tuple(sorted({i for i in (*stop_ids, *tokenizer.eos_ids) if 0 <= i < size})),

@@ -16,8 +16,8 @@ import numpy as np
 from bough.core.sampling import GrammarKind
 from bough.grammar.backend import GrammarBackend, Program, make_backend
 from bough.grammar.errors import BadGrammar, shorten
-from bough.grammar.frames import CompileJob, Done, Ready, Start, read_frame, write_frame
-from bough.grammar.vocabulary import Tokens
+from bough.grammar.frames import CompileJob, CompileResult, CompilerStart, Ready, read_frame, write_frame
+from bough.grammar.vocabulary import WorkerVocabulary
 
 _PR_SET_PDEATHSIG = 1
 _WALKS, _STEPS = 3, 12
@@ -32,7 +32,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, sink = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    start = read_frame(source, Start)
+    start = read_frame(source, CompilerStart)
     try:
         backend = make_backend(start.settings, start.tokens, lean=True)
         try_out(backend, start.tokens, "regex", "[a-z]{1,8}")
@@ -49,24 +49,24 @@ def main() -> int:
         write_frame(sink, _answer(backend, start, job))
 
 
-def _answer(backend: GrammarBackend, start: Start, job: CompileJob) -> Done:
+def _answer(backend: GrammarBackend, start: CompilerStart, job: CompileJob) -> CompileResult:
     try:
-        return Done(program=try_out(backend, start.tokens, job.kind, job.source))
+        return CompileResult(program=try_out(backend, start.tokens, job.kind, job.source))
     except BadGrammar as error:
-        return Done(error=shorten(str(error), 1000))
+        return CompileResult(error=shorten(str(error), 1000))
     except MemoryError:
-        return Done(error=out_of_memory(start.settings.memory_limit_bytes))
+        return CompileResult(error=out_of_memory(start.settings.memory_limit_bytes))
     except RecursionError:
-        return Done(error="the grammar is nested too deep")
+        return CompileResult(error="the grammar is nested too deep")
     except Exception as error:
-        return Done(error=f"the grammar can't be used: {shorten(str(error), 300)}")
+        return CompileResult(error=f"the grammar can't be used: {shorten(str(error), 300)}")
 
 
 def out_of_memory(limit_bytes: int) -> str:
     return f"the grammar needs more than {limit_bytes // 2**20} MiB to compile; make it smaller"
 
 
-def try_out(backend: GrammarBackend, tokens: Tokens, kind: GrammarKind, source: str) -> Program:
+def try_out(backend: GrammarBackend, tokens: WorkerVocabulary, kind: GrammarKind, source: str) -> Program:
     """Compiles a source and follows it along a few random ways. Raises `BadGrammar` if it can't be or is too slow."""
     program = backend.translate(kind, source)
     compiled = backend.compile(program)

@@ -18,7 +18,7 @@ from bough.grammar.notation import counts_far, to_ebnf
 from bough.grammar.rules import Grammar
 from bough.grammar.sources import grammar_of
 from bough.grammar.tags import native_tag
-from bough.grammar.vocabulary import Tokens
+from bough.grammar.vocabulary import WorkerVocabulary
 
 _RAW = 0
 """xgrammar's number for vocabularies given as bytes."""
@@ -94,7 +94,7 @@ class XgrammarAutomaton:
 class XgrammarBackend:
     """A `GrammarBackend`."""
 
-    def __init__(self, tokens: Tokens, max_whitespace: int, *, lean: bool = False) -> None:
+    def __init__(self, tokens: WorkerVocabulary, max_whitespace: int, *, lean: bool = False) -> None:
         self._core = _load(without_torch=lean)
         self._tokens = tokens
         self._max_whitespace = max_whitespace

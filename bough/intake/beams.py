@@ -24,7 +24,7 @@ from bough.core.sampling import SamplingParams
 from bough.intake.compose import TAIL_IDS
 from bough.intake.endings import GIVEN_UP
 from bough.intake.request import Request
-from bough.intake.stream import Stream
+from bough.intake.stream import DeltaStream
 from bough.parsers import ResponseParser
 from bough.tokenizer import Tokenizer
 
@@ -164,7 +164,7 @@ class Search:
     def __init__(
         self,
         search: BeamSearch,
-        streams: Sequence[Stream],
+        streams: Sequence[DeltaStream],
         prompt: Ids,
         ask: Ask,
         answered: Callable[[int, Delta], None],

@@ -10,7 +10,7 @@ from typing import Protocol
 from bough.core.messages import Ids
 
 
-class Place(Protocol):
+class WorkHold(Protocol):
     """An admitted request's hold on the gate's bounds."""
 
     def began(self) -> None: ...
@@ -18,10 +18,10 @@ class Place(Protocol):
     def end(self) -> None: ...
 
 
-class Gate(Protocol):
+class WorkGate(Protocol):
     """Decides how much work is let in; raises `Overloaded`."""
 
-    def admit(self, *, requests: int, tokens: int) -> Place: ...
+    def admit(self, *, requests: int, tokens: int) -> WorkHold: ...
 
 
 class Quota(Protocol):

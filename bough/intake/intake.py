@@ -42,16 +42,16 @@ from bough.core.sampling import SamplingParams
 from bough.intake import beams
 from bough.intake.beams import Search
 from bough.intake.compose import compose, for_answer, text_spec
-from bough.intake.gate import Gate, IntakeStats, Place, Quota, num_tokens
+from bough.intake.gate import IntakeStats, Quota, WorkGate, WorkHold, num_tokens
 from bough.intake.joins import Joins, session_namespace
-from bough.intake.limits import Limits
+from bough.intake.limits import RequestLimits
 from bough.intake.names import random_name
 from bough.intake.prepare import Preparer, goes_on_from_join
 from bough.intake.prompted import Prompted
 from bough.intake.replicas import Replicas, merged
 from bough.intake.request import Request, pieces
-from bough.intake.sessions import SessionParams, Sessions, Turn
-from bough.intake.stream import Stream
+from bough.intake.sessions import SessionParams, Sessions, SessionTurn
+from bough.intake.stream import DeltaStream
 from bough.ipc import AsyncInbox, Endpoints, read_status
 from bough.multimodal.media import Lease, Media
 from bough.observability.requests import RequestMeter
@@ -76,7 +76,7 @@ class Intake:
         vocab_size: int,
         eos_ids: Sequence[int] = (),
         worker: int = 0,
-        gate: Gate | None = None,
+        gate: WorkGate | None = None,
         pools: bool | None = None,
         processors: frozenset[str] | None = None,
         truncate: bool = False,
@@ -104,14 +104,14 @@ class Intake:
         self._eos_ids = tuple(dict.fromkeys([*(tokenizer.eos_ids if tokenizer else ()), *eos_ids]))
         # Not from 1: the engine may still hold requests of a predecessor in this place.
         self._numbers = itertools.count(secrets.randbits(REPLICA_SHIFT - 2))
-        self._streams: dict[int, Stream] = {}
-        self._places: dict[int, Place] = {}
+        self._streams: dict[int, DeltaStream] = {}
+        self._places: dict[int, WorkHold] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._gone: BoughError | None = None
         self.pools = pools
         self.sessions = Sessions(self.abort)
         self.joins = Joins(self.call, tokenizer, self._parallel.num_schedulers)
-        limits = Limits(context_length, vocab_size, tokenizer, truncate=truncate)
+        limits = RequestLimits(context_length, vocab_size, tokenizer, truncate=truncate)
         self._preparer = Preparer(
             limits, self.tokenizers, self.sessions, self.joins, pools=pools, processors=processors, media=media
         )
@@ -123,7 +123,7 @@ class Intake:
         """How many streams each name has, by tenant."""
         self._unpaid: dict[int, str] = {}
         """Requests that were given up and whose end has not come yet, with their tenants: it says what they used."""
-        self._turns: dict[int, tuple[SessionParams, Turn]] = {}
+        self._turns: dict[int, tuple[SessionParams, SessionTurn]] = {}
 
     @classmethod
     def from_facts(
@@ -133,7 +133,7 @@ class Intake:
         tokenizer: Tokenizer | None,
         *,
         worker: int = 0,
-        gate: Gate | None = None,
+        gate: WorkGate | None = None,
         truncate: bool = False,
         parallel: ParallelConfig | None = None,
         media: Media | None = None,
@@ -179,14 +179,14 @@ class Intake:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: Request) -> list[Stream]:
+    async def submit(self, request: Request) -> list[DeltaStream]:
         """Tokenises, checks and sends a request; one stream for each of its `n` answers.
 
         Raises `InvalidRequest`, `PromptTooLong`, `Overloaded` or `Unavailable` before anything was sent.
         """
         return (await self.submit_batch([request]))[0]
 
-    async def submit_batch(self, requests: Sequence[Request]) -> list[list[Stream]]:
+    async def submit_batch(self, requests: Sequence[Request]) -> list[list[DeltaStream]]:
         """Like `submit`, for many at once: all of them, or an error and none.
 
         Many token ids are checked and sent piece by piece, so that the engine begins with the first while the last are
@@ -194,7 +194,7 @@ class Intake:
         """
         self._check_alive()
         self._preparer.check(requests)
-        streams: list[list[Stream]] = []
+        streams: list[list[DeltaStream]] = []
         places = self._admit(requests)
         with self._charged(requests, places, streams), self._named(requests):
             try:
@@ -208,7 +208,7 @@ class Intake:
         return streams
 
     async def _submit_piece(
-        self, requests: Sequence[Request], places: list[Place], streams: list[list[Stream]]
+        self, requests: Sequence[Request], places: list[WorkHold], streams: list[list[DeltaStream]]
     ) -> None:
         prompts = await self._preparer.prompts(requests)
         begun = 0
@@ -241,7 +241,7 @@ class Intake:
         """Ends the requests of that name (all, if empty) and tenant (all, if None); their streams end with reason `abort`.
         Returns how many."""
 
-        def meant(each: Stream | Search) -> bool:
+        def meant(each: DeltaStream | Search) -> bool:
             return (not rid or each.rid == rid) and (tenant is None or each.tenant == tenant)
 
         searches = [search for search in self._searches if meant(search)]
@@ -362,10 +362,10 @@ class Intake:
         counter = next(self._numbers) % (1 << REPLICA_SHIFT)
         return (self._worker << WORKER_SHIFT) | (replica << REPLICA_SHIFT) | counter
 
-    def _admit(self, requests: Sequence[Request]) -> list[Place]:
+    def _admit(self, requests: Sequence[Request]) -> list[WorkHold]:
         if self._gate is None:
             return []
-        places: list[Place] = []
+        places: list[WorkHold] = []
         try:
             for request in requests:
                 tokens = num_tokens(request.prompt)
@@ -399,7 +399,9 @@ class Intake:
                 self._drop_name(*name)
 
     @contextlib.contextmanager
-    def _charged(self, requests: Sequence[Request], places: list[Place], streams: list[list[Stream]]) -> Iterator[None]:
+    def _charged(
+        self, requests: Sequence[Request], places: list[WorkHold], streams: list[list[DeltaStream]]
+    ) -> Iterator[None]:
         """Charges the tenant for prompts as large as they look, and afterwards for those that were sent as large as they
         are. Gives back the places that nobody took. Raises `Overloaded`."""
         quota, tenant = self.quota, requests[0].caller.tenant if requests else ""
@@ -418,8 +420,8 @@ class Intake:
                 quota.used(tenant, requests=sum(map(len, streams)), prompt=prompt, charged=charged)
 
     def _search(
-        self, request: Request, prompted: Prompted, sampling: SamplingParams, places: list[Place]
-    ) -> list[Stream]:
+        self, request: Request, prompted: Prompted, sampling: SamplingParams, places: list[WorkHold]
+    ) -> list[DeltaStream]:
         """Begins a beam search: its steps are requests of their own, its answers come all at once."""
         prompt, media = prompted
         stops = frozenset([*(() if sampling.ignore_eos else self._eos_ids), *sampling.stop_token_ids])
@@ -479,7 +481,9 @@ class Intake:
         tenant = request.caller.tenant
         if media is not None:
             media.lease.use()
-        streams = [Stream(self._new_id(), rid, index, prompt, give_up, tenant=tenant) for index in range(sampling.n)]
+        streams = [
+            DeltaStream(self._new_id(), rid, index, prompt, give_up, tenant=tenant) for index in range(sampling.n)
+        ]
         if self.meter is not None:
             for stream in streams:
                 self.meter.submitted(stream.id, len(prompt))
@@ -493,11 +497,11 @@ class Intake:
         request: Request,
         prompted: Prompted,
         sampling: SamplingParams,
-        places: list[Place],
+        places: list[WorkHold],
         outgoing: list[Generate],
         *,
         metered: bool = True,
-    ) -> list[Stream]:
+    ) -> list[DeltaStream]:
         """The request's streams; what is to be sent for them is put to `outgoing`."""
         prompt, media = prompted
         rid = request.rid or random_name()
@@ -520,9 +524,9 @@ class Intake:
             wanted=request.data_parallel_rank,
             sticky=_together(request, prompt, keep=common.keep),
         )
-        streams: list[Stream] = []
+        streams: list[DeltaStream] = []
         for index in range(sampling.n):
-            stream = Stream(self._new_id(replica), rid, index, prompt, self._give_up, tenant=tenant)
+            stream = DeltaStream(self._new_id(replica), rid, index, prompt, self._give_up, tenant=tenant)
             if media is not None:
                 media.lease.use()
                 self._leases[stream.id] = media.lease
@@ -595,7 +599,7 @@ class Intake:
             elif delta.end is not None and delta.id in self._unpaid and self.quota is not None:
                 self.quota.used(self._unpaid.pop(delta.id), generated=delta.end.completion_tokens)
 
-    def _deliver(self, stream: Stream, delta: Delta) -> None:
+    def _deliver(self, stream: DeltaStream, delta: Delta) -> None:
         end = delta.end
         if stream.id in self._turns:
             self._turns[stream.id][1].add(delta.tokens)

@@ -14,7 +14,7 @@ import numpy as np
 
 from bough.core import bounds
 from bough.core.errors import Conflict, InvalidRequest, NotFound, Unavailable
-from bough.core.messages import Ids, Join, Recall, ToEngine, joined_namespace, owned_name, unpack_ids
+from bough.core.messages import Ids, JoinBranches, Recall, ToEngine, joined_namespace, owned_name, unpack_ids
 from bough.intake.caller import ANYBODY, Caller
 from bough.intake.replicas import home_of
 from bough.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ class Joins:
             joined = session_namespace(namespace, session, caller)
             starts = tuple(self._end_of(parent, branch) for branch in branches)
             body = await self._call(
-                lambda call: Join(
+                lambda call: JoinBranches(
                     call=call,
                     namespace=caller.namespace(namespace),
                     branches=own_branches,

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _LONG_TEXT_CHARS = 65_536
 
 
-class Limits:
+class RequestLimits:
     """The context and the vocabulary, and what follows from them for requests."""
 
     def __init__(

@@ -18,7 +18,7 @@ from bough.intake.media_fields import NATIVE_MEDIA, native_media, split_by_promp
 from bough.intake.request import PRIORITIES, Request
 from bough.intake.sampling import Sampling, parse_sampling
 from bough.intake.sessions import SessionParams
-from bough.intake.stream import Stream
+from bough.intake.stream import DeltaStream
 from bough.intake.unserved import refuse_unserved
 
 Json = dict[str, Any]
@@ -303,7 +303,7 @@ class NativeAnswer:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: DeltaStream,
         request: Request,
         *,
         incremental: bool = False,

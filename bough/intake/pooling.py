@@ -45,7 +45,7 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class PooledScores:
     """Scores of several texts, in their order, and what they cost."""
 
     scores: list[list[float]]
@@ -142,7 +142,7 @@ class Pooler:
 
     async def relevance(
         self, pairs: Sequence[tuple[str, str]], options: PoolOptions = PLAIN, *, instruct: str = ""
-    ) -> Scored:
+    ) -> PooledScores:
         """How relevant each pair's second text is to its first: by whatever the model can do."""
         pooling = self.pooling
         if pooling is None:
@@ -154,7 +154,7 @@ class Pooler:
         vectors = dict(zip(texts, (each.values for each in found), strict=True))
         compare = cosine if pooling.task == "embed" else sparse_dot
         scores = [[compare(vectors[first], vectors[second])] for first, second in pairs]
-        return Scored(scores, sum(each.prompt_tokens for each in found))
+        return PooledScores(scores, sum(each.prompt_tokens for each in found))
 
     async def label_scores(
         self,
@@ -166,7 +166,7 @@ class Pooler:
         item_first: bool = False,
         delimiter: int | None = None,
         options: PoolOptions = PLAIN,
-    ) -> Scored:
+    ) -> PooledScores:
         """For each item, appended to the query: the probabilities that the next token is each of the labels.
 
         A classifier scores its own labels instead. The query is computed once, with all items behind it in one pass if the
@@ -193,7 +193,7 @@ class Pooler:
                 raise bad_field("label_token_ids", "a classifier scores its own labels", "leave it out")
             found = await self.pool(texts, options)
             rows = [scaled(each.values, "softmax" if softmax else "identity").tolist() for each in found]
-            return Scored(rows, sum(each.prompt_tokens for each in found))
+            return PooledScores(rows, sum(each.prompt_tokens for each in found))
         if not label_ids:
             raise bad_field("label_token_ids", "it says whose probabilities are wanted", "send at least one token id")
         bounds.count("label_token_ids", label_ids, "label_token_ids")
@@ -210,7 +210,7 @@ class Pooler:
 
     async def _by_classifier(
         self, pairs: Sequence[tuple[str, str]], options: PoolOptions, instruct: str, pooling: PoolingFacts
-    ) -> Scored:
+    ) -> PooledScores:
         if pooling.width != 1:
             raise InvalidRequest(
                 what="the served model can't rerank",
@@ -223,9 +223,9 @@ class Pooler:
             options = replace(options, add_special_tokens=False, truncate=None)
         found = await self.pool(inputs, options)
         rows = [scaled(each.values, pooling.score).tolist() for each in found]
-        return Scored(rows, sum(each.prompt_tokens for each in found))
+        return PooledScores(rows, sum(each.prompt_tokens for each in found))
 
-    async def _by_answers(self, pairs: Sequence[tuple[str, str]], options: PoolOptions, instruct: str) -> Scored:
+    async def _by_answers(self, pairs: Sequence[tuple[str, str]], options: PoolOptions, instruct: str) -> PooledScores:
         """The odds that a generative model says yes."""
         tokenizer = self._intake.tokenizer
         if tokenizer is None or self._renderer is None or self._prompt is None:
@@ -241,7 +241,7 @@ class Pooler:
         texts = await self._rendered(pairs, instruct, options, self._renderer)
         plain = replace(options, add_special_tokens=False, truncate=None)
         found = await self._next_token(texts, tuple(labels), len(labels) > 1, plain)
-        return Scored([row[:1] for row in found.scores], found.prompt_tokens, found.cached_tokens)
+        return PooledScores([row[:1] for row in found.scores], found.prompt_tokens, found.cached_tokens)
 
     async def _rendered(
         self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
@@ -269,7 +269,7 @@ class Pooler:
 
     async def _next_token(
         self, texts: Sequence[Text], labels: tuple[int, ...], softmax: bool, options: PoolOptions
-    ) -> Scored:
+    ) -> PooledScores:
         encoded = await self._texts.encode(texts, options, "")
         spec = LogprobSpec(token_ids=labels)
         if prompts := one_pass([ids for ids, _ in encoded], self._most_items):
@@ -285,11 +285,11 @@ class Pooler:
         deltas, _ = await self._collect(requests)
         found = [delta.logprobs.chosen[0] if delta.logprobs and delta.logprobs.chosen else [] for delta in deltas]
         cached = sum(delta.end.cached_tokens for delta in deltas if delta.end is not None)
-        return Scored(_by_label(found, labels, softmax), sum(len(ids) for ids, _ in encoded), cached)
+        return PooledScores(_by_label(found, labels, softmax), sum(len(ids) for ids, _ in encoded), cached)
 
     async def _items(
         self, prompts: Sequence[ItemPrompt], labels: tuple[int, ...], softmax: bool, options: PoolOptions
-    ) -> Scored:
+    ) -> PooledScores:
         """Scores of items that stand one behind another in a prompt and don't see each other: one pass over all of them."""
         requests = [
             Request(
@@ -305,7 +305,7 @@ class Pooler:
             raise RequestFailed(what="the engine returned no scores for some of the items")
         cached = sum(delta.end.cached_tokens for delta in deltas if delta.end is not None)
         again = sum(prompt.shared * (len(prompt.lengths) - 1) for prompt in prompts)
-        return Scored(
+        return PooledScores(
             _by_label(found, labels, softmax), sum(len(prompt.ids) for prompt in prompts) + again, cached + again
         )
 

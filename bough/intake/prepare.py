@@ -11,10 +11,10 @@ from bough.core.errors import Conflict, InvalidRequest
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
 from bough.intake.joins import PREFIX as JOINED, Joins
-from bough.intake.limits import Limits
+from bough.intake.limits import RequestLimits
 from bough.intake.prompted import Prompted, PromptMedia
 from bough.intake.request import Request
-from bough.intake.sessions import SessionParams, Sessions, Turn
+from bough.intake.sessions import SessionParams, Sessions, SessionTurn
 from bough.multimodal.media import Lease, Media, shifted
 from bough.multimodal.placing import Placed, Placer
 from bough.tokenizer import TokenizerPool
@@ -27,7 +27,7 @@ class Preparer:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: RequestLimits,
         tokenizers: TokenizerPool | None,
         sessions: Sessions,
         joins: Joins,
@@ -121,7 +121,7 @@ class Preparer:
         self._limits.check_uncut(ids)
         return Prompted(ids, PromptMedia(items, leases[at], self._media.positions))
 
-    def _held_again(self, earlier: Turn, own: Lease | None) -> Lease:
+    def _held_again(self, earlier: SessionTurn, own: Lease | None) -> Lease:
         """The media of an earlier request and a request's own, held together."""
         assert self._media is not None, "requests with media came before"
         again = self._media.again(earlier.prepared)

@@ -45,7 +45,7 @@ class SessionParams(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Turn:
+class SessionTurn:
     """One request of a session."""
 
     rid: str
@@ -78,7 +78,7 @@ class _Session:
     capacity: int
     timeout_s: float
     used_s: float
-    turns: dict[str, Turn] = field(default_factory=dict)
+    turns: dict[str, SessionTurn] = field(default_factory=dict)
 
     def below(self, rid: str) -> list[str]:
         """Everything that went on from a request, directly or not."""
@@ -170,7 +170,7 @@ class Sessions:
             )
         return tokens[: params.offset]
 
-    def media(self, params: SessionParams, num_tokens: int, tenant: str = "") -> Turn | None:
+    def media(self, params: SessionParams, num_tokens: int, tenant: str = "") -> SessionTurn | None:
         """The request that is gone on from, if the `num_tokens` that are kept of it have media. Raises `InvalidRequest` if
         they end within one."""
         turn = self._get(params.id, tenant).turns.get(params.rid or "")
@@ -185,7 +185,7 @@ class Sessions:
             )
         return turn
 
-    def begin(self, params: SessionParams, rid: str, prompt: Ids, tenant: str = "") -> Turn:
+    def begin(self, params: SessionParams, rid: str, prompt: Ids, tenant: str = "") -> SessionTurn:
         """Notes that a request is being sent. `prompt` has the prefix in it. Raises like `prefix`."""
         session = self._get(params.id, tenant)
         if rid in session.turns:
@@ -200,12 +200,12 @@ class Sessions:
         if params.replace:
             self._drop(session, list(session.turns) if params.rid is None else session.below(params.rid), tenant)
         self._make_room(session, len(prompt), tenant)
-        turn = Turn(rid, params.rid, prompt)
+        turn = SessionTurn(rid, params.rid, prompt)
         session.turns[rid] = turn
         session.used_s = self._clock()
         return turn
 
-    def end(self, params: SessionParams, turn: Turn, *, failed: bool, tenant: str = "") -> None:
+    def end(self, params: SessionParams, turn: SessionTurn, *, failed: bool, tenant: str = "") -> None:
         """The request has ended. A failed one is forgotten, an aborted one keeps what it said."""
         turn.running = False
         session = self._sessions.get((tenant, params.id))
@@ -247,7 +247,7 @@ class Sessions:
                 param="session_params",
             )
 
-    def _turns(self) -> Iterator[Turn]:
+    def _turns(self) -> Iterator[SessionTurn]:
         for session in self._sessions.values():
             yield from session.turns.values()
 

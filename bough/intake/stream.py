@@ -12,7 +12,7 @@ from bough.core.messages import Delta, Ids, TokenLogprobs
 from bough.observability.trace import Trace
 
 
-class Stream:
+class DeltaStream:
     """Yields a request's `Delta`s; the last one has `end`. What came while nobody looked is yielded as one.
 
     Leaving `async with` early, cancelling a wait or calling `abort` gives the request up. Raises `Unavailable` if the
@@ -50,7 +50,7 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._only_end = False
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> DeltaStream:
         return self
 
     async def __anext__(self) -> Delta:
@@ -77,7 +77,7 @@ class Stream:
             if not self._complete:
                 self._give_up(self.id, reason)
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> DeltaStream:
         return self
 
     async def __aexit__(

@@ -8,8 +8,8 @@ from bough.ipc.child import run_child
 from bough.ipc.codec import Codec
 from bough.ipc.endpoints import Endpoints
 from bough.ipc.handoff import (
+    EngineStatus,
     Launch,
-    Status,
     load_launch,
     read_checkpoint,
     read_error,
@@ -29,11 +29,11 @@ __all__ = [
     "AsyncOutbox",
     "Codec",
     "Endpoints",
+    "EngineStatus",
     "Inbox",
     "Launch",
     "MessageTooLarge",
     "Outbox",
-    "Status",
     "load_launch",
     "read_checkpoint",
     "read_error",

@@ -68,7 +68,7 @@ class Launch(Struct, frozen=True, kw_only=True):
         return not self.config.model.skip_tokenizer_init or self.num_api_workers > 1
 
 
-class Status(Struct, kw_only=True, omit_defaults=True):
+class EngineStatus(Struct, kw_only=True, omit_defaults=True):
     """How far the engine has come. Written by rank 0 until it is ready, and by the launcher when it ends."""
 
     phase: Phase
@@ -122,17 +122,17 @@ def read_checkpoint(endpoints: Endpoints) -> Checkpoint:
     return unpack_checkpoint(endpoints.path(_CHECKPOINT).read_bytes())
 
 
-def write_status(endpoints: Endpoints, status: Status) -> None:
+def write_status(endpoints: Endpoints, status: EngineStatus) -> None:
     """Replaces the status at once: a reader sees the old one or the new one."""
     write_whole(endpoints.status, msgspec.json.encode(status))
 
 
-def read_status(endpoints: Endpoints) -> Status:
+def read_status(endpoints: Endpoints) -> EngineStatus:
     """The latest status; `starting` before there is one."""
     try:
-        return msgspec.json.decode(endpoints.status.read_bytes(), type=Status)
+        return msgspec.json.decode(endpoints.status.read_bytes(), type=EngineStatus)
     except FileNotFoundError:
-        return Status(phase="starting")
+        return EngineStatus(phase="starting")
 
 
 def write_quarantine(endpoints: Endpoints, prints: frozenset[int]) -> None:

@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Media:
+class PlacedMedia:
     """A picture or film at its place in the text: `token` stands at `position`."""
 
     kind: str
@@ -47,7 +47,7 @@ class Prompt:
     """What the role being written says already."""
     loose_text: bool
     """Some text stands outside every role."""
-    media: tuple[Media, ...]
+    media: tuple[PlacedMedia, ...]
     context: JoinedContext | None
 
 
@@ -56,7 +56,7 @@ def text_prompt(text: str) -> Prompt:
     return Prompt(text, (), None, "", bool(text), (), None)
 
 
-def content_of(text: str, media: Sequence[Media], start: int = 0) -> str | list[dict[str, Any]]:
+def content_of(text: str, media: Sequence[PlacedMedia], start: int = 0) -> str | list[dict[str, Any]]:
     """`text[start:]` as a message's content: plain, or parts in their order where it has pictures or films."""
     inside = [item for item in media if item.position >= start]
     if not inside:
@@ -80,7 +80,7 @@ class Transcript:
     role: str | None = None
     role_start: int = 0
     loose_text: bool = False
-    media: list[Media] = field(default_factory=list)
+    media: list[PlacedMedia] = field(default_factory=list)
     context: JoinedContext | None = None
 
     def copy(self) -> Transcript:
@@ -94,7 +94,7 @@ class Transcript:
             self.loose_text = True
 
     def append_media(self, kind: str, url: str, token: str, num_frames: int | None = None) -> None:
-        self.media.append(Media(kind, url, len(self.text), token, num_frames))
+        self.media.append(PlacedMedia(kind, url, len(self.text), token, num_frames))
         self.append(token)
 
     def begin_role(self, role: str, template: ChatTemplate) -> None:
@@ -144,7 +144,7 @@ class Transcript:
         shift = len(self.text) - fork_position
         for item in branch.media:
             if item.position >= fork_position:
-                self.media.append(Media(item.kind, item.url, item.position + shift, item.token, item.num_frames))
+                self.media.append(PlacedMedia(item.kind, item.url, item.position + shift, item.token, item.num_frames))
         self.messages.extend(branch.messages[fork_messages:])
         self.text += branch.text[fork_position:]
         self.loose_text = self.loose_text or branch.loose_text

@@ -16,7 +16,7 @@ _SOME = 1e-20
 """Keeps a sum of scores from being 0."""
 
 
-class Choice(nn.Module):
+class ExpertChoice(nn.Module):
     """Chooses each token's experts."""
 
     def __init__(self, facts: Moe, build: Build) -> None:

@@ -14,7 +14,7 @@ from bough.core.errors import ConfigError
 from bough.distributed.mesh import SINGLE
 from bough.kernels.moe import Routing, topk_softmax
 from bough.layers.build import Build
-from bough.layers.choice import Choice
+from bough.layers.choice import ExpertChoice
 from bough.layers.dispatch import Routed, make_dispatch
 from bough.layers.expert_table import ExpertTable
 from bough.layers.linear import GateUpLinear, ReplicatedLinear, RowLinear
@@ -107,10 +107,10 @@ class MixtureOfExperts(nn.Module):
         """int32 [n, k]: the experts of token t are those of line t modulo n, whatever the router says. For dummy weights."""
         dense = replace(build, scheme=Unquantized())
         self.facts = facts
-        self.choose: Choice | None = None
+        self.choose: ExpertChoice | None = None
         """Chooses experts in another way than `topk_softmax`."""
         if facts.scored is not None or facts.scale != 1.0:
-            self.choose = Choice(facts, build)
+            self.choose = ExpertChoice(facts, build)
             dense = replace(dense, dtype=torch.float32)
         self.router = ReplicatedLinear(hidden, facts.num_experts, dense, bias=facts.router_bias)
         self.experts = Experts(facts, hidden, build, mixture)

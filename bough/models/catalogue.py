@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from bough.models.registry import ARCHITECTURES, ENCODERS
 
 
-class Group(NamedTuple):
+class FamilyGroup(NamedTuple):
     """Architectures that one test shows."""
 
     title: str
@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 
 GROUPS: Final = (
-    Group(
+    FamilyGroup(
         "Most used",
         "tests/models/test_against_transformers.py, tests/grid/test_every_architecture.py",
         {
@@ -38,7 +38,7 @@ GROUPS: Final = (
             "SmolLM3ForCausalLM": "HuggingFaceTB/SmolLM3-3B",
         },
     ),
-    Group(
+    FamilyGroup(
         "Dense",
         "tests/models/test_dense_families.py",
         {
@@ -71,7 +71,7 @@ GROUPS: Final = (
             "VaultGemmaForCausalLM": "google/vaultgemma-1b",
         },
     ),
-    Group(
+    FamilyGroup(
         "Experts",
         "tests/models/test_expert_families.py",
         {
@@ -98,7 +98,7 @@ GROUPS: Final = (
             "SolarOpenForCausalLM": "upstage/Solar-Open-100B",
         },
     ),
-    Group(
+    FamilyGroup(
         "Without a class in transformers",
         "tests/models/test_renamed_families.py",
         {
@@ -113,7 +113,7 @@ GROUPS: Final = (
         },
         "Their weights are compared with those of a class that computes the same, under the family's names.",
     ),
-    Group(
+    FamilyGroup(
         "Latents (MLA)",
         "tests/models/test_latent_families.py",
         {
@@ -126,7 +126,7 @@ GROUPS: Final = (
             "YoutuForCausalLM": "tencent/Youtu-LLM-2B",
         },
     ),
-    Group(
+    FamilyGroup(
         "Models that see",
         "tests/media",
         {
@@ -140,7 +140,7 @@ GROUPS: Final = (
             "Qwen3VLMoeForConditionalGeneration": "Qwen/Qwen3-VL-30B-A3B-Instruct",
         },
     ),
-    Group(
+    FamilyGroup(
         "Language models of models that also see",
         "tests/models/test_text_of.py",
         {
@@ -149,7 +149,7 @@ GROUPS: Final = (
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
         },
     ),
-    Group(
+    FamilyGroup(
         "Earlier",
         "tests/models/test_earlier_families.py",
         {
@@ -218,7 +218,7 @@ def text() -> str:
     return "\n".join(f"{name:<{width}}  {examples}" for name, examples in sorted(rows))
 
 
-def _rows(group: Group) -> Iterator[str]:
+def _rows(group: FamilyGroup) -> Iterator[str]:
     for name, examples in sorted(group.examples.items()):
         yield f"| `{name}` | {_about(ARCHITECTURES[name])} | {examples} |"
 

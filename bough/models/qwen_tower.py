@@ -38,7 +38,7 @@ class Merger(nn.Module):
         return out_MD
 
 
-class Plan(NamedTuple):
+class TowerPlan(NamedTuple):
     """How the patches of a step's items are computed."""
 
     cos_sin_TR: Tensor
@@ -100,7 +100,7 @@ class QwenTower(Tower):
         cut = values.view(frames // t, t, h // m, m, p, w // m, m, p, channels)
         return cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(frames // t * h * w, -1)
 
-    def _plan(self, grids: Sequence[tuple[int, ...]]) -> Plan:
+    def _plan(self, grids: Sequence[tuple[int, ...]]) -> TowerPlan:
         facts = self.facts
         merge = facts.merge
         angles, lengths, window_lengths, orders = [], [], [], []
@@ -125,7 +125,7 @@ class QwenTower(Tower):
             angles_TF = angles_TF.view(-1, merge**2, half)[order_M].view(-1, half)
             order_M = order_M.to(self.device)
         cos_sin_TR = torch.cat((angles_TF.cos(), angles_TF.sin()), -1).to(self.device)
-        return Plan(cos_sin_TR, lengths, window_lengths, order_M)
+        return TowerPlan(cos_sin_TR, lengths, window_lengths, order_M)
 
     def _learned_positions(self, h: int, w: int) -> Tensor:
         """[patches of a frame, D]: the grid of learned positions, stretched over `h x w` patches."""

@@ -20,7 +20,7 @@ from bough.multimodal.errors import MediaTooLarge, MediaUnsupported
 from bough.multimodal.feature_cache import FeatureCache
 from bough.multimodal.local import too_many_bytes
 from bough.multimodal.processor import Options, Prepared, Processor
-from bough.multimodal.work import Raw, Stills, Work
+from bough.multimodal.work import Stills, UnencodedPixels, Work
 from bough.multimodal.workers import Workers
 
 _FETCHES = 16
@@ -42,7 +42,7 @@ def limits_of(config: MediaConfig) -> dict[str, int]:
 class RawPixels(Struct, frozen=True):
     """Pixels of a program in this process, never encoded."""
 
-    raw: Raw
+    raw: UnencodedPixels
     data: bytes
 
 
@@ -62,7 +62,7 @@ class _Loaded(Struct, frozen=True, kw_only=True):
     """The bytes of a medium, and what they are."""
 
     data: bytes
-    raw: Raw | None = None
+    raw: UnencodedPixels | None = None
     form: str = ""
     stills: Stills | None = None
 

@@ -11,7 +11,7 @@ from bough.config.image_facts import HALF, image_facts, processor_fields
 from bough.config.vit import LANCZOS, LONGEST, idefics3_vit
 from bough.core.media import MediaKind
 from bough.multimodal.internvl import cut
-from bough.multimodal.processor import Options, Piece, Processed, Run
+from bough.multimodal.processor import Options, Piece, PlaceholderRun, Processed
 from bough.multimodal.tiles import TileProcessor, image_token
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ class Idefics3Processor(TileProcessor):
             _, rows, columns = item.grid
             for row in range(rows):
                 for column in range(columns):
-                    made += [f"{_FAKE}<row_{row + 1}_col_{column + 1}>", Run(number, self.positions_of_tile)]
+                    made += [f"{_FAKE}<row_{row + 1}_col_{column + 1}>", PlaceholderRun(number, self.positions_of_tile)]
                 made.append("\n")
             if rows:
                 made.append("\n")
-            made += [_FAKE + _GLOBAL, Run(number, self.positions_of_tile), _FAKE]
+            made += [_FAKE + _GLOBAL, PlaceholderRun(number, self.positions_of_tile), _FAKE]
         return made
 
 

@@ -11,7 +11,7 @@ from bough.config.concerns import MediaConfig
 from bough.core.errors import InvalidRequest
 from bough.multimodal.desk import Frames, RawPixels
 from bough.multimodal.local import read_file
-from bough.multimodal.work import Raw
+from bough.multimodal.work import UnencodedPixels
 
 _MODES = frozenset({"RGB", "RGBA", "L", "LA"})
 
@@ -31,7 +31,7 @@ def own_media(given: Any, config: MediaConfig) -> Any:
         return {**given, "frames": own_media(list(given["frames"]), config)}
     if hasattr(given, "tobytes") and hasattr(given, "getbands"):  # a PIL image: Pillow need not be imported for this
         image = given if given.mode in _MODES else given.convert("RGB")
-        return RawPixels(Raw(image.width, image.height, image.mode), image.tobytes())
+        return RawPixels(UnencodedPixels(image.width, image.height, image.mode), image.tobytes())
     return given
 
 
@@ -44,7 +44,9 @@ def _array(pixels: np.ndarray[Any, Any]) -> RawPixels:
             param="image_data",
         )
     height, width, bands = pixels.shape
-    return RawPixels(Raw(width, height, "RGB" if bands == 3 else "RGBA"), np.ascontiguousarray(pixels).tobytes())
+    return RawPixels(
+        UnencodedPixels(width, height, "RGB" if bands == 3 else "RGBA"), np.ascontiguousarray(pixels).tobytes()
+    )
 
 
 def _is_file(path: Path) -> bool:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from bough.core.errors import InvalidRequest
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
-from bough.multimodal.processor import Marker, Piece, Prepared, Processor, Run, Token
+from bough.multimodal.processor import Marker, Piece, PlaceholderRun, Prepared, Processor, Token
 from bough.tokenizer import Tokenizer
 
 
@@ -68,7 +68,7 @@ class Placer:
             (medium, each, run)
             for medium, each in enumerate(order)
             for run in self._pieces(each)
-            if isinstance(run, Run)
+            if isinstance(run, PlaceholderRun)
         ]
         tokens = {self._processor.marker(kind).token: kind for kind in kinds_of(media)}
         at = np.flatnonzero(np.isin(array, list(tokens)))
@@ -101,7 +101,7 @@ class Placer:
             length += at - begin
             begin = at + len(patterns[kind])
             for piece in self._pieces(each):
-                if isinstance(piece, Run):
+                if isinstance(piece, PlaceholderRun):
                     places.append(_Place(medium, each, piece, length))
                     parts.append(np.full(piece.count, marker.token, np.int32))
                 elif isinstance(piece, Token):
@@ -123,7 +123,7 @@ class Placer:
                 return piece
             case Token(id=token):
                 return self._spell((token,))
-            case Run():
+            case PlaceholderRun():
                 return self._spell((self._processor.marker(kind).token,))
 
     def _found(self, text: str, marker: Marker) -> str:
@@ -160,7 +160,7 @@ class Placer:
                 skip -= 1
             elif left[token]:
                 ordered.append(left[token].pop(0))
-                skip = sum(isinstance(piece, Run) for piece in self._pieces(ordered[-1])) - 1
+                skip = sum(isinstance(piece, PlaceholderRun) for piece in self._pieces(ordered[-1])) - 1
         return ordered + [each for rest in left.values() for each in rest]
 
     def _is_expanded(self, ids: Ids, media: Sequence[Prepared]) -> bool:
@@ -181,7 +181,7 @@ class Placer:
         for medium, each in enumerate(media):
             token = self._processor.marker(each.kind).token
             for run in self._pieces(each):
-                if isinstance(run, Run):
+                if isinstance(run, PlaceholderRun):
                     mine = [next(where[token]) for _ in range(run.count)]
                     if mine[-1] - mine[0] + 1 != run.count:
                         raise _mismatch("placeholders of an item do not stand together")
@@ -204,7 +204,7 @@ class _Place(NamedTuple):
     medium: int
     """Which medium of the prompt: the same one may stand there twice."""
     each: Prepared
-    run: Run
+    run: PlaceholderRun
     at: int
 
 

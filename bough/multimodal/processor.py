@@ -58,7 +58,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
         return sum(item.count for item in self.processed.items)
 
 
-class Run(Struct, frozen=True):
+class PlaceholderRun(Struct, frozen=True):
     """Placeholders of an item, in a row."""
 
     item: int
@@ -71,7 +71,7 @@ class Token(Struct, frozen=True):
     id: int
 
 
-Piece = str | Token | Run
+Piece = str | Token | PlaceholderRun
 """What a medium becomes in a prompt: text, marks, and placeholders."""
 
 

@@ -21,9 +21,9 @@ from bough.multimodal.processor import (
     Marker,
     Options,
     Piece,
+    PlaceholderRun,
     Processed,
     Processor,
-    Run,
     Token,
     VideoInfo,
     bounded_count,
@@ -146,7 +146,7 @@ class QwenProcessor(Processor):
         return Marker((token,), around, token)
 
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
-        runs = [Run(number, item.count) for number, item in enumerate(processed.items)]
+        runs = [PlaceholderRun(number, item.count) for number, item in enumerate(processed.items)]
         if not processed.notes:
             return runs
         start, end = Token(self.start_id), Token(self.end_id)

@@ -18,9 +18,9 @@ from bough.multimodal.processor import (
     Marker,
     Options,
     Piece,
+    PlaceholderRun,
     Processed,
     Processor,
-    Run,
     bounded_count,
     unknown_option,
 )
@@ -79,7 +79,7 @@ class TileProcessor(Processor):
         return Marker((self.token,), self._insert, self.token)
 
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
-        return [Run(number, item.count) for number, item in enumerate(processed.items)]
+        return [PlaceholderRun(number, item.count) for number, item in enumerate(processed.items)]
 
 
 def image_token(config: Fields) -> int:

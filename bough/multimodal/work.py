@@ -17,7 +17,7 @@ _LENGTH = struct.Struct("<Q")
 T = TypeVar("T")
 
 
-class Start(Struct, frozen=True, kw_only=True):
+class MediaWorkerStart(Struct, frozen=True, kw_only=True):
     """First message to a worker."""
 
     config: dict[str, Any]
@@ -31,7 +31,7 @@ class Start(Struct, frozen=True, kw_only=True):
     """Time of a processor that one medium may take."""
 
 
-class Raw(Struct, frozen=True):
+class UnencodedPixels(Struct, frozen=True):
     """Pixels that were never encoded."""
 
     width: int
@@ -60,7 +60,7 @@ class Work(Struct, frozen=True, kw_only=True):
     options: Options
     digest: bytes
     num_bytes: int
-    raw: Raw | None = None
+    raw: UnencodedPixels | None = None
     """None: the bytes are a file, or files."""
     form: str = ""
     """Of a video's file: its container."""
@@ -68,7 +68,7 @@ class Work(Struct, frozen=True, kw_only=True):
     """None: it is no video, or a video's file."""
 
 
-class Done(Struct, frozen=True, kw_only=True):
+class MediaResult(Struct, frozen=True, kw_only=True):
     """What became of it. With `processed`, a descriptor of the features comes along."""
 
     processed: Processed | None = None

@@ -21,7 +21,16 @@ from bough.multimodal.errors import MediaError, MediaUnsupported
 from bough.multimodal.families import processor_of
 from bough.multimodal.film import Film, StillFilm, open_film
 from bough.multimodal.processor import ItemShape, Processed, Processor, VideoInfo
-from bough.multimodal.work import Done, Raw, Start, Stills, Work, receive, receive_bytes, send
+from bough.multimodal.work import (
+    MediaResult,
+    MediaWorkerStart,
+    Stills,
+    UnencodedPixels,
+    Work,
+    receive,
+    receive_bytes,
+    send,
+)
 
 _PR_SET_PDEATHSIG = 1
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
@@ -32,13 +41,13 @@ def main(descriptor: int) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=descriptor)
-    start, _ = receive(sock, Start)
+    start, _ = receive(sock, MediaWorkerStart)
     processor = processor_of(start.config)
     assert processor is not None, "workers are started for models that take media"
     Image.init()
     Image.MAX_IMAGE_PIXELS = start.max_pixels
     _limit_memory(start.memory_bytes)
-    send(sock, Done())
+    send(sock, MediaResult())
     while True:
         try:
             work, _ = receive(sock, Work)
@@ -53,23 +62,25 @@ def main(descriptor: int) -> int:
             os.close(features)
 
 
-def _answer(processor: Processor, work: Work, data: bytes, start: Start) -> tuple[Done, int]:
+def _answer(processor: Processor, work: Work, data: bytes, start: MediaWorkerStart) -> tuple[MediaResult, int]:
     """What to say, and the descriptor of the features (-1: there are none)."""
     try:
         array, items, notes = _prepare(processor, work, data, start)
         dtype: Any = array.dtype.name
         processed = Processed(dtype=dtype, shape=array.shape, items=items, notes=notes)
-        return Done(processed=processed), write_features(array, work.digest)
+        return MediaResult(processed=processed), write_features(array, work.digest)
     except MediaError as error:
-        return Done(error=error.what, why=error.why, fix=error.fix, code=error.code or ""), -1
+        return MediaResult(error=error.what, why=error.why, fix=error.fix, code=error.code or ""), -1
     except MemoryError:
-        return Done(error="this medium takes too much memory", fix="send a smaller one", code="media_too_large"), -1
+        return MediaResult(
+            error="this medium takes too much memory", fix="send a smaller one", code="media_too_large"
+        ), -1
 
 
 Features = tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]
 
 
-def _prepare(processor: Processor, work: Work, data: bytes, start: Start) -> Features:
+def _prepare(processor: Processor, work: Work, data: bytes, start: MediaWorkerStart) -> Features:
     if work.kind == "image":
         array, items = processor.image(_decode(data) if work.raw is None else _raw(data, work.raw), work.options)
         return array, items, ()
@@ -88,7 +99,7 @@ def thinned(indices: list[int], most: int) -> list[int]:
     return [indices[at] for at in np.linspace(0, len(indices) - 1, most).round().astype(int)]
 
 
-def _stills(data: bytes, stills: Stills, raw: Raw | None) -> Film:
+def _stills(data: bytes, stills: Stills, raw: UnencodedPixels | None) -> Film:
     """Frames as images of one size: that of the first."""
     images: list[Image.Image] = []
     start = 0
@@ -113,7 +124,7 @@ def _decode(data: bytes) -> Image.Image:
         ) from error
 
 
-def _raw(data: bytes, raw: Raw) -> Image.Image:
+def _raw(data: bytes, raw: UnencodedPixels) -> Image.Image:
     return _in_rgb(Image.frombytes(raw.mode, (raw.width, raw.height), data))
 
 

@@ -19,7 +19,7 @@ from bough.core.media import Features
 from bough.ipc.features import check_features, features_path
 from bough.multimodal.errors import MediaTooLarge, MediaUnsupported
 from bough.multimodal.processor import Processed
-from bough.multimodal.work import Done, Start, Work, receive, send
+from bough.multimodal.work import MediaResult, MediaWorkerStart, Work, receive, send
 
 _START_LIMIT_S = 60.0
 _PATIENCE = 4
@@ -32,7 +32,7 @@ _BYTES_PER_PIXEL = 16
 class _Worker:
     """One process. Not for several threads."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: MediaWorkerStart) -> None:
         self._start = start
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -43,7 +43,7 @@ class _Worker:
         sock.settimeout(_PATIENCE * self._start.cpu_s)
         try:
             send(sock, work, data=data)
-            done, descriptor = receive(sock, Done)
+            done, descriptor = receive(sock, MediaResult)
         except (OSError, EOFError):
             self.stop()
             raise MediaTooLarge(
@@ -79,7 +79,7 @@ class _Worker:
         ours.settimeout(_START_LIMIT_S)
         try:
             send(ours, self._start)
-            receive(ours, Done)
+            receive(ours, MediaResult)
         except (OSError, EOFError) as error:
             self.stop()
             raise RequestFailed(what="media can't be prepared", why="no worker starts") from error
@@ -102,7 +102,7 @@ class Workers:
     def __init__(
         self, config: Mapping[str, Any], *, count: int, max_pixels: int, cpu_s: float, max_frames: int = 768
     ) -> None:
-        self._start = Start(
+        self._start = MediaWorkerStart(
             config=dict(config),
             max_pixels=max_pixels,
             max_frames=max_frames,

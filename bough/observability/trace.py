@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bough.core.errors import ConfigError
-from bough.core.messages import End, Span
+from bough.core.messages import End, TraceSpan
 
 CURRENT: ContextVar[Trace | None] = ContextVar("bough_trace", default=None)
 """The trace of the HTTP request that this task works for, if it is traced."""
@@ -25,7 +25,7 @@ _MOST_PARTS = 64
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerTimes:
     """The times of one answer of the request in the engine."""
 
     rid: str
@@ -34,14 +34,14 @@ class Part:
     ended_s: float = 0.0
     end: End | None = None
 
-    def spans(self, arrived_s: float) -> list[Span]:
+    def spans(self, arrived_s: float) -> list[TraceSpan]:
         """The spans in order, without those that were not measured."""
-        spans = [Span("prepare", arrived_s, self.submitted_s - arrived_s, {"prompt_tokens": self.prompt_tokens})]
+        spans = [TraceSpan("prepare", arrived_s, self.submitted_s - arrived_s, {"prompt_tokens": self.prompt_tokens})]
         if self.end is not None:
             spans += self.end.spans
             if self.end.spans and self.ended_s:
                 last = self.end.spans[-1].start_s + self.end.spans[-1].seconds
-                spans.append(Span("deliver", last, max(0.0, self.ended_s - last)))
+                spans.append(TraceSpan("deliver", last, max(0.0, self.ended_s - last)))
         return spans
 
 
@@ -55,13 +55,13 @@ class Trace:
     """The client's `traceparent`, if it is a valid one."""
     arrived_s: float = field(default_factory=time.monotonic)
     status: int = 0
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, AnswerTimes] = field(default_factory=dict)
 
     def submitted(self, answer_id: int, rid: str, prompt_tokens: int) -> bool:
         """Records that an answer was sent to the engine. Returns whether its timeline is wanted."""
         if len(self.parts) >= _MOST_PARTS:
             return False
-        self.parts[answer_id] = Part(rid, prompt_tokens, time.monotonic())
+        self.parts[answer_id] = AnswerTimes(rid, prompt_tokens, time.monotonic())
         return True
 
     def ended(self, answer_id: int, end: End) -> None:
@@ -77,7 +77,7 @@ class Trace:
             "answers": [self._answer(part) for part in self.parts.values()],
         }
 
-    def _answer(self, part: Part) -> dict[str, Any]:
+    def _answer(self, part: AnswerTimes) -> dict[str, Any]:
         told: dict[str, Any] = {"rid": part.rid, "prompt_tokens": part.prompt_tokens}
         if part.end is not None:
             told |= {

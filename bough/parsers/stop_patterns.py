@@ -35,7 +35,7 @@ class TooMuchWork(Exception):
     """The patterns follow too many ways through this text."""
 
 
-class Match(NamedTuple):
+class PatternMatch(NamedTuple):
     """A match, by places in the text that the scan was fed with."""
 
     start: int
@@ -463,7 +463,7 @@ class Scan:
         self.at = 0
         """Characters fed so far."""
 
-    def feed(self, text: str) -> Match | None:
+    def feed(self, text: str) -> PatternMatch | None:
         """The first match to end within `text`, or right before it; the scan is over then. Raises `TooMuchWork`."""
         patterns, base, place, size = self._patterns, self.at, 0, len(text)
         begins = patterns.begins
@@ -483,7 +483,7 @@ class Scan:
         self._before = text[-1:] or self._before
         return None
 
-    def finish(self) -> Match | None:
+    def finish(self) -> PatternMatch | None:
         """The match that the end of the text completes, by an anchor that holds there."""
         return self._anchored(dict(self._live), self._before, "", self.at)
 
@@ -499,7 +499,7 @@ class Scan:
                 live[state] = max(start, earliest)
         return earliest
 
-    def _step(self, before: str, character: str, at: int) -> Match | None:
+    def _step(self, before: str, character: str, at: int) -> PatternMatch | None:
         patterns, waiting = self._patterns, self._live
         if patterns.first_anchors or any(state.holds is not None for state in waiting):
             waiting = dict.fromkeys(patterns.first_anchors, at) | waiting
@@ -521,7 +521,7 @@ class Scan:
         patterns.spend(units + len(live), 1)
         return _ended(live, at + 1)
 
-    def _anchored(self, waiting: _Live, before: str, after: str, at: int) -> Match | None:
+    def _anchored(self, waiting: _Live, before: str, after: str, at: int) -> PatternMatch | None:
         """Goes through the anchors that hold here, which adds to `waiting`. A match, if that ends one."""
         left = [state for state in waiting if state.holds is not None]
         while left:
@@ -537,10 +537,10 @@ class Scan:
         return _ended(waiting, at)
 
 
-def _ended(live: _Live, at: int) -> Match | None:
+def _ended(live: _Live, at: int) -> PatternMatch | None:
     """The longest match that ends here; none that is empty."""
     ended = [(start, state.ends) for state, start in live.items() if state.ends and start < at]
     if not ended:
         return None
     start, pattern = min(ended)
-    return Match(start, at, pattern)
+    return PatternMatch(start, at, pattern)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, MutableMapping
 
 from bough.platform.disk_cache import recall, remember
-from bough.platform.processor import Processor, fingerprint, processor
+from bough.platform.processor import CpuFacts, fingerprint, processor
 
 log = logging.getLogger("bough.platform")
 
@@ -63,7 +63,7 @@ def prepare_environment(
     return said
 
 
-def needs_isa_cap(cpu: Processor, run_probe: Callable[[bool], bool] | None = None) -> bool:
+def needs_isa_cap(cpu: CpuFacts, run_probe: Callable[[bool], bool] | None = None) -> bool:
     """Whether torch's matrix products crash on this machine unless the instruction set is limited. Cached on disk.
 
     `run_probe(capped)` returns whether a child process survives the products.
@@ -96,7 +96,7 @@ def survives_matmul(capped: bool) -> bool:
     return done.returncode == 0
 
 
-def _may_have_amx(cpu: Processor) -> bool:
+def _may_have_amx(cpu: CpuFacts) -> bool:
     """Whether the CPU may have AMX. oneDNN asks the CPU itself, and a hypervisor may show it AMX that it hides from
     Linux: any recent Intel CPU may crash."""
     return "amx_tile" in cpu.flags or (cpu.vendor == "GenuineIntel" and "avx512_vnni" in cpu.flags)

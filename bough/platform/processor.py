@@ -22,7 +22,7 @@ _CORES_TO_SPARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processor:
+class CpuFacts:
     """One machine's CPU as this process may use it."""
 
     model: str
@@ -46,7 +46,7 @@ class Processor:
 
 
 @cache
-def processor() -> Processor:
+def processor() -> CpuFacts:
     """Facts about this CPU. Read once."""
     fields = _cpuinfo(Path("/proc/cpuinfo"))
     flags = frozenset((fields.get("flags") or fields.get("Features") or "").split())
@@ -55,7 +55,7 @@ def processor() -> Processor:
     cores = _physical(allowed)
     if quota is not None:
         cores = max(1, min(cores, math.ceil(quota)))
-    return Processor(
+    return CpuFacts(
         model=fields.get("model name") or fields.get("CPU part") or python_platform.processor() or "unknown CPU",
         vendor=fields.get("vendor_id") or fields.get("CPU implementer") or "",
         flags=flags & frozenset(NAMED_FLAGS),

@@ -14,7 +14,7 @@ from bough.core.errors import ConfigError
 from bough.kernels.packed_linear import pack_codes
 from bough.quantization.coded_experts import CodedExperts, DequantisedExperts
 from bough.quantization.formats import Online
-from bough.quantization.layouts import Layout, layout_of
+from bough.quantization.layouts import WeightLayout, layout_of
 from bough.quantization.layouts.layout import FLOATS
 from bough.quantization.loading import PartLoader, Source, dequantised, draw_parts, joined
 from bough.quantization.packed_matrix import PackedMatrix
@@ -88,7 +88,7 @@ class Coded:
         check_cut(name, layout, part)
         return Source(part, form, layout)
 
-    def _is_plain(self, name: str, layout: Layout, part: Part) -> bool:
+    def _is_plain(self, name: str, layout: WeightLayout, part: Part) -> bool:
         needed = [word for word, spec in layout.tensors(part.shape).items() if not spec.optional and word != "weight"]
         plain = self._headers.get(f"{name}.weight")
         return (
@@ -96,7 +96,7 @@ class Coded:
         )
 
 
-def check_cut(name: str, layout: Layout, part: Part) -> None:
+def check_cut(name: str, layout: WeightLayout, part: Part) -> None:
     """Raises `ConfigError` if a weight can't be in its layout, or a rank's share of it can't be cut from it."""
     problem = layout.problem(part.shape)
     if problem:

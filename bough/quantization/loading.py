@@ -12,7 +12,7 @@ from torch import Tensor
 from bough.kernels.packed_linear import Codes
 from bough.kernels.packed_linear.codes import activation_order, can_stack, dequantise_codes, out_of_order, stack
 from bough.quantization.formats import WeightFormat
-from bough.quantization.layouts import Layout
+from bough.quantization.layouts import WeightLayout
 from bough.quantization.layouts.layout import Region, TensorSpec, read_region, region_of, scale_check
 from bough.quantization.quantise import quantise
 from bough.quantization.scheme import Part
@@ -28,7 +28,7 @@ class Source:
     part: Part
     form: WeightFormat | None
     """None: plain floats stay plain."""
-    layout: Layout | None
+    layout: WeightLayout | None
     """None: the checkpoint has plain floats."""
 
 

@@ -18,7 +18,7 @@ from bough.layers.tower import Tower, TowerInput
 from bough.memory.transfer import upload
 
 
-class Encoder:
+class TowerRunner:
     """A tower and the store of its results."""
 
     def __init__(self, tower: Tower, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class MediaTensors:
         return MediaTensors(values, axes_at, axes)
 
 
-def media_tensors(media: StepMedia, encoder: Encoder | None, device: torch.device) -> MediaTensors:
+def media_tensors(media: StepMedia, encoder: TowerRunner | None, device: torch.device) -> MediaTensors:
     """The step's rows of the store. Without an encoder (a later stage of a pipeline) only its positions."""
     values = axes_at = axes = None
     if encoder is not None and len(media.at):

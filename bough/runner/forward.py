@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bough.core.step import MOST_LEVELS
 from bough.kernels.attention.cpu import CpuAttention
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, Lines, SpanTensors, Tail, TreeMask
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, LastRows, Lines, SpanTensors, TreeMask
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tree
 from bough.kernels.sampling import sample
@@ -149,7 +149,7 @@ class Forward:
         whole = read is not None and read.proposes and read.reads.hidden
         if self.narrows and items is None and at is not None and not whole and _is_small(at, len(ids), extent):
             # A copy of the inputs: with themselves it would be a cycle.
-            inputs.tail = Tail(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
+            inputs.tail = LastRows(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
         if read is not None:
             read.inputs = inputs
         positions_T = tensors.positions_T

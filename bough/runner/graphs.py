@@ -21,7 +21,7 @@ from torch import Tensor
 from bough.core.step import MOST_LEVELS, NO_PROPOSER
 from bough.runner.capture import capture
 from bough.runner.forward import Extent, Forward
-from bough.runner.inputs import Layout, Sizes, StepTensors
+from bough.runner.inputs import Sizes, StepLayout, StepTensors
 from bough.runner.proposing import Bounds, Read
 
 Kind = Literal["sampled", "logits"]
@@ -72,7 +72,7 @@ class Extents(NamedTuple):
 class Captured:
     """A graph with its inputs and outputs, which it overwrites on each replay."""
 
-    layout: Layout
+    layout: StepLayout
     buffer: Tensor
     tensors: StepTensors
     graph: torch.cuda.CUDAGraph
@@ -208,7 +208,7 @@ class Graphs:
     def _record(self, key: GraphKey) -> Captured:
         members = MOST_LEVELS * key.rows if key.shared else 0
         writes = (2 * key.rows + TABLE_ROOM) * self._column_pages
-        layout = Layout(Sizes(key.tokens, key.rows, key.samples, writes, members))
+        layout = StepLayout(Sizes(key.tokens, key.rows, key.samples, writes, members))
         device = self._forward.state.page_table.device
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         tensors = layout.tensors(buffer)

@@ -109,7 +109,7 @@ _BLOCKS: tuple[tuple[type[Any], int, torch.dtype, tuple[tuple[int, int], ...]], 
 """By type and its size: how many arrays of which length each block has, in the order of `StepTensors`."""
 
 
-class Layout:
+class StepLayout:
     """Where each array of a step of these sizes lies in the packed buffer."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -153,7 +153,7 @@ def stage_bytes(limits: RunnerLimits) -> int:
     tokens, rows = limits.max_step_tokens, limits.num_slots
     writes = (2 * rows + tokens) * max(1, limits.layout.column_pages)
     sizes = Sizes(tokens, rows, samples=rows, writes=writes, members=MOST_LEVELS * rows)
-    return Layout(sizes).num_bytes
+    return StepLayout(sizes).num_bytes
 
 
 class Packer:
@@ -178,7 +178,13 @@ class Packer:
         self._pages[step.table_at] = step.table_pages
 
     def pack(
-        self, step: Step, samples: Samples, layout: Layout, buffer: npt.NDArray[np.uint8], *, writes_table: bool = True
+        self,
+        step: Step,
+        samples: Samples,
+        layout: StepLayout,
+        buffer: npt.NDArray[np.uint8],
+        *,
+        writes_table: bool = True,
     ) -> None:
         """Fills `buffer` with the step, padded to the layout's sizes. Without `writes_table` its page-table writes have been
         made already."""
@@ -197,7 +203,7 @@ class Packer:
     def upload(self, step: Step, samples: Samples, stage: Stage) -> StepTensors:
         """Queues the copy of a step, not padded, to the device."""
         members = 0 if step.shared is None else len(step.shared.rows)
-        layout = Layout(Sizes(step.num_tokens, max(step.num_rows, 1), samples.count, len(step.table_at), members))
+        layout = StepLayout(Sizes(step.num_tokens, max(step.num_rows, 1), samples.count, len(step.table_at), members))
         room = stage.room(layout.num_bytes)
         self.pack(step, samples, layout, room.array)
         return layout.tensors(stage.send(room.tensor))

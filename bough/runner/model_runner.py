@@ -21,7 +21,7 @@ from bough.memory.transfer import download, upload
 from bough.platform.device import Device
 from bough.runner.context import AttentionFactory, ContextShare
 from bough.runner.copies import PageCopies
-from bough.runner.encoder import Encoder, MediaTensors, media_tensors
+from bough.runner.encoder import MediaTensors, TowerRunner, media_tensors
 from bough.runner.forward import Extent, Forward
 from bough.runner.graphs import Extents, Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
@@ -54,7 +54,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         most_drafts: int = 0,
         tree_width: int = 0,
-        encoder: Encoder | None = None,
+        encoder: TowerRunner | None = None,
         context: ContextShare | None = None,
     ) -> None:
         """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on

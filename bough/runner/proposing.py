@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bough.core.step import I32, NO_PROPOSER
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, Tail, TreeMask
+from bough.kernels.attention.inputs import AttentionInputs, HostLengths, LastRows, TreeMask
 from bough.kernels.draft_tree import TreePath, TreeStep
 from bough.kernels.sampling import argmax, sample
 from bough.kernels.step_start import SlotState
@@ -194,7 +194,7 @@ class Drafting:
         assert given is not None, "the target's pass has been made"
         inputs = replace(given, tail=None)
         if self.bounds.kv_len is not None and last_layer is not None:
-            inputs.tail = Tail(self.rows.at_R, lambda: self._row_inputs(self.rows.kv_len_R - 1), last_layer)
+            inputs.tail = LastRows(self.rows.at_R, lambda: self._row_inputs(self.rows.kv_len_R - 1), last_layer)
         return Batch(
             ids_T=ids_T,
             positions_T=tensors.positions_T,

@@ -20,7 +20,7 @@ ALIGN = 64
 """Rooms, and arrays in them, begin at multiples of so many bytes: kernels are built for pointers that do."""
 
 
-class Room(NamedTuple):
+class PinnedBuffer(NamedTuple):
     """Bytes that copy to and from the device without waiting, as torch and as numpy see them."""
 
     tensor: Tensor
@@ -29,7 +29,7 @@ class Room(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    block: Room
+    block: PinnedBuffer
     done: Event
     """Behind the work that last used it."""
 
@@ -43,7 +43,7 @@ class Stage:
         self._used = 0
         self._sealed = False
 
-    def room(self, num_bytes: int) -> Room:
+    def room(self, num_bytes: int) -> PinnedBuffer:
         """So many bytes, holding anything: nobody else's while the stage exists."""
         block, start = self._memory.block, self._used
         if start + num_bytes > len(block.array):
@@ -52,7 +52,7 @@ class Stage:
             start = 0
         end = start + num_bytes
         self._used = end + -end % ALIGN
-        return Room(block.tensor[start:end], block.array[start:end])
+        return PinnedBuffer(block.tensor[start:end], block.array[start:end])
 
     def send(self, room: Tensor) -> Tensor:
         """Queues the copy of what is in (a view of) a room to the device. On a CPU it is the room itself."""
@@ -97,6 +97,6 @@ class Stages:
     def take_back(self, memory: _Memory) -> None:
         self._left.append(memory)
 
-    def block(self, num_bytes: int) -> Room:
+    def block(self, num_bytes: int) -> PinnedBuffer:
         buffer = self._machine.host_buffer(num_bytes)
-        return Room(buffer, buffer.numpy())
+        return PinnedBuffer(buffer, buffer.numpy())

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from bough.cache.nodes import Node
-from bough.cache.prefix import PrefixCache, Tail
+from bough.cache.prefix import KeptTail, PrefixCache
 from bough.core.errors import Conflict
-from bough.core.messages import Join, Recall, pack_ids
+from bough.core.messages import JoinBranches, Recall, pack_ids
 from bough.core.step import I32, I64, KVMoves
 from bough.scheduler.queues import Queues
 
 _NO_PAGES = np.empty(0, np.int32)
 
 
-def join(queues: Queues, cache: PrefixCache, ask: Join) -> dict[str, Any]:
+def join(queues: Queues, cache: PrefixCache, ask: JoinBranches) -> dict[str, Any]:
     """Makes the joined context findable in its namespace; the next step moves the KV there before it computes anything.
 
     Raises `Conflict` with the reason if it can't be done; the cache is as before then.
@@ -40,7 +40,7 @@ def join(queues: Queues, cache: PrefixCache, ask: Join) -> dict[str, Any]:
     whole = len(tree_pages) * cache.page_size
     node = cache.insert(root, key[:whole], tree_pages[None], step=queues.next_step).node
     cache.release(node, _NO_PAGES)
-    cache.keep((ask.joined, ""), Tail(ask.joined, key, np.array([tail_page], np.int32), queues.next_step))
+    cache.keep((ask.joined, ""), KeptTail(ask.joined, key, np.array([tail_page], np.int32), queues.next_step))
     return {"ids": pack_ids(key.astype(np.int32)), "tokens": len(key), "computed_tokens": 0}
 
 
@@ -49,7 +49,7 @@ def recall(cache: PrefixCache, ask: Recall) -> dict[str, Any]:
     return {"ids": [pack_ids(_kept(cache, ask.namespace, name).key.astype(np.int32)) for name in ask.names]}
 
 
-def _kept(cache: PrefixCache, namespace: str, name: str) -> Tail:
+def _kept(cache: PrefixCache, namespace: str, name: str) -> KeptTail:
     tail = cache.tails.get((namespace, name))
     if tail is None:
         raise Conflict(
@@ -60,7 +60,7 @@ def _kept(cache: PrefixCache, namespace: str, name: str) -> Tail:
     return tail
 
 
-def _turns(branches: list[Tail], ask: Join) -> I32:
+def _turns(branches: list[KeptTail], ask: JoinBranches) -> I32:
     """How many positions each branch's own tokens move on."""
     starts = np.array(ask.starts)
     own = np.array([len(branch.key) for branch in branches]) - starts
@@ -69,7 +69,9 @@ def _turns(branches: list[Tail], ask: Join) -> I32:
     return turns
 
 
-def _check(queues: Queues, cache: PrefixCache, branches: list[Tail], ask: Join, key: I64, turns: I32) -> None:
+def _check(
+    queues: Queues, cache: PrefixCache, branches: list[KeptTail], ask: JoinBranches, key: I64, turns: I32
+) -> None:
     if queues.limits.kv_stays:
         raise Conflict(
             what="contexts can't be joined with this model",
@@ -88,7 +90,7 @@ def _check(queues: Queues, cache: PrefixCache, branches: list[Tail], ask: Join, 
             raise Conflict(what="a shifted branch has positions outside the context", fix="shift it less")
 
 
-def _places(cache: PrefixCache, tail: Tail, nodes: list[Node]) -> I64:
+def _places(cache: PrefixCache, tail: KeptTail, nodes: list[Node]) -> I64:
     """Where each of a kept request's tokens lies. Its path is locked, and the lock noted in `nodes`."""
     size = cache.page_size
     whole = len(tail.key) - len(tail.key) % size

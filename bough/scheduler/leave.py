@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from bough.cache.nodes import Node
-from bough.cache.prefix import PrefixCache, Tail
+from bough.cache.prefix import KeptTail, PrefixCache
 from bough.core.errors import BoughError
-from bough.core.messages import End, EndReason, RowOutput, Span, owned_name, plain_namespace
+from bough.core.messages import End, EndReason, RowOutput, TraceSpan, owned_name, plain_namespace
 from bough.core.reasoning import reasoning_of
 from bough.core.step import I32, I64
 from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
@@ -75,18 +75,18 @@ def drafts_of(queues: Queues, job: Job) -> tuple[int, int, int]:
 def trace_chunk(job: Job, start: int, num_tokens: int, step: int, now: float) -> None:
     """A chunk of a traced prompt has been computed: its span begins where the one before it ended."""
     before = job.chunks[-1].start_s + job.chunks[-1].seconds if job.chunks else job.admitted_s
-    job.chunks.append(Span("prefill", before, now - before, {"start": start, "tokens": num_tokens, "step": step}))
+    job.chunks.append(TraceSpan("prefill", before, now - before, {"start": start, "tokens": num_tokens, "step": step}))
 
 
-def _timeline(job: Job, num_output: int, now: float) -> list[Span]:
+def _timeline(job: Job, num_output: int, now: float) -> list[TraceSpan]:
     admitted = job.admitted_s or now
-    spans = [Span("queue", job.accepted_s, admitted - job.accepted_s, {"cached_tokens": job.cached_tokens})]
+    spans = [TraceSpan("queue", job.accepted_s, admitted - job.accepted_s, {"cached_tokens": job.cached_tokens})]
     if job.grammar_s:
-        spans.insert(0, Span("grammar", job.accepted_s, job.grammar_s))
+        spans.insert(0, TraceSpan("grammar", job.accepted_s, job.grammar_s))
     spans += job.chunks
     if job.first_token_s:
         detail: dict[str, int | float | str] = {"tokens": num_output, "retractions": job.retractions}
-        spans.append(Span("decode", job.first_token_s, now - job.first_token_s, detail))
+        spans.append(TraceSpan("decode", job.first_token_s, now - job.first_token_s, detail))
     return spans
 
 
@@ -223,7 +223,7 @@ def _keep(queues: Queues, cache: PrefixCache, row: Leaving, node: Node, private:
     if len(job.key) % cache.page_size:
         pages = slots.table[:, row.slot, slots.tree_columns[row.slot]].copy()
     name = (plain_namespace(job.ask.namespace), owned_name(job.ask.tenant, job.ask.rid))
-    cache.keep(name, Tail(job.ask.namespace, job.key, pages))
+    cache.keep(name, KeptTail(job.ask.namespace, job.key, pages))
     return private[np.isin(private, pages, invert=True)] if len(pages) else private
 
 

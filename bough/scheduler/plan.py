@@ -13,7 +13,7 @@ from bough.scheduler.drafting import Drafter, Offer
 from bough.scheduler.estimate import columns_in
 from bough.scheduler.limits import Limits
 from bough.scheduler.preempt import coming, victims
-from bough.scheduler.prefill import LOOK_AHEAD, Room, Share, plan_prefill
+from bough.scheduler.prefill import LOOK_AHEAD, PrefillRoom, Share, plan_prefill
 from bough.scheduler.queues import Queues, Waiting
 from bough.scheduler.slots import ONE
 
@@ -21,7 +21,7 @@ _NO_SLOTS = np.empty(0, np.int64)
 _NO_DRAFTS = np.empty(0, np.int32)
 
 
-class Run(Struct):
+class ForcedRun(Struct):
     """A row whose next tokens are forced: they go in at once, the first having been sampled under a mask."""
 
     slot: int
@@ -41,7 +41,7 @@ class StepPlan(Struct):
     """Those drafts, row after row."""
     proposals: int = NO_PROPOSER
     """Drafts that the proposer on the device leaves for the rows' next step."""
-    runs: list[Run] = []
+    runs: list[ForcedRun] = []
     shares: list[Share] = []
     retract: list[int] = []
     """Slots whose memory is needed."""
@@ -85,7 +85,7 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         if budget >= limits.large_step_tokens and not limits.whole_prompts and _wanted_tokens(queues) > budget:
             budget -= (decode_tokens + budget) % limits.tile_tokens
         slow_tokens = _slow_tokens(queues, limits, budget, part_ms)
-        room = Room(budget, slow_tokens, pages, decode_pages, decode_tokens)
+        room = PrefillRoom(budget, slow_tokens, pages, decode_pages, decode_tokens)
         prefill = plan_prefill(queues, cache, limits, room)
         plan.shares = prefill.shares
         if prefill.preempt:
@@ -226,7 +226,7 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
         short = int(np.count_nonzero(needs)) - columns
     if short > 0:
         return _plan_dry(queues, limits, rows, needs, columns)
-    runs: list[Run] = []
+    runs: list[ForcedRun] = []
     if queues.forced:
         spare = columns - int(np.count_nonzero(needs))
         tokens = limits.max_step_tokens - len(rows)
@@ -334,7 +334,7 @@ def _plan_dry(queues: Queues, limits: Limits, rows: I64, needs: Bool, columns: i
     if retract:
         fits &= ~np.isin(rows, retract)
     rows, needs = rows[fits], needs[fits]
-    runs: list[Run] = []
+    runs: list[ForcedRun] = []
     if queues.forced:
         runs, rows, needs = _plan_runs(queues, limits, rows, needs, columns=0, tokens=0)
     return StepPlan(rows, needs.astype(np.int32), runs=runs, retract=retract)
@@ -342,7 +342,7 @@ def _plan_dry(queues: Queues, limits: Limits, rows: I64, needs: Bool, columns: i
 
 def _plan_runs(
     queues: Queues, limits: Limits, rows: I64, needs: Bool, *, columns: int, tokens: int
-) -> tuple[list[Run], I64, Bool]:
+) -> tuple[list[ForcedRun], I64, Bool]:
     """Rows with forced tokens take them all at once where `columns` and `tokens` to spare allow; otherwise the first, which
     may not be the one that the device has."""
     slots = queues.slots
@@ -354,7 +354,7 @@ def _plan_runs(
         more = max(0, limits.columns_for(int(slots.kv_high[slot]) + len(forced)) - held)
         if len(forced) - 1 > tokens or more > columns:
             forced, more = forced[:1], 0
-        runs.append(Run(slot, forced, more + own))
+        runs.append(ForcedRun(slot, forced, more + own))
         tokens -= len(forced) - 1
         columns -= more
     return runs, rows[~forced_rows], needs[~forced_rows]

@@ -54,7 +54,7 @@ class Share(Struct):
         return max(0, -(-(self.start + self.num_tokens + self.ahead) // page_size) - self.held)
 
 
-class Room(Struct):
+class PrefillRoom(Struct):
     """What a step has left for prompts."""
 
     tokens: int
@@ -76,7 +76,7 @@ class PrefillPlan(Struct):
     """Of those that the step had for prompts."""
 
 
-def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: Room) -> PrefillPlan:
+def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: PrefillRoom) -> PrefillPlan:
     """Shares the room among prompts under way and waiting requests. Slow ones take turns; one that waits gets its first
     chunk whatever is left for them.
 
@@ -106,7 +106,7 @@ def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: Room) -
 class _Sharing:
     """One step's prefill in the making: what is left of the budget, and who got what."""
 
-    def __init__(self, queues: Queues, cache: CacheView, limits: Limits, room: Room) -> None:
+    def __init__(self, queues: Queues, cache: CacheView, limits: Limits, room: PrefillRoom) -> None:
         self.queues = queues
         self.cache = cache
         self.limits = limits

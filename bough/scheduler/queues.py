@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from bough.cache.nodes import Match, Node
 from bough.core.grammar import GrammarQueue
-from bough.core.messages import Generate, Ids, Span, TokenLogprobs
+from bough.core.messages import Generate, Ids, TokenLogprobs, TraceSpan
 from bough.core.step import I64, KVMoves
 from bough.scheduler.constrain import Gate
 from bough.scheduler.drafting import NUM_DRAFT_PLACES, Drafter
@@ -46,7 +46,7 @@ class Job(Struct, kw_only=True, eq=False):
     first_token_s: float = 0.0
     grammar_s: float = 0.0
     """How long its grammar took to be compiled."""
-    chunks: list[Span] = []
+    chunks: list[TraceSpan] = []
     """If it is traced: its prompt's chunks."""
     cached_tokens: int = 0
     retractions: int = 0

@@ -12,7 +12,7 @@ from bough.core.step import I32, I64
 _NOWHERE: I64 = np.empty(0, np.int64)
 
 
-class Places(NamedTuple):
+class MatchPlaces(NamedTuple):
     """Places in a text, each behind the same last tokens as the end that was looked for."""
 
     ends: I64
@@ -21,10 +21,10 @@ class Places(NamedTuple):
     """How many tokens before each of them agree with the end; as many as any place has."""
 
 
-NOWHERE = Places(_NOWHERE, 0)
+NOWHERE = MatchPlaces(_NOWHERE, 0)
 
 
-def earlier(text: I32, most: int) -> Places:
+def earlier(text: I32, most: int) -> MatchPlaces:
     """The earlier places in a text that agree with its own end in most tokens, of which at most `most` count."""
     count = len(text)
     if count < 2:
@@ -32,7 +32,7 @@ def earlier(text: I32, most: int) -> Places:
     return narrow(text, np.flatnonzero(text[: count - 1] == text[count - 1]) + 1, text, 1, most)
 
 
-def earlier_by_length(text: I32, most: int) -> Iterator[Places]:
+def earlier_by_length(text: I32, most: int) -> Iterator[MatchPlaces]:
     """The earlier places that agree with a text's own end in 1, 2, ... tokens. Lengths with the same places as the next
     one are left out, and so are places beyond `most` tokens."""
     count = len(text)
@@ -44,11 +44,11 @@ def earlier_by_length(text: I32, most: int) -> Iterator[Places]:
         further = ends[ends > length] if length < min(most, count) else ends[:0]
         further = further[text[further - 1 - length] == text[count - 1 - length]]
         if len(further) < len(ends):
-            yield Places(ends, length)
+            yield MatchPlaces(ends, length)
         ends, length = further, length + 1
 
 
-def narrow(text: I32, ends: I64, suffix: I32, length: int, most: int) -> Places:
+def narrow(text: I32, ends: I64, suffix: I32, length: int, most: int) -> MatchPlaces:
     """Of places in `text` that agree with the end of `suffix` in `length` tokens, those that agree in most, up to `most`."""
     if not len(ends):
         return NOWHERE
@@ -59,7 +59,7 @@ def narrow(text: I32, ends: I64, suffix: I32, length: int, most: int) -> Places:
         if not len(further):
             break
         ends, length = further, length + 1
-    return Places(ends, length)
+    return MatchPlaces(ends, length)
 
 
 def following(text: I32, end: int, count: int) -> I32:

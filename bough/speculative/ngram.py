@@ -10,7 +10,7 @@ from bough.speculative.acceptance import F64
 from bough.speculative.corpora import Corpora
 from bough.speculative.guesses import NO_GUESS, Guess
 from bough.speculative.matching import earlier, following
-from bough.speculative.store import Served, TokenStore
+from bough.speculative.store import ServedTexts, TokenStore
 
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14, 24)
 """Tokens that agree, from which on a guess is of the next better kind."""
@@ -30,7 +30,7 @@ class NgramGuesser:
         self.most = most
         self._least_match = least_match
         self._most_match = most_match
-        self.served = Served(capacity_tokens)
+        self.served = ServedTexts(capacity_tokens)
         self.corpora = corpora if corpora is not None else Corpora(0)
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bough.core.step import I32, I64
-from bough.speculative.matching import NOWHERE, Places, narrow
+from bough.speculative.matching import NOWHERE, MatchPlaces, narrow
 
 GRAM = 3
 """Tokens that must agree before anything is found here: shorter runs are everywhere."""
@@ -40,7 +40,7 @@ def hashes(text: I32) -> U64:
     return mixed
 
 
-class Segment:
+class IndexedTexts:
     """Some texts and the index of their runs."""
 
     def __init__(self, text: I32) -> None:
@@ -50,27 +50,27 @@ class Segment:
         self._hashes = found[order]
         self._ends = (order + GRAM).astype(np.int32)
 
-    def find(self, suffix: I32, hashed: np.uint64, most: int) -> Places:
+    def find(self, suffix: I32, hashed: np.uint64, most: int) -> MatchPlaces:
         low, high = np.searchsorted(self._hashes, hashed, "left"), np.searchsorted(self._hashes, hashed, "right")
         ends = np.sort(self._ends[low:high]).astype(np.int64)
         ends = ends[ends < len(self.text)]
         return _of_run(self.text, ends, suffix, most)
 
 
-def _of_run(text: I32, ends: I64, suffix: I32, most: int) -> Places:
+def _of_run(text: I32, ends: I64, suffix: I32, most: int) -> MatchPlaces:
     """Of places behind runs whose hashes agree, those that really do, and agree in most tokens."""
     found = narrow(text, ends, suffix, 0, most)
     if found.length < GRAM:
         return NOWHERE
     follows = found.ends[text[found.ends] != BORDER]
-    return Places(follows, found.length) if len(follows) else NOWHERE
+    return MatchPlaces(follows, found.length) if len(follows) else NOWHERE
 
 
 class TokenStore:
     """The texts of one namespace."""
 
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        self.segments: list[IndexedTexts] = []
         self._young: list[I32] = []
         self._num_young = 0
         self._joined: I32 | None = None
@@ -90,7 +90,7 @@ class TokenStore:
             if self._num_young >= YOUNG_TOKENS:
                 self._grow()
 
-    def find(self, suffix: I32, most: int) -> Iterator[tuple[I32, Places]]:
+    def find(self, suffix: I32, most: int) -> Iterator[tuple[I32, MatchPlaces]]:
         """Texts and the places in them that agree with the end of `suffix` in at least `GRAM` tokens, the newest first."""
         if len(suffix) < GRAM:
             return
@@ -123,11 +123,11 @@ class TokenStore:
             if len(small) > sum(map(len, texts)):  # joined when there is as much again: each token is sorted few times
                 break
             texts.insert(0, self.segments.pop().text)
-        self.segments.append(Segment(np.concatenate(texts)))
+        self.segments.append(IndexedTexts(np.concatenate(texts)))
         self._young, self._num_young, self._joined = [], 0, None
 
 
-class Served:
+class ServedTexts:
     """What was served, by namespace: no request sees the texts of another tenant or adapter. The oldest go first."""
 
     def __init__(self, capacity_tokens: int) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from bough.core.step import I32, I64
 from bough.speculative.acceptance import F64
 from bough.speculative.guesses import NO_GUESS, Guess
-from bough.speculative.matching import Places, earlier_by_length, following
-from bough.speculative.store import BORDER, Served
+from bough.speculative.matching import MatchPlaces, earlier_by_length, following
+from bough.speculative.store import BORDER, ServedTexts
 
 _SHARES = (0.0, 0.3, 0.5, 0.7, 0.9)
 """Estimates of a draft's first token, from which on it is of the next better kind."""
@@ -50,7 +50,7 @@ class SuffixGuesser:
         self._most_match = most_match
         self._factor = factor
         self._least_likely = least_likely
-        self.served = Served(capacity_tokens)
+        self.served = ServedTexts(capacity_tokens)
 
     @property
     def prior(self) -> F64:
@@ -83,7 +83,7 @@ class SuffixGuesser:
         store = self.served.of(namespace)
         if store is None:
             return 0, []
-        matches: list[tuple[I32, Places]] = list(store.find(text[-self._most_match :], self._most_match))
+        matches: list[tuple[I32, MatchPlaces]] = list(store.find(text[-self._most_match :], self._most_match))
         length = max((places.length for _, places in matches), default=0)
         pieces: list[I32] = []
         for other, places in matches:

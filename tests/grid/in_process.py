@@ -38,7 +38,7 @@ from bough.layers.batch import AttentionSpec, Model, attention_specs
 from bough.layers.decoder import Decoder
 from bough.memory.mha import KVPool, KVShape
 from bough.platform import Device
-from bough.runner.encoder import Encoder
+from bough.runner.encoder import TowerRunner
 from bough.runner.model_runner import ModelRunner
 from bough.runner.proposing import Proposer
 from bough.scheduler.limits import Limits
@@ -201,7 +201,7 @@ class InProcess:
         factory = attention_factory(setup.attention, device.torch_device)
         encoder = None
         if isinstance(model, Decoder) and model.tower is not None:
-            encoder = Encoder(model.tower, setup.media_rows, setup.dtype, device.torch_device)
+            encoder = TowerRunner(model.tower, setup.media_rows, setup.dtype, device.torch_device)
         runner = self.runner = ModelRunner(
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0,
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,

@@ -31,7 +31,7 @@ from bough.intake.intake import Intake
 from bough.intake.native import NativeAnswer, native_batch
 from bough.intake.replicas import Replicas
 from bough.intake.request import Request
-from bough.intake.stream import Stream, merge
+from bough.intake.stream import DeltaStream, merge
 from bough.layers.batch import Model
 from bough.models.load import build_model
 from bough.tokenizer import Tokenizer, load_tokenizer
@@ -130,7 +130,7 @@ class Asked:
 
     fields: Mapping[str, Any]
     request: Request
-    stream: Stream
+    stream: DeltaStream
     deltas: list[Delta] = field(default_factory=list)
     given_up: bool = False
     aborted: bool = False

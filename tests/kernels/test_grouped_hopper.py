@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bough.kernels import cuda_source
 from bough.kernels.moe import grouped_hopper, reference, triton as portable
-from bough.kernels.moe.grouped_hopper import HIGH, LOW, MIDDLE, Cut, Weights, can_serve, cut_for
+from bough.kernels.moe.grouped_hopper import HIGH, LOW, MIDDLE, GroupedTilings, Weights, can_serve, cut_for
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 
@@ -47,7 +47,7 @@ def test_more_pairs_have_higher_tiles() -> None:
 def test_what_is_chosen_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is loaded later might be so in the middle of a graph's capture."""
     for fp8 in (False, True):
-        loaded: list[Cut] = []
+        loaded: list[GroupedTilings] = []
         monkeypatch.setattr(grouped_hopper, "load_cuts", lambda cuts, device, *, fp8, to=loaded: to.extend(cuts))
         monkeypatch.setattr(grouped_hopper, "runs_on", lambda device, load, otherwise: load() is None)
         assert grouped_hopper.is_ready.__wrapped__(torch.device("cpu"), 1536, 4096, fp8)

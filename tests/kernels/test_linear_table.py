@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from bough.kernels.linear import table
-from bough.kernels.linear.skinny import Config
+from bough.kernels.linear.skinny import SkinnyTiling
 
 CPU = torch.device("cpu")
 MEASURED = Path(table.__file__).parent / "measured"
 
 
-def choose(operation: str, tokens: int, rows: int, depth: int) -> Config | None:
+def choose(operation: str, tokens: int, rows: int, depth: int) -> SkinnyTiling | None:
     return table.choose(operation, tokens, rows, depth, torch.bfloat16, CPU)
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: table.Entries = {
-        "linear/4/6144x4096/bfloat16": Config(16, 64, 4, 3, 2),
+        "linear/4/6144x4096/bfloat16": SkinnyTiling(16, 64, 4, 3, 2),
         "linear/16/6144x4096/bfloat16": None,
     }
     monkeypatch.setattr(table, "entries", lambda _: measured)
@@ -29,7 +29,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_what_was_measured_wins() -> None:
-    assert choose("linear", 3, 6144, 4096) == Config(16, 64, 4, 3, 2)
+    assert choose("linear", 3, 6144, 4096) == SkinnyTiling(16, 64, 4, 3, 2)
     assert choose("linear", 9, 6144, 4096) is None
 
 
@@ -60,7 +60,7 @@ def test_shipped_measurements_load(path: Path) -> None:
         operation, tokens, shape, dtype = name.split("/")
         rows, depth = map(int, shape.split("x"))
         assert name == table.entry_name(operation, int(tokens), rows, depth, getattr(torch, dtype))
-        assert value is None or Config(**value).block_n > 0
+        assert value is None or SkinnyTiling(**value).block_n > 0
 
 
 @pytest.mark.parametrize(

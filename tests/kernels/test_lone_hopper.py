@@ -16,28 +16,28 @@ from torch import Tensor
 from bough.kernels import cuda_source
 from bough.kernels.choices import Facts
 from bough.kernels.moe import Routing, lone_hopper, reference
-from bough.kernels.moe.lone_hopper import MOST_LOGITS, MOST_PAIRS, MOST_SLOTS, Cut, suits, suits_routed
-from bough.kernels.norm.inlined import Normed
+from bough.kernels.moe.lone_hopper import MOST_LOGITS, MOST_PAIRS, MOST_SLOTS, LoneTiling, suits, suits_routed
+from bough.kernels.norm.inlined import NormedStruct
 from bough.platform.processor import find_compiler
 
 pytest.importorskip("triton")
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 STATIC_BYTES = 2 * 8 * MOST_SLOTS + (2 + 3 * MOST_PAIRS + MOST_LOGITS + MOST_PAIRS * lone_hopper._WARPS) * 4
 CUTS = [
-    Cut(2048, 768),
-    Cut(512, 256),
-    Cut(4096, 1536),
-    Cut(264, 24),
-    Cut(64, 512),
-    Cut(2048, 96, 16 << 10),
-    Cut(1000, 40),
-    Cut(2048, 768, routed=128),
-    Cut(264, 24, routed=300),
-    Cut(64, 512, routed=3),
+    LoneTiling(2048, 768),
+    LoneTiling(512, 256),
+    LoneTiling(4096, 1536),
+    LoneTiling(264, 24),
+    LoneTiling(64, 512),
+    LoneTiling(2048, 96, 16 << 10),
+    LoneTiling(1000, 40),
+    LoneTiling(2048, 768, routed=128),
+    LoneTiling(264, 24, routed=300),
+    LoneTiling(64, 512, routed=3),
 ]
 ROUTER, GATED, DOWN = range(3)
 Unit = tuple[int, int, int, int]
-Walk = Callable[[Cut, int, int, int], list[Unit]]
+Walk = Callable[[LoneTiling, int, int, int], list[Unit]]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     )
     loaded = ctypes.CDLL(str(library))
 
-    def units(cut: Cut, block: int, blocks: int, pairs: int) -> list[Unit]:
+    def units(cut: LoneTiling, block: int, blocks: int, pairs: int) -> list[Unit]:
         room = (ctypes.c_int * (4 * (pairs * (cut.width + cut.inner) + cut.routed + 1)))()
         count = loaded[f"walk{CUTS.index(cut)}"](block, blocks, pairs, room)
         return [(room[i], room[i + 1], room[i + 2], room[i + 3]) for i in range(0, 4 * count, 4)]
@@ -78,14 +78,14 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return units
 
 
-def read_bytes(cut: Cut, units: list[Unit]) -> int:
+def read_bytes(cut: LoneTiling, units: list[Unit]) -> int:
     a_row = {ROUTER: 2 * cut.width, GATED: 4 * cut.width, DOWN: 2 * cut.inner}
     return sum(rows * a_row[kind] for kind, _, _, rows in units)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(CUTS), st.integers(1, 140), st.integers(0, 9))
-def test_units_cover_every_row_once_and_blocks_read_alike(walk: Walk, cut: Cut, blocks: int, pairs: int) -> None:
+def test_units_cover_every_row_once_and_blocks_read_alike(walk: Walk, cut: LoneTiling, blocks: int, pairs: int) -> None:
     most_rows = {ROUTER: 1, GATED: cut.gated_rows, DOWN: cut.down_rows}
     seen: dict[int, Counter[tuple[int, int]]] = {kind: Counter() for kind in most_rows}
     num_bytes = []
@@ -105,7 +105,7 @@ def test_units_cover_every_row_once_and_blocks_read_alike(walk: Walk, cut: Cut, 
 
 @pytest.mark.parametrize("routed", [0, 128])
 def test_multiprocessors_of_an_h200_read_nearly_alike(walk: Walk, routed: int) -> None:
-    cut, blocks, pairs = Cut(2048, 768, routed=routed), 132, 8
+    cut, blocks, pairs = LoneTiling(2048, 768, routed=routed), 132, 8
     num_bytes = [read_bytes(cut, walk(cut, block, blocks, pairs)) for block in range(blocks)]
     assert max(num_bytes) < 1.02 * sum(num_bytes) / blocks
     assert sorted(num_bytes)[blocks * 9 // 10] < 1.005 * sum(num_bytes) / blocks
@@ -113,7 +113,7 @@ def test_multiprocessors_of_an_h200_read_nearly_alike(walk: Walk, routed: int) -
 
 @given(st.integers(1, 1024).map(lambda n: 8 * n), st.integers(1, 512).map(lambda n: 8 * n), st.integers(1, 2**16))
 def test_units_fit_their_slots(width: int, inner: int, unit_bytes: int) -> None:
-    cut = Cut(width, inner, unit_bytes)
+    cut = LoneTiling(width, inner, unit_bytes)
     assert inner % cut.gated_rows == 0
     assert max(4 * width * cut.gated_rows, 2 * inner * cut.down_rows) <= cut.slot_bytes
     assert cut.down_rows >= 1
@@ -121,7 +121,7 @@ def test_units_fit_their_slots(width: int, inner: int, unit_bytes: int) -> None:
 
 
 @given(st.sampled_from(CUTS), st.integers(1, MOST_PAIRS), st.integers(1, 132))
-def test_a_block_fits_a_multiprocessor(cut: Cut, pairs: int, blocks: int) -> None:
+def test_a_block_fits_a_multiprocessor(cut: LoneTiling, pairs: int, blocks: int) -> None:
     slots = cut.num_slots(1, pairs, blocks)
     assert slots <= MOST_SLOTS
     sums = 4 * pairs * -(-cut.width // blocks)
@@ -131,13 +131,13 @@ def test_a_block_fits_a_multiprocessor(cut: Cut, pairs: int, blocks: int) -> Non
 
 def test_the_source_is_given_what_it_expects() -> None:
     source = lone_hopper.SOURCE.read_text()
-    for name in Cut(2048, 768).defines():
+    for name in LoneTiling(2048, 768).defines():
         assert re.search(rf"\b{name}\b", source)
     assert f"MOST_PAIRS = {MOST_PAIRS}, MOST_SLOTS = {MOST_SLOTS};" in source
     assert f"MOST_LOGITS = {MOST_LOGITS};" in source
     assert declared(source, "Inputs") == [each[0] for each in lone_hopper._Inputs._fields_]
     common = cuda_source._COMMON[0].read_text()
-    assert declared(common, "Normed") == [each[0] for each in Normed._fields_]
+    assert declared(common, "Normed") == [each[0] for each in NormedStruct._fields_]
 
 
 def declared(source: str, structure: str) -> list[str]:
@@ -297,7 +297,7 @@ def test_a_block_s_rows_of_the_router_must_fit_the_ring(monkeypatch: pytest.Monk
     x, given = matrix(1, 2048), (routing(256, 2048, 8), *stacks(256, 2048, 64), "silu")
     for blocks, fits in ((132, True), (11, True), (10, False)):
         monkeypatch.setattr(lone_hopper, "num_sms", lambda _, blocks=blocks: blocks)
-        assert suits_routed(x, x, *given) == fits, Cut(2048, 64).num_slots(1, 8, blocks)
+        assert suits_routed(x, x, *given) == fits, LoneTiling(2048, 64).num_slots(1, 8, blocks)
 
 
 def test_a_lone_token_is_normed_routed_and_served_in_one_launch(recorded: Recorded, stream: SimpleNamespace) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bough.kernels.linear import ring, skinny as skinny_module, triton as linear
-from bough.kernels.linear.skinny import Config
+from bough.kernels.linear.skinny import SkinnyTiling
 
-USUAL = Config(64, 128, 4, 8, 1, tma=True, ring=True)
+USUAL = SkinnyTiling(64, 128, 4, 8, 1, tma=True, ring=True)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -31,7 +31,7 @@ from bough.config.model_facts import ClampedGate
 from bough.core.kv import Window
 from bough.kernels.activation import reference as activation_reference, triton as activation
 from bough.kernels.attention import plan as planning, reference as attention_reference, triton_backend as backend
-from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, SpanTensors, Tail, TreeMask
+from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, LastRows, SpanTensors, TreeMask
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
 from bough.kernels.linear import reference as linear_reference, skinny
@@ -234,31 +234,31 @@ def linear_cases(bed: Bed) -> Cases:
         shapes = [(1, 4096, 4096), (3, 6144, 4096), (16, 4096, 14336), (33, 28672, 4096), (64, 6144, 4096)]
         shapes += [(128, 4096, 4096), (200, 4096, 4096), (5, 1000, 2000), (17, 1111, 264)]
         configs = [
-            skinny.Config(64, 128, 4, 4, 2, tma=True),
-            skinny.Config(64, 128, 4, 4, 1),
-            skinny.Config(16, 256, 4, 3, 3),
-            skinny.Config(128, 64, 8, 3, 0, tma=True),
-            skinny.Config(32, 64, 4, 3, 0, split=3),
+            skinny.SkinnyTiling(64, 128, 4, 4, 2, tma=True),
+            skinny.SkinnyTiling(64, 128, 4, 4, 1),
+            skinny.SkinnyTiling(16, 256, 4, 3, 3),
+            skinny.SkinnyTiling(128, 64, 8, 3, 0, tma=True),
+            skinny.SkinnyTiling(32, 64, 4, 3, 0, split=3),
         ]
     else:
         shapes = [(1, 64, 128), (3, 96, 200), (17, 130, 64)]
         configs = [
-            skinny.Config(32, 32, 4, 3, 1),
-            skinny.Config(16, 64, 4, 3, 2),
-            skinny.Config(64, 32, 4, 3, 0, split=2),
-            skinny.Config(16, 32, 4, 3, 0),
+            skinny.SkinnyTiling(32, 32, 4, 3, 1),
+            skinny.SkinnyTiling(16, 64, 4, 3, 2),
+            skinny.SkinnyTiling(64, 32, 4, 3, 0, split=2),
+            skinny.SkinnyTiling(16, 32, 4, 3, 0),
         ]
     for dtype, shape, config in bed.cover(bed.dtypes[:2], shapes, configs):
         if not bed.large or _fits(shape[0], config):
             yield f"skinny {shape} {config} {dtype}", partial(_linear, bed, shape, config, dtype)
 
 
-def _fits(tokens: int, config: skinny.Config) -> bool:
+def _fits(tokens: int, config: skinny.SkinnyTiling) -> bool:
     """Whether the tiles in flight fit into a multiprocessor's shared memory."""
     return 2 * config.num_stages * config.block_k * (config.block_n + max(16, 1 << (tokens - 1).bit_length())) < 220_000
 
 
-def _linear(bed: Bed, shape: tuple[int, int, int], config: skinny.Config, dtype: torch.dtype) -> None:
+def _linear(bed: Bed, shape: tuple[int, int, int], config: skinny.SkinnyTiling, dtype: torch.dtype) -> None:
     tokens, rows, depth = shape
     x = bed.normal(tokens, 2 * depth, dtype=dtype)[:, :depth]
     weight = bed.normal(rows, depth, dtype=dtype, scale=2.0 * depth**-0.5)
@@ -597,7 +597,7 @@ def _tail(bed: Bed, spec: AttentionSpec, dtype: torch.dtype) -> None:
             max_query=1,
             host=None,
         )
-        inputs.tail = Tail(at, lambda: few)
+        inputs.tail = LastRows(at, lambda: few)
         close(same_twice(attend), whole[at], dtype)
         close(same_twice(attend_unrotated), unrotated[at], dtype)
         earlier = replace(spec, layer=spec.layer - 1)

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from bough.config.hf import Checkpoint, open_checkpoint
-from bough.core.messages import Join, LogprobSpec, joined_namespace, unpack_ids
+from bough.core.messages import JoinBranches, LogprobSpec, joined_namespace, unpack_ids
 from bough.core.sampling import SamplingParams
 from bough.memory.mha import KVPool, KVShape, Turn
 from bough.models.load import build_model
@@ -60,7 +60,7 @@ def join(engine: InProcess, shifts: tuple[int, ...] = ()) -> list[int]:
     names = prefill(engine, [PARENT, *(PARENT + own for own in BRANCHES)])
     computed = engine.queues.counters.prompt_tokens
     starts = (len(PARENT),) * len(BRANCHES)
-    message = Join(call=1, namespace="", branches=tuple(names[1:]), starts=starts, shifts=shifts, joined=JOINED)
+    message = JoinBranches(call=1, namespace="", branches=tuple(names[1:]), starts=starts, shifts=shifts, joined=JOINED)
     engine.loop.control.handle(message, now=0.0)
     (reply,) = engine.queues.mail.take()
     assert not reply.error

@@ -29,7 +29,7 @@ from bough.engine.agree import part_of
 from bough.engine.build import load_model, make_runner, open_device, steps_in_flight
 from bough.engine.decide import Decided, decide
 from bough.engine.expert_plan import plan_experts
-from bough.engine.held import Held, of_rank
+from bough.engine.held import RankMemory, of_rank
 from bough.engine.lockstep import Agreement, LockstepInbox, LockstepRunner, exchange_over
 from bough.engine.loop import Loop
 from bough.engine.pipeline import PipelineRunner, run_stage, sampling_rank
@@ -102,7 +102,7 @@ class ThreadEngine:
         self._sources = [ThreadSource() for _ in range(self.layout.size)]
         self._outcomes = ThreadSource()
         self.schedulers = [Scheduler() for _ in range(self.layout.dp)]
-        self.held: list[Held | None] = [None] * self.layout.size
+        self.held: list[RankMemory | None] = [None] * self.layout.size
         self.loops: dict[int, Loop] = {}
         self.runners: dict[int, ModelRunner] = {}
         self.errors: list[BaseException] = []

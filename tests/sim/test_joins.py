@@ -7,7 +7,7 @@ import random
 import pytest
 
 from bough.bench.fake_runner import lone_output
-from bough.core.messages import FlushCache, Join, Recall, Reply, joined_namespace, unpack_ids
+from bough.core.messages import FlushCache, JoinBranches, Recall, Reply, joined_namespace, unpack_ids
 from bough.core.step import Step
 from tests.sim.harness import VOCAB, Client, Sim, expected
 
@@ -25,7 +25,7 @@ def call_join(sim: Sim, parent: Client, branches: list[Client], session: str, sh
     names = tuple(branch.ask.rid for branch in branches)
     joined = joined_namespace("", session)
     sim.inbox.messages.append(
-        Join(
+        JoinBranches(
             call=call,
             namespace="",
             branches=names,

@@ -8,7 +8,7 @@ from bough.bench.fake_runner import lone_output
 from bough.config.kv_groups import plan_groups
 from bough.config.layout import Layout
 from bough.core.kv import Grows, KvGroup, KvLayout, Window
-from bough.core.messages import Join, Pause, Resume, joined_namespace
+from bough.core.messages import JoinBranches, Pause, Resume, joined_namespace
 from bough.models.registry import facts_of
 from tests.sim.drafters import DeviceDrafter, proposer
 from tests.sim.harness import VOCAB, Sim, check_answer
@@ -151,14 +151,14 @@ def test_drafts_that_are_wrong_find_their_window(right: float) -> None:
 def test_branches_of_windows_are_not_joined() -> None:
     sim = Sim(groups=BOTH, kv_stays="some of its layers keep the last tokens of a context only")
     sim.inbox.messages.append(
-        Join(call=7, namespace="", branches=("a",), starts=(0,), joined=joined_namespace("", "s"))
+        JoinBranches(call=7, namespace="", branches=("a",), starts=(0,), joined=joined_namespace("", "s"))
     )
     kept = sim.ask(LONG[:10], max_new=0)
     kept.ask.keep = True
     kept.ask.rid = "a"
     sim.run()
     sim.inbox.messages.append(
-        Join(call=8, namespace="", branches=("a",), starts=(0,), joined=joined_namespace("", "s"))
+        JoinBranches(call=8, namespace="", branches=("a",), starts=(0,), joined=joined_namespace("", "s"))
     )
     sim.turn()
     assert "keep the last tokens" in sim.replies[-1].error

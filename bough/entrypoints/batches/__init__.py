@@ -4,7 +4,7 @@ in: JSON lines. out: JSON lines. never: HTTP, or anything that a restart would l
 """
 
 from bough.entrypoints.batches.files import FileStore, StoredFile
-from bough.entrypoints.batches.records import Batch, BatchStore
+from bough.entrypoints.batches.records import BatchRecord, BatchStore
 from bough.entrypoints.batches.runner import BatchRunner, Call
 
-__all__ = ["Batch", "BatchRunner", "BatchStore", "Call", "FileStore", "StoredFile"]
+__all__ = ["BatchRecord", "BatchRunner", "BatchStore", "Call", "FileStore", "StoredFile"]

@@ -30,7 +30,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 OPEN: Final = frozenset({"validating", "in_progress", "finalizing"})
 
 
-class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
+class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One batch."""
 
     id: str
@@ -86,7 +86,7 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
         }
 
 
-def _age(batch: Batch) -> tuple[int, int, str]:
+def _age(batch: BatchRecord) -> tuple[int, int, str]:
     return batch.created_at, batch.created_ns, batch.id
 
 
@@ -98,7 +98,7 @@ class BatchStore:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ended: set[str] = set()
 
-    def create(self, source: StoredFile, endpoint: str, metadata: dict[str, str]) -> Batch:
+    def create(self, source: StoredFile, endpoint: str, metadata: dict[str, str]) -> BatchRecord:
         """Raises `InvalidRequest` if too many batches are open."""
         if len(self.unfinished()) >= MAX_OPEN:
             raise InvalidRequest(
@@ -108,7 +108,7 @@ class BatchStore:
             )
         now_ns = time.time_ns()
         now = now_ns // 10**9
-        batch = Batch(
+        batch = BatchRecord(
             id=f"batch_{random_name()}",
             endpoint=endpoint,
             input_file_id=source.id,
@@ -121,10 +121,10 @@ class BatchStore:
         self.save(batch)
         return batch
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: BatchRecord) -> None:
         write_whole(self._directory / f"{batch.id}.json", _encode(batch), durable=True)
 
-    def get(self, batch_id: str, tenant: str = "") -> Batch:
+    def get(self, batch_id: str, tenant: str = "") -> BatchRecord:
         """Raises `NotFound`: never there, or somebody else's."""
         found = self._read(batch_id) if _ID.fullmatch(batch_id) else None
         if found is None or found.tenant != tenant:
@@ -136,12 +136,12 @@ class BatchStore:
             )
         return found
 
-    def all(self) -> list[Batch]:
+    def all(self) -> list[BatchRecord]:
         """Every batch, the oldest first."""
         found = [self._read(path.stem) for path in self._directory.glob("batch_*.json")]
         return sorted((each for each in found if each is not None), key=_age)
 
-    def unfinished(self) -> list[Batch]:
+    def unfinished(self) -> list[BatchRecord]:
         """Batches that wait or run, the oldest first. Those that were seen ended are not read again."""
         names = [path.stem for path in self._directory.glob("batch_*.json") if path.stem not in self._ended]
         found = [batch for batch in map(self._read, names) if batch is not None]
@@ -160,31 +160,31 @@ class BatchStore:
             _log.warning("batches can't be locked, so no other server may work on them: %s", error)
         return right
 
-    def ask_to_cancel(self, batch: Batch) -> None:
+    def ask_to_cancel(self, batch: BatchRecord) -> None:
         write_whole(self._marker(batch), b"", durable=True)
 
-    def is_cancelling(self, batch: Batch) -> bool:
+    def is_cancelling(self, batch: BatchRecord) -> bool:
         return self._marker(batch).exists()
 
-    def part(self, batch: Batch, kind: Literal["out", "err"]) -> Path:
+    def part(self, batch: BatchRecord, kind: Literal["out", "err"]) -> Path:
         """Where answers are gathered while it runs."""
         return self._directory / f"{batch.id}.{kind}.jsonl"
 
-    def tidy(self, batch: Batch) -> None:
+    def tidy(self, batch: BatchRecord) -> None:
         """Removes what only a running batch needs."""
         for path in (self.part(batch, "out"), self.part(batch, "err"), self._marker(batch)):
             path.unlink(missing_ok=True)
 
-    def delete(self, batch: Batch) -> None:
+    def delete(self, batch: BatchRecord) -> None:
         """Forgets an ended batch; its files are the caller's business."""
         self.tidy(batch)
         (self._directory / f"{batch.id}.json").unlink(missing_ok=True)
 
-    def _marker(self, batch: Batch) -> Path:
+    def _marker(self, batch: BatchRecord) -> Path:
         return self._directory / f"{batch.id}.cancel"
 
-    def _read(self, batch_id: str) -> Batch | None:
+    def _read(self, batch_id: str) -> BatchRecord | None:
         try:
-            return msgspec.json.decode((self._directory / f"{batch_id}.json").read_bytes(), type=Batch)
+            return msgspec.json.decode((self._directory / f"{batch_id}.json").read_bytes(), type=BatchRecord)
         except (OSError, msgspec.MsgspecError):
             return None

@@ -22,7 +22,7 @@ import msgspec
 
 from bough.core.errors import NotFound
 from bough.entrypoints.batches.files import FileStore, new_file_id, open_private
-from bough.entrypoints.batches.records import Batch, BatchStore, Status
+from bough.entrypoints.batches.records import BatchRecord, BatchStore, Status
 from bough.observability.keeper import Keeper
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class BatchRunner:
 
     # -- one batch --------------------------------------------------------------------------------
 
-    async def _work(self, batch: Batch) -> None:
+    async def _work(self, batch: BatchRecord) -> None:
         try:
             source = self._files.path(self._files.get(batch.input_file_id, batch.tenant))
             source.stat()
@@ -168,7 +168,7 @@ class BatchRunner:
             problems.append(_problem("empty_file", "the file has no requests", None))
         return count, problems
 
-    async def _answer_all(self, batch: Batch, source: Path) -> None:
+    async def _answer_all(self, batch: BatchRecord, source: Path) -> None:
         done = {
             *_told(self._batches.part(batch, "out")),
             *_told(self._batches.part(batch, "err")),
@@ -202,17 +202,17 @@ class BatchRunner:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
 
-    async def _some(self, batch: Batch, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    async def _some(self, batch: BatchRecord, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
         """Waits until some are done, or for a look at whether somebody cancels."""
         done, left = await asyncio.wait(running, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
         return left
 
-    def _over(self, batch: Batch) -> bool:
+    def _over(self, batch: BatchRecord) -> bool:
         return time.time() > batch.expires_at or self._batches.is_cancelling(batch)
 
-    async def _answer(self, batch: Batch, line: Json, out: BinaryIO, err: BinaryIO) -> None:
+    async def _answer(self, batch: BatchRecord, line: Json, out: BinaryIO, err: BinaryIO) -> None:
         """One line, again and again while the server can't answer it. When the server drains, it may stay unanswered."""
         while True:
             status, request_id, body = await self._call(batch.endpoint, line["body"], batch.tenant)
@@ -236,7 +236,7 @@ class BatchRunner:
         else:
             batch.failed += 1
 
-    def _finalize(self, batch: Batch, source: Path) -> None:
+    def _finalize(self, batch: BatchRecord, source: Path) -> None:
         cancelled, expired = self._batches.is_cancelling(batch), time.time() > batch.expires_at
         out, err = self._batches.part(batch, "out"), self._batches.part(batch, "err")
         done = {*_told(out), *_told(err)} if out.exists() or err.exists() else set()
@@ -265,7 +265,7 @@ class BatchRunner:
                         _encode({"id": None, "custom_id": custom_id, "response": None, "error": error}) + b"\n"
                     )
 
-    def _enter(self, batch: Batch, status: Status) -> None:
+    def _enter(self, batch: BatchRecord, status: Status) -> None:
         batch.status = status
         batch.times[f"{status}_at"] = int(time.time())
         self._batches.save(batch)

@@ -11,7 +11,7 @@ from bough.core import bounds
 from bough.core.errors import BoughError, InvalidRequest
 from bough.core.messages import Delta, End, TokenLogprobs, unpack_ids
 from bough.entrypoints.grpc import bough_pb2 as pb
-from bough.intake import Request, Stream, native_batch
+from bough.intake import DeltaStream, Request, native_batch
 from bough.intake.caller import Caller
 from bough.intake.media_fields import NATIVE_MEDIA
 
@@ -108,7 +108,7 @@ def request_of(
     return replace(batch.requests[0], caller=caller, deadline_s=deadline_s)
 
 
-def response_of(stream: Stream, delta: Delta) -> pb.GenerateResponse:
+def response_of(stream: DeltaStream, delta: Delta) -> pb.GenerateResponse:
     """What a delta says."""
     response = pb.GenerateResponse(
         rid=stream.rid, index=stream.index, text=delta.text, output_ids=unpack_ids(delta.tokens).tolist()

@@ -31,7 +31,7 @@ def authorization_of(metadata: Metadata) -> str:
     return ""
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses calls without a key. Without `--admin-api-key` nobody may call admin methods."""
 
     def __init__(self, keyring: Keyring) -> None:

@@ -17,7 +17,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Answers for the server as a whole (the empty name) and for each service by name."""
 
     def __init__(self, service: Service, names: frozenset[str]) -> None:

@@ -9,8 +9,8 @@ from grpc_reflection.v1alpha import reflection
 from bough.core import bounds
 from bough.core.errors import ConfigError
 from bough.entrypoints.grpc import bough_pb2, bough_pb2_grpc
-from bough.entrypoints.grpc.guard import Guard
-from bough.entrypoints.grpc.health import Health
+from bough.entrypoints.grpc.guard import GrpcGuard
+from bough.entrypoints.grpc.health import HealthServicer
 from bough.entrypoints.grpc.servicer import BoughServicer
 from bough.entrypoints.service import Service
 
@@ -29,7 +29,7 @@ class GrpcServer:
         server = service.config.server
         self._drain_s = server.drain_timeout_s
         self._server = grpc.aio.server(
-            interceptors=(Guard(service.keyring),),
+            interceptors=(GrpcGuard(service.keyring),),
             options=(
                 ("grpc.max_receive_message_length", server.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -40,7 +40,7 @@ class GrpcServer:
             ),
         )
         bough_pb2_grpc.add_BoughServicer_to_server(BoughServicer(service), self._server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(Health(service, frozenset({_BOUGH})), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(service, frozenset({_BOUGH})), self._server)
         reflection.enable_server_reflection((_BOUGH, _HEALTH, reflection.SERVICE_NAME), self._server)
         name = f"[{host.strip('[]')}]" if ":" in host else host
         try:

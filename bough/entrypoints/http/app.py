@@ -39,7 +39,7 @@ from bough.entrypoints.http.prefix import RootPath
 from bough.entrypoints.http.replies import json_reply
 from bough.entrypoints.http.responses import routes as responses
 from bough.entrypoints.http.responses.schema import ResponsesRequest
-from bough.entrypoints.http.security import OPEN_PATHS, App, Guard, is_page
+from bough.entrypoints.http.security import OPEN_PATHS, App, HttpGuard, is_page
 from bough.entrypoints.http.tracing import Tracing
 from bough.entrypoints.http.ui import routes as ui
 from bough.entrypoints.http.ui.landing import Landing
@@ -342,7 +342,7 @@ def make_app(service: Service) -> App:
         service.at_close(lambda: asyncio.to_thread(files.close))
     server = service.config.server
     bodies = Bodies(max(server.max_body_bytes, server.max_body_bytes_in_flight))
-    guarded = Guard(
+    guarded = HttpGuard(
         inner, server, service.keyring, bodies, admin_paths, service.telemetry.responded,
         changing_gets=frozenset(path for spec in ROUTES if spec.get_changes for path in spec.paths),
     )  # fmt: skip

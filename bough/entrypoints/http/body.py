@@ -49,7 +49,7 @@ _MOST_REWRITTEN_IF_LARGE = 4
 """How many numbers (or lists of them) of one body are rewritten as integers."""
 
 
-class Body(Generic[T]):
+class CheckedBody(Generic[T]):
     """A checked body, and the names of fields that it has but nobody reads."""
 
     __slots__ = ("ignored", "value")
@@ -214,17 +214,19 @@ def too_large(most: int, *, close: bool) -> BodyTooLarge:
     )
 
 
-async def read_json(request: Request, kind: type[S], *, most: int, strict: bool, empty: S | None = None) -> Body[S]:
+async def read_json(
+    request: Request, kind: type[S], *, most: int, strict: bool, empty: S | None = None
+) -> CheckedBody[S]:
     """The body as `kind`. Under `strict` unknown fields are an error. `empty`: what no body at all stands for."""
     raw = await _read_bytes(request, most)
     if empty is not None and not raw.strip():
-        return Body(empty, ())
+        return CheckedBody(empty, ())
     try:
         if len(raw) <= LARGE_BYTES:
             return as_kind(_noted(raw, request), kind, strict=strict)
         raw, cut = await _take_apart(request, raw)
         body = as_kind(_noted(raw, request), kind, strict=strict, most_rewritten=_MOST_REWRITTEN_IF_LARGE)
-        return Body(graft(body.value, cut), body.ignored)
+        return CheckedBody(graft(body.value, cut), body.ignored)
     finally:
         _let_go(request)
 
@@ -254,10 +256,12 @@ def _let_go(request: Request) -> None:
         hold.parsed()
 
 
-def as_kind(data: dict[str, Any], kind: type[S], *, strict: bool, most_rewritten: int = _MOST_REWRITTEN) -> Body[S]:
+def as_kind(
+    data: dict[str, Any], kind: type[S], *, strict: bool, most_rewritten: int = _MOST_REWRITTEN
+) -> CheckedBody[S]:
     """An object as `kind`. Raises `InvalidRequest` saying where and why it is not."""
     value = _convert(data, kind, most_rewritten)
-    return Body(value, unknown_fields(data, known_fields(kind), strict=strict))
+    return CheckedBody(value, unknown_fields(data, known_fields(kind), strict=strict))
 
 
 def unknown_fields(data: Mapping[str, Any], known: Collection[str], *, strict: bool) -> tuple[str, ...]:

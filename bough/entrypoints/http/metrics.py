@@ -14,7 +14,7 @@ from bough.core.errors import NotFound
 from bough.entrypoints.http.body import Bodies
 from bough.entrypoints.http.errors import error_response
 from bough.entrypoints.http.openai.chat import Handler
-from bough.entrypoints.http.security import Guard, Receive, Scope, Send
+from bough.entrypoints.http.security import HttpGuard, Receive, Scope, Send
 from bough.entrypoints.http.server import HttpServer
 from bough.entrypoints.keyring import Keyring
 from bough.entrypoints.service import Service
@@ -48,7 +48,7 @@ async def open_metrics_port(service: Service, sock: socket.socket) -> None:
 
     none = {"api_keys_file": "", "admin_api_key": "", "admin_with_api_key": False, "metrics_api_key": ""}
     unkeyed = dataclasses.replace(service.config.server, api_key=(), **none)  # type: ignore[arg-type]
-    server = HttpServer(Guard(app, unkeyed, Keyring(unkeyed), Bodies(unkeyed.max_body_bytes)), [sock])
+    server = HttpServer(HttpGuard(app, unkeyed, Keyring(unkeyed), Bodies(unkeyed.max_body_bytes)), [sock])
     serving = asyncio.ensure_future(server.run())
 
     async def close() -> None:

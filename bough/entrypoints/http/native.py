@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import Conflict, Forbidden, InvalidRequest, no_such_token
-from bough.entrypoints.http.body import Body, read_json, read_object, unknown_fields
+from bough.entrypoints.http.body import CheckedBody, read_json, read_object, unknown_fields
 from bough.entrypoints.http.openai.chat import Handler, render
 from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from bough.entrypoints.http.openai.tools import offer
@@ -302,11 +302,11 @@ def _deadline_ms(data: dict[str, Any]) -> float | None:
     return given
 
 
-def _known(data: dict[str, Any], *, strict: bool) -> Body[dict[str, Any]]:
+def _known(data: dict[str, Any], *, strict: bool) -> CheckedBody[dict[str, Any]]:
     ignored = unknown_fields(data, NATIVE_FIELDS, strict=strict)
     for name in ignored:
         del data[name]
-    return Body(data, ignored)
+    return CheckedBody(data, ignored)
 
 
 async def _answers(service: Service, batch: NativeBatch) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ _WORKER_DIGITS = 2
 """Hexadecimal digits at the beginning of a name that say which worker keeps what it names."""
 
 
-class Head(msgspec.Struct, frozen=True):
+class ResponseHead(msgspec.Struct, frozen=True):
     """The beginning of an answer."""
 
     status: int
@@ -75,7 +75,7 @@ class Peers:
 
     async def exchange(
         self, worker: int, request: Request, body: bytes, *, method: str = "", path: str = ""
-    ) -> AsyncGenerator[Head | bytes, None]:
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Sends the request, or another of the same client, to a worker: first comes the head of the answer, then its
         pieces. Closing it early is a client that has gone away. Raises `Unavailable` if the worker can't be reached."""
         answer = _Answer()
@@ -106,7 +106,7 @@ class Peers:
         status = 0
         async with contextlib.aclosing(self.exchange(worker, request, b"", method="GET", path=path)) as told:
             async for each in told:
-                if isinstance(each, Head):
+                if isinstance(each, ResponseHead):
                     status = each.status
                 else:
                     pieces.append(each)
@@ -137,7 +137,7 @@ class PassedOn(Response):
         try:
             async with contextlib.aclosing(self._exchange) as told:
                 async for each in told:
-                    if isinstance(each, Head):
+                    if isinstance(each, ResponseHead):
                         begun = True
                         headers = [pair for pair in each.headers if pair[0] not in _OF_THE_CONNECTION]
                         await send({"type": "http.response.start", "status": each.status, "headers": headers})
@@ -179,7 +179,7 @@ class _Answer:
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
-        self.head: Head | None = None
+        self.head: ResponseHead | None = None
         self.complete = False
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
@@ -192,7 +192,7 @@ class _Answer:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.head = Head(self.parser.get_status_code(), self._headers)
+        self.head = ResponseHead(self.parser.get_status_code(), self._headers)
 
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)

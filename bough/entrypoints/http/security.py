@@ -39,7 +39,7 @@ UI_STATE = "/ui/state"
 _SLASHES = re.compile("//+")
 
 
-class Guard:
+class HttpGuard:
     """ASGI middleware. Gives every request an id (`x-request-id`), checks it, and passes it on."""
 
     def __init__(

@@ -13,7 +13,7 @@ from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.rotary import apply_rope, qk_norm_rope
-from bough.kernels.rotary.cpu import Rope
+from bough.kernels.rotary.cpu import RopeStruct
 from bough.platform.huge_pages import prefer_huge_pages
 
 _LANES = 16
@@ -185,7 +185,7 @@ class CpuAttention:
                 )
             return self._by_torch().forward(spec, q_TNH, k_TKH, v_TKH)
         layer, out = self._layer(spec, q_TNH, k_TKH, v_TKH)
-        rope = Rope(
+        rope = RopeStruct(
             layer.q, layer.k, None, None, positions_T.data_ptr(), cos_sin_PR.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
             q_TNH.shape[0], layer.q_token, layer.q_head, layer.k_token, layer.k_head, spec.num_heads,

@@ -81,7 +81,7 @@ class HostLengths:
 
 
 @dataclass(slots=True)
-class Tail:
+class LastRows:
     """The tokens of a step whose hidden states are read after the last layer: of the others it computes keys and values."""
 
     at_L: Tensor
@@ -153,7 +153,7 @@ class AttentionInputs:
     v_scales: Sequence[float] = field(default=())
     tree: TreeMask | None = None
     """None: a query sees its row's KV tokens up to its own. No layer has slopes or chunks where it is given."""
-    tail: Tail | None = None
+    tail: LastRows | None = None
     """All that the last layer has to attend for; None: every token. A backend may leave it aside."""
     lines: Lines | None = None
     """None: all layers have `page_table`, `loc_T` and `page_size`; otherwise those are the first line's."""

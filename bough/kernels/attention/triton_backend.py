@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bough.core.step import SpanCosts
 from bough.kernels.attention import decode_hopper, fresh, plan, triton
-from bough.kernels.attention.inputs import AttentionInputs, Spec, Tail
+from bough.kernels.attention.inputs import AttentionInputs, LastRows, Spec
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.launching import num_sms, power_of_two, shared_bytes_per_sm
 from bough.kernels.rotary.triton import rope_and_write, rope_queries, write_kv
@@ -229,7 +229,7 @@ class TritonAttention:
         workspace = self._workspace(found, decode_hopper.WIDTH)
         return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
 
-    def _tail(self, spec: Spec) -> Tail | None:
+    def _tail(self, spec: Spec) -> LastRows | None:
         inputs = self._step()
         tail = inputs.tail
         if tail is None or not spec.causal:
@@ -323,7 +323,7 @@ def _kind_of(spec: Spec) -> Kind:
     return Kind(spec.num_heads, spec.num_kv_heads, spec.chunk or spec.window, spec.causal)
 
 
-def _of_tail(q_TNH: Tensor, tail: Tail) -> Tensor:
+def _of_tail(q_TNH: Tensor, tail: LastRows) -> Tensor:
     """The tail's queries, also of who projects those of all tokens."""
     return q_TNH if len(q_TNH) == len(tail.at_L) else q_TNH.index_select(0, tail.at_L)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, current_stream, runs_on, tensor_map
-from bough.kernels.norm.inlined import Normed
+from bough.kernels.norm.inlined import NormedStruct
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ROWS = 64
@@ -24,7 +24,7 @@ MOST_NORMED = 2
 2048 x 4096 take 15.2 us instead of 16.0 with one token, 15.7 with two either way, 16.6 instead of 16.0 with three."""
 MOST_SHARED_BYTES = 225 << 10
 """Of a block, less what the source takes besides."""
-_NOT_NORMED = Normed()
+_NOT_NORMED = NormedStruct()
 BOX_COLUMNS: Final = 128
 """Columns of a weight in codes that come together, and that share a scale if not all do."""
 _SCALE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -118,7 +118,7 @@ def launch_ring(
     block: tuple[int, int, int],
     stages: int,
     silu_mul: bool,
-    normed: Normed | None = None,
+    normed: NormedStruct | None = None,
 ) -> None:
     """`cut`: programs, steps a program, steps in all, steps a tile. `block`: tokens, weight rows, columns of a tile.
 

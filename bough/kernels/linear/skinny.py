@@ -19,14 +19,14 @@ from torch import Tensor
 from bough.kernels.activation.triton import gated
 from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear import ring as hopper
-from bough.kernels.norm.inlined import Normed
+from bough.kernels.norm.inlined import NormedStruct
 
 MOST_TOKENS = 256
 """The widest token block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class SkinnyTiling:
     """How the product is cut. `block_n`: weight rows a tile; `programs_per_sm` 0: one program a tile and `split` of D."""
 
     block_n: int
@@ -194,22 +194,22 @@ def reserve(device: torch.device) -> None:
     SCRATCH.get(device, 1 << 24, 1 << 16)
 
 
-def _is_even(rows: int, depth: int, config: Config) -> bool:
+def _is_even(rows: int, depth: int, config: SkinnyTiling) -> bool:
     return rows % config.block_n == 0 and depth % config.block_k == 0
 
 
-def _takes_tma(x: Tensor, rows: int, config: Config) -> bool:
+def _takes_tma(x: Tensor, rows: int, config: SkinnyTiling) -> bool:
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return config.tma and aligned and _is_even(rows, x.shape[1], config) and x.device.type == "cuda"
 
 
-def _takes_ring(x: Tensor, rows: int, config: Config, bias: Tensor | None) -> bool:
+def _takes_ring(x: Tensor, rows: int, config: SkinnyTiling, bias: Tensor | None) -> bool:
     alike = bias is None or bias.dtype == x.dtype
     few = x.shape[0] <= hopper.MOST_TOKENS
     return config.ring and few and alike and _takes_tma(x, rows, config) and hopper.is_ready(x.device)
 
 
-def takes_norm(x_TD: Tensor, weight_OD: Tensor, config: Config, bias: Tensor | None) -> bool:
+def takes_norm(x_TD: Tensor, weight_OD: Tensor, config: SkinnyTiling, bias: Tensor | None) -> bool:
     """Whether a product without an activation can begin with a norm, and had better."""
     tokens, depth = x_TD.shape
     if tokens > hopper.MOST_NORMED or not _takes_ring(x_TD, weight_OD.shape[0], config, bias):
@@ -222,11 +222,11 @@ def takes_norm(x_TD: Tensor, weight_OD: Tensor, config: Config, bias: Tensor | N
 def skinny(
     x_TD: Tensor,
     weight: Tensor,
-    config: Config,
+    config: SkinnyTiling,
     *,
     bias: Tensor | None = None,
     silu_mul: bool = False,
-    normed: Normed | None = None,
+    normed: NormedStruct | None = None,
 ) -> Tensor:
     """x @ weight.T with at most one of: + bias, silu_mul of the result's halves. With `normed`, for which `takes_norm`, the
     norm of x + residual is multiplied."""
@@ -286,7 +286,7 @@ def skinny(
     return out
 
 
-def _descriptor(matrix: Tensor, rows: int, config: Config) -> object:
+def _descriptor(matrix: Tensor, rows: int, config: SkinnyTiling) -> object:
     """Tiles of [rows, block_k]; rows beyond the matrix read as zero."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -18,14 +18,14 @@ import triton
 
 from bough.config.cache_directory import cache_directory
 from bough.kernels.linear.ring import is_ready
-from bough.kernels.linear.skinny import Config
+from bough.kernels.linear.skinny import SkinnyTiling
 from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")
 
 TOKEN_BUCKETS = (4, 16, 32, 64, 128, 256)
 
-Entries = dict[str, Config | None]
+Entries = dict[str, SkinnyTiling | None]
 """None: the vendor's library won."""
 
 
@@ -54,7 +54,7 @@ def entries(device: torch.device) -> Entries:
     for path in paths:
         try:
             rows = json.loads(path.read_text()).items()
-            found |= {key: None if value is None else Config(**value) for key, value in rows}
+            found |= {key: None if value is None else SkinnyTiling(**value) for key, value in rows}
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError, AttributeError) as error:  # the user's, of another version or broken
@@ -70,13 +70,13 @@ def save(device: torch.device) -> Path:
     return path
 
 
-def early(operation: str) -> Config:
+def early(operation: str) -> SkinnyTiling:
     """The configuration of `ring` that was best, or nearly, for all of a Llama's products with up to 32 tokens.
 
     It must be measured between the kernels of a model: what it gains is time in which memory would be idle. Eight stages
     leave room in a multiprocessor for the kernels before and after.
     """
-    return Config(64, 64 if operation == "silu_mul" else 128, 4, 8, 1, tma=True, ring=True)
+    return SkinnyTiling(64, 64 if operation == "silu_mul" else 128, 4, 8, 1, tma=True, ring=True)
 
 
 _EARLY_TOKENS = 32
@@ -86,7 +86,7 @@ _EARLY_BYTES = 16 << 20
 
 def choose(
     operation: str, tokens: int, rows: int, depth: int, dtype: torch.dtype, device: torch.device
-) -> Config | None:
+) -> SkinnyTiling | None:
     """`operation` is "linear" or "silu_mul"; `rows` and `depth` are the weight's. None: the vendor's library."""
     name = entry_name(operation, tokens, rows, depth, dtype)
     measured = entries(device)

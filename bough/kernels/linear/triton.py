@@ -9,7 +9,7 @@ from torch import Tensor
 from bough.kernels.activation.triton import silu_mul
 from bough.kernels.launching import num_sms
 from bough.kernels.linear import gated_hopper, reference
-from bough.kernels.linear.skinny import MOST_TOKENS, Config, skinny, takes_norm
+from bough.kernels.linear.skinny import MOST_TOKENS, SkinnyTiling, skinny, takes_norm
 from bough.kernels.linear.table import choose
 from bough.kernels.norm import inlined as norm
 
@@ -25,7 +25,7 @@ _ADD_FROM = 256
 H200: 0.6 us less at 256 tokens, 19 at 8,192."""
 
 
-def _config(operation: str, x_TD: Tensor, weight: Tensor) -> Config | None:
+def _config(operation: str, x_TD: Tensor, weight: Tensor) -> SkinnyTiling | None:
     if x_TD.dim() != 2 or not 1 <= x_TD.shape[0] <= MOST_TOKENS or weight.stride(1) != 1:
         return None
     if x_TD.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x_TD.dtype:

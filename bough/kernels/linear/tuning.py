@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from bough.kernels.activation.triton import silu_mul
 from bough.kernels.choices import facts_of
-from bough.kernels.linear.skinny import Config, reserve, skinny
+from bough.kernels.linear.skinny import SkinnyTiling, reserve, skinny
 from bough.kernels.linear.table import TOKEN_BUCKETS, early, entries, entry_name, save
 
 _COLD_BYTES = 256 << 20
@@ -39,32 +39,32 @@ class Measured:
     tokens: int
     library_us: float
     best_us: float
-    best: Config | None
-    all_us: dict[Config, float]
+    best: SkinnyTiling | None
+    all_us: dict[SkinnyTiling, float]
 
 
-def candidates(operation: str, tokens: int, hopper: bool) -> Iterator[Config]:
+def candidates(operation: str, tokens: int, hopper: bool) -> Iterator[SkinnyTiling]:
     """Configurations worth measuring. Two weight tiles a step (silu_mul) halve the rows of a tile."""
     halves = 2 if operation == "silu_mul" else 1
     if tokens <= 16:
-        yield Config(64 // halves, 256, 4, 3, 2, tma=hopper)
-        yield Config(32, 256 // halves, 4, 4, 3, tma=hopper)
-        yield Config(16, 512 // halves, 4, 4, 3, tma=hopper)
-        yield Config(64, 128 // halves, 4, 5, 2, tma=False)
+        yield SkinnyTiling(64 // halves, 256, 4, 3, 2, tma=hopper)
+        yield SkinnyTiling(32, 256 // halves, 4, 4, 3, tma=hopper)
+        yield SkinnyTiling(16, 512 // halves, 4, 4, 3, tma=hopper)
+        yield SkinnyTiling(64, 128 // halves, 4, 5, 2, tma=False)
     if tokens <= 32:
         if hopper:
             yield early(operation)
         for programs in (1, 2, 4):
-            yield Config(64, 128 // halves, 4, 6 - programs // 2, programs, tma=hopper)
-        yield Config(64, 128 // halves, 4, 4, 0, tma=hopper)
-        yield Config(128, 128 // halves, 8, 4, 1, tma=hopper)
+            yield SkinnyTiling(64, 128 // halves, 4, 6 - programs // 2, programs, tma=hopper)
+        yield SkinnyTiling(64, 128 // halves, 4, 4, 0, tma=hopper)
+        yield SkinnyTiling(128, 128 // halves, 8, 4, 1, tma=hopper)
     if 16 < tokens <= 64:
-        yield Config(128 // halves, 64, 4, 5, 2, tma=hopper)
-        yield Config(128 // halves, 128, 8, 4, 1, tma=hopper)
-        yield Config(64, 64, 4, 6, 2, tma=hopper)
+        yield SkinnyTiling(128 // halves, 64, 4, 5, 2, tma=hopper)
+        yield SkinnyTiling(128 // halves, 128, 8, 4, 1, tma=hopper)
+        yield SkinnyTiling(64, 64, 4, 6, 2, tma=hopper)
     if 32 < tokens <= 128:
-        yield Config(256 // halves, 64, 8, 4, 1, tma=hopper)
-        yield Config(128 // halves, 64, 8, 4, 0, tma=hopper)
+        yield SkinnyTiling(256 // halves, 64, 8, 4, 1, tma=hopper)
+        yield SkinnyTiling(128 // halves, 64, 8, 4, 0, tma=hopper)
 
 
 def time_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
@@ -88,7 +88,9 @@ def time_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     return statistics.median(took)
 
 
-def measure(shape: LinearShape, tokens: int, device: torch.device, configs: Sequence[Config] | None = None) -> Measured:
+def measure(
+    shape: LinearShape, tokens: int, device: torch.device, configs: Sequence[SkinnyTiling] | None = None
+) -> Measured:
     """Times the library and the configurations (default: all candidates); one that the device can't hold is passed over."""
     reserve(device)
     copies = max(2, min(64, -(-_COLD_BYTES // (shape.rows * shape.depth * 2))))
@@ -102,7 +104,7 @@ def measure(shape: LinearShape, tokens: int, device: torch.device, configs: Sequ
         return silu_mul(product) if gated else product
 
     library_us = time_us([partial(library, w) for w in turns])
-    timed: dict[Config, float] = {}
+    timed: dict[SkinnyTiling, float] = {}
     hopper = facts_of(device.type, device.index).capability >= (9, 0)
     for config in dict.fromkeys(configs or candidates(shape.operation, tokens, hopper)):
         try:

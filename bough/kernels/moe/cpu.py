@@ -22,7 +22,7 @@ _COLS: Final = 32
 """Columns of a block in the C++ code; also a multiple of what rows come in."""
 
 
-class Experts(ctypes.Structure):
+class ExpertsStruct(ctypes.Structure):
     """`struct Experts` of the C++ code."""
 
     _fields_ = [
@@ -53,7 +53,7 @@ class Stack:
         """Addresses of `Weight` structures, which the caller keeps alive."""
         count = len(gate_up)
         self._pointers = (ctypes.c_void_p * count)(*gate_up), (ctypes.c_void_p * count)(*down)
-        self.call = Experts(
+        self.call = ExpertsStruct(
             gate_up=ctypes.addressof(self._pointers[0]),
             down=ctypes.addressof(self._pointers[1]),
             experts=count,

@@ -36,7 +36,7 @@ HIGH_PAIRS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class GroupedTilings:
     """Tilings of both products. Their tiles are equally high, since they share a list."""
 
     gate_up: Tiling
@@ -80,14 +80,14 @@ class Weights:
         return self.gate_up_scale_E2F is not None
 
 
-def cut_for(num_pairs: int, num_experts: int, inner: int, width: int, *, fp8: bool = False) -> Cut:
+def cut_for(num_pairs: int, num_experts: int, inner: int, width: int, *, fp8: bool = False) -> GroupedTilings:
     """How experts of `inner` units and `width` features are cut for so many pairs."""
     per_expert = num_pairs / num_experts
     low = LOW_PAIRS_FP8 if fp8 else LOW_PAIRS
     of = list(HIGH if per_expert > HIGH_PAIRS else MIDDLE if per_expert > low else LOW)
     if fp8:  # scales take registers that two parts of 104 features don't leave
         of = [tiling for tiling in of if tiling.parts * tiling.features <= 2 * 96]
-    return Cut(
+    return GroupedTilings(
         max(of, key=lambda tiling: _use(inner, 2 * tiling.features)),
         max(of, key=lambda tiling: _use(width, 4 * tiling.features)),
     )
@@ -118,7 +118,7 @@ def _loaded(tiling: Tiling, gated: bool, fp8: bool, device: torch.device) -> _Lo
     return _Loaded(kernel, kernel.most_clusters(2))
 
 
-def load_cuts(cuts: Sequence[Cut], device: torch.device, *, fp8: bool) -> None:
+def load_cuts(cuts: Sequence[GroupedTilings], device: torch.device, *, fp8: bool) -> None:
     """Compiles what these cuts need, all at once, and loads it. Raises CudaSourceError."""
     wanted = {(cut.gate_up, True) for cut in cuts} | {(cut.down, False) for cut in cuts}
     with ThreadPoolExecutor(len(wanted)) as pool:
@@ -162,7 +162,12 @@ def can_serve(weights: Weights) -> bool:
 
 
 def experts(
-    x_TD: Tensor, weights: Weights, topk_weights_Tk: Tensor, topk_ids_Tk: Tensor, out_TD: Tensor, cut: Cut | None = None
+    x_TD: Tensor,
+    weights: Weights,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    out_TD: Tensor,
+    cut: GroupedTilings | None = None,
 ) -> None:
     """As `fused_experts` with silu, into out_TD."""
     num_experts, width, inner = weights.down_EDF.shape

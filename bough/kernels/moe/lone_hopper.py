@@ -22,7 +22,7 @@ from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, c
 from bough.kernels.launching import num_sms
 from bough.kernels.moe import Routing
 from bough.kernels.norm import inlined as norm
-from bough.kernels.norm.inlined import Normed, are_rows
+from bough.kernels.norm.inlined import NormedStruct, are_rows
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_PAIRS = 32
@@ -48,7 +48,7 @@ class _Inputs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "gate_up", "down", "weights", "ids")),
-        ("normed", Normed),
+        ("normed", NormedStruct),
         ("router", ctypes.c_void_p),
         ("renormalise", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("hidden", "out")),
@@ -58,7 +58,7 @@ class _Inputs(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LoneTiling:
     """How the work is cut for experts of `inner` hidden units in a model of `width`."""
 
     width: int
@@ -115,14 +115,14 @@ class _Loaded:
 
 
 @cache
-def _loaded(device: torch.device, cut: Cut) -> _Loaded:
+def _loaded(device: torch.device, cut: LoneTiling) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", cut.defines())
     kernel = CudaKernel(cubin, "lone_experts", device, threads=32 * (cut.warps + 1), shared_bytes=SHARED_BYTES)
     return _Loaded(kernel, num_sms(device))
 
 
 @cache
-def _is_ready(device: torch.device, cut: Cut) -> bool:
+def _is_ready(device: torch.device, cut: LoneTiling) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
     return runs_on(device, partial(_loaded, device, cut), "experts of few tokens take three launches")
 
@@ -161,7 +161,7 @@ def _serves(
         return False
     if not are_rows(x_TD):
         return False
-    device, cut = x_TD.device, Cut(width, inner, routed=routed)
+    device, cut = x_TD.device, LoneTiling(width, inner, routed=routed)
     if not _is_ready(device, cut):
         return False
     blocks = num_sms(device)
@@ -176,13 +176,13 @@ def experts(
     weights_Tk: Tensor,
     ids_Tk: Tensor,
     out_TD: Tensor,
-    cut: Cut | None = None,
+    cut: LoneTiling | None = None,
 ) -> None:
     """Fills the contiguous `out_TD` with the sum over each token's experts. Needs `suits`. Raises CudaSourceError."""
     _, width, inner = down_EDF.shape
     weights, ids = weights_Tk.to(torch.float32).contiguous(), ids_Tk.to(torch.int32).contiguous()
     how = {"per_token": ids.shape[1], **_pointers(weights=weights, ids=ids)}
-    _launch(how, x_TD, gate_up_E2FD, down_EDF, out_TD, Cut(width, inner) if cut is None else cut)
+    _launch(how, x_TD, gate_up_E2FD, down_EDF, out_TD, LoneTiling(width, inner) if cut is None else cut)
 
 
 def routed_experts(
@@ -193,7 +193,7 @@ def routed_experts(
     down_EDF: Tensor,
     out_TD: Tensor,
     total_TD: Tensor,
-    cut: Cut | None = None,
+    cut: LoneTiling | None = None,
 ) -> None:
     """Fills the contiguous `out_TD` and `total_TD` with what `moe.routed_experts` returns; they must not overlap anything
     else given. Needs `suits_routed`. Raises CudaSourceError."""
@@ -203,12 +203,12 @@ def routed_experts(
         "per_token": routing.per_token, "renormalise": routing.renormalise, "normed": normed,
         **_pointers(router=routing.router_ED),
     }  # fmt: skip
-    chosen = Cut(width, inner, routed=num_experts) if cut is None else cut
+    chosen = LoneTiling(width, inner, routed=num_experts) if cut is None else cut
     _launch(how, x_TD, gate_up_E2FD, down_EDF, out_TD, chosen)
 
 
 def _launch(
-    how: Mapping[str, Any], x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, out_TD: Tensor, cut: Cut
+    how: Mapping[str, Any], x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, out_TD: Tensor, cut: LoneTiling
 ) -> None:
     """`how` experts are chosen: those of the inputs that say it."""
     device, tokens = x_TD.device, x_TD.shape[0]

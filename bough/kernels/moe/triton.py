@@ -249,7 +249,7 @@ def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | N
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertTiling:
     """How the grouped products are cut: tokens and weight rows of a tile, step along the depth."""
 
     block_t: int
@@ -259,20 +259,20 @@ class Shape:
     num_stages: int
 
 
-def shape_for(num_pairs: int, num_experts: int) -> Shape:
+def shape_for(num_pairs: int, num_experts: int) -> ExpertTiling:
     """Few pairs: narrow tiles, so that enough programs read weights. Many: tiles that feed the tensor cores."""
     per_expert = num_pairs / num_experts
     if num_pairs <= 16:
-        return Shape(16, 16, 256, 4, 4)
+        return ExpertTiling(16, 16, 256, 4, 4)
     if num_pairs <= 32:
-        return Shape(16, 32, 256, 4, 3)
+        return ExpertTiling(16, 32, 256, 4, 3)
     if per_expert <= 12:
-        return Shape(16, 64, 128, 4, 4)
+        return ExpertTiling(16, 64, 128, 4, 4)
     if per_expert <= 48:
-        return Shape(32, 64, 128, 4, 3)
+        return ExpertTiling(32, 64, 128, 4, 3)
     if per_expert <= 128:
-        return Shape(64, 64, 64, 4, 4)
-    return Shape(128, 64, 64, 8, 4)
+        return ExpertTiling(64, 64, 64, 4, 4)
+    return ExpertTiling(128, 64, 64, 8, 4)
 
 
 @dataclass(slots=True)
@@ -318,7 +318,7 @@ def sort_pairs(ids: Tensor, num_experts: int, block_t: int) -> Sorted:
 
 
 def _product(
-    x: Tensor, weight_ERD: Tensor, out: Tensor, order: Sorted, shape: Shape, *, per_token: int, act: str | None
+    x: Tensor, weight_ERD: Tensor, out: Tensor, order: Sorted, shape: ExpertTiling, *, per_token: int, act: str | None
 ) -> None:
     """Fills out [pairs, rows]; `act` set: rows are half the weight's."""
     flat = weight_ERD.flatten(0, 1)
@@ -354,7 +354,7 @@ def _product(
     )
 
 
-def _descriptor(weight: Tensor, shape: Shape) -> object:
+def _descriptor(weight: Tensor, shape: ExpertTiling) -> object:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Normed(ctypes.Structure):
+class NormedStruct(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
@@ -18,9 +18,11 @@ class Normed(ctypes.Structure):
     )
 
 
-def normed(x_TD: Tensor, residual_TD: Tensor, norm_D: Tensor, eps: float, offset: float, total_TD: Tensor) -> Normed:
+def normed(
+    x_TD: Tensor, residual_TD: Tensor, norm_D: Tensor, eps: float, offset: float, total_TD: Tensor
+) -> NormedStruct:
     """For which `suits`. The contiguous `total_TD` is filled, and must not overlap the others."""
-    return Normed(
+    return NormedStruct(
         x=x_TD.data_ptr(), residual=residual_TD.data_ptr(), norm=norm_D.data_ptr(), total=total_TD.data_ptr(),
         x_stride=x_TD.stride(0), residual_stride=residual_TD.stride(0), eps=eps, offset=offset,
     )  # fmt: skip

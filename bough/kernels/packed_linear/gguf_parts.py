@@ -17,7 +17,7 @@ from bough.kernels.packed_linear.weight import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
-class BlockParts:
+class GgufParts:
     """What `take_apart` finds."""
 
     codes_OD: Tensor
@@ -35,7 +35,7 @@ class BlockParts:
     minimum_of_blocks_OB: Tensor | None = None
 
 
-def take_apart(kind: str, raw: Tensor, cols: int) -> BlockParts:
+def take_apart(kind: str, raw: Tensor, cols: int) -> GgufParts:
     """Of the bytes [O, bytes of a row] of a checkpoint. Kinds of plain floats have no blocks."""
     form, rows = FORMATS[kind], raw.shape[0]
     blocks = raw.reshape(-1, form.block_bytes)
@@ -48,18 +48,18 @@ def take_apart(kind: str, raw: Tensor, cols: int) -> BlockParts:
     half = torch.float16
     match kind:
         case "Q4_0":
-            return BlockParts(of(nibbles_of(blocks[:, 2:])), 8, 4, 32, of(blocks[:, :2], half))
+            return GgufParts(of(nibbles_of(blocks[:, 2:])), 8, 4, 32, of(blocks[:, :2], half))
         case "Q4_1":
             codes = of(nibbles_of(blocks[:, 4:]))
-            return BlockParts(codes, 0, 4, 32, of(blocks[:, :2], half), of(blocks[:, 2:4], half))
+            return GgufParts(codes, 0, 4, 32, of(blocks[:, :2], half), of(blocks[:, 2:4], half))
         case "Q5_0":
             codes = of(nibbles_of(blocks[:, 6:]) | bits_of(blocks[:, 2:6], 8) << 4)
-            return BlockParts(codes, 16, 5, 32, of(blocks[:, :2], half))
+            return GgufParts(codes, 16, 5, 32, of(blocks[:, :2], half))
         case "Q5_1":
             codes = of(nibbles_of(blocks[:, 8:]) | bits_of(blocks[:, 4:8], 8) << 4)
-            return BlockParts(codes, 0, 5, 32, of(blocks[:, :2], half), of(blocks[:, 2:4], half))
+            return GgufParts(codes, 0, 5, 32, of(blocks[:, :2], half), of(blocks[:, 2:4], half))
         case "Q8_0":
-            return BlockParts(of(blocks[:, 2:] ^ 128), 128, 8, 32, of(blocks[:, :2], half))
+            return GgufParts(of(blocks[:, 2:] ^ 128), 128, 8, 32, of(blocks[:, :2], half))
         case "Q4_K":
             codes = of(nibbles_of(blocks[:, 16:].reshape(-1, 4, 32)))
             return _two_levels(blocks, codes, 4, of)
@@ -72,14 +72,14 @@ def take_apart(kind: str, raw: Tensor, cols: int) -> BlockParts:
             shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device).view(1, 1, 4, 1)
             high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
             scale = of(blocks[:, 192:208], torch.int8)
-            return BlockParts(of(low | high << 4), 32, 6, 16, scale, of_blocks_OB=of(blocks[:, 208:210], half))
+            return GgufParts(of(low | high << 4), 32, 6, 16, scale, of_blocks_OB=of(blocks[:, 208:210], half))
     raise ValueError(f"{kind} has no blocks")
 
 
-def _two_levels(blocks: Tensor, codes_OD: Tensor, bits: int, of: Callable[..., Tensor]) -> BlockParts:
+def _two_levels(blocks: Tensor, codes_OD: Tensor, bits: int, of: Callable[..., Tensor]) -> GgufParts:
     """Q4_K and Q5_K: eight scales and eight minima of 6 bits in 12 bytes."""
     scales, minima = six_bits_of(blocks[:, 4:16])
-    return BlockParts(
+    return GgufParts(
         codes_OD,
         0,
         bits,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import SCRATCH, sum_partials
-from bough.kernels.packed_linear.gguf_parts import BlockParts
+from bough.kernels.packed_linear.gguf_parts import GgufParts
 
 KINDS: Final = ("Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """What is kept so."""
@@ -92,7 +92,7 @@ class DeviceBlocks:
         }
 
 
-def lay_out_blocks(parts: BlockParts) -> DeviceBlocks:
+def lay_out_blocks(parts: GgufParts) -> DeviceBlocks:
     """The weight as kernels want it, in memory of its own."""
     rows, cols = parts.codes_OD.shape
     pad = -cols % STEP.value

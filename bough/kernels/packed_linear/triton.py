@@ -39,7 +39,7 @@ Llama's weights, and 89 for 32 and 126 for 64 where they are converted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PackedTiling:
     """How the product is cut: weight rows of a tile, warps, stages, and programs on a multiprocessor."""
 
     block_n: int
@@ -48,14 +48,14 @@ class Cut:
     programs_per_sm: int
 
 
-def cut_for(tokens: int, weight: DeviceCodes) -> Cut:
+def cut_for(tokens: int, weight: DeviceCodes) -> PackedTiling:
     """The fastest of several on an H200, summed over three of a Llama's weights: for 1, 16, 32 and 64 tokens INT4 takes 88,
     89, 103 and 146 us, MXFP4 127, 128, 123 and 178, e4m3 in blocks 111, 112, 133 and 146."""
     if CODE_BITS[weight.kind] == 4:
-        return Cut(128, 8 if tokens <= 32 else 4, 4, 2)
+        return PackedTiling(128, 8 if tokens <= 32 else 4, 4, 2)
     if tokens <= 16:
-        return Cut(64, 4, 6, 3)
-    return Cut(128, 4, 4, 2) if tokens <= 32 else Cut(64, 4, 4, 2)
+        return PackedTiling(64, 4, 6, 3)
+    return PackedTiling(128, 4, 4, 2) if tokens <= 32 else PackedTiling(64, 4, 4, 2)
 
 
 @triton.jit(do_not_specialize=["T", "per_chunk", "total", "k_steps"])

@@ -12,7 +12,7 @@ from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.rotary import reference
 
 
-class Rope(ctypes.Structure):
+class RopeStruct(ctypes.Structure):
     """`struct Rope` of the C++ code."""
 
     _fields_ = [
@@ -90,7 +90,7 @@ def _rope(
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     q_out, k_out = q.new_empty((tokens, heads, dim)), q.new_empty((tokens, kv_heads, dim))
-    call = Rope(
+    call = RopeStruct(
         q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(),
         None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
         tokens, q_token, q_head, k_token, k_head, heads, kv_heads, dim, cos_sin.shape[1], interleaved,

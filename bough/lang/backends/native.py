@@ -20,7 +20,7 @@ from bough.lang.config import global_config
 from bough.lang.errors import BackendError
 from bough.lang.loop import Once
 from bough.lang.sampling import SamplingParams
-from bough.lang.transcript import JoinedContext, Media, Prompt
+from bough.lang.transcript import JoinedContext, PlacedMedia, Prompt
 
 _ONLY_PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
 
@@ -198,7 +198,7 @@ class NativeBackend(Backend):
         return fields
 
 
-def _named(item: Media) -> str | dict[str, Any]:
+def _named(item: PlacedMedia) -> str | dict[str, Any]:
     """A medium as /generate takes it."""
     return item.url if item.num_frames is None else {"url": item.url, "num_frames": item.num_frames}
 

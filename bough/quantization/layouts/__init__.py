@@ -23,12 +23,12 @@ from bough.quantization.layouts.bnb import BitsAndBytes4Layout, BitsAndBytes8Lay
 from bough.quantization.layouts.eight import EightLayout
 from bough.quantization.layouts.four import FourLayout
 from bough.quantization.layouts.ints import AwqLayout, GptqLayout, PackedIntsLayout
-from bough.quantization.layouts.layout import Layout
+from bough.quantization.layouts.layout import WeightLayout
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["WeightLayout", "layout_of"]
 
 
-def layout_of(form: WeightFormat, name: str, headers: Mapping[str, StoredShape]) -> Layout:
+def layout_of(form: WeightFormat, name: str, headers: Mapping[str, StoredShape]) -> WeightLayout:
     """The layout of the layer `name`; what the configuration leaves open is taken from the headers of its tensors."""
     match form:
         case Eight():

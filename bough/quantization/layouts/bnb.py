@@ -14,7 +14,7 @@ from bough.core.errors import WeightsError
 from bough.kernels.packed_linear import Codes
 from bough.kernels.packed_linear.codes import TABLES
 from bough.quantization.formats import BitsAndBytes4, BitsAndBytes8
-from bough.quantization.layouts.layout import Layout, Region, Span, TensorSpec
+from bough.quantization.layouts.layout import Region, StoredSpan, TensorSpec, WeightLayout
 
 _BLOCK = 64
 """Weights that share a scale, unless the quantisation state says otherwise."""
@@ -22,7 +22,7 @@ _NESTED_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytes4Layout(Layout):
+class BitsAndBytes4Layout(WeightLayout):
     """The weight is one long row of blocks, two weights in a byte, the first in the high half."""
 
     form: BitsAndBytes4
@@ -37,7 +37,7 @@ class BitsAndBytes4Layout(Layout):
         blocks = -(-count // self.block)
         floats, whole = frozenset({"F32"}), (None, None)
         specs = {
-            "weight": TensorSpec((count // 2, 1), Span(0, 1, shape[1] // 2), None, frozenset({"U8"})),
+            "weight": TensorSpec((count // 2, 1), StoredSpan(0, 1, shape[1] // 2), None, frozenset({"U8"})),
             "weight_absmax": TensorSpec((blocks,), *whole, frozenset({"U8"}) if self.nested else floats),
             "weight_quant_map": TensorSpec((16,), *whole, floats),
             "weight_quant_state": TensorSpec((self.state_bytes,), *whole, frozenset({"U8"})),
@@ -79,15 +79,15 @@ class BitsAndBytes4Layout(Layout):
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytes8Layout(Layout):
+class BitsAndBytes8Layout(WeightLayout):
     """A byte per weight; `SCB` is the largest value of a row."""
 
     form: BitsAndBytes8
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         return {
-            "weight": TensorSpec(shape, Span(0), Span(1), frozenset({"I8"})),
-            "SCB": TensorSpec((shape[0],), Span(0), None, frozenset({"F32"}), is_scale=True),
+            "weight": TensorSpec(shape, StoredSpan(0), StoredSpan(1), frozenset({"I8"})),
+            "SCB": TensorSpec((shape[0],), StoredSpan(0), None, frozenset({"F32"}), is_scale=True),
             "weight_format": TensorSpec((), None, None, frozenset({"U8"}), optional=True),
         }
 

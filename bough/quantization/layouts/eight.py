@@ -11,21 +11,21 @@ from torch import Tensor
 from bough.kernels.packed_linear import Codes, Inputs
 from bough.kernels.packed_linear.codes import CodeKind
 from bough.quantization.formats import Eight, InputRounding
-from bough.quantization.layouts.layout import FLOATS, Layout, Region, Span, TensorSpec
+from bough.quantization.layouts.layout import FLOATS, Region, StoredSpan, TensorSpec, WeightLayout
 
 _BYTES = {"float8": frozenset({"F8_E4M3"}), "int8": frozenset({"I8"})}
 _EXPONENTS = frozenset({"U8", "F8_E8M0"})
 
 
 @dataclass(frozen=True, slots=True)
-class EightLayout(Layout):
+class EightLayout(WeightLayout):
     """`weight`, its scales, and what is known of inputs."""
 
     form: Eight
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         form = self.form
-        specs = {"weight": TensorSpec(shape, Span(0), Span(1), _BYTES[form.kind])}
+        specs = {"weight": TensorSpec(shape, StoredSpan(0), StoredSpan(1), _BYTES[form.kind])}
         specs[form.scale] = self._scales(shape, _EXPONENTS if form.exponents else FLOATS)
         if not form.symmetric:
             zeros = self._scales(shape, frozenset({"I8", "I32", "F32"}))
@@ -53,12 +53,12 @@ class EightLayout(Layout):
             down, across = form.block
             count = (-(-rows // down), -(-cols // across))
             if form.four_dims:
-                spans = (Span(0, down), Span(2, across))
+                spans = (StoredSpan(0, down), StoredSpan(2, across))
                 return TensorSpec((count[0], 1, count[1], 1), *spans, kinds, also=(count,), is_scale=True)
-            return TensorSpec(count, Span(0, down), Span(1, across), kinds, is_scale=True)
+            return TensorSpec(count, StoredSpan(0, down), StoredSpan(1, across), kinds, is_scale=True)
         if form.per == "tensor":
             return TensorSpec((), None, None, kinds, also=((1,), (1, 1)), is_scale=True)
-        return TensorSpec((rows, 1), Span(0), None, kinds, also=((rows,),), is_scale=True)
+        return TensorSpec((rows, 1), StoredSpan(0), None, kinds, also=((rows,),), is_scale=True)
 
     def decode(self, region: Region, tensors: Mapping[str, Tensor]) -> Codes:
         form = self.form

@@ -11,14 +11,14 @@ from torch import Tensor
 from bough.kernels.packed_linear import Codes
 from bough.quantization.formats import Four
 from bough.quantization.layouts.eight import exponents_to_float
-from bough.quantization.layouts.layout import FLOATS, Layout, Region, Span, TensorSpec
+from bough.quantization.layouts.layout import FLOATS, Region, StoredSpan, TensorSpec, WeightLayout
 
 _BYTES = frozenset({"U8", "I8"})
 _GROUPS = {"mx": 32, "nv": 16}
 
 
 @dataclass(frozen=True, slots=True)
-class FourLayout(Layout):
+class FourLayout(WeightLayout):
     """Two columns in a byte, the even one in the low half."""
 
     form: Four
@@ -28,8 +28,10 @@ class FourLayout(Layout):
         group = _GROUPS[form.scales]
         kinds = frozenset({"U8", "F8_E8M0"}) if form.scales == "mx" else frozenset({"F8_E4M3"})
         specs = {
-            form.weight: TensorSpec((rows, cols // 2), Span(0), Span(1, 2), _BYTES),
-            form.scale: TensorSpec((rows, -(-cols // group)), Span(0), Span(1, group), kinds, is_scale=True),
+            form.weight: TensorSpec((rows, cols // 2), StoredSpan(0), StoredSpan(1, 2), _BYTES),
+            form.scale: TensorSpec(
+                (rows, -(-cols // group)), StoredSpan(0), StoredSpan(1, group), kinds, is_scale=True
+            ),
         }
         if form.tensor_scale:
             specs[form.tensor_scale] = TensorSpec((1,), None, None, FLOATS, also=((),), is_scale=True)

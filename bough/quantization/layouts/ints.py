@@ -12,7 +12,7 @@ from bough.kernels.packed_linear import Codes
 from bough.kernels.packed_linear.codes import CodeKind
 from bough.quantization.formats import Awq, Gptq, PackedInts
 from bough.quantization.layouts.eight import inputs_of
-from bough.quantization.layouts.layout import FLOATS, INT32, Layout, Region, Span, TensorSpec
+from bough.quantization.layouts.layout import FLOATS, INT32, Region, StoredSpan, TensorSpec, WeightLayout
 
 _WORD = 32
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -56,7 +56,7 @@ def _groups(group: int, num_cols: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class AwqLayout(Layout):
+class AwqLayout(WeightLayout):
     """All tensors have inputs first."""
 
     form: Awq
@@ -64,11 +64,11 @@ class AwqLayout(Layout):
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, cols = shape
         groups = _groups(self.form.group, cols)
-        along = None if self.form.group <= 0 else Span(0, self.form.group)
+        along = None if self.form.group <= 0 else StoredSpan(0, self.form.group)
         return {
-            "qweight": TensorSpec((cols, rows // 8), Span(1, 8), Span(0), INT32),
-            "qzeros": TensorSpec((groups, rows // 8), Span(1, 8), along, INT32, optional=not self.form.zeros),
-            "scales": TensorSpec((groups, rows), Span(1), along, FLOATS, is_scale=True),
+            "qweight": TensorSpec((cols, rows // 8), StoredSpan(1, 8), StoredSpan(0), INT32),
+            "qzeros": TensorSpec((groups, rows // 8), StoredSpan(1, 8), along, INT32, optional=not self.form.zeros),
+            "scales": TensorSpec((groups, rows), StoredSpan(1), along, FLOATS, is_scale=True),
         }
 
     def problem(self, shape: tuple[int, int]) -> str:
@@ -92,7 +92,7 @@ class AwqLayout(Layout):
 
 
 @dataclass(frozen=True, slots=True)
-class GptqLayout(Layout):
+class GptqLayout(WeightLayout):
     """All tensors have inputs first. Codes of 2 and 3 bits become codes of 4, those of 5 to 7 become codes of 8."""
 
     form: Gptq
@@ -100,13 +100,13 @@ class GptqLayout(Layout):
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         bits, (rows, cols) = self.form.bits, shape
         groups = _groups(self.form.group, cols)
-        along = None if self.form.group <= 0 or self.form.act_order else Span(0, self.form.group)
+        along = None if self.form.group <= 0 or self.form.act_order else StoredSpan(0, self.form.group)
         unit = (_WORD // bits, 1) if _WORD % bits == 0 else (_WORD, bits)
         return {
-            "qweight": TensorSpec((cols * bits // _WORD, rows), Span(1), Span(0, *unit), INT32),
-            "qzeros": TensorSpec((groups, rows * bits // _WORD), Span(1, *unit), along, INT32),
-            "scales": TensorSpec((groups, rows), Span(1), along, FLOATS, is_scale=True),
-            "g_idx": TensorSpec((cols,), None, Span(0), INT32, optional=not self.form.act_order),
+            "qweight": TensorSpec((cols * bits // _WORD, rows), StoredSpan(1), StoredSpan(0, *unit), INT32),
+            "qzeros": TensorSpec((groups, rows * bits // _WORD), StoredSpan(1, *unit), along, INT32),
+            "scales": TensorSpec((groups, rows), StoredSpan(1), along, FLOATS, is_scale=True),
+            "g_idx": TensorSpec((cols,), None, StoredSpan(0), INT32, optional=not self.form.act_order),
         }
 
     def problem(self, shape: tuple[int, int]) -> str:
@@ -129,7 +129,7 @@ class GptqLayout(Layout):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedIntsLayout(Layout):
+class PackedIntsLayout(WeightLayout):
     """Outputs first; codes are signed integers offset by half of their range."""
 
     form: PackedInts
@@ -139,22 +139,22 @@ class PackedIntsLayout(Layout):
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         form, (rows, cols) = self.form, shape
         unit, groups = self._unit, _groups(form.group, cols)
-        along = None if form.group <= 0 or form.act_order else Span(1, form.group)
+        along = None if form.group <= 0 or form.act_order else StoredSpan(1, form.group)
         whole = form.group < 0
         scale_shape = (1,) if whole else (rows, groups)
-        down = None if whole else Span(0)
+        down = None if whole else StoredSpan(0)
         also = ((), (1, 1)) if whole else ()
         specs = {
-            "weight_packed": TensorSpec((rows, _words(cols, unit)), Span(0), Span(1, *unit), INT32),
+            "weight_packed": TensorSpec((rows, _words(cols, unit)), StoredSpan(0), StoredSpan(1, *unit), INT32),
             "weight_scale": TensorSpec(scale_shape, down, along, FLOATS, also=also, is_scale=True),
             "weight_shape": TensorSpec((2,), None, None, frozenset({"I64", "I32"}), optional=True),
-            "weight_g_idx": TensorSpec((cols,), None, Span(0), INT32 | {"I64"}, optional=not form.act_order),
+            "weight_g_idx": TensorSpec((cols,), None, StoredSpan(0), INT32 | {"I64"}, optional=not form.act_order),
             "input_scale": TensorSpec(
                 (), None, None, FLOATS, form.inputs is None or not form.inputs.static, also=((1,),), is_scale=True
             ),
         }
         if not form.symmetric:
-            specs["weight_zero_point"] = TensorSpec((_words(rows, unit), groups), Span(0, *unit), along, INT32)
+            specs["weight_zero_point"] = TensorSpec((_words(rows, unit), groups), StoredSpan(0, *unit), along, INT32)
         return specs
 
     def decode(self, region: Region, tensors: Mapping[str, Tensor]) -> Codes:

@@ -19,7 +19,7 @@ INT32 = frozenset({"I32", "U32"})
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoredSpan:
     """A dimension of a stored tensor that runs along a weight's outputs or inputs: `indices` for every `values` of them."""
 
     dim: int
@@ -36,8 +36,8 @@ class TensorSpec:
     """One tensor of a weight. A span that is None: the tensor does not depend on that side and is read as a whole."""
 
     shape: tuple[int, ...]
-    rows: Span | None
-    cols: Span | None
+    rows: StoredSpan | None
+    cols: StoredSpan | None
     kinds: frozenset[str]
     optional: bool = False
     also: tuple[tuple[int, ...], ...] = ()
@@ -64,7 +64,7 @@ class Region:
         return self.cols[1] - self.cols[0]
 
 
-class Layout(ABC):
+class WeightLayout(ABC):
     """The tensors of one weight [O, D]."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Layout(ABC):
         return ""
 
 
-def region_of(layout: Layout, shape: tuple[int, int], rows: slice, cols: slice) -> Region:
+def region_of(layout: WeightLayout, shape: tuple[int, int], rows: slice, cols: slice) -> Region:
     """The smallest region with these rows and columns that all tensors can be cut to."""
     specs = layout.tensors(shape).values()
     return Region(
@@ -99,7 +99,7 @@ def region_of(layout: Layout, shape: tuple[int, int], rows: slice, cols: slice) 
     )
 
 
-def _aligned(wanted: tuple[int, int], total: int, spans: Iterable[Span | None]) -> tuple[int, int]:
+def _aligned(wanted: tuple[int, int], total: int, spans: Iterable[StoredSpan | None]) -> tuple[int, int]:
     unit = math.lcm(*(span.values for span in spans if span is not None))
     start, stop = wanted
     return start // unit * unit, min(total, -(-stop // unit) * unit)

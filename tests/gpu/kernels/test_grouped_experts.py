@@ -8,15 +8,19 @@ from torch import Tensor
 
 from bough.kernels import moe
 from bough.kernels.moe import grouped_hopper, reference, triton as portable
-from bough.kernels.moe.grouped_hopper import HIGH, LOW, MIDDLE, Cut, Weights
+from bough.kernels.moe.grouped_hopper import HIGH, LOW, MIDDLE, GroupedTilings, Weights
 
 CUTS = {
-    "high": Cut(HIGH[0], HIGH[1]),
-    "high, odd": Cut(HIGH[2], HIGH[1]),
-    "middle": Cut(MIDDLE[0], MIDDLE[2]),
-    "low": Cut(LOW[0], LOW[2]),
+    "high": GroupedTilings(HIGH[0], HIGH[1]),
+    "high, odd": GroupedTilings(HIGH[2], HIGH[1]),
+    "middle": GroupedTilings(MIDDLE[0], MIDDLE[2]),
+    "low": GroupedTilings(LOW[0], LOW[2]),
 }
-FP8_CUTS = {"high": Cut(HIGH[0], HIGH[2]), "middle": Cut(MIDDLE[0], MIDDLE[0]), "low": Cut(LOW[0], LOW[0])}
+FP8_CUTS = {
+    "high": GroupedTilings(HIGH[0], HIGH[2]),
+    "middle": GroupedTilings(MIDDLE[0], MIDDLE[0]),
+    "low": GroupedTilings(LOW[0], LOW[0]),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +53,9 @@ def _choice(tokens: int, experts: int, per_token: int, routing: str) -> tuple[Te
     return torch.rand(tokens, per_token, device="cuda"), ids
 
 
-def _check(tokens: int, shape: tuple[int, int, int, int], cut: Cut | None, routing: str, *, fp8: bool = False) -> None:
+def _check(
+    tokens: int, shape: tuple[int, int, int, int], cut: GroupedTilings | None, routing: str, *, fp8: bool = False
+) -> None:
     experts, per_token, width, inner = shape
     x = _random(tokens, width)
     gate_up, down = (

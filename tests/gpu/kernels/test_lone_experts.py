@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bough.kernels.moe import Routing, lone_hopper, reference, triton as moe
-from bough.kernels.moe.lone_hopper import MOST_LOGITS, MOST_PAIRS, Cut, experts, routed_experts, suits, suits_routed
+from bough.kernels.moe.lone_hopper import (
+    MOST_LOGITS,
+    MOST_PAIRS,
+    LoneTiling,
+    experts,
+    routed_experts,
+    suits,
+    suits_routed,
+)
 from bough.kernels.norm import add_rms_norm
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -49,7 +57,7 @@ def _choices(tokens: int, per_token: int, num_experts: int, kind: str) -> Tensor
 
 
 def _check(
-    gate_up: Tensor, down: Tensor, tokens: int, per_token: int, cases: ModuleType, cut: Cut | None = None
+    gate_up: Tensor, down: Tensor, tokens: int, per_token: int, cases: ModuleType, cut: LoneTiling | None = None
 ) -> None:
     num_experts, width, inner = down.shape
     for kind in ("any", "repeated", "of another rank", "none"):
@@ -98,8 +106,10 @@ def test_odd_shapes(width: int, inner: int, cases: ModuleType) -> None:
         _check(gate_up, down, tokens, per_token, cases)
 
 
-@pytest.mark.parametrize("cut", [Cut(2048, 768, 16 << 10, 8), Cut(2048, 768, 32 << 10, 4), Cut(2048, 768, 8 << 10, 16)])
-def test_other_cuts(cut: Cut, cases: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "cut", [LoneTiling(2048, 768, 16 << 10, 8), LoneTiling(2048, 768, 32 << 10, 4), LoneTiling(2048, 768, 8 << 10, 16)]
+)
+def test_other_cuts(cut: LoneTiling, cases: ModuleType) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(32, 2048, 768)
     for tokens, per_token in ((1, 8), (4, 8)):
@@ -225,7 +235,7 @@ def _before_experts(x: Tensor, residual: Tensor, how: Routing) -> tuple[Tensor, 
     return total, normed, normed.double() @ how.router_ED.double().T
 
 
-def _check_routed(given: Routed, cases: ModuleType, cut: Cut | None = None) -> None:
+def _check_routed(given: Routed, cases: ModuleType, cut: LoneTiling | None = None) -> None:
     x, residual, how, gate_up, down = given
     (tokens, width), num_experts = x.shape, down.shape[0]
     case = (width, down.shape[2], num_experts, tokens, how.per_token, how.renormalise)
@@ -274,7 +284,11 @@ def test_a_router_of_odd_shapes(width: int, inner: int, num_experts: int, per_to
 def test_a_router_with_other_cuts(cases: ModuleType) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(32, 2048, 768)
-    for cut in (Cut(2048, 768, 16 << 10, 8, 32), Cut(2048, 768, 32 << 10, 4, 32), Cut(2048, 768, 8 << 10, 16, 32)):
+    for cut in (
+        LoneTiling(2048, 768, 16 << 10, 8, 32),
+        LoneTiling(2048, 768, 32 << 10, 4, 32),
+        LoneTiling(2048, 768, 8 << 10, 16, 32),
+    ):
         for tokens in (1, 4):
             _check_routed(_routed(tokens, 8, gate_up, down), cases, cut)
 

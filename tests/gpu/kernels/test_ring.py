@@ -9,16 +9,16 @@ import torch.nn.functional as F
 
 from bough.kernels.linear import reference, triton as linear
 from bough.kernels.linear.ring import MOST_NORMED, MOST_SHARED_BYTES, is_ready, shared_bytes
-from bough.kernels.linear.skinny import Config, skinny, takes_norm
+from bough.kernels.linear.skinny import SkinnyTiling, skinny, takes_norm
 from bough.kernels.norm import inlined
 
 CONFIGS = [
-    Config(64, 128, 4, 8, 1, tma=True, ring=True),
-    Config(64, 64, 4, 8, 1, tma=True, ring=True),
-    Config(64, 128, 4, 3, 2, tma=True, ring=True),
-    Config(64, 64, 4, 5, 0, tma=True, ring=True),
-    Config(128, 64, 8, 4, 1, tma=True, ring=True),
-    Config(64, 128, 4, 2, 0, split=3, tma=True, ring=True),
+    SkinnyTiling(64, 128, 4, 8, 1, tma=True, ring=True),
+    SkinnyTiling(64, 64, 4, 8, 1, tma=True, ring=True),
+    SkinnyTiling(64, 128, 4, 3, 2, tma=True, ring=True),
+    SkinnyTiling(64, 64, 4, 5, 0, tma=True, ring=True),
+    SkinnyTiling(128, 64, 8, 4, 1, tma=True, ring=True),
+    SkinnyTiling(64, 128, 4, 2, 0, split=3, tma=True, ring=True),
 ]
 
 
@@ -30,7 +30,7 @@ def _is_used(hopper: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("what", ["plain", "bias", "silu_mul"])
-def test_agrees_with_double_precision(what: str, config: Config, dtype: torch.dtype) -> None:
+def test_agrees_with_double_precision(what: str, config: SkinnyTiling, dtype: torch.dtype) -> None:
     draw = random.SystemRandom()
     torch.manual_seed(draw.randrange(2**31))
     for rows, depth in ((256, 128), (1536, 2048), (4096, 3072)):
@@ -84,7 +84,7 @@ def test_waits_for_what_it_reads() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("what", ["plain", "bias", "silu_mul"])
-def test_a_norm_before_it_agrees_with_double_precision(what: str, config: Config) -> None:
+def test_a_norm_before_it_agrees_with_double_precision(what: str, config: SkinnyTiling) -> None:
     """Of up to 8 tokens, although more than two are normed by a launch of their own."""
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     for rows, depth in ((256, 128), (1536, 2048), (5120, 2048), (2048, 4096)):

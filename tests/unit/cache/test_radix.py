@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from bough.cache.evict import EVICTION
 from bough.cache.nodes import Match, Node
 from bough.cache.pages import PagePool, PoolDry
-from bough.cache.prefix import PrefixCache, Tail
+from bough.cache.prefix import KeptTail, PrefixCache
 
 TOTAL = 24
 
@@ -386,7 +386,7 @@ def test_a_match_in_a_kept_page_does_not_outlive_it(how: str) -> None:
     cache = PrefixCache(num_pages=9, page_size=4)
     _fill(cache, [1, 2, 3, 4])
     pages = cache.alloc(1)
-    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), pages, step=7))
+    cache.keep(("", "r"), KeptTail("", _keys([1, 2, 3, 4, 5, 6]), pages, step=7))
     asked = _keys([1, 2, 3, 4, 5, 6, 8, 8])
     found = cache.match_prefix("", asked, 7, "r")
     assert (found.num_tokens, found.tail_pages) == (6, pages)
@@ -397,7 +397,7 @@ def test_a_match_in_a_kept_page_does_not_outlive_it(how: str) -> None:
     elif how == "failed":
         cache.drop_step(7)
     elif how == "replaced":
-        cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4]), pages[:0]))
+        cache.keep(("", "r"), KeptTail("", _keys([1, 2, 3, 4]), pages[:0]))
     else:
         cache.release(node, np.empty(0, np.int32))
         cache.flush()
@@ -459,6 +459,6 @@ def test_a_kept_page_is_for_those_who_have_its_tokens() -> None:
     cache = PrefixCache(num_pages=9, page_size=4)
     _fill(cache, [1, 2, 3, 4])
     pages = cache.alloc(1)
-    cache.keep(("", "r"), Tail("", _keys([1, 2, 3, 4, 5, 6]), pages))
+    cache.keep(("", "r"), KeptTail("", _keys([1, 2, 3, 4, 5, 6]), pages))
     for asked, found in (([5, 6, 8, 8], 6), ([5, 9, 8, 8], 4), ([9, 6, 8, 8], 4)):
         assert cache.match_prefix("", _keys([1, 2, 3, 4, *asked]), 7, "r").num_tokens == found

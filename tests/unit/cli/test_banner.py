@@ -10,7 +10,7 @@ import pytest
 from bough.cli import serving
 from bough.cli.serving import banner
 from bough.config.server_args import build_config
-from bough.entrypoints.service import Served
+from bough.entrypoints.service import ServedModel
 
 
 def shown(
@@ -18,7 +18,7 @@ def shown(
 ) -> str:
     config = build_config(**settings)
     known = {"device": "cpu", "dtype": "float32", "kv_tokens": 16_384, "memory": [["weights", 96_573_849, ""]]}
-    served = Served(
+    served = ServedModel(
         name="tiny", aliases=frozenset(), tokenizer=None, context_length=8192, format=format, stored_as=stored_as,
         facts=known | (facts or {}),
     )  # fmt: skip

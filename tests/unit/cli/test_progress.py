@@ -8,7 +8,7 @@ import pytest
 
 from bough.cli import progress as module
 from bough.cli.progress import Progress
-from bough.ipc import Status
+from bough.ipc import EngineStatus
 
 GIB = 1024**3
 
@@ -32,18 +32,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def reading(done: int, what: str = "loading weights") -> Status:
-    return Status(phase="loading", detail=what, progress=0.3, done_bytes=done * GIB, total_bytes=16 * GIB)
+def reading(done: int, what: str = "loading weights") -> EngineStatus:
+    return EngineStatus(phase="loading", detail=what, progress=0.3, done_bytes=done * GIB, total_bytes=16 * GIB)
 
 
 def test_plain_lines_are_few_and_say_how_long(clock: Clock) -> None:
     out = io.StringIO()
     progress = Progress(out)
-    progress(Status(phase="loading", detail="preparing the device", progress=0.1))
+    progress(EngineStatus(phase="loading", detail="preparing the device", progress=0.1))
     for done in range(17):  # half a gibibyte a second
         progress(reading(done))
         clock.now += 2.0
-    progress(Status(phase="loading", detail="warming up", progress=0.9))
+    progress(EngineStatus(phase="loading", detail="warming up", progress=0.9))
     progress.done()
     assert out.getvalue().splitlines() == [
         "preparing the device ...",
@@ -87,7 +87,7 @@ def test_a_bar_on_a_terminal(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> N
     last = out.getvalue().rpartition("\r\x1b[K")[2]
     assert last.startswith("[" + "#" * 8)
     assert last.endswith("loading weights: 4.00 GiB of 16.00 GiB, 1.00 GiB/s, 12 s left")
-    progress(Status(phase="ready"))
+    progress(EngineStatus(phase="ready"))
     assert out.getvalue().endswith("\r\x1b[K"), "what is printed next begins a line"
 
 

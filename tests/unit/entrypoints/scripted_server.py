@@ -40,7 +40,7 @@ from bough.core.messages import (
 from bough.entrypoints.http.app import make_app
 from bough.entrypoints.http.server import Front, HttpServer
 from bough.entrypoints.http.sockets import bind
-from bough.entrypoints.service import Served, Service, make_admission
+from bough.entrypoints.service import ServedModel, Service, make_admission
 from bough.intake import Intake
 from bough.intake.replicas import Replicas
 from bough.ipc.endpoints import Endpoints
@@ -324,7 +324,7 @@ class FakeServer:
         intake = Intake.from_facts(Endpoints("/nonexistent"), facts, tokenizer, gate=admission, truncate=truncate)
         self.engine = FakeEngine(intake, self._script)
         intake._replicas = Replicas([self.engine], [], "prefix")  # type: ignore[list-item]
-        served = Served(
+        served = ServedModel(
             name="fake", aliases=frozenset({"default", "org/fake"}), tokenizer=tokenizer, context_length=CONTEXT,
             facts=facts, **self._served,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from scripted_server import endless, serving, wait_until
 
 from bough.core.errors import Overloaded
-from bough.entrypoints.admission import Admission, Place
+from bough.entrypoints.admission import Admission, AdmissionHold
 from bough.observability.health import Beat, State
 
 
@@ -64,7 +64,7 @@ def test_retry_after_follows_the_pace() -> None:
 )
 def test_the_account_balances(steps: list[tuple[int, int, str]]) -> None:
     gate = Admission(max_requests=10, max_tokens=120)
-    places: list[Place] = []
+    places: list[AdmissionHold] = []
     for requests, tokens, what in steps:
         if what == "admit":
             alone = gate.requests == 0
@@ -144,7 +144,7 @@ def test_nobody_waits_longer_than_allowed(rate: float, arrivals: float) -> None:
     engine = Machine(rate)
     gate = Admission(max_requests=10**6, max_tokens=10**9, max_wait_s=60, look=engine.beat, clock=lambda: engine.now)
     refused: list[Overloaded] = []
-    places: list[Place] = []
+    places: list[AdmissionHold] = []
     for _ in range(int(600 * arrivals)):
         try:
             places.append(gate.admit(requests=1, tokens=10))

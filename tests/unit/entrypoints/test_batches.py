@@ -24,7 +24,7 @@ from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.errors import Aborted, NotFound, Overloaded, Unavailable
 from bough.core.messages import End, Generate
-from bough.entrypoints.batches import Batch, BatchRunner, BatchStore, FileStore, runner as runner_module
+from bough.entrypoints.batches import BatchRecord, BatchRunner, BatchStore, FileStore, runner as runner_module
 from bough.entrypoints.batches.files import new_file_id
 from bough.entrypoints.http.app import handlers
 from bough.entrypoints.http.batches import start_batches
@@ -468,7 +468,7 @@ async def test_no_descriptors_end_no_runner(tmp_path: Path, monkeypatch: pytest.
         return work(self, *arguments)
 
     monkeypatch.setattr(BatchStore, where, none_left)
-    batch = Batch(id="batch_" + "0" * 32, endpoint=CHAT, input_file_id="", created_at=0, expires_at=2**40)
+    batch = BatchRecord(id="batch_" + "0" * 32, endpoint=CHAT, input_file_id="", created_at=0, expires_at=2**40)
     batch.input_file_id = files.add([json.dumps(line("a")).encode()], filename="x", purpose="batch").id
     batches.save(batch)
     runner = BatchRunner(files, batches, call, frozenset({CHAT}))

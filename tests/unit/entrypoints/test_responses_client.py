@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.messages import End, Generate, unpack_ids
-from bough.entrypoints.http.responses.store import Kept, ResponseStore
+from bough.entrypoints.http.responses.store import ResponseStore, StoredResponse
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD: Any = {
@@ -333,9 +333,9 @@ def test_other_tenants_see_nothing() -> None:
 
 
 def test_the_store_is_bounded() -> None:
-    def kept(name: str, size: int = 10) -> Kept:
+    def kept(name: str, size: int = 10) -> StoredResponse:
         response = {"id": name, "status": "completed", "output": [{"id": f"item_{name}", "text": "x" * size}]}
-        return Kept(response, [], 0, "")
+        return StoredResponse(response, [], 0, "")
 
     store = ResponseStore(3)
     for name in "abcd":

@@ -339,7 +339,7 @@ NOT_BY_TENANT = {
     "Intake._unpaid": "the same",
     "Intake._leases": "the same",
     "IntakeStats.ended": "counters",
-    "Kept.response": "what a store holds",
+    "StoredResponse.response": "what a store holds",
     "_Session.turns": "by the requests of one session",
     "Joins._known": "by cache namespace, which has the owner's name in it",
     "Keyring._named": "the keys themselves",
@@ -353,10 +353,10 @@ NOT_BY_TENANT = {
     "Telemetry._responses": "counters",
     "Sheet._first": "counters",
     "Boards._open": "counters",
-    "Served.facts": "about the model",
-    "Served.markers": "about the model",
-    "Served.sampling_defaults": "about the model",
-    "Served.template_defaults": "about the model",
+    "ServedModel.facts": "about the model",
+    "ServedModel.markers": "about the model",
+    "ServedModel.sampling_defaults": "about the model",
+    "ServedModel.template_defaults": "about the model",
 }
 
 

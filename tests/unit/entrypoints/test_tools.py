@@ -10,7 +10,7 @@ import pytest
 
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.http.openai.schema import ChatRequest
-from bough.entrypoints.http.openai.tools import Offer, describe, offer
+from bough.entrypoints.http.openai.tools import RequestTools, describe, offer
 from bough.parsers import TOOL_FORMATS, parse_tool_calls
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -22,7 +22,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def offered(parser: str | None, **fields: Any) -> Offer:
+def offered(parser: str | None, **fields: Any) -> RequestTools:
     return offer(msgspec.convert({"messages": [], "tools": TOOLS, **fields}, ChatRequest), parser)
 
 

@@ -15,7 +15,7 @@ from openai import OpenAI
 from scripted_server import Answer, FakeServer, serving
 
 from bough.core.errors import ConfigError
-from bough.core.messages import End, Span
+from bough.core.messages import End, TraceSpan
 from bough.entrypoints.http.tracing import Tracing
 from bough.observability.trace import OtlpExporter, Trace, valid_parent
 
@@ -24,9 +24,9 @@ USER = [{"role": "user", "content": "Hi"}]
 
 def answer() -> Answer:
     spans = [
-        Span("queue", 10.0, 0.5, {"cached_tokens": 2}),
-        Span("prefill", 10.5, 0.25, {"start": 0, "tokens": 3, "step": 7}),
-        Span("decode", 10.75, 1.0, {"tokens": 12, "retractions": 0}),
+        TraceSpan("queue", 10.0, 0.5, {"cached_tokens": 2}),
+        TraceSpan("prefill", 10.5, 0.25, {"start": 0, "tokens": 3, "step": 7}),
+        TraceSpan("decode", 10.75, 1.0, {"tokens": 12, "retractions": 0}),
     ]
     return Answer(end=End(reason="stop", matched=256, spans=spans))
 
@@ -114,7 +114,7 @@ def test_opentelemetry_gets_the_whole_tree() -> None:
     trace = Trace("POST /generate", "abc", valid_parent(parent), status=200)
     trace.submitted(1, "r1", 5)
     trace.ended(
-        1, End(reason="length", prompt_tokens=5, completion_tokens=2, spans=[Span("queue", 1.0, 0.5, {"x": 1})])
+        1, End(reason="length", prompt_tokens=5, completion_tokens=2, spans=[TraceSpan("queue", 1.0, 0.5, {"x": 1})])
     )
     exporter.export(trace)
     exporter.close()

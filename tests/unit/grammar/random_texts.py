@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from bough.grammar.rules import Alt, Chars, Grammar, Node, Ref, Repeat, Seq, Text, walk
+from bough.grammar.rules import Alt, Chars, Grammar, LiteralText, Node, Ref, Repeat, Seq, walk
 
 _PLAIN = range(32, 127)
 
@@ -50,7 +50,7 @@ class Sampler:
     def _draw(self, node: Node, depth: int) -> str:
         rng = self._rng
         match node:
-            case Text():
+            case LiteralText():
                 return node.value
             case Chars():
                 low, high = rng.choice(node.ranges)

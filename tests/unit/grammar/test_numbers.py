@@ -9,14 +9,14 @@ from decimal import Decimal
 from hypothesis import given, settings, strategies as st
 
 from bough.grammar.notation import to_regex
-from bough.grammar.numbers import Bounds, integers, numbers
+from bough.grammar.numbers import NumberBounds, integers, numbers
 from bough.grammar.rules import NOTHING, Grammar
 
 SMALL = st.builds(lambda n, places: Decimal(n).scaleb(-places), st.integers(-3000, 3000), st.integers(0, 3))
 EDGES = st.one_of(st.none(), SMALL)
 
 
-def inside(value: Decimal, bounds: Bounds) -> bool:
+def inside(value: Decimal, bounds: NumberBounds) -> bool:
     above = bounds.low is None or value > bounds.low or (value == bounds.low and not bounds.low_open)
     below = bounds.high is None or value < bounds.high or (value == bounds.high and not bounds.high_open)
     return above and below
@@ -31,7 +31,7 @@ def plain(value: Decimal) -> str:
 def test_numbers_in_and_out(
     low: Decimal | None, high: Decimal | None, low_open: bool, high_open: bool, values: list[Decimal]
 ) -> None:
-    bounds = Bounds(low, high, low_open and low is not None, high_open and high is not None)
+    bounds = NumberBounds(low, high, low_open and low is not None, high_open and high is not None)
     edges = [edge for edge in (low, high) if edge is not None]
     near = [edge + step for edge in edges for step in (Decimal(0), Decimal("0.01"), Decimal("-0.01"), Decimal(1))]
     node, whole = numbers(bounds), integers(bounds)
@@ -50,7 +50,7 @@ def test_what_is_drawn_is_inside_even_after_rounding(
 ) -> None:
     from tests.unit.grammar.random_texts import Sampler
 
-    bounds = Bounds(low, high, low_open and low is not None, high_open and high is not None)
+    bounds = NumberBounds(low, high, low_open and low is not None, high_open and high is not None)
     for node in (numbers(bounds), integers(bounds)):
         if node != NOTHING:
             value = json.loads(Sampler(Grammar({"root": node}), rng).text())  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 from bough.config.concerns import Config, LogConfig
 from bough.config.default_model import default_model_path
 from bough.intake import Intake
-from bough.launch import Programs, Running, start
+from bough.launch import Programs, ServerProcesses, start
 from bough.tokenizer import Tokenizer, load_tokenizer
 
 WORKERS = itertools.count()
@@ -30,14 +30,14 @@ def smollm() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def running() -> Iterator[ServerProcesses]:
     with start(Config(log=LogConfig(log_level="warning")), programs=FAKE) as server:
         server.wait_ready(timeout_s=60)
         yield server
 
 
 @pytest.fixture
-async def intake(running: Running, smollm: Tokenizer) -> AsyncIterator[Intake]:
+async def intake(running: ServerProcesses, smollm: Tokenizer) -> AsyncIterator[Intake]:
     opened = Intake.from_facts(running.endpoints, running.facts, smollm, worker=next(WORKERS))
     await opened.start()
     yield opened

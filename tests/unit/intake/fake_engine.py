@@ -32,7 +32,7 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.engine.outbox import open_outbox
-from bough.ipc import Inbox, Launch, Status, run_child, write_status
+from bough.ipc import EngineStatus, Inbox, Launch, run_child, write_status
 from bough.observability.health import Heartbeat, State
 
 SLOW, BAD = 7, 8
@@ -174,7 +174,7 @@ class FakeEngine:
 
 def body(launch: Launch) -> None:
     mode = os.environ.get("FAKE_ENGINE", "")
-    write_status(launch.endpoints, Status(phase="loading", detail="reading nothing", progress=0.5))
+    write_status(launch.endpoints, EngineStatus(phase="loading", detail="reading nothing", progress=0.5))
     if mode == "fail":
         raise ConfigError(what="the model is made of cheese", why="it was asked to be", fix="unset FAKE_ENGINE")
     if mode == "bug":
@@ -187,7 +187,7 @@ def body(launch: Launch) -> None:
         time.sleep(600)
     engine = FakeEngine(launch)
     facts = {"context_length": CONTEXT, "vocab_size": VOCAB, "kv_tokens": 1000, "eos_ids": [2], "model": "fake"}
-    write_status(launch.endpoints, Status(phase="ready", facts=facts))
+    write_status(launch.endpoints, EngineStatus(phase="ready", facts=facts))
     engine.run()
 
 

@@ -17,7 +17,7 @@ from bough.core.sampling import GrammarSpec, SamplingParams
 from bough.intake.beams import Ask, BeamSearch, Search, check
 from bough.intake.request import Request
 from bough.intake.sessions import SessionParams
-from bough.intake.stream import Stream
+from bough.intake.stream import DeltaStream
 
 VOCAB, EOS = 24, 3
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -110,7 +110,7 @@ async def test_more_answers_than_there_are_is_an_error(vocab: int, most: int, le
         return [Delta(id=1, logprobs=scores, end=End(reason="length")) for _ in prompts]
 
     for n in range(1, 7):
-        streams = [Stream(at, "rid", at, PROMPT, lambda _id, _reason: None) for at in range(n)]
+        streams = [DeltaStream(at, "rid", at, PROMPT, lambda _id, _reason: None) for at in range(n)]
         search = BeamSearch(width=6, max_new_tokens=most, min_new_tokens=least, stops=frozenset({0}))
         ended: list[bool] = []
         Search(search, streams, PROMPT, ask, lambda at, delta: streams[at].deliver(delta), lambda: ended.append(True))  # noqa: B023
@@ -133,7 +133,7 @@ class Watched:
 
     def __init__(self, ask: Ask) -> None:
         self.ended = 0
-        self.stream = Stream(1, "rid", 0, PROMPT, lambda _id, _reason: None)
+        self.stream = DeltaStream(1, "rid", 0, PROMPT, lambda _id, _reason: None)
         search = BeamSearch(width=2, max_new_tokens=4, stops=frozenset({EOS}))
         self.search = Search(search, [self.stream], PROMPT, ask, self._answered, self._count)
 

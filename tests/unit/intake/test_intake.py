@@ -20,12 +20,12 @@ from bough.core.errors import (
 )
 from bough.core.messages import LogprobSpec, unpack_ids
 from bough.core.sampling import SamplingParams
-from bough.intake import Intake, Place, Request
+from bough.intake import Intake, Request, WorkHold
 from bough.intake.replicas import Replicas
 from bough.intake.request import pieces
 from bough.intake.sessions import SessionParams
 from bough.ipc import Endpoints
-from bough.launch import Running
+from bough.launch import ServerProcesses
 from bough.observability.metrics import Sheet
 from bough.observability.requests import RequestMeter
 from bough.tokenizer import Tokenizer
@@ -280,7 +280,7 @@ class CountingGate:
         self.now += requests
         return self.Place(self)
 
-    class Place:
+    class WorkHold:
         def __init__(self, gate: CountingGate) -> None:
             self.gate, self.open = gate, True
 
@@ -320,7 +320,7 @@ async def test_the_gate_hears_about_how_long_a_prompt_is_before_it_is_tokenised(
     heard: list[int] = []
 
     class ShutGate:
-        def admit(self, *, requests: int, tokens: int) -> Place:
+        def admit(self, *, requests: int, tokens: int) -> WorkHold:
             heard.append(tokens)
             raise Overloaded(what="shut")
 
@@ -331,7 +331,7 @@ async def test_the_gate_hears_about_how_long_a_prompt_is_before_it_is_tokenised(
     assert least <= heard[0] <= most
 
 
-async def test_the_gate_counts_from_submission_to_the_end(running: Running, smollm: Tokenizer) -> None:
+async def test_the_gate_counts_from_submission_to_the_end(running: ServerProcesses, smollm: Tokenizer) -> None:
     gate = CountingGate(3)
     intake = Intake.from_facts(running.endpoints, running.facts, smollm, worker=next(WORKERS), gate=gate)
     await intake.start()
@@ -353,7 +353,7 @@ async def test_the_gate_counts_from_submission_to_the_end(running: Running, smol
         await intake.close()
 
 
-async def test_without_a_tokenizer_ids_go_in_and_out(running: Running) -> None:
+async def test_without_a_tokenizer_ids_go_in_and_out(running: ServerProcesses) -> None:
     intake = Intake.from_facts(running.endpoints, running.facts, None, worker=next(WORKERS))
     await intake.start()
     try:

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from bough.config.default_model import default_model_path
 from bough.core.errors import Conflict, InvalidRequest, NotFound
-from bough.core.messages import Join, Recall, ToEngine, pack_ids
+from bough.core.messages import JoinBranches, Recall, ToEngine, pack_ids
 from bough.intake.joins import PREFIX, JoinAsk, Joins, parse_join
 from bough.tokenizer import load_tokenizer
 
@@ -23,7 +23,7 @@ class Engine:
 
     def __init__(self, namespace: str = "") -> None:
         self.kept: dict[tuple[str, str], list[int]] = {}
-        self.joins: list[Join] = []
+        self.joins: list[JoinBranches] = []
         self.namespace = namespace
 
     def keep(self, name: str, text: str) -> list[int]:
@@ -39,7 +39,7 @@ class Engine:
                     return {"ids": [pack_ids(self.kept[asked.namespace, name]) for name in asked.names]}
                 except KeyError:
                     raise Conflict(what="the KV can't be reached") from None
-            case Join():
+            case JoinBranches():
                 self.joins.append(asked)
                 first, *others = [self.kept[asked.namespace, name] for name in asked.branches]
                 parts = zip(others, asked.starts[1:], strict=True)

@@ -15,8 +15,8 @@ import pytest
 
 from bough.config.concerns import Config, LogConfig, ModelConfig
 from bough.core.errors import BoughError, ConfigError, Unavailable
-from bough.ipc import Status, read_status
-from bough.launch import Running, start
+from bough.ipc import EngineStatus, read_status
+from bough.launch import ServerProcesses, start
 from bough.observability.health import Pulse, State
 from tests.unit.intake.conftest import FAKE
 from tests.waiting import gone, until
@@ -25,13 +25,13 @@ QUIET = Config(log=LogConfig(log_level="error"))
 
 
 @pytest.fixture
-def server() -> Running:
+def server() -> ServerProcesses:
     running = start(QUIET, programs=FAKE)
     running.wait_ready(timeout_s=60)
     return running
 
 
-def test_start_ready_stop_leaves_nothing(server: Running) -> None:
+def test_start_ready_stop_leaves_nothing(server: ServerProcesses) -> None:
     directory = Path(server.endpoints.directory)
     pids = server.pids
     assert set(pids) == {"engine", "detokenizer"}
@@ -50,7 +50,7 @@ def test_start_ready_stop_leaves_nothing(server: Running) -> None:
 
 
 def test_progress_is_told_in_order() -> None:
-    heard: list[Status] = []
+    heard: list[EngineStatus] = []
     with start(QUIET, programs=FAKE) as running:
         running.wait_ready(heard.append, timeout_s=60)
     phases = [status.phase for status in heard]
@@ -59,7 +59,7 @@ def test_progress_is_told_in_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["engine", "detokenizer"])
-def test_a_killed_process_takes_the_others_along_and_is_named(server: Running, name: str) -> None:
+def test_a_killed_process_takes_the_others_along_and_is_named(server: ServerProcesses, name: str) -> None:
     heard: list[BoughError] = []
     server.on_failure(heard.append)
     pids = server.pids
@@ -118,7 +118,7 @@ def test_an_unknown_model_fails_before_any_process_starts(tmp_path: Path) -> Non
         start(Config(model=ModelConfig(model=str(tmp_path / "nowhere"))), programs=FAKE)
 
 
-def test_stopping_waits_for_requests_and_a_second_call_hurries(server: Running) -> None:
+def test_stopping_waits_for_requests_and_a_second_call_hurries(server: ServerProcesses) -> None:
     from bough.core.messages import Generate, pack_ids
     from bough.core.sampling import SamplingParams
     from bough.ipc import Outbox

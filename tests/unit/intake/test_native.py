@@ -8,7 +8,7 @@ import pytest
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta, End, LogprobSpec, TokenLogprobs, pack_ids
 from bough.core.sampling import SamplingParams
-from bough.intake import NativeAnswer, Request, Stream, native_batch
+from bough.intake import DeltaStream, NativeAnswer, Request, native_batch
 
 
 def test_one_prompt() -> None:
@@ -99,7 +99,7 @@ def test_too_many_prompts() -> None:
 
 
 def answer(incremental: bool = False, **request: Any) -> NativeAnswer:
-    stream = Stream(1, "rid", 0, np.array([5, 6, 7], np.int32), lambda *_: None)
+    stream = DeltaStream(1, "rid", 0, np.array([5, 6, 7], np.int32), lambda *_: None)
     asked = Request(prompt=[5, 6, 7], sampling=SamplingParams(), **request)
     return NativeAnswer(stream, asked, incremental=incremental)
 

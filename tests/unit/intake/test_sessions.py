@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from bough.core.errors import Conflict, InvalidRequest, NotFound
 from bough.core.messages import pack_ids
-from bough.intake.sessions import MAX_TURNS, SessionParams, Sessions, Turn
+from bough.intake.sessions import MAX_TURNS, SessionParams, Sessions, SessionTurn
 
 
 class Played:
@@ -20,7 +20,9 @@ class Played:
         self.id = self.sessions.open()
         self.made = 0
 
-    def turn(self, own: list[int], said: list[int], *, end: bool = True, failed: bool = False, **where: object) -> Turn:
+    def turn(
+        self, own: list[int], said: list[int], *, end: bool = True, failed: bool = False, **where: object
+    ) -> SessionTurn:
         params = SessionParams(id=self.id, **where)  # type: ignore[arg-type]
         prompt = np.concatenate([self.sessions.prefix(params), np.asarray(own, np.int32)])
         self.made += 1

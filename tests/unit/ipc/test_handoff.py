@@ -8,8 +8,8 @@ from bough.config.concerns import CacheConfig, Config, ModelConfig, ServerConfig
 from bough.core.errors import BoughError, ConfigError, WeightsError
 from bough.ipc import (
     Endpoints,
+    EngineStatus,
     Launch,
-    Status,
     load_launch,
     read_error,
     read_status,
@@ -47,7 +47,7 @@ def test_a_bad_launch_file_says_so(endpoints: Endpoints, content: bytes | None) 
 
 def test_status_is_starting_until_written(endpoints: Endpoints) -> None:
     assert read_status(endpoints).phase == "starting"
-    write_status(endpoints, Status(phase="ready", facts={"context_length": 8192}))
+    write_status(endpoints, EngineStatus(phase="ready", facts={"context_length": 8192}))
     assert read_status(endpoints).facts == {"context_length": 8192}
     assert [path.name for path in Path(endpoints.directory).iterdir()] == ["status.json"]
 

@@ -23,7 +23,7 @@ from bough.multimodal import Door, MediaError, MediaTooLarge, MediaUnsupported
 from bough.multimodal.desk import Desk, Frames, MediaInput, RawPixels
 from bough.multimodal.families import processor_of
 from bough.multimodal.own import own_media
-from bough.multimodal.work import Raw
+from bough.multimodal.work import UnencodedPixels
 from bough.multimodal.workers import Workers
 
 CONFIG: dict[str, Any] = {
@@ -164,15 +164,15 @@ async def test_frames_of_a_video(desk: Desk) -> None:
 async def test_a_worker_that_takes_too_long_or_too_much_is_replaced() -> None:
     slow = Workers(CONFIG, count=1, max_pixels=100_000_000, cpu_s=0.02)
     desk = make_desk(slow, replace(MEDIA, max_media_pixels=100_000_000, max_media_bytes=1 << 30))
-    large = RawPixels(Raw(9000, 9000, "RGB"), bytes(9000 * 9000 * 3))
+    large = RawPixels(UnencodedPixels(9000, 9000, "RGB"), bytes(9000 * 9000 * 3))
     with pytest.raises(MediaTooLarge, match="takes too long, or too much memory"):
         await desk.prepare([named(large)])
     small = Workers(CONFIG, count=1, max_pixels=1, cpu_s=20.0)
     desk = make_desk(small, replace(MEDIA, max_media_pixels=200_000_000))
-    bomb = RawPixels(Raw(11000, 11000, "L"), bytes(11000 * 11000))
+    bomb = RawPixels(UnencodedPixels(11000, 11000, "L"), bytes(11000 * 11000))
     with pytest.raises(MediaTooLarge):
         await desk.prepare([named(bomb)])
-    (fine,) = await desk.prepare([named(RawPixels(Raw(20, 20, "L"), bytes(400)))])
+    (fine,) = await desk.prepare([named(RawPixels(UnencodedPixels(20, 20, "L"), bytes(400)))])
     assert fine.num_positions > 0
     slow.close()
     small.close()
@@ -197,7 +197,7 @@ def test_a_program_s_own_images(tmp_path: Path) -> None:
     image = Image.fromarray(np.zeros((4, 6, 3), np.uint8))
     raw = own_media(image, MEDIA)
     assert raw == own_media(np.zeros((4, 6, 3), np.uint8), MEDIA)
-    assert raw.raw == Raw(6, 4, "RGB")
+    assert raw.raw == UnencodedPixels(6, 4, "RGB")
     assert own_media(image.convert("P"), MEDIA).raw.mode == "RGB"
     (tmp_path / "a.png").write_bytes(b"bytes")
     assert own_media([str(tmp_path / "a.png"), tmp_path / "a.png"], MEDIA) == [b"bytes", b"bytes"]

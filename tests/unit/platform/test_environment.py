@@ -12,9 +12,9 @@ import pytest
 
 from bough.platform import environment
 from bough.platform.environment import ISA_VARIABLE, ISA_WITHOUT_AMX, needs_isa_cap, prepare_environment
-from bough.platform.processor import Processor, processor
+from bough.platform.processor import CpuFacts, processor
 
-AMX_CPU = Processor(
+AMX_CPU = CpuFacts(
     model="Sapphire",
     vendor="GenuineIntel",
     flags=frozenset({"avx512_vnni", "amx_tile", "amx_bf16"}),

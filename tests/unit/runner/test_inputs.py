@@ -14,7 +14,7 @@ from bough.core.sampling import SamplingParams
 from bough.core.step import FIRST_DRAFT, FROM_DEVICE, SharedSpans, SlotSetup, Step
 from bough.kernels.step_start import SlotState, cpu, reference
 from bough.platform import Device
-from bough.runner.inputs import Layout, Packer, Sizes, StepTensors
+from bough.runner.inputs import Packer, Sizes, StepLayout, StepTensors
 from bough.runner.staging import ALIGN, Stages
 from bough.sampler.state import SlotParams
 
@@ -209,7 +209,7 @@ def test_every_array_of_random_steps(kind: str, page_size: int, start: Any):
             step.num_tokens + int(more[0]), step.num_rows + int(more[1]), samples.count + int(more[2]),
             writes=len(step.table_at) + int(more[3]), members=0 if step.shared is None else step.num_rows + int(more[0]),
         )  # fmt: skip
-        layout = Layout(sizes)
+        layout = StepLayout(sizes)
         buffer = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
         packer.pack(step, samples, layout, buffer.numpy())
         tensors = layout.tensors(buffer)

@@ -10,7 +10,7 @@ from bough.speculative import store
 from bough.speculative.corpora import Corpora
 from bough.speculative.matching import earlier, following
 from bough.speculative.ngram import NgramGuesser
-from bough.speculative.store import GRAM, Served, TokenStore
+from bough.speculative.store import GRAM, ServedTexts, TokenStore
 
 
 def text_of(*tokens: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def test_a_store_finds_what_a_search_through_all_of_it_finds(seed: int, monkeypa
 
 
 def test_namespaces_do_not_see_each_other_and_the_oldest_text_goes_first():
-    served = Served(capacity_tokens=100)
+    served = ServedTexts(capacity_tokens=100)
     served.add("mine", np.arange(40, dtype=np.int32))
     served.add("yours", np.arange(100, 140, dtype=np.int32))
     mine, yours = served.of("mine"), served.of("yours")

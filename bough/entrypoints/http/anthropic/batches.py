@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from bough.core.errors import InvalidRequest
-from bough.entrypoints.batches import Batch, BatchStore, FileStore
+from bough.entrypoints.batches import BatchRecord, BatchStore, FileStore
 from bough.entrypoints.batches.records import OPEN
 from bough.entrypoints.batches.runner import MAX_LINES
 from bough.entrypoints.http.batches import MESSAGES, stores_of
@@ -157,14 +157,14 @@ def _lines(requests: list[Json]) -> list[bytes]:
     return made
 
 
-def _batch(batches: BatchStore, request: Request) -> Batch:
+def _batch(batches: BatchStore, request: Request) -> BatchRecord:
     given = request.path_params["id"]
     name = _OURS + given.removeprefix(_THEIRS) if given.startswith(_THEIRS) else given
     batch = batches.get(name, tenant_of(request))
     return batch if batch.endpoint == MESSAGES else batches.get("", tenant_of(request))
 
 
-def _need_end(batch: Batch) -> None:
+def _need_end(batch: BatchRecord) -> None:
     if batch.status in OPEN:
         raise InvalidRequest(
             what="the batch has not ended",
@@ -174,11 +174,11 @@ def _need_end(batch: Batch) -> None:
         )
 
 
-def _id_of(batch: Batch) -> str:
+def _id_of(batch: BatchRecord) -> str:
     return _THEIRS + batch.id.removeprefix(_OURS)
 
 
-def _shown(batch: Batch, batches: BatchStore, request: Request) -> Json:
+def _shown(batch: BatchRecord, batches: BatchStore, request: Request) -> Json:
     """Anthropic's batch object."""
     ended = batch.status not in OPEN
     stopping = not ended and batches.is_cancelling(batch)
@@ -212,7 +212,7 @@ def _time(stamp: int) -> str:
     return datetime.fromtimestamp(stamp, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _results(batch: Batch, files: FileStore) -> Iterator[bytes]:
+def _results(batch: BatchRecord, files: FileStore) -> Iterator[bytes]:
     for file_id in (batch.output_file_id, batch.error_file_id):
         if file_id is None:
             continue

@@ -13,7 +13,7 @@ from bough.entrypoints.http.ollama.schema import Json, OllamaChatRequest, Ollama
 from bough.entrypoints.http.openai.fields import bad_field, served_name
 from bough.entrypoints.http.openai.parts import content_of, media_url_part, text_part
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, Tool
-from bough.entrypoints.service import Served
+from bough.entrypoints.service import ServedModel
 from bough.intake.media_fields import with_scheme
 
 _encode = msgspec.json.Encoder().encode
@@ -21,7 +21,7 @@ _TAG = ":latest"
 _SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 
 
-def model_name(served: Served, given: str) -> str:
+def model_name(served: ServedModel, given: str) -> str:
     """The name to answer with. Ollama's clients add `:latest` to names without a tag."""
     try:
         served_name(served, given)

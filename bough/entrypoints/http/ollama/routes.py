@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from bough.core.errors import InvalidRequest
 from bough.entrypoints.fim import fill_in
-from bough.entrypoints.http.body import Body, read_json
+from bough.entrypoints.http.body import CheckedBody, read_json
 from bough.entrypoints.http.ollama.answer import OllamaAnswer, error_line, line, loaded
 from bough.entrypoints.http.ollama.convert import chat_of, generate_of, model_name
 from bough.entrypoints.http.ollama.schema import (
@@ -84,7 +84,7 @@ async def _run(
     request: HttpRequest,
     kind: Kind,
     model: str,
-    body: Body[Any],
+    body: CheckedBody[Any],
     asked: ChatRequest,
     *,
     prompt: str | None = None,

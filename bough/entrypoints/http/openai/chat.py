@@ -29,10 +29,10 @@ from bough.entrypoints.http.openai.relaxed import relax_answer
 from bough.entrypoints.http.openai.sampling import native_sampling, with_origin
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.openai.shapes import bytes_of
-from bough.entrypoints.http.openai.tools import Offer, adopt_functions, describe, offer
+from bough.entrypoints.http.openai.tools import RequestTools, adopt_functions, describe, offer
 from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed
 from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed, chat_opens
-from bough.entrypoints.service import Served, Service
+from bough.entrypoints.service import ServedModel, Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request
 from bough.intake.media_fields import processor_options
@@ -75,7 +75,7 @@ def chat_completions(service: Service) -> Handler:
     return handle
 
 
-def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> tuple[Request, Offer]:
+def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> tuple[Request, RequestTools]:
     """The body as a request, its prompt rendered by the model's template, and the tools it offers. `raw`: its ids are no
     chat, and only what they say opens a reasoning section. Raises `InvalidRequest`."""
     served = service.served
@@ -135,7 +135,7 @@ def _continued(asked: ChatRequest) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _switched_off(asked: ChatRequest, served: Served) -> bool:
+def _switched_off(asked: ChatRequest, served: ServedModel) -> bool:
     """Whether the client told the model's template not to open a reasoning section."""
     if served.tokenizer is None or served.tokenizer.chat_template is None:
         return False
@@ -144,7 +144,9 @@ def _switched_off(asked: ChatRequest, served: Served) -> bool:
     return any(kwargs.get(name) is False for name in SWITCHES if name in template.accepted_kwargs)
 
 
-def _will_reason(asked: ChatRequest, prompt: str | list[int], continued: str, served: Served, offered: Offer) -> bool:
+def _will_reason(
+    asked: ChatRequest, prompt: str | list[int], continued: str, served: ServedModel, offered: RequestTools
+) -> bool:
     """Whether a model that opens its reasoning section itself is going to: its template has a switch, it is on and the
     section not over, or its answers are messages of which the last is the answer proper (and calls among the others)."""
     if served.reasoning_parser is None or served.tokenizer is None or served.tokenizer.chat_template is None:
@@ -165,7 +167,7 @@ class Rendered(NamedTuple):
     media: tuple[MediaInput, ...]
 
 
-def render(asked: ChatRequest, served: Served, offered: Offer) -> Rendered:
+def render(asked: ChatRequest, served: ServedModel, offered: RequestTools) -> Rendered:
     """The prompt that the model's template makes of the messages."""
     template = template_of(served)
     options = processor_options(asked.mm_processor_kwargs)
@@ -184,7 +186,7 @@ def render(asked: ChatRequest, served: Served, offered: Offer) -> Rendered:
     return Rendered(text, media)
 
 
-def template_of(served: Served) -> ChatTemplate:
+def template_of(served: ServedModel) -> ChatTemplate:
     """The served model's chat template, or an error that says what to do without one."""
     if served.tokenizer is None:
         raise InvalidRequest(
@@ -205,7 +207,7 @@ def template_of(served: Served) -> ChatTemplate:
     return served.tokenizer.chat_template
 
 
-def template_kwargs(asked: ChatRequest, template: ChatTemplate, served: Served) -> dict[str, Any]:
+def template_kwargs(asked: ChatRequest, template: ChatTemplate, served: ServedModel) -> dict[str, Any]:
     """Arguments of the template: the client's own, `reasoning_effort` and `thinking` in the template's words, and the
     operator's for what the client does not set."""
     accepted = template.accepted_kwargs
@@ -251,7 +253,7 @@ def _logprobs(asked: ChatRequest) -> LogprobSpec | None:
     return LogprobSpec(top=top, processed=bool(asked.processed_logprobs))
 
 
-def _with_tool_constraint(given: GivenSampling, offered: Offer) -> tuple[GivenSampling, Offer]:
+def _with_tool_constraint(given: GivenSampling, offered: RequestTools) -> tuple[GivenSampling, RequestTools]:
     """The parameters with the answer constrained to the offered calls. Another constraint takes precedence over calls that
     are only allowed; forced calls take precedence over it, as with OpenAI, and the returned offer says so."""
     if given.constraints and not offered.forced:
@@ -265,10 +267,10 @@ def _with_tool_constraint(given: GivenSampling, offered: Offer) -> tuple[GivenSa
 def make_form(
     asked: ChatRequest,
     request: Request,
-    offered: Offer,
+    offered: RequestTools,
     model: str,
     *,
-    served: Served,
+    served: ServedModel,
     report_cache: bool,
     always_usage: bool = False,
     legacy: bool = False,

@@ -9,7 +9,7 @@ from typing import Literal
 from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
 from bough.entrypoints.http.openai.schema import ChatRequest, Common
-from bough.entrypoints.service import Served
+from bough.entrypoints.service import ServedModel
 from bough.intake.native import namespace_of as salted
 
 
@@ -24,7 +24,7 @@ def bad_role(where: str, role: object, why: str) -> InvalidRequest:
     return bad_field(f"{where}.role is {told}", why, f"{where}.role")
 
 
-def served_name(served: Served, model: str | None) -> str:
+def served_name(served: ServedModel, model: str | None) -> str:
     """The name to answer with: the one the client used, if it is one of ours. Raises `ModelNotFound`."""
     if model is None or model == "" or model == served.name:
         return served.name

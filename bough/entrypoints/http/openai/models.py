@@ -11,7 +11,7 @@ from starlette.responses import Response
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.replies import json_reply
-from bough.entrypoints.service import Served, Service
+from bough.entrypoints.service import ServedModel, Service
 
 
 def list_models(service: Service) -> Handler:
@@ -34,7 +34,7 @@ def get_model(service: Service) -> Handler:
     return handle
 
 
-def card(served: Served, name: str) -> dict[str, Any]:
+def card(served: ServedModel, name: str) -> dict[str, Any]:
     """A model as OpenAI and Anthropic list it, with the length of its context."""
     return {
         "id": name,

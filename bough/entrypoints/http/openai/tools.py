@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class RequestTools:
     """The tools of one request."""
 
     tools: list[Json]
@@ -44,7 +44,7 @@ class Offer:
         return _encode(self.tools).decode() if self.tools else ""
 
 
-NO_TOOLS = Offer(tools=[], parser=None)
+NO_TOOLS = RequestTools(tools=[], parser=None)
 
 
 def adopt_functions(body: ChatRequest) -> None:
@@ -65,7 +65,7 @@ def adopt_functions(body: ChatRequest) -> None:
     body.parallel_tool_calls = False  # a message of that kind holds one call
 
 
-def offer(body: ChatRequest, parser: str | None) -> Offer:
+def offer(body: ChatRequest, parser: str | None) -> RequestTools:
     """What the body's `tools` and `tool_choice` come to. `parser`: the format of the served model, if known."""
     tools = body.tools or []
     bounds.count("tools", tools, "tools")
@@ -96,7 +96,7 @@ def offer(body: ChatRequest, parser: str | None) -> Offer:
         strict = [tool for tool in tools if tool.function.strict]
         tag = _constrained_tag(name, strict, only_one=one) if strict else ""
         ignored = relaxed if strict else ()
-        return Offer(tools=shown, parser=name, structural_tag=tag, at_most_one=one, ignored=ignored)
+        return RequestTools(tools=shown, parser=name, structural_tag=tag, at_most_one=one, ignored=ignored)
     wanted = tools if choice == "required" else [_named(tools, choice)]
     form = call_format(name, _specs(wanted))
     if form is None:
@@ -106,7 +106,7 @@ def offer(body: ChatRequest, parser: str | None) -> Offer:
         raise AssertionError("the fallback format can be written by a grammar")
     one = one or isinstance(choice, NamedTool)
     tag = _forced_tag(form, only_one=one)
-    return Offer(tools=shown, parser=name, structural_tag=tag, forced=True, at_most_one=one, ignored=relaxed)
+    return RequestTools(tools=shown, parser=name, structural_tag=tag, forced=True, at_most_one=one, ignored=relaxed)
 
 
 def describe(tools: Sequence[Json]) -> str:

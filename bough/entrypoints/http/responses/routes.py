@@ -23,7 +23,7 @@ from bough.entrypoints.http.responses.answer import Growing, event_bytes, new_re
 from bough.entrypoints.http.responses.convert import chat_request, input_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
 from bough.entrypoints.http.responses.shorten import num_tokens, shorten
-from bough.entrypoints.http.responses.store import Kept, ResponseStore
+from bough.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from bough.entrypoints.http.responses.tools import all_tools, offered_tools
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
@@ -70,7 +70,7 @@ def create(service: Service) -> Handler:
         form = make_form(chat, job, offered, model, served=service.served, report_cache=server.enable_cache_report)
         name = service.peers.new_name() if service.peers is not None else ""
         growing = Growing(new_response(asked, model, name), form, tools)
-        kept = Kept(growing.response, [*past, *new], len(new), tenant)
+        kept = StoredResponse(growing.response, [*past, *new], len(new), tenant)
         if asked.background:
             job = msgspec.structs.replace(job, stream=True)  # whoever follows it later sees it grow
             _in_background(service, store, job, growing, kept)
@@ -260,7 +260,9 @@ async def _whole(service: Service, job: Request, growing: Growing) -> None:
         growing.add(delta)
 
 
-async def _events(service: Service, job: Request, growing: Growing, kept: Kept, store: ResponseStore | None) -> Events:
+async def _events(
+    service: Service, job: Request, growing: Growing, kept: StoredResponse, store: ResponseStore | None
+) -> Events:
     """The events of a response whose client waits. Before the first news an error is the caller's; later it is told."""
     begun = False
     try:
@@ -280,7 +282,9 @@ async def _events(service: Service, job: Request, growing: Growing, kept: Kept, 
         store.put(kept)
 
 
-def _in_background(service: Service, store: ResponseStore, job: Request, growing: Growing, kept: Kept) -> None:
+def _in_background(
+    service: Service, store: ResponseStore, job: Request, growing: Growing, kept: StoredResponse
+) -> None:
     kept.events = []
     kept.tell([event_bytes(told) for told in growing.begin()])
 
@@ -331,7 +335,7 @@ def _check(asked: ResponsesRequest, store: ResponseStore) -> None:
         )
 
 
-def _finished(kept: Kept) -> Kept:
+def _finished(kept: StoredResponse) -> StoredResponse:
     if kept.response["status"] in ("queued", "in_progress"):
         raise InvalidRequest(
             what="the previous response has not ended",

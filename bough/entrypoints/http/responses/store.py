@@ -26,7 +26,7 @@ Name = tuple[str, str]
 """Tenant and id."""
 
 
-class Kept:
+class StoredResponse:
     """One response, what it answers, and, if it runs in the background, what it has told."""
 
     def __init__(self, response: Json, items: list[Json], new: int, tenant: str) -> None:
@@ -89,7 +89,7 @@ class ResponseStore:
         self._max = max_responses
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[Name, Kept] = OrderedDict()
+        self._kept: OrderedDict[Name, StoredResponse] = OrderedDict()
         self._sizes: dict[Name, int] = {}
         self._items: dict[Name, Json] = {}
 
@@ -110,7 +110,7 @@ class ResponseStore:
                 param=param,
             )
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: StoredResponse) -> None:
         """Keeps a response; one that is kept while it runs is updated once it has ended, when its size is known."""
         if not self.enabled:
             return
@@ -123,12 +123,12 @@ class ResponseStore:
         self._items.update({(kept.tenant, item["id"]): item for item in own if isinstance(item.get("id"), str)})
         self._evict()
 
-    def update(self, kept: Kept) -> None:
+    def update(self, kept: StoredResponse) -> None:
         """Notes what a kept response has grown to; one that was deleted meanwhile stays so."""
         if self._kept.get(kept.name) is kept:
             self.put(kept)
 
-    def get(self, response_id: str, tenant: str, param: str = "response_id") -> Kept:
+    def get(self, response_id: str, tenant: str, param: str = "response_id") -> StoredResponse:
         """Raises `NotFound`: never there, gone, or somebody else's."""
         kept = self._kept.get((tenant, response_id))
         if kept is None:
@@ -145,7 +145,7 @@ class ResponseStore:
         """A stored item of the tenant by its own id."""
         return self._items.get((tenant, item_id))
 
-    def delete(self, kept: Kept) -> None:
+    def delete(self, kept: StoredResponse) -> None:
         if kept.task is not None:
             kept.task.cancel()
         self._forget(kept.name)
