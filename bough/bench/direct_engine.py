@@ -14,6 +14,7 @@ import torch
 
 from bough.cache.prefix import PrefixCache
 from bough.config.server_args import build_config
+from bough.config.speculation import drafts_of_step
 from bough.core.errors import Aborted
 from bough.core.media import MediaItem
 from bough.core.messages import Generate, ToDetokenizer, ToEngine, pack_ids
@@ -23,8 +24,10 @@ from bough.distributed.mesh import Mesh
 from bough.engine.build import load_model, make_runner, open_device
 from bough.engine.decide import decide
 from bough.engine.loop import Loop
+from bough.engine.speculation import LoadedDraft, drafter_of, load_draft
 from bough.platform.facts import detect
 from bough.runner.model_runner import ModelRunner
+from bough.runner.proposing import Proposer
 from bough.scheduler.accept import abort_all
 from bough.scheduler.limits import Limits
 from bough.scheduler.media import MediaAccount
@@ -50,25 +53,35 @@ class _Mailbox:
 class DirectEngine:
     """Serves one model of dummy weights, configured as `bough serve` would be with `settings`."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, **settings: Any) -> None:
-        """`config`: of the model, written to `folder`."""
+    def __init__(
+        self, config: dict[str, Any], folder: Path, *, proposer: Proposer | None = None, **settings: Any
+    ) -> None:
+        """`config`: of the model, written to `folder`. `proposer`: drafts in place of what the settings name."""
         (folder / "config.json").write_text(json.dumps(config))
         wanted = build_config(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, log_level="warning", **settings
         )
-        checkpoint, facts, _, resolved, _ = decide(wanted, detect(wanted.device.device))
+        decided = decide(wanted, detect(wanted.device.device))
+        checkpoint, facts, _, resolved, draft = decided
         self.config = resolved.config
         device = open_device(self.config, 0)
-        model = load_model(checkpoint, self.config, resolved.plan, device, Mesh.tensor(0, 1))
-        runner = make_runner(model, self.config, resolved.plan, device, facts)
+        mesh = Mesh.tensor(0, 1)
+        model = load_model(checkpoint, self.config, resolved.plan, device, mesh)
+        drafts: LoadedDraft | None = None
+        if draft is not None:
+            drafts = load_draft(draft, model, self.config, resolved.plan, device, mesh, facts)
+            drafts = drafts if proposer is None else drafts._replace(proposer=proposer)
+        runner = make_runner(model, self.config, resolved.plan, device, facts, drafts=drafts)
         assert isinstance(runner, ModelRunner), "it generates"
         self.runner = runner
         self.device = device.torch_device
         self.vocab = facts.vocab
-        limits = Limits.of(runner.limits, self.config.scheduler)
+        step_drafts = drafts_of_step(self.config.speculative, device.kind, runner.limits.num_slots)
+        limits = Limits.of(runner.limits, self.config.scheduler, max_step_drafts=step_drafts)
         self.limits = limits
         self.cache = PrefixCache(num_pages=limits.num_pages, layout=limits.layout)
         self.queues = Queues(limits)
+        self.queues.drafter = drafter_of(self.config, limits, decided)
         self.features: dict[str, npt.NDArray[Any]] = {}
         """Of media, by the paths that items name."""
         if limits.media is not None:

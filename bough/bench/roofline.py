@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,7 +140,8 @@ def _run_model(
 ) -> list[Result]:
     """Results of one model, as many as there is time for."""
     begin = time.perf_counter()
-    settings = {"device": device.type, "max_running_requests": bounds.most_rows, "schedule_conservativeness": 0.0}
+    settings: dict[str, Any] = {"device": device.type, "max_running_requests": bounds.most_rows}
+    settings["schedule_conservativeness"] = 0.0
     settings["context_length"] = bounds.most_context + 1024
     if device.type == "cuda":
         settings["mem_fraction_static"] = 0.85

@@ -5,6 +5,7 @@ The same code runs eagerly and under graph capture: it queues device work and re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -88,6 +89,8 @@ class Forward:
         self._attention = attention
         self._gapped: AttentionFactory = attention if attention is CpuAttention else TorchAttention
         """For steps with tokens that don't see all before them: not every backend hides keys."""
+        self.alter_drawn: Callable[[Tensor, StepTensors], Tensor] | None = None
+        """For measurements with weights that mean nothing: gives other tokens than were drawn. Set before any graph."""
 
     def write_table(self, at_U: Tensor, pages_U: Tensor) -> None:
         """Writes pages at flat places of the page table, ahead of a step."""
@@ -210,7 +213,7 @@ class Forward:
     def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
         """int64 [L]: one token a sample."""
         count = len(logits)
-        return sample(
+        drawn = sample(
             logits,
             tensors.temperature_L[:count],
             tensors.top_k_L[:count],
@@ -219,6 +222,7 @@ class Forward:
             tensors.seed_L[:count],
             tensors.counter_L[:count],
         )
+        return drawn if self.alter_drawn is None else self.alter_drawn(drawn, tensors)
 
     def keep(self, drawn_L: Tensor, tensors: StepTensors) -> Tensor:
         """Every row yields what it drew: the slots go on from there. Returns the tokens."""

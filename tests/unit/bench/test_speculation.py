@@ -1,0 +1,48 @@
+"""`bough bench speculation` on tiny shapes: drafts are right as often as they should be, and everything is reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bough.bench.speculation import Bench, FreeProposer, head_config, parser
+from bough.cli.main import USAGE_ERROR, main
+
+TINY = ["--device", "cpu", "--batch-size", "1", "3", "--verify-rows", "3", "--input-len", "20"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("rates", "per_step"), [((1.0, 1.0, 0.0), 3.0), ((0.5, 0.5, 0.5), 1.875), ((0.0,), 1.0)])
+def test_drafts_are_right_as_often_as_they_should_be(rates: tuple[float, ...], per_step: float) -> None:
+    bench = Bench(
+        parser().parse_args(
+            [*TINY, "--verify-rows", "8", "--turns", "30", "--warm-turns", "2", "--rates", *map(str, rates)]
+        )
+    )
+    bench.open(head_config(bench.target, 100), 3, FreeProposer() if rates == (0.0,) else None)
+    bench.fix(3)
+    assert bench.measure(8).per_step == pytest.approx(per_step, rel=0.0 if per_step in (1.0, 3.0) else 0.15)
+
+
+def test_everything_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "speculation", *TINY, "--turns", "4", "--warm-turns", "4"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [each["rows"] for each in found["batches"]] == [1, 3]
+    assert all(each["off_tokens_per_s"] > 0 and each["on_step_ms"] > 0 for each in found["batches"])
+    assert [(each["rows"], each["tokens"]) for each in found["verify"]] == [(3, 4), (3, 2)]
+    assert set(found["draft_ms"]) == {"reduced", "full"}
+
+
+@pytest.mark.parametrize("flags", [["--rates", "1.5"], ["--turns", "0"], ["--rates", *["0.5"] * 9]])
+def test_what_can_not_be_measured_is_said(flags: list[str]) -> None:
+    assert main(["bench", "speculation", *TINY, *flags]) == USAGE_ERROR
