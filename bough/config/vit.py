@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ _IDEFICS3: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 LANCZOS: Final = 1
+BILINEAR: Final = 2
 
 LONGEST: Final = 4 * 364
 """Edge of a resized image, where the processor's settings don't say."""
@@ -132,3 +134,20 @@ def ratio(config: Fields) -> int:
 
 def idefics3_vit(config: Fields) -> VitFacts:
     return read_vit(config, mean=HALF, std=HALF, resample=LANCZOS, **_IDEFICS3)
+
+
+def gemma3_vit(config: Fields) -> VitFacts:
+    return read_vit(config, mean=HALF, std=HALF, resample=BILINEAR, model_type="siglip_vision_model")
+
+
+def pooled_by(config: Fields, vit: VitFacts) -> int:
+    """Patches along a side of a position. Raises `ConfigError` if tiles can't be cut so."""
+    positions = config.count("mm_tokens_per_image", default=256)
+    along = math.isqrt(positions)
+    if along * along != positions or vit.side % along:
+        raise ConfigError(
+            what=f"an image of {vit.side} x {vit.side} patches can't have {positions} positions",
+            why="each is the mean of a square of patches",
+            fix="check mm_tokens_per_image in config.json",
+        )
+    return vit.side // along

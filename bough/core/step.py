@@ -163,6 +163,9 @@ class StepMedia(Struct, kw_only=True):
     """Slots whose turn changes, from this step on..."""
     turns: I32 = _no_rows()
     """...and to what: how far positions behind the media of a prompt stand from where their KV lies."""
+    spans: npt.NDArray[np.int32] = np.empty((0, 4), np.int32)
+    """[items, 4], where tokens of an item see each other in both directions: slot, first token in the step, first position,
+    tokens."""
 
 
 class Step(Struct, kw_only=True):
@@ -303,6 +306,8 @@ class MediaLimits(Struct, frozen=True, kw_only=True):
     """Axes of a position, where it has several; 0: it has one."""
     atomic: bool = False
     """As `TowerFacts.atomic`."""
+    most_atomic: int = 0
+    """Tokens of an atomic item, at most: what a step can prefill."""
 
 
 class RunnerLimits(Struct, frozen=True, kw_only=True):

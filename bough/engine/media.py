@@ -8,6 +8,7 @@ from bough.config.concerns import Config
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts
 from bough.config.resolve import media_rows
+from bough.core.errors import ConfigError
 from bough.core.step import MediaLimits, RunnerLimits
 from bough.layers.batch import Model
 from bough.layers.decoder import Decoder
@@ -21,12 +22,27 @@ def media_limits(facts: ModelFacts, config: Config, plan: MemoryPlan) -> MediaLi
     if tower is None:
         return None
     assert isinstance(patches, int), "decided by now"
+    if tower.atomic and config.parallel.attn_cp_size > 1:
+        raise ConfigError(
+            what="this model's images can't be served with contexts shared over ranks",
+            why="tokens of an image see each other, wherever their KV is",
+            fix="leave out --attn-cp-size, or start with --language-model-only",
+            param="attn_cp_size",
+        )
     return MediaLimits(
         num_rows=media_rows(plan.media_bytes, tower, config.model.dtype),
         step_tokens=patches,
         axes=max((len(rope.sections) for rope in facts.ropes if rope is not None), default=0),
         atomic=tower.atomic,
+        most_atomic=_prefilled_at_once(config) if tower.atomic else 0,
     )
+
+
+def _prefilled_at_once(config: Config) -> int:
+    """Tokens of a chunk."""
+    size = config.scheduler.chunked_prefill_size
+    assert isinstance(size, int), "decided by now"
+    return size if size > 0 else 1 << 30
 
 
 def encoder_of(model: Model, limits: RunnerLimits, dtype: torch.dtype, device: Device) -> TowerRunner | None:

@@ -130,6 +130,7 @@ GROUPS: Final = (
         "Models that see",
         "tests/media",
         {
+            "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B-hf",
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf",
@@ -144,7 +145,6 @@ GROUPS: Final = (
         "Language models of models that also see",
         "tests/models/test_text_of.py",
         {
-            "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
             "Llama4ForConditionalGeneration": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
         },

@@ -104,7 +104,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "AXK1ForCausalLM": "bough.models.axk1",
     "Mistral4ForCausalLM": "bough.models.mistral4",
     "GptOssForCausalLM": "bough.models.gpt_oss",
-    "Gemma3ForConditionalGeneration": "bough.models.gemma3_text",
+    "Gemma3ForConditionalGeneration": "bough.models.gemma3_vl",
     "Llama4ForConditionalGeneration": "bough.models.llama4_text",
     "Mistral3ForConditionalGeneration": "bough.models.mistral3",
     "Idefics3ForConditionalGeneration": "bough.models.idefics3",

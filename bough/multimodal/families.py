@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from bough.config.fields import Fields
+from bough.multimodal.gemma3 import Gemma3Processor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.llava import LlavaProcessor
@@ -18,6 +19,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen2_5_VLForConditionalGeneration": partial(QwenProcessor, patch=14, kind="2.5"),
     "Qwen3VLForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
+    "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
     "LlavaForConditionalGeneration": LlavaProcessor,

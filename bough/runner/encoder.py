@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bough.core.step import Encode, StepMedia
+from bough.kernels.attention.two_way import TwoWaySpan
 from bough.layers.batch import Batch, BatchMedia
 from bough.layers.tower import Tower, TowerInput
 from bough.memory.transfer import upload
@@ -48,6 +49,8 @@ class MediaTensors:
     """int64 tokens whose positions have axes of their own..."""
     axes: Tensor | None
     """...and those, int64 [axes, tokens]."""
+    spans: tuple[TwoWaySpan, ...] = ()
+    """Tokens that see each other in both directions."""
 
     def put(self, batch: Batch) -> None:
         """Completes a batch, whose `positions_T` are those of the other tokens."""
@@ -77,4 +80,5 @@ def media_tensors(media: StepMedia, encoder: TowerRunner | None, device: torch.d
         values = BatchMedia(at_M, encoder.store_RW.index_select(0, rows_M))
     if len(media.axes_at):
         axes_at, axes = upload(media.axes_at.astype(np.int64), device), upload(media.axes.astype(np.int64), device)
-    return MediaTensors(values, axes_at, axes)
+    spans = tuple(TwoWaySpan(*span) for span in media.spans.tolist())
+    return MediaTensors(values, axes_at, axes, spans)

@@ -16,6 +16,7 @@ from bough.core.step import MOST_LEVELS
 from bough.kernels.attention.cpu import CpuAttention
 from bough.kernels.attention.inputs import AttentionInputs, HostLengths, LastRows, Lines, SpanTensors, TreeMask
 from bough.kernels.attention.torch_backend import TorchAttention
+from bough.kernels.attention.two_way import TwoWayAttention
 from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tree
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
@@ -150,7 +151,9 @@ class Forward:
             lines=lines,
         )
         whole = read is not None and read.proposes and read.reads.hidden
-        if self.narrows and items is None and at is not None and not whole and _is_small(at, len(ids), extent):
+        spans = media.spans if media is not None else ()
+        narrows = self.narrows and items is None and at is not None and not whole and not spans
+        if narrows and at is not None and _is_small(at, len(ids), extent):
             # A copy of the inputs: with themselves it would be a cycle.
             inputs.tail = LastRows(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
         if read is not None:
@@ -164,10 +167,11 @@ class Forward:
         if self.context is not None and extent.cut is not None:
             assert at is not None, "a stage does not share contexts"
             return self._split(self.context, ids, positions_T, inputs, extent.cut, at, media)
+        backend = self._backend(inputs, gapped=items is not None)
         batch = Batch(
             ids_T=ids,
             positions_T=positions_T,
-            attention=self._backend(inputs, gapped=items is not None),
+            attention=TwoWayAttention(backend, inputs, spans) if spans else backend,
             logits_at=None if whole else at,
             num_tokens=len(ids),
             loc_T=tensors.loc_T if extent.host is None else None,

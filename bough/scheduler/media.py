@@ -28,8 +28,17 @@ Open = Callable[[Features], npt.NDArray[np.generic]]
 class JobMedia:
     """The media of one request."""
 
-    def __init__(self, items: Sequence[MediaItem], prompt: Ids, positions: npt.NDArray[np.int32] | None) -> None:
+    def __init__(
+        self,
+        items: Sequence[MediaItem],
+        prompt: Ids,
+        positions: npt.NDArray[np.int32] | None,
+        *,
+        atomic: bool = False,
+    ) -> None:
         self.items = tuple(items)
+        self.atomic = atomic
+        """Items are computed in one chunk each, and no cached prefix ends inside one."""
         self.starts = [item.start for item in items]
         self.stops = [item.stop for item in items]
         found = [item.start + np.flatnonzero(prompt[item.start : item.stop] == item.token) for item in items]
@@ -58,6 +67,13 @@ class JobMedia:
         """Numbers of the items that have a position in `start .. stop - 1`."""
         return range(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
+    def outside(self, count: int) -> int:
+        """The longest prefix of at most `count` tokens that may have been computed before the rest."""
+        if not self.atomic:
+            return count
+        at = bisect_left(self.starts, count) - 1
+        return self.starts[at] if at >= 0 and count < self.stops[at] else count
+
     def features_of(self, item: MediaItem) -> npt.NDArray[np.generic]:
         whole = self.features[item.features.path]
         return whole[item.first : item.last] if item.last else whole
@@ -74,7 +90,7 @@ def job_media(ask: Generate, prompt: Ids, limits: MediaLimits | None, open_featu
     positions = None
     if limits.axes:
         positions = np.frombuffer(ask.positions, "<i4").reshape(limits.axes, len(prompt))
-    media = JobMedia(ask.media, prompt, positions)
+    media = JobMedia(ask.media, prompt, positions, atomic=limits.atomic)
     try:
         for item in ask.media:
             if item.features.path not in media.features:
@@ -98,6 +114,13 @@ def _check(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
                 what=f"an {item.kind} takes {item.count:,} positions, at most {limits.num_rows:,} can be kept",
                 why="embeddings are kept until the prompt is computed (--mm-cache-size)",
                 fix="send a smaller one, or start the server with a larger --mm-cache-size",
+                param="messages",
+            )
+        if limits.atomic and item.length > limits.most_atomic:
+            raise InvalidRequest(
+                what=f"an {item.kind} takes {item.length:,} positions, at most {limits.most_atomic:,} are prefilled at once",
+                why="tokens of an image see each other, so that it can't be cut into chunks",
+                fix="start the server with a larger --chunked-prefill-size",
                 param="messages",
             )
         before = item.stop
@@ -241,10 +264,15 @@ class EncodePlan:
         self._counted: set[bytes] = set()
         self._encodes = False
 
-    def fit(self, media: JobMedia, start: int, count: int) -> int:
-        """How many of the `count` tokens from `start` on the step can have: those before the first item that must wait."""
+    def fit(self, media: JobMedia, start: int, count: int, most: int = 0) -> int:
+        """How many of the `count` tokens from `start` on the step can have: those before the first item that must wait.
+        `most`: how many more there could be, for an item that is computed whole."""
         for number in media.between(start, start + count):
             item = media.items[number]
+            if media.atomic and item.stop > start + count:
+                if item.stop > start + most:
+                    return max(0, item.start - start)
+                count = item.stop - start
             if item.key not in self._counted and not self._has_room(item):
                 return max(0, item.start - start)
             self._counted.add(item.key)
@@ -293,6 +321,7 @@ class MediaStep:
         self._axes: list[npt.NDArray[np.int32]] = []
         self._turned: dict[int, int] = {}
         self._passed: list[tuple[bytes, int]] = []
+        self._spans: list[tuple[int, int, int, int]] = []
 
     def add_all(self, chunks: Sequence[MediaChunk]) -> None:
         store = self._account.store
@@ -330,6 +359,9 @@ class MediaStep:
         lo, hi = np.searchsorted(places, (chunk.start, chunk.stop))
         self._at.append(places[lo:hi] - chunk.start + chunk.at)
         self._rows.append(rows[lo:hi])
+        if media.atomic:
+            assert chunk.start <= item.start < item.stop <= chunk.stop, "it is computed in one chunk"
+            self._spans.append((chunk.slot, item.start - chunk.start + chunk.at, item.start, item.length))
         if item.stop <= chunk.stop:
             self._passed.append((item.key, chunk.job_id))
 
@@ -354,6 +386,8 @@ class MediaStep:
         if self._at:
             made.at = np.concatenate(self._at).astype(np.int32)
             made.rows = np.concatenate(self._rows)
+        if self._spans:
+            made.spans = np.array(self._spans, np.int32)
         if self._axes:
             made.axes_at = np.concatenate(self._axes_at).astype(np.int32)
             made.axes = np.concatenate(self._axes, axis=1)

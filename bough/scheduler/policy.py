@@ -31,8 +31,20 @@ def match(waiting: Waiting, cache: CacheView) -> Match:
     found = memo[1] if memo is not None else None
     if found is None or not cache.still_longest(found, key, limit):
         found = cache.match_prefix(job.ask.namespace, key, limit, job.ask.follows)
+    found = outside_media(waiting, found, cache)
     waiting.memo = (version, found)
     return found
+
+
+def outside_media(waiting: Waiting, found: Match, cache: CacheView) -> Match:
+    """The match, or a shorter one if it ends inside a medium that is computed whole."""
+    job = waiting.job
+    if job.media is None:
+        return found
+    limit = job.media.outside(found.num_tokens)
+    if limit == found.num_tokens:
+        return found
+    return cache.match_prefix(job.ask.namespace, waiting.key, limit, job.ask.follows)
 
 
 def is_starved(waiting: Waiting) -> bool:

@@ -13,7 +13,7 @@ from bough.core.step import I32, I64
 from bough.scheduler.estimate import columns_in, expected_output, new_need, prefill_need, running_need
 from bough.scheduler.limits import Limits
 from bough.scheduler.media import EncodePlan
-from bough.scheduler.policy import is_starved, match, ordered
+from bough.scheduler.policy import is_starved, match, ordered, outside_media
 from bough.scheduler.preempt import give_way
 from bough.scheduler.queues import Prefilling, Queues, Waiting
 
@@ -171,13 +171,14 @@ class _Sharing:
         count = min(left, (share.held + self._columns_for(share)) * size - share.start)
         if not (first and self.limits.uncut):
             count = min(count, self._tokens_for(share))
+        most = count
         if count < left:
             if self.limits.whole_prompts and not first and left <= self.limits.max_step_tokens:
                 return False
             over = (share.start + count) % size
             count -= over if over < count else 0
         if count > 0 and self.media is not None and share.row.job.media is not None:
-            count = self.media.fit(share.row.job.media, share.start, count)
+            count = self.media.fit(share.row.job.media, share.start, count, most)
         if count <= 0:
             return False
         share.num_tokens = count
@@ -259,6 +260,7 @@ class _Sharing:
             found = cache.lengthen(
                 found, waiting.job.ask.namespace, waiting.key, waiting.job.match_limit(len(waiting.key))
             )
+            found = outside_media(waiting, found, cache)
             left = len(waiting.key) - found.num_tokens
             if looks_left is None and self._is_better_whole(left) and not is_starved(waiting):
                 if self.tokens > self.long_tokens:

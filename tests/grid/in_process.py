@@ -86,6 +86,8 @@ class Setup:
     conservativeness: float = 1.0
     """Small: more rows are admitted than memory will do for, and retracted."""
     media_rows: int = 512
+    atomic_media: bool = False
+    """Images are computed in one chunk each: their tokens see each other."""
     """Of the embedding store, for models that see."""
     step_patches: int = 4096
     """Tower tokens of a step."""
@@ -139,7 +141,10 @@ def _media_limits(model: Model, setup: Setup) -> MediaLimits | None:
     if not isinstance(model, Decoder) or model.tower is None:
         return None
     axes = max((len(layer.attn.rope.sections) for layer in model.layers), default=0)  # type: ignore[union-attr]
-    return MediaLimits(num_rows=setup.media_rows, step_tokens=setup.step_patches, axes=axes)
+    return MediaLimits(
+        num_rows=setup.media_rows, step_tokens=setup.step_patches, axes=axes,
+        atomic=setup.atomic_media, most_atomic=setup.chunk_tokens,
+    )  # fmt: skip
 
 
 def groups_of(specs: Sequence[AttentionSpec], context: int) -> tuple[KvGroup, ...]:

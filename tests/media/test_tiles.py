@@ -3,6 +3,7 @@ the engine, in one chunk, in many, and from the cache."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -75,8 +76,10 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
     assert expected.std() > 0.05
     assert (ours - expected).abs().max() <= 1e-4
     answer = out[0, len(placed.ids) :].tolist()
+    facts = facts_of(tiled.checkpoint.config)
+    assert facts.tower is not None
     for setup in SETUPS.values():
-        engine = InProcess(tiled.model, VOCAB, setup)
+        engine = InProcess(tiled.model, VOCAB, replace(setup, atomic_media=facts.tower.atomic))
         engine.features |= features
         for _ in range(2):
             (found,) = engine.finish([engine.submit(placed.ids.tolist(), GREEDY, media=placed.items)])

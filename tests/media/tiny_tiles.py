@@ -49,8 +49,6 @@ class TileFamily:
     special: dict[int, str] = field(default_factory=dict)
     mark: str = "<image>"
     """What stands for an image in a text."""
-    token: str = "<image>"
-    """The placeholder."""
 
 
 def _llava(tokenizer: Any, settings: dict[str, Any]) -> Any:
@@ -91,6 +89,14 @@ def _idefics3(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
     return made
 
 
+def _gemma3(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokenizer.boi_token, tokenizer.eoi_token, tokenizer.image_token = "<start_of_image>", "<end_of_image>", "<soft>"
+    tokenizer.boi_token_id, tokenizer.image_token_id = 258, IMAGE
+    return transformers.Gemma3Processor(Gemma3ImageProcessorPil(**settings), tokenizer, image_seq_length=4)
+
+
 IDEFICS = {
     258: "<fake_token_around_image>", 259: "<end_of_utterance>", 260: "<global-img>", IMAGE: "<image>",
     **{261 + 3 * row + column: f"<row_{row + 1}_col_{column + 1}>" for row in range(3) for column in range(3)},
@@ -107,6 +113,21 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         _llava,
         {IMAGE: "<image>"},
     ),
+    "gemma3": TileFamily(
+        "Gemma3",
+        {
+            "text_config": {
+                **TEXT, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 16,
+            },
+            "vision_config": {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": 258, "eoi_token_index": 259,
+        },
+        {"size": SQUARE, **HALF},
+        _gemma3,
+        {IMAGE: "<soft>", 258: "<start_of_image>", 259: "<end_of_image>"},
+        "<start_of_image>",
+    ),
     "internvl": TileFamily(
         "InternVL",
         {
@@ -117,7 +138,6 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         {"size": SQUARE, "crop_to_patches": True, "max_patches": 5, **HALF},
         _internvl,
         {IMAGE: "<IMG_CONTEXT>", 259: "<img>", 260: "</img>", 261: "<video>"},
-        "<IMG_CONTEXT>",
         "<IMG_CONTEXT>",
     ),
     "idefics3": TileFamily(

@@ -189,3 +189,31 @@ def test_messages_that_contradict_themselves_are_refused(change: dict[str, objec
         job_media(ask(good), prompt, limits, gone)
     with pytest.raises(BoughError, match="text only"):
         job_media(ask(good), prompt, None, None)
+
+
+def test_atomic_items_are_neither_cut_nor_found_in_part() -> None:
+    prompt = [1, 2, *[PAD] * 6, 3, *[PAD] * 6, 4]
+    items = (item(0, 2, 6), item(1, 9, 6))
+    made = JobMedia(items, np.array(prompt, np.int32), None, atomic=True)
+    assert [made.outside(count) for count in range(17)] == [0, 1, 2, 2, 2, 2, 2, 2, 8, 9, 9, 9, 9, 9, 9, 15, 16]
+    assert [media(*items, prompt=prompt).outside(count) for count in (0, 5, 16)] == [0, 5, 16]
+    limits = MediaLimits(num_rows=4 * BLOCK_ROWS, step_tokens=64, atomic=True, most_atomic=5)
+    account = MediaAccount(limits, lambda _: np.zeros(1, np.uint8))
+    for start, count, most, fits in (
+        (0, 5, 5, 2),
+        (0, 7, 8, 8),
+        (0, 8, 8, 8),
+        (2, 4, 5, 0),
+        (2, 4, 6, 6),
+        (8, 8, 8, 8),
+    ):
+        assert EncodePlan(account).fit(made, start, count, most) == fits, (start, count, most)
+    ask = Generate(id=1, rid="a", prompt=pack_ids(prompt), sampling=SamplingParams(), media=items)
+    with pytest.raises(BoughError, match="chunked-prefill-size"):
+        job_media(ask, np.array(prompt, np.int32), limits, account.open_features)
+    made.features = {each.features.path: np.zeros(1, np.uint8) for each in items}
+    step = MediaStep(account, np.zeros(4, np.int32), 0)
+    step.add_all([MediaChunk(slot=3, job_id=1, media=made, start=1, stop=8, at=5)])
+    found = step.done()
+    assert found is not None
+    assert found.spans.tolist() == [[3, 6, 2, 6]]
