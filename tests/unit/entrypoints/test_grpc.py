@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from scripted_server import CONTEXT, EOS, INFO, Answer, FakeServer, endless, serving, wait_until
 
+from bough.core.bounds import BOUNDS
 from bough.core.messages import End
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.entrypoints.grpc.bough_pb2_grpc import BoughStub
@@ -129,6 +130,15 @@ def test_wrong_requests(stub: Any, request_: Any, says: str) -> None:
     assert refused.value.code() is Code.INVALID_ARGUMENT
     assert says in refused.value.details()
     assert dict(refused.value.trailing_metadata())["bough-code"]
+
+
+def test_metadata_is_bounded_as_headers_are(stub: Any) -> None:
+    most = BOUNDS["header_bytes"].most
+    assert stub.GetLoads(pb.GetLoadsRequest(), metadata=(("x-filler", "x" * (most // 2)),)) is not None
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.GetLoads(pb.GetLoadsRequest(), metadata=(("x-filler", "x" * 2 * most),))
+    assert refused.value.code() is Code.RESOURCE_EXHAUSTED
+    assert "metadata" in refused.value.details()
 
 
 @pytest.mark.parametrize(

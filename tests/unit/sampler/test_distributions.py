@@ -197,6 +197,30 @@ def test_a_token_at_the_border_of_top_p_is_out(top_p: float, count: int) -> None
     assert keeps.tolist() == [[at < count for at in range(4)]]
 
 
+def test_filters_keep_what_brute_force_keeps() -> None:
+    """Token by token, with ties; whatever is as likely as the last one that is kept is kept too."""
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        logits = rng.integers(-4, 5, (1, 12)).astype(np.float32) / 2
+        temperature, top_k = float(rng.choice([0.5, 1.0, 2.0])), int(rng.integers(-1, 14))
+        top_p, min_p = float(rng.choice([0.1, 0.5, 0.9, 1.0])), float(rng.choice([0.0, 0.2, 1.0]))
+        likely = np.exp(logits[0].astype(np.float64) / temperature)
+        likely /= likely.sum()
+        expected = [
+            bool(
+                (top_k < 1 or (likely > each).sum() < top_k)
+                and (top_p == 1.0 or likely[likely > each].sum() < top_p)
+                and each >= min_p * likely.max()
+            )
+            for each in likely
+        ]
+        found = kept(
+            torch.from_numpy(logits), torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]),
+            torch.tensor([min_p]),
+        )  # fmt: skip
+        assert found[0].tolist() == expected, (logits, temperature, top_k, top_p, min_p)
+
+
 @pytest.mark.parametrize("drafts", ["none", "ngram"])
 def test_rows_of_one_batch_keep_their_own_settings(drafts: str) -> None:
     """All cases at once, in the same steps; with drafts, which are often right in texts of so few words, and often wrong."""
