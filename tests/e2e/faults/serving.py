@@ -66,8 +66,9 @@ class Server:
         (model / "config.json").write_text(json.dumps(TINY))
         self._log = Path(self._directory.name, "log.txt")
         self._file = self._log.open("w")
+        served = () if "--model-path" in flags else (str(model),)
         command = [
-            sys.executable, "-m", "bough", "serve", str(model), "--port", "0", "--tokenizer", str(default_model_path()),
+            sys.executable, "-m", "bough", "serve", *served, "--port", "0", "--tokenizer", str(default_model_path()),
             "--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1",
             "--no-custom-kernels", "--max-total-tokens", str(PAGES), *flags,
         ]  # fmt: skip
