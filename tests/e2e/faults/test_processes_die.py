@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from serving import ENDLESS, LONG, PAGES, Server, body, quickest
 
@@ -166,6 +167,23 @@ def test_stuck_processes_are_replaced_under_supervision(names: tuple[str, ...]) 
             assert f"the {name} had not moved" in server.log()
             kept = logging()
             assert (kept["log_level"], kept["log_requests"]) == ("debug", True), "as it was changed before"
+
+
+@pytest.mark.long
+def test_a_stuck_api_worker_is_replaced_under_supervision() -> None:
+    """The others go on meanwhile: it is the only one whose clients notice."""
+    with Server("--supervise", "--watchdog-timeout", "4", "--api-workers", "2") as server:
+        children = server.children
+        stuck = children["entrypoints.http"]
+        assert until(lambda: psutil.Process(stuck).net_connections("inet"), 60), "it listens, and is past its start"
+        os.kill(stuck, signal.SIGSTOP)
+        assert gone(stuck, 60)
+        assert until(lambda: server.children.get("entrypoints.http", stuck) != stuck, 60), server.log()
+        assert until(lambda: server.status("/readyz") == 200, 120), server.log()
+        assert [server.ask(body()).status_code for _ in range(8)] == [200] * 8
+        assert {name: pid for name, pid in server.children.items() if name != "entrypoints.http"} == {
+            name: pid for name, pid in children.items() if name != "entrypoints.http"
+        }, "nothing else was started again"
 
 
 def test_a_second_sigterm_ends_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
 import io
 import os
 import shutil
@@ -546,6 +547,20 @@ async def test_data_urls_need_no_permission() -> None:
     text = base64.b64encode(PNG).decode()
     for head in ("data:image/png;base64,", "data:;base64,", "DATA:text/plain;charset=x;BASE64,"):
         assert (await shut.fetch(head + text)).data == PNG
+
+
+async def test_base64_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes and the same errors as at once, wherever the parts end."""
+    door = Door(MediaConfig())
+    monkeypatch.setattr("bough.multimodal.door._CHARS_AT_ONCE", 8)
+    for size in range(30):
+        data = bytes(range(size))
+        assert await door.read("data:;base64," + base64.b64encode(data).decode()) == data
+    for broken in ("AA==AAAA", "AAAAAAA=AAAAAAAA", "AAAAAAAAA", "AAAAAAAAAA*A", "=AAA" * 4):
+        with pytest.raises(binascii.Error):
+            base64.b64decode(broken, validate=True)
+        with pytest.raises(MediaError):
+            await door.read("data:;base64," + broken)
 
 
 @pytest.mark.parametrize(

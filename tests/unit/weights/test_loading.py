@@ -21,6 +21,7 @@ from bough.models import registry
 from bough.models.load import build_model
 from bough.models.registry import ARCHITECTURES, find_architecture
 from bough.quantization.unquantized import DenseMatrix, Unquantized
+from bough.weights import load
 from bough.weights.dummy import DummyDraw, fill_dummy
 from bough.weights.from_safetensors import open_safetensors
 from bough.weights.load import by_layer
@@ -193,6 +194,42 @@ def test_a_tensor_of_several_layers_is_checked_in_every_dimension(shape: tuple[i
     assert len(fit.pairs) == (2 if fits else 0)
     assert fit.misshaped == ([] if fits else [f"m.0.gu.weight is {list(shape)}, expected [6, 5]"])
     assert not fit.missing
+
+
+@pytest.mark.parametrize("outputs", [0, 1])
+def test_a_tensor_of_several_layers_is_cut_one_after_the_other(outputs: int) -> None:
+    mapping = Mapping(Split("m.*.gu", "l.*.gate_up", parts=("gate", "up", "more")))
+    whole = torch.arange(45.0).view(9, 5) if outputs == 0 else torch.arange(45.0).view(5, 9)
+    sizes = {"gate": 2, "up": 4, "more": 3}
+    slots = {
+        f"l.0.gate_up.{part}.weight": Slot((size, 5) if outputs == 0 else (5, size), lambda _: None, outputs=outputs)
+        for part, size in sizes.items()
+    }
+    fit = mapping.fit({"m.0.gu.weight": InMemory(whole)}, slots)
+    found = [stored.read(0, stored.shape[0]) for _, stored in fit.pairs]
+    for part, expected in zip(found, whole.split(list(sizes.values()), outputs), strict=True):
+        assert torch.equal(part, expected)
+
+
+def test_kinds_that_a_layer_cannot_read_are_named() -> None:
+    mapping = Mapping(Rename("m.*.o", "l.*.out"))
+    for kind, mistyped in (("F8_E4M3", []), ("I32", ["m.0.o.weight is I32, expected F8_E4M3"])):
+        slots = {"l.0.out.weight": Slot((2, 2), lambda _: None, kinds=frozenset({"F8_E4M3"}))}
+        fit = mapping.fit({"m.0.o.weight": InMemory(torch.zeros(2, 2), kind)}, slots)
+        assert fit.mistyped == mistyped
+        assert len(fit.pairs) == (0 if mistyped else 1)
+        assert fit.problems == ({"mistyped": mistyped} if mistyped else {})
+
+
+def test_a_tensor_that_cannot_be_read_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the readers has met it."""
+
+    def put(self: Any, *_: Any) -> None:
+        raise OSError("the disk has a hole here")
+
+    monkeypatch.setattr(load._Fill, "run", put)
+    with pytest.raises(OSError, match="a hole"):
+        build(folder)
 
 
 def test_one_tensor_in_two_files_is_an_error(tmp_path: Path) -> None:
