@@ -133,7 +133,8 @@ GROUPS: Final = (
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B-hf",
-            "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf",
+            "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",
+            "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
             "Qwen2VLForConditionalGeneration": "Qwen/Qwen2-VL-7B-Instruct",
             "Qwen2_5_VLForConditionalGeneration": "Qwen/Qwen2.5-VL-7B-Instruct",
@@ -146,7 +147,6 @@ GROUPS: Final = (
         "tests/models/test_text_of.py",
         {
             "Llama4ForConditionalGeneration": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
-            "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
         },
     ),
     FamilyGroup(

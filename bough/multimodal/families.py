@@ -7,12 +7,19 @@ from functools import partial
 from typing import Any, Final
 
 from bough.config.fields import Fields
+from bough.config.pixtral import is_pixtral
 from bough.multimodal.gemma3 import Gemma3Processor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.llava import LlavaProcessor
+from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
 from bough.multimodal.qwen_vl import QwenProcessor
+
+
+def _llava(config: Fields) -> Processor:
+    return PixtralProcessor(config) if is_pixtral(config) else LlavaProcessor(config)
+
 
 FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen2VLForConditionalGeneration": partial(QwenProcessor, patch=14, kind="2"),
@@ -22,7 +29,8 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
-    "LlavaForConditionalGeneration": LlavaProcessor,
+    "LlavaForConditionalGeneration": _llava,
+    "Mistral3ForConditionalGeneration": PixtralProcessor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
 }
 """Architecture -> what makes its processor from the checkpoint's config."""

@@ -32,6 +32,7 @@ SETUPS = {
 
 def prepared(name: str, image: Image.Image) -> tuple[Prepared, np.ndarray]:
     array, items = load_tiled(name).processor.image(image, {})
+    array = np.array(array)
     digest = np.asarray(image).tobytes()[:32].ljust(32, b".")
     where = Features(path=f"{name}-{image.size}", digest=digest, dtype="uint8", shape=array.shape)
     processed = Processed(dtype="uint8", shape=array.shape, items=items)

@@ -97,6 +97,33 @@ def _gemma3(tokenizer: Any, settings: dict[str, Any]) -> Any:
     return transformers.Gemma3Processor(Gemma3ImageProcessorPil(**settings), tokenizer, image_seq_length=4)
 
 
+def _pixtral(merge: int) -> Callable[[Any, dict[str, Any]], Any]:
+    """Pixels by transformers; its `PixtralProcessor` can't be imported without torchvision, so that its rule is written
+    here: a mark behind each row, another behind the last."""
+
+    def made(tokenizer: Any, settings: dict[str, Any]) -> Any:
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        processor, side = PixtralImageProcessorPil(**settings), 4 * merge
+
+        def process(text: list[str], images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
+            found = processor(images=images, patch_size={"height": side, "width": side}, return_tensors=return_tensors)
+            first, *rest = text[0].split("[IMG]")
+            for (height, width), after in zip(found["image_sizes"], rest, strict=True):
+                rows = ["[IMG]" * (int(width) // side)] * (int(height) // side)
+                first += "[IMG_BREAK]".join(rows) + "[IMG_END]" + after
+            return {**tokenizer([first], return_tensors=return_tensors), **found}
+
+        return process
+
+    return made
+
+
+PIXTRAL = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 48, "model_type": "pixtral", "hidden_act": "silu",
+}  # fmt: skip
+PIXTRAL_MARKS = {IMAGE: "[IMG]", 258: "[IMG_BREAK]", 259: "[IMG_END]"}
 IDEFICS = {
     258: "<fake_token_around_image>", 259: "<end_of_utterance>", 260: "<global-img>", IMAGE: "<image>",
     **{261 + 3 * row + column: f"<row_{row + 1}_col_{column + 1}>" for row in range(3) for column in range(3)},
@@ -127,6 +154,28 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         _gemma3,
         {IMAGE: "<soft>", 258: "<start_of_image>", 259: "<end_of_image>"},
         "<start_of_image>",
+    ),
+    "pixtral": TileFamily(
+        "Llava",
+        {
+            "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": PIXTRAL, "image_token_index": IMAGE,
+            "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+        },
+        {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}, **HALF},
+        _pixtral(1),
+        PIXTRAL_MARKS,
+        "[IMG]",
+    ),
+    "mistral3": TileFamily(
+        "Mistral3",
+        {
+            "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": PIXTRAL, "image_token_index": IMAGE,
+            "spatial_merge_size": 2,
+        },
+        {"size": {"longest_edge": 40}, "patch_size": {"height": 4, "width": 4}, **HALF},
+        _pixtral(2),
+        PIXTRAL_MARKS,
+        "[IMG]",
     ),
     "internvl": TileFamily(
         "InternVL",

@@ -49,7 +49,7 @@ class TwoWayAttention:
         return out_TF
 
     def _read(self, spec: AttentionSpec, q_QNH: Tensor, span: TwoWaySpan) -> Tensor:
-        inputs, stop = self._inputs, span.position + span.length
+        inputs, stop = self._inputs.of_layer(spec.layer), span.position + span.length
         k_scale, v_scale = inputs.scales(spec.layer)
         pages = inputs.page_table[span.slot]
         k_SKH = gather(inputs.k_caches[spec.layer], pages, stop, k_scale)
