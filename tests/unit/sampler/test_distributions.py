@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from in_process import InProcess, Setup
+from in_process import DraftsOnDevice, InProcess, Setup
 from scipy import stats
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from bough.core.sampling import SamplingParams
 from bough.kernels import sampling as kernels
 from bough.kernels.sampling.reference import kept
 from bough.layers.batch import AttentionSpec, Batch
+from bough.runner.proposing import Drafting, Reads, TreeDrafts
+from bough.speculative.proposers.tree import Frontier, TreeShape, grow_tree
 
 VOCAB = 16
 TABLE = np.random.default_rng(7).normal(scale=1.5, size=(VOCAB, VOCAB)).astype(np.float32)
@@ -221,20 +223,54 @@ def test_filters_keep_what_brute_force_keeps() -> None:
         assert found[0].tolist() == expected, (logits, temperature, top_k, top_p, min_p)
 
 
-@pytest.mark.parametrize("drafts", ["none", "ngram"])
+class TableProposer:
+    """Drafts by another table that is like the model's: drawn with noise one behind the other, or the likeliest as a tree."""
+
+    reads = Reads()
+    num_layers = 0
+
+    def __init__(self, shape: TreeShape | None) -> None:
+        self._shape = shape
+        noise = np.random.default_rng(8).normal(size=TABLE.shape).astype(np.float32)
+        self._table = torch.from_numpy(TABLE + 0.7 * noise)
+
+    def propose(self, step: Drafting) -> list[Tensor] | TreeDrafts:
+        last, made = step.rows.last_R, []
+        if self._shape is not None and step.count:
+            return grow_tree(self._table[last], self._behind, self._shape, step.count, None)
+        for place in range(step.count):
+            last = step.draw(self._table[last], place)
+            made.append(last)
+        return made
+
+    def _behind(self, frontier: Frontier) -> Tensor:
+        return self._table[frontier.tokens]
+
+
+def drafting_engine(drafts: str) -> InProcess:
+    """`drafts`: none, deterministic ones of texts (ngram), or those of a `TableProposer`, drawn (chain) or not (tree)."""
+    if drafts in ("none", "ngram"):
+        return InProcess(Bigrams(), VOCAB, Setup(context_length=256, drafts=drafts))
+    shape = TreeShape(3, 3) if drafts == "tree" else None
+    proposer = DraftsOnDevice(TableProposer(shape), torch.nn.Module(), 0 if shape is None else shape.steps + 1)
+    setup = Setup(context_length=256, drafts="device", most_drafts=3 if shape is None else 8)
+    return InProcess(Bigrams(), VOCAB, setup, proposer=proposer)
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram", "chain", "tree"])
 def test_rows_of_one_batch_keep_their_own_settings(drafts: str) -> None:
     """All cases at once, in the same steps; with drafts, which are often right in texts of so few words, and often wrong."""
-    engine = InProcess(Bigrams(), VOCAB, Setup(context_length=256, drafts=drafts))
+    engine = drafting_engine(drafts)
     params = [sampling({"max_new_tokens": 80, **asked}) for asked, _ in CASES.values()]
     pending = []
-    for seed in range(4 if drafts == "ngram" else 8):
+    for seed in range(8 if drafts == "none" else 4):
         for each in params:
             prompt = [seed, (3 * seed + 2) % VOCAB]
             pending.append((prompt, each, engine.submit(prompt, msgspec.structs.replace(each, seed=77_000 + seed))))
     answers = engine.finish([request for *_, request in pending])
     counters = engine.queues.counters
-    assert counters.accepted_tokens >= (500 if drafts == "ngram" else 0)
-    assert counters.draft_tokens - counters.accepted_tokens >= (500 if drafts == "ngram" else 0)
+    assert counters.accepted_tokens >= (0 if drafts == "none" else 500)
+    assert counters.draft_tokens - counters.accepted_tokens >= (0 if drafts == "none" else 500)
     said = [(prompt, each, answer.tokens) for (prompt, each, _), answer in zip(pending, answers, strict=True)]
     for each in params:
         found = [(prompt, tokens) for prompt, own, tokens in said if own is each]
@@ -256,12 +292,12 @@ def test_a_seed_draws_the_same_whatever_the_batch() -> None:
 def test_a_seed_draws_the_same_with_drafts(case: str) -> None:
     asked = [msgspec.structs.replace(sampling(CASES[case][0]), seed=at) for at in range(4)]
     said = []
-    for drafts in ("none", "ngram"):
-        engine = InProcess(Bigrams(), VOCAB, Setup(context_length=256, drafts=drafts))
+    for drafts in ("none", "ngram", "chain", "tree"):
+        engine = drafting_engine(drafts)
         ids = [engine.submit([at, 3], each) for at, each in enumerate(asked)]
         said.append([answer.tokens for answer in engine.finish(ids)])
-    assert engine.queues.counters.accepted_tokens > 10
-    assert said[0] == said[1]
+        assert drafts == "none" or engine.queues.counters.accepted_tokens > 10
+    assert said[1:] == said[:1] * 3
 
 
 def test_without_a_seed_requests_differ() -> None:
