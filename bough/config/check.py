@@ -10,7 +10,7 @@ from bough.config.experts import TRIVIAL
 from bough.config.flags import settings, show_value
 from bough.config.hosts import LEAST_SECRET
 from bough.config.layout import Layout
-from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, draft_numbers
+from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, WINDOWED, draft_numbers
 from bough.core.bounds import MOST_REPLICAS
 from bough.core.errors import ConfigError
 
@@ -330,6 +330,14 @@ def _speculative(config: Config) -> None:
     )
     _in_range("speculative_eagle_topk", asked.speculative_eagle_topk, 1, 32)
     _in_range("speculative_num_steps", asked.speculative_num_steps, 1, MOST_DRAFT_TOKENS - 1)
+    _in_range("speculative_draft_window_size", asked.speculative_draft_window_size, 0, 2**31)
+    if asked.speculative_draft_window_size and asked.speculative_algorithm not in WINDOWED:
+        raise ConfigError(
+            what=f"--speculative-draft-window-size with --speculative-algorithm {asked.speculative_algorithm}",
+            why="it has no attention of its own that could see less",
+            fix=f"leave it out, or choose one of {', '.join(sorted(WINDOWED))}",
+            param="speculative_draft_window_size",
+        )
     _draft_model(config)
     if asked.speculative_algorithm == "none":
         return

@@ -279,6 +279,9 @@ class SpeculativeConfig:
     """Format of its weights; `dummy` makes random ones. auto: as --load-format."""
     speculative_draft_model_quantization: Quantization = "auto"
     """Weight scheme of what drafts, like --quantization."""
+    speculative_draft_window_size: int = 0
+    """STANDALONE, EAGLE, EAGLE3: tokens that what drafts sees of a text, the newest ones; 0: all. Heads were often
+    trained on short texts, and are right less often far behind their beginning."""
     speculative_num_steps: int | Auto = AUTO
     """Drafts that are made on the device, one behind the other. auto: 4, MEDUSA as many as there are heads, DFLASH as many
     as a block has."""
@@ -307,9 +310,10 @@ class SpeculativeConfig:
     speculative_ngram_external_corpus_max_tokens: int = 10_000_000
     """NGRAM: tokens that all corpora of /add_external_corpus may have together, 16 bytes each."""
     speculative_config: str = ""
-    """vLLM's JSON object, read as the settings above: method (ngram or suffix), num_speculative_tokens, prompt_lookup_min,
-    prompt_lookup_max and suffix_decoding_max_tree_depth, _max_spec_factor and _min_token_prob. They count where the settings
-    themselves are not given."""
+    """vLLM's JSON object, read as the settings above: method (ngram, suffix, draft_model, eagle, eagle3, medusa, dflash,
+    mtp), num_speculative_tokens, model, revision, quantization, prompt_lookup_min, prompt_lookup_max and
+    suffix_decoding_max_tree_depth, _max_spec_factor and _min_token_prob. They count where the settings themselves are not
+    given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

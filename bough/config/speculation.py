@@ -20,21 +20,44 @@ ON_DEVICE: Final[frozenset[SpeculativeAlgorithm]] = frozenset(
 """Algorithms whose drafts are computed beside the model."""
 TREES: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"EAGLE", "EAGLE3", "NEXTN", "MEDUSA"})
 """Those whose drafts may form trees."""
+WINDOWED: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"STANDALONE", "EAGLE", "EAGLE3"})
+"""Those whose own attention may be kept to the newest tokens."""
 _TREE_TOKENS: Final = 16
 _STEPS: Final = 4
 """Drafts of a row at most, where what drafts could make any number; how many of them pay is learned."""
-_METHODS = {"ngram": "NGRAM", "suffix": "SUFFIX"}
+_METHODS: Final[dict[str, SpeculativeAlgorithm]] = {
+    "ngram": "NGRAM", "suffix": "SUFFIX", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3",
+    "medusa": "MEDUSA", "dflash": "DFLASH", "mtp": "NEXTN", "deepseek_mtp": "NEXTN", "glm4_moe_mtp": "NEXTN",
+    "mimo_mtp": "NEXTN",
+}  # fmt: skip
 """vLLM's names of algorithms."""
-_VLLM_NAMES = {
-    "num_speculative_tokens": ("speculative_num_draft_tokens", 1),
-    "prompt_lookup_min": ("speculative_ngram_min_match_window_size", 0),
-    "prompt_lookup_max": ("speculative_ngram_max_match_window_size", 0),
-    "suffix_decoding_max_tree_depth": ("speculative_suffix_max_tree_depth", 0),
-    "suffix_decoding_max_spec_factor": ("speculative_suffix_max_spec_factor", 0),
-    "suffix_decoding_min_token_prob": ("speculative_suffix_min_token_prob", 0),
+
+
+class _Entry(NamedTuple):
+    """An entry of vLLM's object."""
+
+    setting: str
+    kind: type[int] | type[float] | type[str] = int
+    more: int = 0
+    """Added to it: a row's newest token counts here, and does not count there."""
+    algorithms: frozenset[SpeculativeAlgorithm] | None = None
+    """Those that it says something about; None: all."""
+
+
+_NGRAM: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"NGRAM"})
+_SUFFIX: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"SUFFIX"})
+_ENTRIES: Final = {
+    "num_speculative_tokens": _Entry("speculative_num_draft_tokens", more=1),
+    "model": _Entry("speculative_draft_model_path", str, algorithms=ON_DEVICE),
+    "revision": _Entry("speculative_draft_model_revision", str, algorithms=ON_DEVICE),
+    "quantization": _Entry("speculative_draft_model_quantization", str, algorithms=ON_DEVICE),
+    "prompt_lookup_min": _Entry("speculative_ngram_min_match_window_size", algorithms=_NGRAM),
+    "prompt_lookup_max": _Entry("speculative_ngram_max_match_window_size", algorithms=_NGRAM),
+    "suffix_decoding_max_tree_depth": _Entry("speculative_suffix_max_tree_depth", algorithms=_SUFFIX),
+    "suffix_decoding_max_spec_factor": _Entry("speculative_suffix_max_spec_factor", float, algorithms=_SUFFIX),
+    "suffix_decoding_min_token_prob": _Entry("speculative_suffix_min_token_prob", float, algorithms=_SUFFIX),
 }
-"""vLLM's entries, the settings they stand for, and what is added: a row's newest token counts in the first."""
-_FRACTIONS = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
+_KINDS: Final = {int: "a whole number", float: "a number", str: "a text"}
 
 
 def read_speculative_config(text: str, origin: str) -> Mapping[str, int | float | str]:
@@ -48,16 +71,18 @@ def read_speculative_config(text: str, origin: str) -> Mapping[str, int | float 
     method = given.pop("method", None)
     if method not in _METHODS:
         raise _bad_config(origin, f"has the method {method!r}", f"there are {', '.join(_METHODS)}")
-    found: dict[str, int | float | str] = {"speculative_algorithm": _METHODS[method]}
+    algorithm = _METHODS[method]
+    entries = {name: entry for name, entry in _ENTRIES.items() if algorithm in (entry.algorithms or {algorithm})}
+    found: dict[str, int | float | str] = {"speculative_algorithm": algorithm}
     for name, value in given.items():
-        if name not in _VLLM_NAMES:
-            known = ", ".join(["method", *_VLLM_NAMES])
-            raise _bad_config(origin, f"has {name[:40]!r}", f"of its entries, these are read: {known}")
-        setting, more = _VLLM_NAMES[name]
-        is_share = name in _FRACTIONS
-        if isinstance(value, bool) or not isinstance(value, int | float if is_share else int):
-            raise _bad_config(origin, f"has {value!r} as {name}", f"it is a {'' if is_share else 'whole '}number")
-        found[setting] = value + more
+        if name not in entries:
+            known = ", ".join(["method", *entries])
+            raise _bad_config(origin, f"has {name[:40]!r}", f"of its entries, {method} knows these: {known}")
+        entry = entries[name]
+        fits = isinstance(value, int | float if entry.kind is float else entry.kind)
+        if isinstance(value, bool) or not fits:
+            raise _bad_config(origin, f"has {value!r} as {name}", f"it is {_KINDS[entry.kind]}")
+        found[entry.setting] = value + entry.more if entry.more else value
     return found
 
 

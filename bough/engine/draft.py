@@ -70,7 +70,27 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
     if method == "STANDALONE":
         whole = facts_of(draft.config, "bough")
         _same_tokens(target, draft)
-    return Draft(draft, read_draft(drafts_by, draft, facts, whole))
+    found = read_draft(drafts_by, draft, facts, whole)
+    return Draft(draft, windowed(draft, found, asked.speculative_draft_window_size))
+
+
+def windowed(draft: Checkpoint, facts: DraftFacts, window: int) -> DraftFacts:
+    """What drafts, with attention to the newest `window` tokens; 0: as it is. Raises `ConfigError` where it can't be had."""
+    if not window:
+        return facts
+
+    def narrowed(mixer: Mixer) -> Mixer:
+        if not isinstance(mixer, Gqa) or mixer.chunk is not None:
+            raise ConfigError(
+                what=f"--speculative-draft-window-size can't be had with {draft.name}",
+                why="its attention has no windows",
+                fix="leave it out",
+                param="speculative_draft_window_size",
+            )
+        return replace(mixer, window=min(window, mixer.window or window))
+
+    layers = tuple(replace(each, mixers=tuple(map(narrowed, each.mixers))) for each in facts.model.layers)
+    return replace(facts, model=replace(facts.model, layers=layers))
 
 
 def _counts_keys(mixer: Mixer) -> bool:

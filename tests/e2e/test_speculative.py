@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.browser import Playground, browser, needs_browser
 from tests.e2e.conftest import Server
 from tests.waiting import until
 
@@ -112,3 +115,15 @@ def test_numbers_are_reported(http: httpx.Client) -> None:
 
     assert until(lambda: count("spec_accepted_tokens_total") == load["accepted_tokens"])
     assert count("spec_accepted_by_position_total", 'position="1"') == load["accepted_by_position"][0]
+
+
+@needs_browser
+@pytest.mark.long
+def test_the_playground_shows_tokens_per_step(http: httpx.Client, tmp_path: Path) -> None:
+    with browser(tmp_path) as driver:
+        page = Playground(driver, str(http.base_url).rstrip("/")).ready()
+        page.sampling(temperature=0, max_tokens=24)
+        page.ask(f"Repeat this word by word: {TEXT}")
+        assert until(page.idle)
+        assert re.search(r"tok/s · \d\.\d\d tokens per step · 24 tokens", page.stats()), page.stats()
+        assert page.complaints() == []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bough.config.draft_facts import DraftMethod, read_draft
 from bough.config.hf import open_checkpoint
+from bough.engine.draft import windowed
 from bough.engine.speculation import load_proposer
 from bough.layers.batch import Model
 from bough.layers.decoder import Decoder
@@ -53,12 +54,17 @@ def itself(folder: Path, vocab: int) -> DraftsOnDevice:
 
 
 def head(
-    method: DraftMethod, target_folder: Path, draft_folder: Path, model: Model, shape: TreeShape | None = None
+    method: DraftMethod,
+    target_folder: Path,
+    draft_folder: Path,
+    model: Model,
+    shape: TreeShape | None = None,
+    window: int = 0,
 ) -> DraftsOnDevice:
-    """What is in `draft_folder`, for the model of `target_folder`. `shape`: of trees."""
+    """What is in `draft_folder`, for the model of `target_folder`. `shape`: of trees. `window`: tokens that it sees."""
     target = facts_of(open_checkpoint(str(target_folder)).config)
     checkpoint = open_checkpoint(str(draft_folder))
-    facts = read_draft(method, checkpoint, target, None)
+    facts = windowed(checkpoint, read_draft(method, checkpoint, target, None), window)
     assert isinstance(model, Decoder)
     count = target.num_layers
     given = DraftBuild(checkpoint, facts, torch.float32, torch.device("cpu"), 256, count, count)

@@ -72,6 +72,7 @@ OTHER_FLAGS = {
     "deterministic": "tests/e2e/test_deterministic.py",
     "speculative_draft_model_path": "the axis drafts has models and heads of its own",
     "speculative_draft_model_revision": "which file is loaded",
+    "speculative_draft_window_size": "which drafts there are, not which are right",
     "speculative_draft_load_format": "which drafts there are, not which are right",
     "speculative_draft_model_quantization": "which drafts there are, not which are right",
     "speculative_eagle_topk": "tests/grid/test_proposers.py grows trees",

@@ -47,8 +47,10 @@ def mlp(state: State, name: str, x: Tensor) -> Tensor:
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def causal(length: int) -> Tensor:
-    return torch.ones(length, length).tril().bool()
+def causal(length: int, window: int = 0) -> Tensor:
+    """`window`: newest tokens that each sees, itself included; 0: all."""
+    seen = torch.ones(length, length).tril()
+    return (seen.triu(1 - window) if window else seen).bool()
 
 
 def eagle3_states(
@@ -80,6 +82,7 @@ def eagle3_drafts(
     head: Tensor,
     count: int,
     choose: Callable[[Tensor, int], int] | None = None,
+    window: int = 0,
 ) -> list[int]:
     """`states`: [T, E] for each place that the head reads. `head`: the target's matrix. `choose`: takes the logits over the
     target's vocabulary and a draft's number; None: the likeliest."""
@@ -94,7 +97,7 @@ def eagle3_drafts(
     for place in range(count):
         length = len(said) - 1
         embeds = embedding[torch.tensor(said[1:])]
-        made = eagle3_states(state, config, embeds, carried, causal(length), torch.arange(length))
+        made = eagle3_states(state, config, embeds, carried, causal(length, window), torch.arange(length))
         last = made[-1]
         normed = rms(last, state["norm.weight"], eps)
         if "lm_head.weight" in state:

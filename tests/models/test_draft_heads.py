@@ -89,19 +89,20 @@ TAPS = {"speculators": (1, 2, 4), "norms and layers": (1, 3, 2)}
 """Streams that the head reads; by default those before layers 2, n // 2 and n - 3 (n is 4)."""
 
 
-@pytest.mark.parametrize("case", EAGLE3)
+@pytest.mark.parametrize("case", [*EAGLE3, "window"])
 def test_eagle3(case: str, target: tuple[Path, Any, Model], tmp_path: Path) -> None:
     folder, reference, model = target
-    state = draft_files.eagle3(tmp_path, **EAGLE3[case])  # type: ignore[arg-type]
+    window = 5 if case == "window" else 0
+    state = draft_files.eagle3(tmp_path, **EAGLE3.get(case, {}))  # type: ignore[arg-type]
     written = json.loads((tmp_path / "config.json").read_text())
     config = {**written.get("transformer_layer_config", {}), **written}
-    drafts = proposing.head("EAGLE3", folder, tmp_path, model)
+    drafts = proposing.head("EAGLE3", folder, tmp_path, model, window=window)
     ends = reference.get_input_embeddings().weight, reference.lm_head.weight
 
     def formulas(tokens: list[int]) -> list[int]:
         streams, _ = states_of(reference, tokens[:-1])
         taps = [streams[layer] for layer in TAPS.get(case, (2, 2, 1))]
-        return draft_reference.eagle3_drafts(state, config, tokens, taps, *ends, NUM_DRAFTS)
+        return draft_reference.eagle3_drafts(state, config, tokens, taps, *ends, NUM_DRAFTS, window=window)
 
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW)
     check_drafts(model, drafts, formulas, greedy, chunk_tokens=512 if case == "specforge" else 7)

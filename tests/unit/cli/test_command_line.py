@@ -60,6 +60,7 @@ _FITTING = {
 
 _TOGETHER = {
     "speculative_draft_model_path": ["--speculative-algorithm", "EAGLE3"],
+    "speculative_draft_window_size": ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "HEAD"],
     "speculative_num_steps": ["--speculative-algorithm", "NEXTN"],
     "eplb": ["--tp-size", "2", "--ep-size", "2"],
     "enable_dp_attention": ["--tp-size", "2", "--dp-size", "2"],

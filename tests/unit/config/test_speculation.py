@@ -35,12 +35,31 @@ def test_vllms_suffix_decoding() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "algorithm"),
+    [
+        ("eagle", "EAGLE"), ("eagle3", "EAGLE3"), ("medusa", "MEDUSA"), ("draft_model", "STANDALONE"),
+        ("dflash", "DFLASH"), ("mtp", "NEXTN"), ("deepseek_mtp", "NEXTN"),
+    ],
+)  # fmt: skip
+def test_vllms_methods_that_draft_on_the_device(method: str, algorithm: str) -> None:
+    text = '{"method": "%s", "model": "head", "num_speculative_tokens": 3, "quantization": "fp8", "revision": "v2"}'
+    made = loaded(speculative_config=text % method)
+    assert made.speculative_algorithm == algorithm
+    assert made.speculative_draft_model_path == "head"
+    assert made.speculative_num_draft_tokens == 4
+    assert made.speculative_draft_model_quantization == "fp8"
+    assert made.speculative_draft_model_revision == "v2"
+
+
+@pytest.mark.parametrize(
     ("text", "about"),
     [
         ("{", "is not JSON"),
         ("[1]", "is not a JSON object"),
         ("{}", "method None"),
-        ('{"method": "eagle3", "model": "x"}', "method 'eagle3'"),
+        ('{"method": "eagle4", "model": "x"}', "method 'eagle4'"),
+        ('{"method": "eagle3", "prompt_lookup_min": 2}', "has 'prompt_lookup_min'"),
+        ('{"method": "eagle3", "model": 3}', "has 3 as model"),
         ('{"method": "ngram", "model": "x"}', "has 'model'"),
         ('{"method": "ngram", "num_speculative_tokens": "five"}', "has 'five' as num_speculative_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "has True"),
@@ -67,6 +86,9 @@ def test_what_it_can_not_say(text: str, about: str) -> None:
         {"speculative_suffix_max_spec_factor": 0.0},
         {"speculative_suffix_min_token_prob": 1.5},
         {"speculative_algorithm": "EAGLE9"},
+        {"speculative_draft_window_size": 100},
+        {"speculative_draft_window_size": 100, "speculative_algorithm": "NEXTN"},
+        {"speculative_draft_window_size": -1, "speculative_algorithm": "STANDALONE"},
         {"speculative_algorithm": "NGRAM", "is_embedding": True},
         {"speculative_algorithm": "NGRAM", "pp_size": 2},
         {"speculative_algorithm": "NGRAM", "deterministic": True},

@@ -224,7 +224,7 @@ def test_filters_keep_what_brute_force_keeps() -> None:
 
 
 class TableProposer:
-    """Drafts by another table that is like the model's: drawn with noise one behind the other, or the likeliest as a tree."""
+    """Drafts by another table that is like the model's: drawn one behind the other, or the likeliest ones as a tree."""
 
     reads = Reads()
     num_layers = 0

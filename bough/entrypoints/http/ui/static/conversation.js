@@ -67,6 +67,7 @@ export class Conversation {
   async generate(model, at = this.messages.length) {
     const body = { ...this.body(model, this.messages.slice(0, at)), stream: true, stream_options: { include_usage: true } };
     if (own) {
+      body.return_meta_info = true;
       body.rid = "ui-" + random();
       this.rids.add(body.rid);
     }
@@ -165,6 +166,7 @@ class Timer {
     this.last = variants.map(() => 0);
     this.chunks = variants.map(() => 0);
     this.usage = null;
+    this.perStep = variants.map(() => 0);
   }
 
   tick(at) {
@@ -189,6 +191,7 @@ class Timer {
       speed: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : 0,
       tokens,
       exact,
+      perStep: this.perStep[at],
       prompt: this.usage?.prompt_tokens ?? 0,
       cached: this.usage?.prompt_tokens_details?.cached_tokens ?? 0,
     };
@@ -212,6 +215,7 @@ function take(chunk, variants, timer) {
     }
     if (content || reasoning_content || reasoning || tool_calls) timer.tick(choice.index);
     if (choice.finish_reason) variant.finish = choice.finish_reason;
+    if (choice.meta_info?.spec_verify_ct) timer.perStep[choice.index] = choice.meta_info.spec_accept_length;
   }
 }
 

@@ -217,6 +217,7 @@ function statistics(answer, working) {
   if (stats) {
     parts.push(`first token ${stats.ttft < 1000 ? Math.round(stats.ttft) + " ms" : (stats.ttft / 1000).toFixed(1) + " s"}`);
     if (stats.speed) parts.push(`${stats.speed.toFixed(1)} tok/s`);
+    if (stats.perStep) parts.push(`${stats.perStep.toFixed(2)} tokens per step`);
     parts.push(`${stats.exact || working ? "" : "≈ "}${number(stats.tokens)} tokens`);
     if (stats.prompt) parts.push(`${number(stats.cached)} of ${number(stats.prompt)} prompt tokens cached`);
   }
