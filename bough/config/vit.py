@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from bough.config import reading
+from bough.config.anyres import NEXT, ONEVISION
 from bough.config.fields import Fields
 from bough.config.image_facts import CLIP_MEAN, CLIP_STD, HALF, image_facts, processor_fields
 from bough.config.model_facts import Dense, NormFacts
@@ -151,3 +153,21 @@ def pooled_by(config: Fields, vit: VitFacts) -> int:
             fix="check mm_tokens_per_image in config.json",
         )
     return vit.side // along
+
+
+def is_onevision(config: Fields) -> bool:
+    return bool(config.any("model_type") == "llava_onevision")
+
+
+def usual_canvases(config: Fields) -> Sequence[tuple[int, int]]:
+    return ONEVISION if is_onevision(config) else NEXT
+
+
+def anyres_vit(config: Fields) -> VitFacts:
+    """LLaVA-NeXT's, and OneVision's, which takes features of SigLIP behind the last block."""
+    if not is_onevision(config):
+        return llava_vit(config)
+    if config.any("vision_feature_layer") not in (None, -1):
+        raise ConfigError(what="vision_feature_layer is not -1", why="the last one is taken", fix="serve another")
+    defaults = {"patch_size": 14, "image_size": 384, "model_type": "siglip_vision_model"}
+    return replace(read_vit(config, **defaults), post_used=False)  # type: ignore[arg-type]

@@ -134,6 +134,8 @@ GROUPS: Final = (
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B-hf",
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",
+            "LlavaNextForConditionalGeneration": "llava-hf/llava-v1.6-mistral-7b-hf",
+            "LlavaOnevisionForConditionalGeneration": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
             "Qwen2VLForConditionalGeneration": "Qwen/Qwen2-VL-7B-Instruct",

@@ -110,6 +110,8 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Idefics3ForConditionalGeneration": "bough.models.idefics3",
     "InternVLForConditionalGeneration": "bough.models.internvl",
     "LlavaForConditionalGeneration": "bough.models.llava",
+    "LlavaNextForConditionalGeneration": "bough.models.llava_next",
+    "LlavaOnevisionForConditionalGeneration": "bough.models.llava_next",
     "SmolVLMForConditionalGeneration": "bough.models.idefics3",
     "Qwen2VLForConditionalGeneration": "bough.models.qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "bough.models.qwen2_5_vl",

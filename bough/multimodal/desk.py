@@ -126,7 +126,8 @@ class Desk:
         """All of them, in order, or an error and none. Each is in use until `release`. `tenant`: whose they are, where
         tenants share nothing. Raises `InvalidRequest` and its kinds, `Overloaded`, `RequestFailed`."""
         self.check(inputs)
-        tasks = [asyncio.create_task(self._one(each, tenant)) for each in inputs]
+        counts = Counter(each.kind for each in inputs)
+        tasks = [asyncio.create_task(self._one(each, tenant, counts[each.kind])) for each in inputs]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -159,9 +160,10 @@ class Desk:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    async def _one(self, each: MediaInput, tenant: str) -> Prepared:
+    async def _one(self, each: MediaInput, tenant: str, among: int) -> Prepared:
+        """`among`: how many media of its kind the request has."""
         try:
-            options = self.processor.options(each.kind, each.options)
+            options = {**self.processor.among(each.kind, among), **self.processor.options(each.kind, each.options)}
             if each.little_detail:
                 options = {**self.processor.little_detail(), **options}
             async with self._fetching:

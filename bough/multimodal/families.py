@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from bough.config.fields import Fields
 from bough.config.pixtral import is_pixtral
+from bough.multimodal.anyres import AnyresProcessor
 from bough.multimodal.gemma3 import Gemma3Processor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
@@ -30,6 +31,8 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
     "LlavaForConditionalGeneration": _llava,
+    "LlavaNextForConditionalGeneration": AnyresProcessor,
+    "LlavaOnevisionForConditionalGeneration": AnyresProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
 }

@@ -115,6 +115,10 @@ class Processor(ABC):
     def options(self, kind: MediaKind, given: Mapping[str, Any]) -> Options:
         """A request's settings for a medium, checked. Raises `InvalidRequest`."""
 
+    def among(self, kind: MediaKind, count: int) -> Options:
+        """Options that follow from how many media of this kind a request has."""
+        return {}
+
     def little_detail(self) -> Options:
         """Options for an image of which the client wants little detail; none where the family can't give less."""
         return {}

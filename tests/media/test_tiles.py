@@ -15,7 +15,7 @@ from PIL import Image
 from prompts import noise
 from test_in_engine import GREEDY, NEW
 from tiny_tiles import TILE_FAMILIES, load_tiled
-from tiny_vision import VOCAB
+from tiny_vision import IMAGE, VOCAB
 
 from bough.core.media import Features
 from bough.layers.tower import TowerInput
@@ -99,3 +99,16 @@ def test_parameters_are_counted_and_bounds_hold(name: str) -> None:
     assert all(item.count <= facts.tower.max_positions for item in case(name)[0].items), "memory is planned by this"
     little = tiled.processor.image(Image.fromarray(noise(60, 90)), tiled.processor.little_detail())[1]
     assert sum(item.count for item in little) <= sum(item.count for item in case(name)[0].items)
+
+
+def test_several_images_of_a_request_are_not_cut_with_onevision() -> None:
+    tiled = load_tiled("onevision")
+    images = [Image.fromarray(noise(24, 40)), Image.fromarray(noise(37, 20))]
+    theirs = tiled.theirs("<image><image>", [images])
+    options = tiled.processor.among("image", 2)
+    assert tiled.processor.among("image", 1) == {}
+    found = [tiled.processor.image(image, options) for image in images]
+    assert int((theirs["input_ids"] == IMAGE).sum()) == sum(items[0].count for _, items in found)
+    assert tiled.model.tower is not None
+    ours = torch.cat([tiled.model.tower.vit.normalise(torch.from_numpy(array)) for array, _ in found])
+    assert (ours.permute(0, 3, 1, 2) - theirs["pixel_values"][:, 0]).abs().max() < 1e-5

@@ -32,6 +32,7 @@ VIT = {
     "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
     "image_size": 16,
 }  # fmt: skip
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
 HALF = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
 SQUARE = {"height": 16, "width": 16}
 
@@ -58,6 +59,24 @@ def _llava(tokenizer: Any, settings: dict[str, Any]) -> Any:
         CLIPImageProcessorPil(**settings), tokenizer, patch_size=4, vision_feature_select_strategy="default",
         image_token="<image>", num_additional_image_tokens=1,
     )  # fmt: skip
+
+
+def _next(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
+    def made(tokenizer: Any, settings: dict[str, Any]) -> Any:
+        name = {"LlavaNext": "llava_next", "LlavaOnevision": "llava_onevision"}[kind]
+        module = __import__(f"transformers.models.{name}.image_processing_pil_{name}", fromlist=["x"])
+        images = getattr(module, f"{kind}ImageProcessorPil")(**settings)
+        if kind == "LlavaNext":
+            return transformers.LlavaNextProcessor(
+                images, tokenizer, patch_size=4, vision_feature_select_strategy="default", image_token="<image>",
+                num_additional_image_tokens=1,
+            )  # fmt: skip
+        return transformers.LlavaOnevisionProcessor(
+            images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full",
+            vision_aspect_ratio="anyres_max_2",
+        )  # fmt: skip
+
+    return made
 
 
 def _internvl(tokenizer: Any, settings: dict[str, Any]) -> Any:
@@ -155,6 +174,27 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         {IMAGE: "<soft>", 258: "<start_of_image>", 259: "<end_of_image>"},
         "<start_of_image>",
     ),
+    "llava_next": TileFamily(
+        "LlavaNext",
+        {
+            "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": {**VIT, "model_type": "clip_vision_model"},
+            "image_token_index": IMAGE, "image_grid_pinpoints": PINPOINTS,
+        },
+        {"size": {"shortest_edge": 16}, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS, **HALF},
+        _next("LlavaNext"),
+        {IMAGE: "<image>"},
+    ),
+    "onevision": TileFamily(
+        "LlavaOnevision",
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"}, "image_token_index": IMAGE, "video_token_index": 301,
+            "vision_config": {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_grid_pinpoints": PINPOINTS, "vision_aspect_ratio": "anyres_max_2",
+        },
+        {"size": SQUARE, "image_grid_pinpoints": PINPOINTS, **HALF},
+        _next("LlavaOnevision"),
+        {IMAGE: "<image>", 301: "<video>"},
+    ),
     "pixtral": TileFamily(
         "Llava",
         {
@@ -224,7 +264,7 @@ class Tiled:
     processor: Processor
     tokenizer: Tokenizer
 
-    def theirs(self, text: str, images: Sequence[Image.Image]) -> dict[str, Any]:
+    def theirs(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
         """What transformers' processor makes of a text and images."""
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
         check = ProcessorMixin.check_argument_for_proper_class
