@@ -12,6 +12,9 @@ from bough.entrypoints.service import Service
 
 Json = dict[str, Any]
 
+_DECIDED = ("page_size", "max_running_requests", "device", "dtype")
+"""Settings that are told as they were decided, where they were left open."""
+
 
 async def loads(service: Service) -> Json:
     """The load of each replica, and their sum, in SGLang's words. Raises if an engine is silent."""
@@ -114,8 +117,10 @@ async def server_info(service: Service) -> Json:
         states = list((await service.intake.infos()).values())
     except BoughError as error:
         states = [{"error": error.what}]
+    decided = {name: served.facts[name] for name in _DECIDED if name in served.facts}
     return {
         **public_json(service.config),
+        **decided,
         "version": import_module("bough").__version__,
         "served_model_name": served.name,
         "model_path": service.config.model.model or served.name,

@@ -29,10 +29,10 @@ _PER_REQUEST: Final = frozenset(
     | {"data_parallel_rank", "routed_dp_rank"}
     | {"speculate"}
 )
+"""May be one value for all prompts, or a list with one for each."""
 _MEDIA_FIELDS: Final = frozenset({*NATIVE_MEDIA, "mm_processor_kwargs", "max_dynamic_patch", "min_dynamic_patch"})
 """Of each prompt: media, several of them or none, and settings of their processor."""
-"""May be one value for all prompts, or a list with one for each."""
-_FOR_ALL: Final = frozenset({"return_text_in_logprobs", "stream_interval"})
+_FOR_ALL: Final = frozenset({"return_text_in_logprobs", "return_prompt_token_ids", "stream_interval"})
 NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_MEDIA_FIELDS, *_FOR_ALL, "text", "prompt", "input_ids", "stream"})
 """Every field that `native_batch` understands."""
 
@@ -269,6 +269,7 @@ def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:
 _READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
     "rid": ("rid", lambda name, value: _name(name, value, "rid_chars")),
     "return_text_in_logprobs": ("logprob_text", _flag),
+    "return_prompt_token_ids": ("return_prompt", _flag),
     "return_hidden_states": ("hidden_states", _hidden_states),
     "cache_salt": ("cache_salt", _name),
     "extra_key": ("extra_key", _name),
@@ -344,6 +345,8 @@ class NativeAnswer:
             last = self._request.hidden_states == "last"
             self._hidden = delta.hidden_states[-1:] if last else self._hidden + delta.hidden_states
         answer: Json = {"text": "".join(self._said)} if self._text else {}
+        if self._request.return_prompt and delta.end is not None:
+            answer["prompt_token_ids"] = self._stream.prompt.tolist()
         return {**answer, "output_ids": list(self._tokens), "meta_info": self._meta(delta.end)}
 
     def _meta(self, end: End | None) -> Json:

@@ -45,6 +45,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Texts that must not appear."""
     logprobs: LogprobSpec | None = None
     logprob_text: bool = False
+    return_prompt: bool = False
+    """The answer's end has the prompt's token ids, too."""
     hidden_states: Literal["", "last", "all"] = ""
     caller: Caller = ANYBODY
     """Who sends it: its names (`rid`, sessions, what it follows) are those of the caller's tenant."""

@@ -50,6 +50,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     processed_logprobs: bool | list[bool] | None = None
     """Log-probabilities after temperature, penalties and masks, instead of the model's own."""
     return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
     return_hidden_states: bool | str | list[bool | str] | None = None
     image_data: Any = None
     """What images stand in the prompt: a URL (data:, http(s):, file:), base64, or a list of them; of a batch, one such entry
@@ -155,7 +156,8 @@ def tokenize(service: Service) -> Handler:
             )
         if asked.messages is not None:
             chat = ChatRequest(
-                messages=asked.messages, tools=asked.tools, add_generation_prompt=asked.add_generation_prompt,
+                messages=asked.messages, tools=asked.tools, tool_choice=asked.tool_choice,
+                add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message, chat_template_kwargs=asked.chat_template_kwargs,
             )  # fmt: skip
             given, special = render(chat, service.served, offer(chat, service.served.tool_parser)).text, False

@@ -184,6 +184,47 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
     assert http.post("/detokenize", json={"tokens": many["tokens"]}).json()["text"] == ["a", "bc"]
 
 
+def test_tools_that_are_not_to_be_called_are_not_tokenized(http: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    plain, offered, none = (
+        http.post("/v1/tokenize", json={**asked, **more}).json()["tokens"]
+        for more in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"})
+    )
+    assert len(offered) > len(plain)
+    assert none == plain
+
+
+def test_server_info_has_what_was_decided() -> None:
+    with serving(facts={"page_size": 16, "dtype": "bfloat16", "device": "cpu"}) as running:
+        told = httpx.get(f"{running.url}/server_info").json()
+    assert (told["page_size"], told["dtype"], told["device"], told["max_running_requests"]) == (
+        16,
+        "bfloat16",
+        "cpu",
+        4,
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompts_ids_where_they_are_asked_for(http: httpx.Client, stream: bool) -> None:
+    asked = {"text": ["Hé", "a"], "sampling_params": {"max_new_tokens": 3}, "stream": stream}
+    reply = http.post("/generate", json={**asked, "return_prompt_token_ids": True})
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+    told = [json.loads(line) for line in lines] if stream else reply.json()
+    ended = [each for each in told if each["meta_info"]["finish_reason"] is not None]
+    found = {each.get("index", at): each["prompt_token_ids"] for at, each in enumerate(ended)}
+    assert found == {0: [72, 195, 169], 1: [97]}
+    assert "prompt_token_ids" not in http.post("/generate", json={**asked, "stream": False}).text
+
+
+def test_no_items_have_no_scores(http: httpx.Client) -> None:
+    told = http.post("/v1/score", json={"query": "a", "items": [], "label_token_ids": [1]})
+    assert (told.status_code, told.json()["scores"]) == (200, [])
+    refused = http.post("/v1/score", json={"query": "a", "label_token_ids": [1]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "items")
+
+
 def test_tokenize_messages_is_what_chat_computes(http: httpx.Client, server: FakeServer) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     ids = http.post("/tokenize", json={"messages": messages}).json()["tokens"]

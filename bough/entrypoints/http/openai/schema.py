@@ -195,6 +195,7 @@ class TokenizeRequest(Struct, kw_only=True):
     """Another name of `prompt`."""
     messages: list[Json] | None = None
     tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

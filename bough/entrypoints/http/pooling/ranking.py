@@ -75,7 +75,7 @@ def score(service: Service) -> Handler:
 
 
 async def _labels(asked: ScoreRequest, pooler: Pooler, name: str, options: PoolOptions) -> dict[str, Any]:
-    if asked.query is None or not asked.items:
+    if asked.query is None or asked.items is None:
         raise _missing("query" if asked.query is None else "items", "send query and items, or text_1 and text_2")
     items = [asked.items] if isinstance(asked.items, str) else [*asked.items]
     bounds.count("documents", items, "items")
