@@ -77,6 +77,7 @@ class Engine:
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         image_data: Any = None,
         video_data: Any = None,
+        audio_data: Any = None,
         *,
         return_logprob: bool | Sequence[bool] | None = None,
         logprob_start_len: int | Sequence[int] | None = None,
@@ -104,7 +105,7 @@ class Engine:
         """
         batch = self._batch({
             "text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream,
-            "image_data": image_data, "video_data": video_data,
+            "image_data": image_data, "video_data": video_data, "audio_data": audio_data,
             "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
             "top_logprobs_num": top_logprobs_num, "token_ids_logprob": token_ids_logprob,
             "processed_logprobs": processed_logprobs, "return_text_in_logprobs": return_text_in_logprobs,

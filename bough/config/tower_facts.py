@@ -19,6 +19,8 @@ class TowerBlockFacts:
     mlp: Dense
     qkv_bias: bool = True
     out_bias: bool = True
+    k_bias: bool = True
+    """Where there is a bias: whether keys have one in the checkpoint, too."""
     scaled: bool = False
     """What each half adds is multiplied by a learned vector."""
 

@@ -135,8 +135,10 @@ class QKVLinear(_Weighted):
         *,
         v_dim: int | None = None,
         bias: bool = False,
+        k_bias: bool = True,
     ) -> None:
-        """`v_dim`: V, the width of a head's value, if it is not that of its key."""
+        """`v_dim`: V, the width of a head's value, if it is not that of its key. `k_bias`: whether checkpoints have a
+        bias of keys where there is one; otherwise it is zero."""
         heads, kv_heads, _ = build.mesh.heads.head_share(num_heads, num_kv_heads)
         v_dim = head_dim if v_dim is None else v_dim
 
@@ -152,6 +154,9 @@ class QKVLinear(_Weighted):
             build,
             bias=bias,
         )
+        self.k_bias = k_bias
+        if self.bias is not None and not k_bias:
+            self.bias.data.zero_()
         self.head_dim = head_dim
         self.v_dim = v_dim
         self.num_heads: int = heads.stop - heads.start
@@ -163,6 +168,7 @@ class QKVLinear(_Weighted):
         return {
             name: replace(slot, head_rows=self.v_dim if name.startswith("v.") else self.head_dim)
             for name, slot in super().slots().items()
+            if self.k_bias or name != "k.bias"
         }
 
     def forward(self, x: Input, queries_at_L: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

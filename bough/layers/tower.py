@@ -59,7 +59,7 @@ class TowerAttention(nn.Module):
     def __init__(self, facts: TowerBlockFacts, build: Build) -> None:
         super().__init__()
         heads = (facts.num_heads, facts.num_heads, facts.head_dim)
-        self.qkv = QKVLinear(facts.hidden, *heads, build, bias=facts.qkv_bias)
+        self.qkv = QKVLinear(facts.hidden, *heads, build, bias=facts.qkv_bias, k_bias=facts.k_bias)
         self.out = RowLinear(facts.hidden, facts.hidden, build, bias=facts.out_bias)
         self.scale = facts.head_dim**-0.5
 

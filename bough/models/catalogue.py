@@ -127,7 +127,7 @@ GROUPS: Final = (
         },
     ),
     FamilyGroup(
-        "Models that see",
+        "Models that see or hear",
         "tests/media",
         {
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
@@ -138,6 +138,7 @@ GROUPS: Final = (
             "LlavaOnevisionForConditionalGeneration": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
+            "Qwen2AudioForConditionalGeneration": "Qwen/Qwen2-Audio-7B-Instruct",
             "Qwen2VLForConditionalGeneration": "Qwen/Qwen2-VL-7B-Instruct",
             "Qwen2_5_VLForConditionalGeneration": "Qwen/Qwen2.5-VL-7B-Instruct",
             "Qwen3VLForConditionalGeneration": "Qwen/Qwen3-VL-8B-Instruct",

@@ -112,6 +112,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "LlavaForConditionalGeneration": "bough.models.llava",
     "LlavaNextForConditionalGeneration": "bough.models.llava_next",
     "LlavaOnevisionForConditionalGeneration": "bough.models.llava_next",
+    "Qwen2AudioForConditionalGeneration": "bough.models.qwen2_audio",
     "SmolVLMForConditionalGeneration": "bough.models.idefics3",
     "Qwen2VLForConditionalGeneration": "bough.models.qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "bough.models.qwen2_5_vl",

@@ -25,6 +25,10 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
     },
+    "qwen2": {
+        "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32,
+    },
 }  # fmt: skip
 """What published files don't say, since it is transformers' default."""
 WEIGHTS: Final = qwen3.WEIGHTS

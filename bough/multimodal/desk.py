@@ -207,6 +207,8 @@ class Desk:
         data = await self._door.read(source) if isinstance(source, str) else source
         if each.kind == "video":
             return _Loaded(data=data, form=await asyncio.to_thread(self._door.check_video, data))
+        if each.kind == "audio":
+            return _Loaded(data=data, form=self._door.check_sound(data))
         return _Loaded(data=(await asyncio.to_thread(self._door.check, data)).data)
 
     async def _load_frames(self, frames: Frames) -> _Loaded:

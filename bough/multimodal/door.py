@@ -16,6 +16,7 @@ from bough.multimodal.errors import MediaError, MediaNotAllowed, MediaTooLarge, 
 from bough.multimodal.local import read_below, too_many_bytes
 from bough.multimodal.picture import Picture, read_picture, sniff_video
 from bough.multimodal.remote import Resolve, fetch, look_up
+from bough.multimodal.sound import sniff_sound
 
 _MOST_HEAD = 256
 """Characters of a data: URL before its comma."""
@@ -75,6 +76,19 @@ class Door:
                 why="its first bytes are not those of an MP4, MOV, WebM, MKV or AVI file, nor of an animation",
                 fix="send one of these",
             ) from error
+
+    def check_sound(self, data: bytes) -> str:
+        """What kind of file a sound is, by its first bytes. Raises `MediaError`."""
+        if len(data) > self._config.max_media_bytes:
+            raise too_many_bytes(self._config.max_media_bytes)
+        kind = sniff_sound(data)
+        if kind is None:
+            raise MediaUnsupported(
+                what="this is no sound of a kind that is taken",
+                why="its first bytes are not those of a WAV, MP3, FLAC, Ogg, MP4 or WebM file",
+                fix="send one of these",
+            )
+        return kind
 
     async def read(self, url: str) -> bytes:
         """The bytes that a URL names, within the limits, whatever they are. Raises `MediaError`."""

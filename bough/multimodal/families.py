@@ -15,6 +15,7 @@ from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.llava import LlavaProcessor
 from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
+from bough.multimodal.qwen2_audio import Qwen2AudioProcessor
 from bough.multimodal.qwen_vl import QwenProcessor
 
 
@@ -34,6 +35,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "LlavaNextForConditionalGeneration": AnyresProcessor,
     "LlavaOnevisionForConditionalGeneration": AnyresProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
+    "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
 }
 """Architecture -> what makes its processor from the checkpoint's config."""

@@ -11,8 +11,11 @@ from bough.config.concerns import MediaConfig
 from bough.core.errors import InvalidRequest
 from bough.multimodal.desk import Frames, RawPixels
 from bough.multimodal.local import read_file
+from bough.multimodal.sound import wav_bytes
 from bough.multimodal.work import UnencodedPixels
 
+SOUND_RATE = 16_000
+"""Samples a second of sounds that are arrays."""
 _MODES = frozenset({"RGB", "RGBA", "L", "LA"})
 
 
@@ -25,6 +28,8 @@ def own_media(given: Any, config: MediaConfig) -> Any:
     if isinstance(given, str) and not given.startswith(("data:", "http:", "https:", "file:")):
         path = Path(given[:4096]).expanduser()
         return _file(path, config) if len(given) <= 4096 and _is_file(path) else given
+    if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind == "f":
+        return wav_bytes(given.astype(np.float32), SOUND_RATE)
     if isinstance(given, np.ndarray):
         return _array(given) if given.ndim != 4 else Frames(images=tuple(_array(frame) for frame in given))
     if isinstance(given, dict) and "frames" in given:

@@ -86,6 +86,15 @@ class VideoInfo(Struct, frozen=True, kw_only=True):
     height: int
 
 
+class SoundRules(Struct, frozen=True):
+    """How sounds are decoded for a family."""
+
+    rate: int
+    """Samples a second."""
+    seconds: float
+    """At most."""
+
+
 class Marker(Struct, frozen=True):
     """What stands for a medium of one kind in a prompt before it is expanded, as token ids."""
 
@@ -136,6 +145,17 @@ class Processor(ABC):
     ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]:
         """Features of frames, items, and the notes that go with them (`Processed.notes`). Only for families that take
         video."""
+        raise NotImplementedError
+
+    @property
+    def sound(self) -> SoundRules:
+        """Only for families that take audio."""
+        raise NotImplementedError
+
+    def audio(
+        self, samples: npt.NDArray[np.float32], options: Options
+    ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
+        """Features of a sound, one channel at the family's rate. Only for families that take audio."""
         raise NotImplementedError
 
     @abstractmethod

@@ -21,6 +21,7 @@ from bough.multimodal.errors import MediaError, MediaUnsupported
 from bough.multimodal.families import processor_of
 from bough.multimodal.film import Film, StillFilm, open_film
 from bough.multimodal.processor import ItemShape, Processed, Processor, VideoInfo
+from bough.multimodal.sound import read_sound
 from bough.multimodal.work import (
     MediaResult,
     MediaWorkerStart,
@@ -83,6 +84,10 @@ Features = tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]
 def _prepare(processor: Processor, work: Work, data: bytes, start: MediaWorkerStart) -> Features:
     if work.kind == "image":
         array, items = processor.image(_decode(data) if work.raw is None else _raw(data, work.raw), work.options)
+        return array, items, ()
+    if work.kind == "audio":
+        rules = processor.sound
+        array, items = processor.audio(read_sound(data, work.form, rules.rate, rules.seconds), work.options)
         return array, items, ()
     if work.stills is not None:
         film, indices = _stills(data, work.stills, work.raw), list(work.stills.indices)

@@ -57,6 +57,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     for each prompt."""
     video_data: Any = None
     """The same for videos; an entry may also be {"frames": [...], "fps": ..., "frames_indices": [...]}."""
+    audio_data: Any = None
+    """The same for sounds."""
     mm_processor_kwargs: dict[str, Any] | None = None
     """Settings of the model's media processor."""
     priority: int | PriorityWord | list[int | PriorityWord] | None = None

@@ -23,6 +23,7 @@ from bough.multimodal import Door, MediaError, MediaTooLarge, MediaUnsupported
 from bough.multimodal.desk import Desk, Frames, MediaInput, RawPixels
 from bough.multimodal.families import processor_of
 from bough.multimodal.own import own_media
+from bough.multimodal.sound import wav_bytes
 from bough.multimodal.work import UnencodedPixels
 from bough.multimodal.workers import Workers
 
@@ -205,3 +206,31 @@ def test_a_program_s_own_images(tmp_path: Path) -> None:
     assert own_media("aGVsbG8=", MEDIA) == "aGVsbG8="
     with pytest.raises(InvalidRequest, match="uint8"):
         own_media(np.zeros((4, 6)), MEDIA)
+
+
+async def test_sounds_are_prepared_by_workers() -> None:
+    config = {
+        "architectures": ["Qwen2AudioForConditionalGeneration"], "audio_token_index": 9,
+        "audio_config": {"num_mel_bins": 8, "d_model": 32, "encoder_attention_heads": 2, "max_source_positions": 100},
+    }  # fmt: skip
+    hears = Workers(config, count=1, max_pixels=1000, cpu_s=20.0)
+    processor = processor_of(config)
+    assert processor is not None
+    desk = Desk(processor, Door(MEDIA), MEDIA, hears)
+    try:
+        samples = np.sin(np.arange(8000) / 20).astype(np.float32)
+        (made,) = await desk.prepare([MediaInput(kind="audio", source=wav_bytes(samples, 16_000))])
+        assert made.num_positions == 12  # 50 frames, 25 tokens
+        assert open_features(made.features).shape == (52, 8)
+        for bad, why in (
+            (b"nonsense", "no sound of a kind"),
+            (b"RIFF....WAVE", "can't be decoded"),
+            (wav_bytes(np.zeros(40_000, np.float32), 16_000), "at most 2 s"),
+        ):
+            with pytest.raises(MediaError, match=why):
+                await desk.prepare([MediaInput(kind="audio", source=bad)])
+        with pytest.raises(InvalidRequest, match="takes text and audio"):
+            await desk.prepare([named(png(8, 8))])
+        desk.release([made])
+    finally:
+        desk.close()

@@ -1,0 +1,82 @@
+"""Towers that hear, as configs describe them: Whisper's encoder, and what stands behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from bough.config import reading
+from bough.config.fields import Fields
+from bough.config.image_facts import processor_fields
+from bough.config.media_facts import TowerFacts
+from bough.config.model_facts import Dense, NormFacts
+from bough.config.tower_facts import TowerBlockFacts
+
+NORM: Final = NormFacts(eps=1e-5, kind="layer", bias=True)
+POOLED: Final = 2
+"""Frames of the encoder that become one position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HearingFacts:
+    """An encoder of Whisper's kind. Two frames of the spectrum are one of its tokens."""
+
+    block: TowerBlockFacts
+    depth: int
+    mels: int
+    positions: int
+    """Learned ones: tokens at most."""
+    rate: int
+    """Samples a second."""
+    window: int
+    """Samples of a frame's spectrum..."""
+    hop: int
+    """...and how far frames are apart."""
+
+    @property
+    def frames(self) -> int:
+        """Of the spectrum, at most."""
+        return 2 * self.positions
+
+    @property
+    def seconds(self) -> float:
+        return self.frames * self.hop / self.rate
+
+    def tower(self, width: int) -> TowerFacts:
+        """What planning needs to know."""
+        hidden = self.block.hidden
+        convolutions = 3 * self.mels * hidden + hidden + 3 * hidden * hidden + hidden
+        own = convolutions + self.positions * hidden + NORM.num_parameters(hidden)
+        return TowerFacts(
+            kinds=("audio",),
+            num_parameters=own + self.depth * self.block.num_parameters() + hidden * width + width,
+            width=width,
+            tokens_per_position=POOLED,
+            values_per_token=self.block.values_per_token + 2 * self.mels,
+            max_positions=max(1, self.positions // POOLED),
+        )
+
+
+def read_hearing(config: Fields) -> HearingFacts:
+    """The encoder of `audio_config`."""
+    audio = config.inner("audio_config")
+    settings = processor_fields(config, "feature_extractor")
+    if not settings.has("hop_length"):
+        settings = processor_fields(config)  # older files keep them where an image processor's would be
+    hidden = audio.count("d_model", default=1280)
+    mlp = Dense(
+        intermediate=audio.count("encoder_ffn_dim", default=5120),
+        activation=audio.choice(reading.ACTIVATIONS, "activation_function", default="gelu"),
+        gated=False,
+        bias=True,
+    )
+    heads = audio.count("encoder_attention_heads", default=20)
+    return HearingFacts(
+        block=TowerBlockFacts(hidden=hidden, num_heads=heads, norm=NORM, mlp=mlp, k_bias=False),
+        depth=audio.count("encoder_layers", default=32),
+        mels=audio.count("num_mel_bins", default=128),
+        positions=audio.count("max_source_positions", default=1500),
+        rate=settings.count("sampling_rate", default=16_000),
+        window=settings.count("n_fft", default=400),
+        hop=settings.count("hop_length", default=160),
+    )

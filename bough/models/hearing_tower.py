@@ -1,0 +1,73 @@
+"""Whisper's encoder as a tower: two convolutions, blocks, means of pairs. L frames of the spectrum, T tokens, D width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bough.config.audio import NORM, POOLED, HearingFacts
+from bough.layers.build import Build
+from bough.layers.linear import ReplicatedLinear
+from bough.layers.norm import fill, make_norm
+from bough.layers.tower import Learned, Tower, TowerBlock, TowerInput, alone
+from bough.weights.slots import Slot
+
+
+class Convolution(nn.Module):
+    """Over three neighbouring frames."""
+
+    def __init__(self, channels: tuple[int, int], build: Build, *, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.weight = _parameter((channels[1], channels[0], 3), build)
+        self.bias = _parameter((channels[1],), build)
+
+    def slots(self) -> dict[str, Slot]:
+        named = {"weight": self.weight, "bias": self.bias}
+        return {name: Slot(tuple(each.shape), partial(fill, each)) for name, each in named.items()}
+
+    def forward(self, x_CL: Tensor) -> Tensor:
+        return F.gelu(F.conv1d(x_CL[None], self.weight, self.bias, stride=self.stride, padding=1)[0])
+
+
+class HearingTower(Tower):
+    """An item's features are frames of a spectrum, float32 [L, mels], a few more than its grid says: the silence behind
+    them, which the convolutions reach into. Its grid is its tokens."""
+
+    def __init__(self, facts: HearingFacts, width: int, build: Build) -> None:
+        super().__init__()
+        build = alone(build)
+        hidden = facts.block.hidden
+        self.width = width
+        self.conv1 = Convolution((facts.mels, hidden), build, stride=1)
+        self.conv2 = Convolution((hidden, hidden), build, stride=2)
+        self.positions = Learned((facts.positions, hidden), build)
+        self.blocks = nn.ModuleList(TowerBlock(facts.block, build) for _ in range(facts.depth))
+        self.norm = make_norm(NORM, hidden, build)
+        self.project = ReplicatedLinear(hidden, width, build, bias=True)
+
+    def forward(self, items: Sequence[TowerInput]) -> Tensor:
+        lengths = [item.grid[0] for item in items]
+        x_TD = torch.cat([self._begin(item.features, length) for item, length in zip(items, lengths, strict=True)])
+        for block in self.blocks:
+            x_TD = block(x_TD, lengths, None)
+        parts = [self._pooled(part) for part in torch.split(x_TD, lengths)]
+        out_MW: Tensor = self.project(self.norm(torch.cat(parts)))
+        return out_MW
+
+    def _begin(self, features_LC: Tensor, length: int) -> Tensor:
+        x_CL = features_LC.to(self.conv1.weight.dtype).transpose(0, 1)
+        x_TD: Tensor = self.conv2(self.conv1(x_CL)).transpose(0, 1)[:length]
+        return x_TD + self.positions.weight[:length]
+
+    def _pooled(self, x_TD: Tensor) -> Tensor:
+        pairs = len(x_TD) // POOLED
+        return x_TD[: pairs * POOLED].view(pairs, POOLED, -1).mean(1)
+
+
+def _parameter(shape: tuple[int, ...], build: Build) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=build.dtype, device=build.device), requires_grad=False)
