@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "quantize": ("bough.cli.quantize", "write a model's weights in fewer bits"),
     "train-draft": ("bough.cli.train_draft", "train a head that drafts for a model"),
     "doctor": ("bough.cli.doctor", "check this machine, and whether a model fits"),
+    "simulate": ("bough.cli.simulate", "how a fleet of GPUs would serve a model"),
     "top": ("bough.cli.top", "watch a running server"),
     "replay": ("bough.cli.replay", "send recorded requests again"),
     "profile": ("bough.cli.profile", "record what a running server's steps spend their time on"),
