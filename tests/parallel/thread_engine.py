@@ -168,7 +168,7 @@ class ThreadEngine:
         limits = Limits.of(local.limits, config.scheduler, max_step_drafts=0, seed=0)
         if self.layout.pp > 1:
             limits = replace(limits, num_stages=self.layout.pp, micro_batch=0)
-        cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size)
+        cache = PrefixCache(num_pages=limits.num_pages, layout=limits.layout)
         queues = Queues(limits, Grammars())
         if local.limits.media is not None:
             queues.media = MediaAccount(local.limits.media, lambda given: self.features[given.path])
