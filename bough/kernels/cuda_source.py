@@ -26,7 +26,7 @@ from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")
 
-_COMMON = tuple(Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper_tiles.cuh"))
+_COMMON = tuple(Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper_tiles.cuh", "codes.cuh"))
 """What sources may include."""
 SWIZZLED_BYTES = 128
 """The width of a tile that the copy engine lays out for the tensor cores."""

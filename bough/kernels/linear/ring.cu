@@ -14,28 +14,20 @@
 // Given: BLOCK_T (tokens, 8 .. 64), BLOCK_K (columns a step, a multiple of 64), GROUPS (warpgroups of 64 weight rows),
 // STAGES, SILU (two halves of the weight, joined by the activation), FP16 (else bf16), NORM (D, where a norm comes first, of
 // at most 8 tokens in bf16; else 0). KIND (what a weight's value is: FLOATS as x, FLOAT8 or INT4); of codes, with bf16: TILES
-// (of 16 weight rows a warp has), GROUP (whether 128 columns share a scale; else all do), SCALE_ROWS (rows that share one),
-// SCALES (their type: 0 float32, 1 bf16, 2 fp16), ZEROS (whether integers have zero points of their own; else 8).
+// (of 16 weight rows a warp has), GROUP (columns that share a scale, 128; 0: all do), SCALE_ROWS (rows that share one), SCALES
+// (their type: 0 float32, 1 bf16, 2 fp16), ZEROS (whether integers have zero points of their own; else 8).
 
 #include "hopper.cuh"
-
-#define FLOATS 0
-#define FLOAT8 1
-#define INT4 2
+#include "codes.cuh"
 
 constexpr int HALVES = SILU ? 2 : 1;
 constexpr int BLOCK_N = 64 * GROUPS * TILES;
-constexpr int ROW_BYTES = 128;  // of a tile in shared memory: 64 elements
 constexpr int X_BOXES = BLOCK_K / 64;
-constexpr int X_BOX = BLOCK_T * ROW_BYTES;
-constexpr int W_COLUMNS = KIND == FLOATS ? 64 : 128;  // of a box
-constexpr int W_ROW_BYTES = KIND == INT4 ? 64 : 128;
 constexpr int W_BOXES = BLOCK_K / W_COLUMNS;
 constexpr int W_BOX = BLOCK_N * W_ROW_BYTES;
 constexpr int STAGE_BYTES = HALVES * W_BOXES * W_BOX + (NORM ? 0 : X_BOXES * X_BOX);
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int PARTS = SILU ? 2 : TILES;  // of the sums that a thread has
-constexpr int REGS = BLOCK_T / 2;
 
 static_assert(!NORM || (BLOCK_T == 8 && !FP16), "what is normed here");
 static_assert(KIND == FLOATS ? TILES == 1 : !SILU && !FP16, "what codes are multiplied with");
@@ -67,134 +59,6 @@ INLINE void multiply(float (&d)[REGS], u64 left, u64 right, int keep) {
            "%23, %24, %25, %26, %27, %28, %29, %30, %31", "%32", "%33", "%34", F16(0), F16(16));
 #endif
 }
-#else
-INLINE uint4 shared_16(u32 at) {
-  uint4 out;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "r"(at));
-  return out;
-}
-
-// 16 weight rows x 16 columns x 8 tokens.
-INLINE void multiply(float* d, const u32 (&rows)[4], u32 first, u32 second) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(first), "r"(second));
-}
-
-INLINE u32 times_plus(u32 two, u32 factor, u32 addend) {
-  u32 out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(two), "r"(factor), "r"(addend));
-  return out;
-}
-
-// Two codes, one in each half, as bf16. e4m3: bits go where those of a bf16 belong, a product mends the exponent's bias.
-// Integers: below the exponent of 128 they make 128 + code, `minus` takes away that and the zero point.
-INLINE u32 widen_two(u32 halves, u32 minus) {
-#if KIND == FLOAT8
-  return times_plus((halves & 0x80008000u) | ((halves >> 4) & 0x07f007f0u), 0x7b807b80u, 0x80008000u);  // 2^120, -0
-#else
-  return times_plus((halves & 0x000f000fu) | 0x43004300u, 0x3f803f80u, minus);
-#endif
-}
-
-INLINE void widen_four(u32 codes, u32 minus, u32& first, u32& second) {
-#if KIND == FLOAT8
-  first = widen_two(__byte_perm(codes, 0, 0x1404), minus);
-  second = widen_two(__byte_perm(codes, 0, 0x3424), minus);
-#else
-  first = widen_two(__byte_perm(codes, 0, 0x4140), minus);
-  second = widen_two(__byte_perm(codes, 0, 0x4342), minus);
-#endif
-}
-
-// Adds the products of a box of the weight, from this warp's rows on, and of the tokens' two boxes beside it.
-//
-// Which columns a step of the tensor cores takes is free, if rows and tokens agree: a thread takes 16 bytes of a row at a time
-// and the tokens' values for the same columns, in an order in which no two threads want the same bank. Of FLOAT8, thread q of
-// four has columns 32 q .. 32 q + 31. INT4: of 64 columns byte j has column j in its low half and j + 32 in its high half;
-// thread q has bytes 16 q .. 16 q + 15.
-INLINE void add_box(float (&acc)[TILES][REGS], u32 weight, u32 tokens, const u32 (&minus)[TILES][2]) {
-  const int lane = threadIdx.x % 32, row = lane / 4, q = lane % 4;
-  const u32 first = weight + row * W_ROW_BYTES, boxes = tokens + q / 2 * X_BOX + row * ROW_BYTES;
-  uint4 codes[TILES][2];
-#pragma unroll
-  for (int turn = 0; turn < 2; turn++) {
-    const int own = turn ^ (q >> 1);
-    if (KIND == FLOAT8 || turn == 0) {
-      const int place = KIND == FLOAT8 ? ((2 * q + own) ^ row) * 16 : q * 16;
-#pragma unroll
-      for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-        for (int lower = 0; lower < 2; lower++)
-          codes[tile][lower] = shared_16(first + (16 * tile + 8 * lower) * W_ROW_BYTES + place);
-    }
-    const int chunk = KIND == FLOAT8 ? 4 * (q % 2) + 2 * own : 2 * (q % 2) + 4 * own, shift = 4 * own;
-#pragma unroll
-    for (int eight = 0; eight < 2; eight++) {
-      uint4 values[BLOCK_T / 8];
-#pragma unroll
-      for (int block = 0; block < BLOCK_T / 8; block++)
-        values[block] = shared_16(boxes + block * 8 * ROW_BYTES + ((chunk + eight) ^ row) * 16);
-#pragma unroll
-      for (int four = 0; four < 2; four++)
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-          u32 rows[4];
-#pragma unroll
-          for (int lower = 0; lower < 2; lower++) {
-            const uint4& from = codes[tile][lower];
-            u32 word = eight ? (four ? from.w : from.z) : (four ? from.y : from.x);
-            if (KIND == INT4) word >>= shift;
-            widen_four(word, minus[tile][lower], rows[lower], rows[2 + lower]);
-          }
-#pragma unroll
-          for (int block = 0; block < BLOCK_T / 8; block++) {
-            const uint4& value = values[block];
-            multiply(acc[tile] + 4 * block, rows, four ? value.z : value.x, four ? value.w : value.y);
-          }
-        }
-    }
-  }
-}
-
-INLINE float scale_at(const void* scales, i64 at) {
-#if SCALES == 0
-  return __ldg((const float*)scales + at);
-#else
-  const u32 bits = __ldg((const u16*)scales + at);
-#if SCALES == 1
-  return __uint_as_float(bits << 16);
-#else
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((u16)bits));
-  return out;
-#endif
-#endif
-}
-
-// What a thread's rows have of a stage besides codes: the scales of its groups, and what is taken away from 128 + code.
-struct Groups {
-  float scale[W_BOXES][TILES][2];
-  u32 minus[W_BOXES][TILES][2];
-
-  INLINE void load(const void* scales, const unsigned char* zeros, int width, int first_row, int step) {
-#pragma unroll
-    for (int box = 0; box < W_BOXES; box++)
-#pragma unroll
-      for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-        for (int lower = 0; lower < 2; lower++) {
-          const i64 at = (i64)(GROUP ? step * W_BOXES + box : 0) * width + (first_row + 16 * tile + 8 * lower) / SCALE_ROWS;
-          scale[box][tile][lower] = GROUP ? scale_at(scales, at) : 1.0f;
-          minus[box][tile][lower] = 0xc308c308u;  // -(128 + 8)
-          if (ZEROS) {
-            const float zero = -128.0f - (float)__ldg(zeros + at);
-            minus[box][tile][lower] = both(zero, zero);
-          }
-        }
-  }
-};
 #endif
 
 INLINE u16 narrow(float value) {
@@ -216,13 +80,6 @@ INLINE float widen(u16 value) {
   return __uint_as_float((u32)value << 16);
 #endif
 }
-
-struct Coded {
-  const void* scales;
-  const float* row_scales;
-  const unsigned char* zeros;
-  int width;  // scales of a group
-};
 
 INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
@@ -310,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
   u32 parity = 0;
 #if KIND != FLOATS
   const int first_row = warp * (16 * TILES) + lane / 4;
-  Groups coming;
-  coming.load(coded.scales, coded.zeros, coded.width, tile * BLOCK_N + first_row, k_step);
+  Groups<W_BOXES> coming;
+  coming.load(coded, tile * BLOCK_N + first_row, k_step);
 #endif
   for (int done = 0; done < steps; tile++, k_step = 0) {
     const int here = min(k_steps - k_step, steps - done);
@@ -348,26 +205,17 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
 #pragma unroll
       for (int r = 0; r < REGS; r++) acc[part][r] = 0.0f;
     for (int i = 0; i < here; i++) {
-      const Groups groups = coming;
+      const Groups<W_BOXES> groups = coming;
       const bool wraps = k_step + i + 1 == k_steps;
       if (done + i + 1 < steps)
-        coming.load(coded.scales, coded.zeros, coded.width, (tile + wraps) * BLOCK_N + first_row, wraps ? 0 : k_step + i + 1);
+        coming.load(coded, (tile + wraps) * BLOCK_N + first_row, wraps ? 0 : k_step + i + 1);
       barrier_wait(full + 8 * slot, parity);
       const u32 from = stages + slot * STAGE_BYTES;
 #pragma unroll
       for (int box = 0; box < W_BOXES; box++) {
         const u32 rows_at = from + box * W_BOX + warp * (16 * TILES) * W_ROW_BYTES;
         const u32 tokens = NORM ? kept + ((k_step + i) * X_BOXES + 2 * box) * X_BOX : from + W_BOXES * W_BOX + 2 * box * X_BOX;
-        if (!GROUP) {
-          add_box(acc, rows_at, tokens, groups.minus[box]);
-          continue;
-        }
-        float sums[TILES][REGS] = {};
-        add_box(sums, rows_at, tokens, groups.minus[box]);
-#pragma unroll
-        for (int part = 0; part < TILES; part++)
-#pragma unroll
-          for (int r = 0; r < REGS; r++) acc[part][r] += sums[part][r] * groups.scale[box][part][r / 2 % 2];
+        groups.add_box(acc, box, rows_at, tokens);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + 8 * slot);
@@ -416,8 +264,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
         value = gate / (1.0f + __expf(-gate)) * widen(narrow(acc[1][r]));
 #endif
 #if KIND != FLOATS
-        if (!GROUP) value *= scale_at(coded.scales, n / SCALE_ROWS);
-        if (coded.row_scales) value *= __ldg(coded.row_scales + n);
+        value *= coded.last_scale(n);
 #endif
         if (bias) value += widen(bias[n]);
         out[(u64)token * out_stride + n] = narrow(value);

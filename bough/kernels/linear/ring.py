@@ -3,15 +3,14 @@ begin with a norm, and takes weights in codes of 8 or 4 bits."""
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache, partial
 from pathlib import Path
-from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bough.kernels.cuda_source import CudaKernel, cached_cubin, current_stream, runs_on, tensor_map
+from bough.kernels.codes_source import CodedWeight, CodeForm
+from bough.kernels.cuda_source import SWIZZLED_BYTES, CudaKernel, cached_cubin, current_stream, runs_on, tensor_map
 from bough.kernels.norm.inlined import NormedStruct
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -25,43 +24,8 @@ MOST_NORMED = 2
 MOST_SHARED_BYTES = 225 << 10
 """Of a block, less what the source takes besides."""
 _NOT_NORMED = NormedStruct()
-BOX_COLUMNS: Final = 128
-"""Columns of a weight in codes that come together, and that share a scale if not all do."""
-_SCALE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class CodeForm(NamedTuple):
-    """What a weight's values are, and how a warp takes them. By default: as those of x."""
-
-    kind: int = 0
-    """1: e4m3; 2: integers of 4 bits, as `packed_linear.decode` lays them out."""
-    tiles: int = 1
-    """Of 16 rows, that a warp has."""
-    grouped: bool = False
-    """Whether `BOX_COLUMNS` share a scale; otherwise all columns do."""
-    scale_rows: int = 1
-    scale_type: int = 0
-    has_zeros: bool = False
-
-
-class CodedWeight(ctypes.Structure):
-    """What a weight in codes has besides them, as the source reads it."""
-
-    _fields_ = (
-        ("scales", ctypes.c_void_p),
-        ("row_scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("width", ctypes.c_int),
-    )
-
-
 _NOT_CODED = CodedWeight()
 _PLAIN = CodeForm()
-
-
-def scale_type(scales: Tensor) -> int | None:
-    """How the source names the type of scales; None: it does not know it."""
-    return _SCALE_TYPES.get(scales.dtype)
 
 
 @cache
@@ -90,18 +54,19 @@ def _kernel(
     groups = block_n // (_ROWS * form.tiles)
     defines = {
         "BLOCK_T": block_t, "BLOCK_K": block_k, "GROUPS": groups, "STAGES": stages, "SILU": int(silu_mul),
-        "FP16": int(half), "NORM": normed, "KIND": form.kind, "TILES": form.tiles, "GROUP": int(form.grouped),
-        "SCALE_ROWS": form.scale_rows, "SCALES": form.scale_type, "ZEROS": int(form.has_zeros),
+        "FP16": int(half), "NORM": normed, **form.defines(),
     }  # fmt: skip
-    room = shared_bytes((block_t, block_n, block_k), stages, silu_mul=silu_mul, normed=normed, kind=form.kind)
+    room = shared_bytes((block_t, block_n, block_k), stages, silu_mul=silu_mul, normed=normed, form=form)
     cubin = cached_cubin(_SOURCE, "sm_90a", defines)
     return CudaKernel(cubin, "ring", device, threads=128 * groups + 32, shared_bytes=room)
 
 
-def shared_bytes(block: tuple[int, int, int], stages: int, *, silu_mul: bool, normed: int, kind: int = 0) -> int:
-    """What a block of the kernel takes. `normed`: as of `_kernel`. `kind`: of a `CodeForm`."""
+def shared_bytes(
+    block: tuple[int, int, int], stages: int, *, silu_mul: bool, normed: int, form: CodeForm = _PLAIN
+) -> int:
+    """What a block of the kernel takes. `normed`: as of `_kernel`."""
     block_t, block_n, block_k = block
-    weight = block_n * block_k * (4, 2, 1)[kind] // 2
+    weight = block_n * block_k * (form.box_bytes or 256) // 128
     stage = weight * (2 if silu_mul else 1) + (0 if normed else 2 * block_k * block_t)
     return stages * stage + 2 * normed * block_t + 1024
 
@@ -156,7 +121,7 @@ def launch_codes(
     programs, per_chunk, total, k_steps = cut
     block_t, block_n, block_k = block
     kernel = _kernel(x.device, False, block_t, block_n, block_k, stages, False, 0, form)
-    width = BOX_COLUMNS // 2 if form.kind == 2 else None
+    width = form.box_bytes if form.box_bytes < SWIZZLED_BYTES else None
     arguments = (
         tensor_map(x, block_t), tensor_map(codes, block_n, width), bias, out, partial, counters,
         x.shape[0], out.shape[1], out.stride(0), per_chunk, total, k_steps, _NOT_NORMED, coded,

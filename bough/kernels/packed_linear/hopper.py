@@ -8,21 +8,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from bough.kernels.codes_source import CODE_GROUPS, CODE_KINDS, CodedWeight, CodeForm, scale_type
 from bough.kernels.cuda_source import can_map
 from bough.kernels.launching import cdiv, num_sms, power_of_two
-from bough.kernels.linear.ring import (
-    BOX_COLUMNS,
-    CodedWeight,
-    CodeForm,
-    is_ready,
-    launch_codes,
-    scale_type,
-    shared_bytes,
-)
+from bough.kernels.linear.ring import is_ready, launch_codes, shared_bytes
 from bough.kernels.linear.skinny import SCRATCH
 from bough.kernels.packed_linear.decode import DeviceCodes
 
-_KINDS: Final = {"float8": 1, "int4": 2}
 _WARP_ROWS: Final = 64
 """Rows of a warpgroup whose warps have one tile each."""
 _SHARED_BYTES: Final = 225 << 10
@@ -45,10 +37,10 @@ class RingCut:
     def block_n(self) -> int:
         return _WARP_ROWS * self.groups * self.tiles
 
-    def stages(self, block_t: int, kind: int) -> int:
+    def stages(self, block_t: int, form: CodeForm) -> int:
         """As many as there is room for."""
         room = _SHARED_BYTES // self.programs_per_sm - 2048
-        one = shared_bytes((block_t, self.block_n, self.block_k), 1, silu_mul=False, normed=0, kind=kind) - 1024
+        one = shared_bytes((block_t, self.block_n, self.block_k), 1, silu_mul=False, normed=0, form=form) - 1024
         return min(self.most_stages, room // one)
 
 
@@ -65,6 +57,7 @@ _CUTS: Final[dict[str, dict[int, tuple[RingCut, ...]]]] = {
         32: (RingCut(4, 1, 256, 1), RingCut(1, 1, 256, 3), RingCut(1, 1, 128, 2)),
     },
 }
+_CUTS["float4"] = _CUTS["int4"]
 """By kind and tokens of a block, the fastest of eleven on an H200 and what stands in for it where a weight is no multiple of
 its tiles. Four weights of a Llama, 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, take 70, 77, 89 and 126 us in
 e4m3 (52 at memory's speed), 62, 71 and 93 us in INT4; with more tokens other kernels are faster."""
@@ -83,7 +76,7 @@ def cut_for(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Te
         or (bias_O is not None and bias_O.dtype != x_TD.dtype)
     ):
         return None
-    if weight.group not in (0, BOX_COLUMNS) or scale_type(weight.scales) is None:
+    if form_of(weight) is None:
         return None
     if not can_map(x_TD) or not can_map(weight.codes):
         return None
@@ -93,32 +86,48 @@ def cut_for(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Te
     return None
 
 
+def form_of(weight: DeviceCodes, tiles: int = 1) -> CodeForm | None:
+    """How the sources for Hopper see it; None: not at all."""
+    scales = scale_type(weight.scales)
+    if scales is None or weight.group not in CODE_GROUPS.get(weight.kind, ()):
+        return None
+    if weight.kind == "float4" and weight.scales.dtype != torch.bfloat16:
+        return None  # weights are scaled in bf16
+    return CodeForm(
+        kind=CODE_KINDS[weight.kind],
+        tiles=tiles,
+        group=weight.group,
+        scale_rows=weight.scale_rows,
+        scale_type=scales,
+        has_zeros=weight.zeros is not None,
+    )
+
+
+def besides_codes(weight: DeviceCodes) -> CodedWeight:
+    """As a kernel's argument."""
+    return CodedWeight(
+        weight.scales.data_ptr(),
+        None if weight.row_scales is None else weight.row_scales.data_ptr(),
+        None if weight.zeros is None else weight.zeros.data_ptr(),
+        weight.scales.shape[1],
+        weight.scales.shape[0],
+    )
+
+
 def multiply_codes(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor, cut: RingCut) -> None:
-    """x @ weight.T (+ bias) into `out_TO`, whose rows are contiguous."""
+    """x @ weight.T (+ bias) into `out_TO`, whose rows are contiguous. Needs `form_of`."""
     tokens, depth = x_TD.shape
     device, rows = x_TD.device, weight.num_rows
-    block_t, kind = power_of_two(tokens, 8), _KINDS[weight.kind]
+    form = form_of(weight, cut.tiles)
+    assert form is not None
+    block_t = power_of_two(tokens, 8)
     k_steps, tiles = depth // cut.block_k, rows // cut.block_n
     total = tiles * k_steps
     per_chunk = cdiv(total, num_sms(device) * cut.programs_per_sm)
     programs = cdiv(total, per_chunk)
     partial, counters = SCRATCH.get(device, 2 * programs * cut.block_n * block_t, tiles)
-    form = CodeForm(
-        kind=kind,
-        tiles=cut.tiles,
-        grouped=weight.group != 0,
-        scale_rows=weight.scale_rows,
-        scale_type=scale_type(weight.scales) or 0,
-        has_zeros=weight.zeros is not None,
-    )
-    coded = CodedWeight(
-        weight.scales.data_ptr(),
-        None if weight.row_scales is None else weight.row_scales.data_ptr(),
-        None if weight.zeros is None else weight.zeros.data_ptr(),
-        weight.scales.shape[1],
-    )
     launch_codes(
-        x_TD, weight.codes, coded, form, bias_O, out_TO, partial, counters,
+        x_TD, weight.codes, besides_codes(weight), form, bias_O, out_TO, partial, counters,
         cut=(programs, per_chunk, total, k_steps), block=(block_t, cut.block_n, cut.block_k),
-        stages=cut.stages(block_t, kind),
+        stages=cut.stages(block_t, form),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Packed experts on a GPU: tokens are sorted by expert as in `moe.triton`, then two grouped products decode weights as
-they stream. On Hopper, many tokens of e4m3 with a scale per row go through `moe.grouped_hopper`.
+they stream. On Hopper, few tokens go through `hopper`, and many of e4m3 with a scale per row through `moe.grouped_hopper`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bough.kernels.packed_linear import Codes, PackedWeight
 from bough.kernels.packed_linear.codes import activation_order, can_stack, stack
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, last_scale, lay_out, stack_laid_out
 from bough.kernels.packed_linear.gguf_triton import DeviceBlocks, add_blocks, stack_blocks
-from bough.kernels.packed_moe import PackedExperts
+from bough.kernels.packed_moe import PackedExperts, hopper
 from bough.kernels.packed_moe.reference import with_biases
 
 _GATES = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
@@ -294,6 +294,10 @@ def packed_experts(
         grouped_hopper.experts(x, held.hopper, weights, ids, out)
         return out
     width, pairs = x.shape[1], tokens * per_token
+    if _takes_hopper(x, held, pairs, activation, clamp):
+        parts = _by_hopper(x, held, ids, clamp)
+        _combine(parts, weights, ids, out, held.num_experts)
+        return out
     shape = _shape_for(pairs, held.num_experts)
     order = (
         sort_pairs(ids, held.num_experts, shape.block_t)
@@ -308,11 +312,48 @@ def packed_experts(
         _product(hidden, held.down, parts, order, shape, per_token=1, act=None)
     else:
         _apart(x, held, ids, order, shape, parts, activation, clamp)
+    _combine(parts, weights, ids, out, held.num_experts)
+    return out
+
+
+def _combine(parts: Tensor, weights: Tensor, ids: Tensor, out: Tensor, num_experts: int) -> None:
+    """Fills out [T, D] with the weighted sums of each token's `parts`."""
+    (tokens, width), per_token = out.shape, ids.shape[1]
     block = min(1024, power_of_two(width))
     combine_kernel[(tokens, cdiv(width, block))](
-        parts, weights, ids, out, width, held.num_experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x.device)
+        parts, weights, ids, out, width, num_experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(out.device)
     )
-    return out
+
+
+def _takes_hopper(x: Tensor, held: _Stacks, pairs: int, activation: str, clamp: ClampedGate | None) -> bool:
+    if held.orders != (None, None) or (held.biases is None) != (clamp is None):
+        return False
+    biases = () if held.biases is None else (held.biases.gate_up_E2F, held.biases.down_ED)
+    if any(bias.dtype != x.dtype or not bias.is_contiguous() for bias in biases):
+        return False
+    return hopper.suits(x, held.gate_up, held.down, held.num_experts, pairs, activation)
+
+
+def _by_hopper(x: Tensor, held: _Stacks, ids: Tensor, clamp: ClampedGate | None) -> Tensor:
+    """[pairs, D]: what each pair adds, not yet weighed."""
+    assert isinstance(held.gate_up, DeviceCodes)
+    assert isinstance(held.down, DeviceCodes)
+    (tokens, per_token), pairs = ids.shape, ids.numel()
+    ids = ids.to(torch.int32)
+    block_t = hopper.block_tokens(pairs, held.num_experts)
+    order = (
+        sort_pairs(ids, held.num_experts, block_t)
+        if tokens > 1
+        else Sorted(ids, ids, pairs, held.num_experts, is_sorted=False)
+    )
+    up_bias, down_bias = (None, None) if held.biases is None else (held.biases.gate_up_E2F, held.biases.down_ED)
+    hidden = x.new_empty(pairs, held.gate_up.num_rows // held.num_experts // 2)
+    hopper.product(
+        x, held.gate_up, hidden, order, block_t=block_t, per_token=per_token, halves=2, bias=up_bias, clamp=clamp
+    )
+    parts = x.new_empty(pairs, x.shape[1])
+    hopper.product(hidden, held.down, parts, order, block_t=block_t, per_token=1, halves=1, bias=down_bias)
+    return parts
 
 
 def _apart(
