@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bough.kernels.linear.ring import CodeForm
+from bough.kernels.codes_source import CODE_GROUPS, CODE_KINDS, CodeForm
 from bough.kernels.packed_linear import hopper, triton as packed
 from bough.kernels.packed_linear.codes import Codes
 from bough.kernels.packed_linear.decode import DeviceCodes, lay_out
@@ -56,7 +56,7 @@ def test_every_step_is_some_blocks(tokens: int, launched: list[dict[str, Any]]) 
     assert (6144 // block_n * k_steps, k_steps * block_k) == (total, 4096)
     assert (programs - 1) * per_chunk < total <= programs * per_chunk
     assert launch["stages"] >= 2
-    assert launch["form"] == CodeForm(kind=1, grouped=False, scale_rows=1, scale_type=0)
+    assert launch["form"] == CodeForm(kind=1, group=0, scale_rows=1, scale_type=0)
 
 
 def test_groups_and_zero_points_are_passed_on(launched: list[dict[str, Any]]) -> None:
@@ -66,10 +66,11 @@ def test_groups_and_zero_points_are_passed_on(launched: list[dict[str, Any]]) ->
     )
     (launch,) = launched
     assert launch["codes"] is weight.codes
-    assert launch["form"] == CodeForm(kind=2, tiles=2, grouped=True, scale_type=1, has_zeros=True)
+    assert launch["form"] == CodeForm(kind=2, tiles=2, group=128, scale_type=1, has_zeros=True)
     coded = launch["coded"]
     assert weight.zeros is not None
-    assert (coded.scales, coded.zeros, coded.width) == (weight.scales.data_ptr(), weight.zeros.data_ptr(), 4096)
+    assert (coded.scales, coded.zeros) == (weight.scales.data_ptr(), weight.zeros.data_ptr())
+    assert (coded.width, coded.groups) == (4096, 32)
     assert coded.row_scales is None
 
 
@@ -94,5 +95,6 @@ def test_others_are_left_to_other_kernels(why: str, launched: list[dict[str, Any
 def test_every_cut_has_room_for_stages(kind: str) -> None:
     for block_t, cuts in hopper._CUTS[kind].items():
         for cut in cuts:
-            assert cut.stages(block_t, hopper._KINDS[kind]) >= 2, (block_t, cut)
+            form = CodeForm(CODE_KINDS[kind], cut.tiles, CODE_GROUPS[kind][1])
+            assert cut.stages(block_t, form) >= 2, (block_t, cut)
             assert cut.block_n <= 256, "the copy engine's widest box"

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bough.config.model_facts import ClampedGate
 from bough.kernels.linear.ring import is_ready
+from bough.kernels.moe import Biases
 from bough.kernels.packed_linear import hopper, triton as packed
 from bough.kernels.packed_linear.codes import Codes
 from bough.kernels.packed_linear.hopper import RingCut
+from bough.kernels.packed_moe import triton as experts
 
-FORMS = ["float8 rows", "float8 blocks", "int4 groups", "int4 zeros", "int4 rows", "int4 two levels"]
+FORMS = ["float8 rows", "float8 blocks", "int4 groups", "int4 zeros", "int4 rows", "int4 two levels", "float4 groups"]
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,9 @@ def codes_of(form: str, rows: int, depth: int) -> Codes:
             return Codes("float8", values, scales(rows, 1), depth)
         return Codes("float8", values, scales(-(-rows // 128), depth // 128), 128, rows=128)
     values = torch.randint(0, 16, (rows, depth), dtype=torch.uint8, device="cuda")
+    if form == "float4 groups":
+        exponents = torch.randint(-9, -4, (rows, depth // 32), device="cuda")
+        return Codes("float4", values, torch.exp2(exponents.float()).bfloat16(), 32)
     zeros = (
         torch.randint(0, 16, (rows, depth // 128), dtype=torch.uint8, device="cuda") if form == "int4 zeros" else None
     )
@@ -66,6 +72,40 @@ def test_agrees_with_double_precision(form: str) -> None:
                 assert torch.equal(outs[0], outs[1])
                 assert torch.equal(outs[0], outs[2])
                 assert bool((wide[:, [0, -2, -1]] == 7).all())
+
+
+SHAPES = [("float8 blocks", 8, 2, 512, 256), ("float8 rows", 8, 2, 512, 128), ("int4 groups", 8, 3, 512, 256),
+          ("float4 groups", 8, 2, 576, 320)]  # fmt: skip
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("form", "num_experts", "per_token", "width", "inner"), SHAPES)
+def test_experts_agree_with_the_portable_kernels(
+    form: str, num_experts: int, per_token: int, width: int, inner: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of few and of many experts, some of which are elsewhere."""
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    biases = clamp = None
+    if biased:
+        up, down = (torch.randn(num_experts, rows, device="cuda").bfloat16() * 0.1 for rows in (2 * inner, width))
+        biases, clamp = Biases(up, down), ClampedGate(alpha=1.702, limit=7.0)
+    stacks = experts.pack_experts(
+        [codes_of(form, 2 * inner, width) for _ in range(num_experts)],
+        [codes_of(form, width, inner) for _ in range(num_experts)],
+        biases,
+    )
+    assert stacks is not None
+    for tokens in (1, 2, 9, 24, 30):
+        x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+        ids = torch.stack([torch.randperm(num_experts + 2, device="cuda")[:per_token] for _ in range(tokens)]).int()
+        weights = torch.rand(tokens, per_token, device="cuda")
+        assert experts._takes_hopper(x, stacks.handle, ids.numel(), "silu", clamp)
+        found = [experts.packed_experts(x, stacks, weights, ids, "silu", clamp) for _ in range(2)]
+        with monkeypatch.context() as without:
+            without.setattr(experts.hopper, "suits", lambda *_: False)
+            expected = experts.packed_experts(x, stacks, weights, ids, "silu", clamp)
+        torch.testing.assert_close(found[0], expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+        assert torch.equal(found[0], found[1])
 
 
 def test_few_tokens_take_it() -> None:
