@@ -165,7 +165,7 @@ class Drafting:
         """int64 [T]: the token behind each of the step's tokens: drawn where the row samples there, else the row's next."""
         tensors, spare = self.tensors, len(self.state.room) - 1
         num_tokens = len(tensors.ids_T)
-        following = torch.cat((tensors.ids_T[1:], tensors.ids_T[:2]))  # one place more, for padding
+        following = _with_a_place_more(tensors.ids_T)
         start, end = tensors.query_start_R1[:-1], tensors.query_start_R1[1:]
         last = torch.where(end > start, end - 1, num_tokens).long()
         following.scatter_(0, last, tensors.following_R.long())
@@ -176,7 +176,7 @@ class Drafting:
     def moved_on(self, ids_T: Tensor, last_R: Tensor) -> Tensor:
         """int64 [T]: one token further in each row than `ids_T`, which ends with `last_R` in rows that sample."""
         num_tokens = len(ids_T)
-        further = torch.cat((ids_T[1:], ids_T[:2]))
+        further = _with_a_place_more(ids_T)
         spare = self.rows.slots_R == len(self.state.room) - 1
         return further.scatter_(0, self.rows.at_R.masked_fill(spare, num_tokens), last_R)[:num_tokens]
 
@@ -378,3 +378,8 @@ def sampled_rows(
             tensors.seed_L[index],
         ),
     )
+
+
+def _with_a_place_more(ids_T: Tensor) -> Tensor:
+    """[T + 1]: the token behind each, to be overwritten where that is another row's, and a place that padding writes to."""
+    return torch.cat((ids_T[1:], ids_T[:1], ids_T[:1]))

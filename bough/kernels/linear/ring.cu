@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) ring(
       for (int half = 0; half < HALVES; half++)
 #pragma unroll
         for (int box = 0; box < W_BOXES; box++)
-          fetch_held(to + (half * W_BOXES + box) * W_BOX, weight, (k + W_COLUMNS * box) / (KIND == INT4 ? 2 : 1),
+          fetch_held(to + (half * W_BOXES + box) * W_BOX, weight, (k + W_COLUMNS * box) / (HALF_BYTES ? 2 : 1),
                      half * rows + tile * BLOCK_N, barrier, once);
     };
     auto ask_x = [&](int slot, int column) {

@@ -57,7 +57,6 @@ _CUTS: Final[dict[str, dict[int, tuple[RingCut, ...]]]] = {
         32: (RingCut(4, 1, 256, 1), RingCut(1, 1, 256, 3), RingCut(1, 1, 128, 2)),
     },
 }
-_CUTS["float4"] = _CUTS["int4"]
 """By kind and tokens of a block, the fastest of eleven on an H200 and what stands in for it where a weight is no multiple of
 its tiles. Four weights of a Llama, 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, take 70, 77, 89 and 126 us in
 e4m3 (52 at memory's speed), 62, 71 and 93 us in INT4; with more tokens other kernels are faster."""
