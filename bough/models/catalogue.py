@@ -131,6 +131,7 @@ GROUPS: Final = (
         "tests/media",
         {
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
+            "Glm4vForConditionalGeneration": "zai-org/GLM-4.1V-9B-Thinking",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B-hf",
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",

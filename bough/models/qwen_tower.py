@@ -71,7 +71,7 @@ class QwenTower(Tower):
         x_TD = self.patches(torch.cat([self._cut(item.features) for item in items]))
         if self.positions is not None:
             x_TD = x_TD + torch.cat([self._learned_positions(h, w).repeat(t, 1) for t, h, w in grids])
-        plan = self._plan(grids)
+        plan = plan_patches(grids, facts, self.device)
         merge = facts.merge**2
         if plan.order_M is not None:
             x_TD = x_TD.view(-1, merge, facts.block.hidden)[plan.order_M].view(-1, facts.block.hidden)
@@ -90,42 +90,7 @@ class QwenTower(Tower):
 
     def _cut(self, pixels: Tensor) -> Tensor:
         """uint8 [frames, height, width, 3] -> float32 patches [T, values], those of a position next to one another."""
-        facts = self.facts
-        p, m, t = facts.patch, facts.merge, facts.temporal
-        values: Tensor = self.normalise(pixels)
-        if values.shape[0] % t:
-            values = torch.cat([values, values[-1:].expand(t - values.shape[0] % t, -1, -1, -1)])
-        frames, height, width, channels = values.shape
-        h, w = height // p, width // p
-        cut = values.view(frames // t, t, h // m, m, p, w // m, m, p, channels)
-        return cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(frames // t * h * w, -1)
-
-    def _plan(self, grids: Sequence[tuple[int, ...]]) -> TowerPlan:
-        facts = self.facts
-        merge = facts.merge
-        angles, lengths, window_lengths, orders = [], [], [], []
-        half = facts.block.head_dim // 2
-        frequencies = 1.0 / facts.theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-        start = 0
-        for t, h, w in grids:
-            rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-            places = torch.stack([_by_position(each, merge) for each in (rows, columns)], -1).float()
-            angles.append((places[..., None] * frequencies).flatten(1).repeat(t, 1))
-            lengths += [h * w] * t
-            if facts.window:
-                for _ in range(t):
-                    order, sizes = windows(h // merge, w // merge, facts.window // merge)
-                    orders.append(order + start)
-                    window_lengths += [size * merge**2 for size in sizes]
-                    start += len(order)
-        angles_TF = torch.cat(angles)
-        order_M = None
-        if facts.window:
-            order_M = torch.cat(orders)
-            angles_TF = angles_TF.view(-1, merge**2, half)[order_M].view(-1, half)
-            order_M = order_M.to(self.device)
-        cos_sin_TR = torch.cat((angles_TF.cos(), angles_TF.sin()), -1).to(self.device)
-        return TowerPlan(cos_sin_TR, lengths, window_lengths, order_M)
+        return cut_patches(self.normalise(pixels), self.facts)
 
     def _learned_positions(self, h: int, w: int) -> Tensor:
         """[patches of a frame, D]: the grid of learned positions, stretched over `h x w` patches."""
@@ -135,10 +100,49 @@ class QwenTower(Tower):
         row_taps, column_taps = taps(h, side), taps(w, side)
         for row, row_weight in row_taps:
             for column, column_weight in column_taps:
-                index = _by_position(row[:, None] * side + column, merge).to(table.device)
-                weight = _by_position(row_weight[:, None] * column_weight, merge).to(table.device, torch.float32)
+                index = by_position(row[:, None] * side + column, merge).to(table.device)
+                weight = by_position(row_weight[:, None] * column_weight, merge).to(table.device, torch.float32)
                 total = total + table[index] * weight[:, None]
         return total.to(table.dtype)
+
+
+def cut_patches(values: Tensor, facts: QwenVision) -> Tensor:
+    """float32 [frames, height, width, channels] -> patches [T, values], those of a position next to one another."""
+    p, m, t = facts.patch, facts.merge, facts.temporal
+    if values.shape[0] % t:
+        values = torch.cat([values, values[-1:].expand(t - values.shape[0] % t, -1, -1, -1)])
+    frames, height, width, channels = values.shape
+    h, w = height // p, width // p
+    cut = values.view(frames // t, t, h // m, m, p, w // m, m, p, channels)
+    return cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(frames // t * h * w, -1)
+
+
+def plan_patches(grids: Sequence[tuple[int, ...]], facts: QwenVision, device: torch.device) -> TowerPlan:
+    """How patches of these grids are computed."""
+    merge = facts.merge
+    angles, lengths, window_lengths, orders = [], [], [], []
+    half = facts.block.head_dim // 2
+    frequencies = 1.0 / facts.theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    start = 0
+    for t, h, w in grids:
+        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        places = torch.stack([by_position(each, merge) for each in (rows, columns)], -1).float()
+        angles.append((places[..., None] * frequencies).flatten(1).repeat(t, 1))
+        lengths += [h * w] * t
+        if facts.window:
+            for _ in range(t):
+                order, sizes = windows(h // merge, w // merge, facts.window // merge)
+                orders.append(order + start)
+                window_lengths += [size * merge**2 for size in sizes]
+                start += len(order)
+    angles_TF = torch.cat(angles)
+    order_M = None
+    if facts.window:
+        order_M = torch.cat(orders)
+        angles_TF = angles_TF.view(-1, merge**2, half)[order_M].view(-1, half)
+        order_M = order_M.to(device)
+    cos_sin_TR = torch.cat((angles_TF.cos(), angles_TF.sin()), -1).to(device)
+    return TowerPlan(cos_sin_TR, lengths, window_lengths, order_M)
 
 
 def windows(h: int, w: int, side: int) -> tuple[Tensor, list[int]]:
@@ -159,7 +163,7 @@ def taps(size: int, side: int) -> list[tuple[Tensor, Tensor]]:
     return [(low, 1 - part), ((low + 1).clamp(max=side - 1), part)]
 
 
-def _by_position(grid_HW: Tensor, merge: int) -> Tensor:
+def by_position(grid_HW: Tensor, merge: int) -> Tensor:
     """[patches]: a grid's values in the order of patches, those of a position next to one another."""
     h, w = grid_HW.shape
     return grid_HW.reshape(h // merge, merge, w // merge, merge).transpose(1, 2).flatten()

@@ -107,6 +107,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma3ForConditionalGeneration": "bough.models.gemma3_vl",
     "Llama4ForConditionalGeneration": "bough.models.llama4_text",
     "Mistral3ForConditionalGeneration": "bough.models.mistral3",
+    "Glm4vForConditionalGeneration": "bough.models.glm4v",
     "Idefics3ForConditionalGeneration": "bough.models.idefics3",
     "InternVLForConditionalGeneration": "bough.models.internvl",
     "LlavaForConditionalGeneration": "bough.models.llava",

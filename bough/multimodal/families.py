@@ -10,6 +10,7 @@ from bough.config.fields import Fields
 from bough.config.pixtral import is_pixtral
 from bough.multimodal.anyres import AnyresProcessor
 from bough.multimodal.gemma3 import Gemma3Processor
+from bough.multimodal.glm4v import Glm4vProcessor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.llava import LlavaProcessor
@@ -29,6 +30,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen3VLForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Gemma3ForConditionalGeneration": Gemma3Processor,
+    "Glm4vForConditionalGeneration": Glm4vProcessor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
     "LlavaForConditionalGeneration": _llava,

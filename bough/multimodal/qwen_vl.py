@@ -42,12 +42,73 @@ _OF_VIDEOS: Final = frozenset({"fps", "num_frames", "min_frames", "max_frames"})
 """Settings that a request may send for all of its media, though images have no use for them."""
 
 
-class QwenProcessor(Processor):
+class QwenImages(Processor):
+    """Images near their own size, with positions of three axes: what GLM's models share. Every `merge x merge` patches are a
+    position. An item's grid is (1, height, width) in patches."""
+
+    kinds = frozenset({"image"})
+    axes = 3
+    kind: str = "2"
+    merge: int
+    least: int
+    most: int
+
+    def bounds(self, kind: MediaKind) -> dict[str, int]:
+        """Counts that a request may set, and the most of each."""
+        return {"min_pixels": self.most, "max_pixels": self.most}
+
+    def options(self, kind: MediaKind, given: Mapping[str, Any]) -> Options:
+        sizes = dict(given)
+        size = sizes.pop("size", None)
+        if isinstance(size, Mapping):
+            sizes = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge"), **sizes}
+        if "nframes" in sizes:
+            sizes.setdefault("num_frames", sizes.pop("nframes"))
+        known = self.bounds(kind)
+        checked: Options = {}
+        for name, value in sizes.items():
+            if value is None:
+                continue
+            if name == "fps" and kind == "video":
+                checked[name] = bounded_number(name, value, 0.01, 120.0)
+            elif name in known:
+                checked[name] = bounded_count(name, value, 1, known[name])
+            elif name not in _OF_VIDEOS:
+                raise unknown_option(name, [*known, "size", *(("fps",) if kind == "video" else ())])
+        return checked
+
+    def little_detail(self) -> Options:
+        return {"max_pixels": min(self.most, max(self.least, _LOW_DETAIL))}
+
+    def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
+        return [PlaceholderRun(number, item.count) for number, item in enumerate(processed.items)]
+
+    def positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[np.int32]:
+        """Text advances all axes by one a token. An item's rows and columns count from where it begins, those of a video's
+        frames from where the video does (but for 3, whose frames stand alone), and text goes on behind the largest of all
+        positions."""
+        axes = np.empty((3, len(ids)), np.int32)
+        at = position = begin = 0
+        for item in items:
+            _, h, w, *frame = item.grid
+            pair, later = frame or (0, 0)
+            together = pair > 0 and item.start == at and self.kind != "3"
+            axes[:, at : item.start] = np.arange(position, position + item.start - at)
+            begin = begin if together else position + item.start - at
+            inside = np.indices((1, h // self.merge, w // self.merge)).reshape(3, -1)
+            inside[0] = later if self.kind != "3" else 0
+            axes[:, item.start : item.stop] = inside + begin
+            position = max(position if together else 0, begin + max(int(inside.max()), 0) + 1)
+            at = item.stop
+        axes[:, at:] = np.arange(position, position + len(ids) - at)
+        return axes
+
+
+class QwenProcessor(QwenImages):
     """Every `merge x merge` patches are a position. An item's grid is (1, height, width) in patches; of a video, also its
     number in it, and how many positions it stands behind the first in time."""
 
     kinds = frozenset({"image", "video"})
-    axes = 3
 
     def __init__(self, config: Fields, *, patch: int, kind: Literal["2", "2.5", "3"]) -> None:
         """`patch`: the family's, where the processor's settings don't say."""
@@ -77,31 +138,11 @@ class QwenProcessor(Processor):
         rules += [self.rules.capped, self.rules.tokens, self.kind]
         return json.dumps(["qwen-vl-1", self.patch, self.merge, self.resample, self.least, self.most, rules])
 
-    def options(self, kind: MediaKind, given: Mapping[str, Any]) -> Options:
-        sizes = dict(given)
-        size = sizes.pop("size", None)
-        if isinstance(size, Mapping):
-            sizes = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge"), **sizes}
-        if "nframes" in sizes:
-            sizes.setdefault("num_frames", sizes.pop("nframes"))
-        most = self.most if kind == "image" else self.rules.most
-        known: dict[str, int] = {"min_pixels": most, "max_pixels": most}
-        if kind == "video":
-            known |= dict.fromkeys(("num_frames", "min_frames", "max_frames"), self.rules.max_frames)
-        checked: Options = {}
-        for name, value in sizes.items():
-            if value is None:
-                continue
-            if name == "fps" and kind == "video":
-                checked[name] = bounded_number(name, value, 0.01, 120.0)
-            elif name in known:
-                checked[name] = bounded_count(name, value, 1, known[name])
-            elif name not in _OF_VIDEOS:
-                raise unknown_option(name, [*known, "size", *(("fps",) if kind == "video" else ())])
-        return checked
-
-    def little_detail(self) -> Options:
-        return {"max_pixels": min(self.most, max(self.least, _LOW_DETAIL))}
+    def bounds(self, kind: MediaKind) -> dict[str, int]:
+        if kind == "image":
+            return super().bounds(kind)
+        frames = dict.fromkeys(("num_frames", "min_frames", "max_frames"), self.rules.max_frames)
+        return {"min_pixels": self.rules.most, "max_pixels": self.rules.most, **frames}
 
     def image(self, image: Image, options: Options) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
         least, most = int(options.get("min_pixels", self.least)), int(options.get("max_pixels", self.most))
@@ -146,28 +187,8 @@ class QwenProcessor(Processor):
         return Marker((token,), around, token)
 
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
-        runs = [PlaceholderRun(number, item.count) for number, item in enumerate(processed.items)]
+        runs = super().pieces(kind, processed)
         if not processed.notes:
             return runs
         start, end = Token(self.start_id), Token(self.end_id)
         return [piece for note, run in zip(processed.notes, runs, strict=True) for piece in (note, start, run, end)]
-
-    def positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[np.int32]:
-        """Text advances all axes by one a token. An item's rows and columns count from where it begins, those of a video's
-        frames from where the video does (but for 3, whose frames stand alone), and text goes on behind the largest of all
-        positions."""
-        axes = np.empty((3, len(ids)), np.int32)
-        at = position = begin = 0
-        for item in items:
-            _, h, w, *frame = item.grid
-            pair, later = frame or (0, 0)
-            together = pair > 0 and item.start == at and self.kind != "3"
-            axes[:, at : item.start] = np.arange(position, position + item.start - at)
-            begin = begin if together else position + item.start - at
-            inside = np.indices((1, h // self.merge, w // self.merge)).reshape(3, -1)
-            inside[0] = later if self.kind != "3" else 0
-            axes[:, item.start : item.stop] = inside + begin
-            position = max(position if together else 0, begin + max(int(inside.max()), 0) + 1)
-            at = item.stop
-        axes[:, at:] = np.arange(position, position + len(ids) - at)
-        return axes

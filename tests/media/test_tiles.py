@@ -67,7 +67,9 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
             eos_token_id=None, pad_token_id=0, **wanted,
         )  # fmt: skip
-        given = {key: value for key, value in wanted.items() if key in ("pixel_values", "image_sizes")}
+        given = {
+            key: value for key, value in wanted.items() if key in ("pixel_values", "image_sizes", "image_grid_thw")
+        }
         found = tiled.reference.model.get_image_features(**given).pooler_output
         expected = torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
         assert tiled.model.tower is not None
@@ -79,11 +81,16 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
     answer = out[0, len(placed.ids) :].tolist()
     facts = facts_of(tiled.checkpoint.config)
     assert facts.tower is not None
+    positions = b""
+    if tiled.processor.axes:
+        positions = tiled.processor.positions(placed.ids, placed.items).astype("<i4").tobytes()
     for setup in SETUPS.values():
         engine = InProcess(tiled.model, VOCAB, replace(setup, atomic_media=facts.tower.atomic))
         engine.features |= features
         for _ in range(2):
-            (found,) = engine.finish([engine.submit(placed.ids.tolist(), GREEDY, media=placed.items)])
+            (found,) = engine.finish(
+                [engine.submit(placed.ids.tolist(), GREEDY, media=placed.items, positions=positions)]
+            )
             assert found.tokens == answer
         assert found.end is not None
         assert found.end.media_tokens == {"image": sum(item.count for item in placed.items)}

@@ -79,6 +79,14 @@ def _next(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
     return made
 
 
+def _glm4v(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    tokenizer.image_token, tokenizer.video_token = "<|image|>", "<|video|>"
+    tokenizer.image_token_id, tokenizer.video_token_id = IMAGE, 301
+    return transformers.Glm4vProcessor(Glm4vImageProcessorPil(**settings), tokenizer)
+
+
 def _internvl(tokenizer: Any, settings: dict[str, Any]) -> Any:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
@@ -194,6 +202,29 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         {"size": SQUARE, "image_grid_pinpoints": PINPOINTS, **HALF},
         _next("LlavaOnevision"),
         {IMAGE: "<image>", 301: "<video>"},
+    ),
+    "glm4v": TileFamily(
+        "Glm4v",
+        {
+            "text_config": {
+                **TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS, "model_type": "glm4v_text",
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5,
+                },
+            },
+            "vision_config": {
+                "depth": 2, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 56, "num_heads": 2,
+                "patch_size": 4, "image_size": 20, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            },
+            "image_token_id": IMAGE, "video_token_id": 301, "image_start_token_id": 302, "image_end_token_id": 303,
+        },
+        {
+            "size": {"shortest_edge": 2 * 8 * 8 * 4, "longest_edge": 2 * 8 * 8 * 30}, "patch_size": 4, "merge_size": 2,
+            "temporal_patch_size": 2, **HALF,
+        },
+        _glm4v,
+        {IMAGE: "<|image|>", 301: "<|video|>", 302: "<|begin_of_image|>", 303: "<|end_of_image|>"},
+        "<|begin_of_image|><|image|><|end_of_image|>",
     ),
     "pixtral": TileFamily(
         "Llava",
