@@ -59,21 +59,21 @@ _FEW, _MANY = 1, 5
 
 
 class SimulatedAcceptance:
-    """Gives tokens in place of those that were drawn, so that drafts are right as often as they should be. The same for a
-    request's place whatever is beside it."""
+    """An `AcceptRule`: drafts are right as often as they should be. The same for a request's place whatever is beside it."""
 
-    def __init__(self, rates: list[float], vocab: int, state: SlotState, device: torch.device) -> None:
+    needs_odds = False
+
+    def __init__(self, rates: list[float], vocab: int, device: torch.device) -> None:
         self._rates = torch.tensor(rates, device=device)
         self._vocab = vocab
-        self._state = state
 
-    def __call__(self, drawn_L: Tensor, tensors: StepTensors) -> Tensor:
+    def redraw(self, drawn_L: Tensor, logits_LV: Tensor, tensors: StepTensors, state: SlotState) -> Tensor:
         count, slots_T = len(drawn_L), tensors.token_slots_T
         at, counter = tensors.sample_at_L[:count].long(), tensors.counter_L[:count].long()
         following = (at + 1).clamp_max(len(slots_T) - 1)
         slot = slots_T[at].long()
         is_draft = (slots_T[following] == slots_T[at]) & (following > at)
-        place = (counter - self._state.num_output[slot]).clamp(0, len(self._rates) - 1)
+        place = (counter - state.num_output[slot]).clamp(0, len(self._rates) - 1)
         mixed = (counter * 2654435761 + slot * 40503 + 12345) & 0xFFFFFFFF
         mixed = (mixed ^ (mixed >> 16)) * 73244475 & 0xFFFFFFFF
         mixed = (mixed ^ (mixed >> 16)) & 0xFFFF
@@ -148,9 +148,9 @@ class Bench:
                 "speculative_num_steps": most,
             }
         self._engine = engine = DirectEngine(self.target, folder, proposer=proposer, **settings)
-        simulated = SimulatedAcceptance(self._asked.rates, engine.vocab, engine.runner.forward.state, engine.device)
+        simulated = SimulatedAcceptance(self._asked.rates, engine.vocab, engine.device)
         if draft is not None:
-            engine.runner.forward.alter_drawn = simulated
+            engine.runner.forward.rule = simulated
         engine.fill_kv()
 
     def _context(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 
-from bough.config.concerns import AUTO, Auto, Config, ParallelConfig, ServerConfig
+from bough.config.concerns import AUTO, Auto, Config, ParallelConfig, ServerConfig, SpeculativeConfig
 from bough.config.experts import TRIVIAL
 from bough.config.flags import settings, show_value
 from bough.config.hosts import LEAST_SECRET
@@ -338,7 +338,10 @@ def _speculative(config: Config) -> None:
             fix=f"leave it out, or choose one of {', '.join(sorted(WINDOWED))}",
             param="speculative_draft_window_size",
         )
+    _in_range("speculative_accept_threshold_single", asked.speculative_accept_threshold_single, 0.01, 1)
+    _in_range("speculative_accept_threshold_acc", asked.speculative_accept_threshold_acc, 0.01, 1)
     _draft_model(config)
+    _accept_rule(asked)
     if asked.speculative_algorithm == "none":
         return
     if config.model.is_embedding:
@@ -368,6 +371,42 @@ def _speculative(config: Config) -> None:
             why="a dump has one entry a token, and drafts that are wrong would be among them",
             fix="leave one of them out: tokens are the same with and without drafts",
             param="tensor_dump_dir",
+        )
+
+
+def _accept_rule(asked: SpeculativeConfig) -> None:
+    """The rules by which drafts count go with what they judge, and not with each other."""
+    judged = asked.speculative_use_rejection_sampling or asked.speculative_use_block_verification
+    flag = "block-verification" if asked.speculative_use_block_verification else "rejection-sampling"
+    loose = min(asked.speculative_accept_threshold_single, asked.speculative_accept_threshold_acc) < 1
+    name = f"speculative_use_{flag.replace('-', '_')}"
+    if judged and asked.speculative_algorithm not in ON_DEVICE:
+        raise ConfigError(
+            what=f"--speculative-use-{flag} with --speculative-algorithm {asked.speculative_algorithm}",
+            why="only drafts that were drawn have probabilities; for others the usual rule does the same",
+            fix=f"leave it out, or choose one of {', '.join(sorted(ON_DEVICE))}",
+            param=name,
+        )
+    if judged and asked.speculative_eagle_topk not in (AUTO, 1):
+        raise ConfigError(
+            what=f"--speculative-use-{flag} with --speculative-eagle-topk {asked.speculative_eagle_topk}",
+            why="the nodes of a tree are the likeliest ones, and are not drawn",
+            fix="use --speculative-eagle-topk 1",
+            param=name,
+        )
+    if judged and loose:
+        raise ConfigError(
+            what=f"--speculative-use-{flag} and --speculative-accept-threshold-* can't both be had",
+            why="the one is exact, the other is not",
+            fix="leave one of them out",
+            param=name,
+        )
+    if loose and asked.speculative_algorithm == "none":
+        raise ConfigError(
+            what="--speculative-accept-threshold-* without --speculative-algorithm",
+            why="there are no drafts to accept",
+            fix="choose an algorithm, or leave it out",
+            param="speculative_accept_threshold_single",
         )
 
 

@@ -294,6 +294,16 @@ class SpeculativeConfig:
     speculative_adaptive: bool = True
     """Verify only as many drafts as pay, by how often they are right and what steps take; otherwise always as many as there
     are."""
+    speculative_accept_threshold_single: float = 1.0
+    """Below 1, a draft that is at least so likely counts even if another token is drawn. Answers are then not those of the
+    model alone."""
+    speculative_accept_threshold_acc: float = 1.0
+    """Below 1, drafts count as if they were likelier by this divisor. Answers are then not those of the model alone."""
+    speculative_use_rejection_sampling: bool = False
+    """Accept a drawn draft with the probability that the model gives it, divided by the one that it was drawn with. As exact
+    as the usual rule, a little more accepting, and slower; answers of a seeded request are not those without drafts."""
+    speculative_use_block_verification: bool = False
+    """Like --speculative-use-rejection-sampling, for all drafts of a request together: never fewer count."""
     speculative_ngram_min_match_window_size: int = 1
     """NGRAM: tokens that must agree, at least, before what followed them is a draft."""
     speculative_ngram_max_match_window_size: int = 24

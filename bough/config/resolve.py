@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
-from bough.config.concerns import AUTO, Config, DType, KvDType, MediaConfig, Quantization
+from bough.config.concerns import AUTO, Config, DType, KvDType, MediaConfig, Quantization, SpeculativeConfig
 from bough.config.hosts import ranks_per_node
 from bough.config.kv_groups import KvPlan
 from bough.config.layout import Layout
 from bough.config.media_facts import TowerFacts
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
-from bough.config.speculation import ON_DEVICE, draft_numbers, draft_tokens, drafts_of_step
+from bough.config.speculation import ON_DEVICE, draft_numbers, draft_tokens, drafts_of_row, drafts_of_step
 from bough.core.errors import ConfigError
 from bough.core.kv import Grows, KvGroup, KvLayout
 
@@ -536,6 +536,7 @@ def memory_facts(
             model, machine.device, tokens, rows, ITEM_BYTES[dtype], layout.heads,
             gathers=gathers, drafts=drafts, owners=layout.dp * layout.cp,
         )  # fmt: skip
+        layers += rule_bytes(config.speculative, model.vocab_size, rows, min(rows + drafts, tokens))
         return max(layers, tower_bytes)
 
     return PlanFacts(
@@ -638,6 +639,14 @@ def activation_bytes(
     penalties = 5 * model.vocab_size * rows + 36 * min(sampled, PENALISED_AT_ONCE)
     scores = 12 * model.vocab_size * min(SCORED_AT_ONCE[device], step_tokens) + 4 * sampled
     return max(layer + copies, hidden + copies + penalties, hidden + scores)
+
+
+def rule_bytes(asked: SpeculativeConfig, vocab: int, rows: int, samples: int) -> int:
+    """What rules by which drafts count take: probabilities of drafts by request, and of a step's samples."""
+    if asked.speculative_use_rejection_sampling or asked.speculative_use_block_verification:
+        return 4 * vocab * (rows * drafts_of_row(asked) + 4 * samples)
+    loose = min(asked.speculative_accept_threshold_single, asked.speculative_accept_threshold_acc) < 1
+    return 4 * vocab * samples if loose else 0
 
 
 def graph_bytes(max_tokens: int) -> int:

@@ -61,12 +61,9 @@ REFUSALS: Final = (
         """,
     ),
     Refusal(
-        "a draft is right if it is what the model draws: there is nothing to loosen, and nothing to choose",
-        "leave it out: answers are the same as without drafts",
-        """
-        speculative_accept_threshold_single=1.0 speculative_accept_threshold_acc=1.0
-        speculative_use_rejection_sampling speculative_use_block_verification speculative_attention_mode=prefill
-        """,
+        "a step that verifies drafts is a decode step of several tokens, whatever else it has",
+        "leave it out",
+        "speculative_attention_mode=prefill",
     ),
     Refusal(
         "how many drafts pay is learned from the steps themselves",

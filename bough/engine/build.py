@@ -55,7 +55,7 @@ from bough.engine.outbox import open_outbox
 from bough.engine.pipeline import PipelineRunner, open_outcomes, open_sink, run_stage, sampling_rank
 from bough.engine.places import device_index, sharing
 from bough.engine.pooling import pooling_limits, told
-from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_draft, tree_of
+from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_draft, rule_of, tree_of
 from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
 from bough.engine.watch import observe
 from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
@@ -358,6 +358,7 @@ def make_runner(
         tree_width=0 if drafts is None or (tree := tree_of(config.speculative)) is None else tree.steps + 1,
         encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device),
         context=context,
+        rule=rule_of(config.speculative),
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
         runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which

@@ -22,6 +22,7 @@ from bough.layers.decoder import Decoder
 from bough.models.drafts import DraftBuild, build_dflash, build_heads, build_medusa
 from bough.models.load import build_model
 from bough.platform import Device
+from bough.runner.accepting import AcceptRule, Rejection, Thresholds
 from bough.runner.proposing import Proposer
 from bough.scheduler.drafting import Drafter
 from bough.scheduler.limits import Limits
@@ -94,6 +95,14 @@ def load_proposer(given: DraftBuild, model: Decoder, vocab: int, shape: TreeShap
     heads = build_heads(given, model)
     modules = torch.nn.ModuleList(head for head in heads if isinstance(head, torch.nn.Module))
     return LoadedDraft(HeadProposer(heads, facts.taps, vocab, shape), modules, facts)
+
+
+def rule_of(asked: SpeculativeConfig) -> AcceptRule | None:
+    """Which drafts count; None: those that the model draws itself."""
+    if asked.speculative_use_rejection_sampling or asked.speculative_use_block_verification:
+        return Rejection(block=asked.speculative_use_block_verification)
+    single, total = asked.speculative_accept_threshold_single, asked.speculative_accept_threshold_acc
+    return Thresholds(single, total) if min(single, total) < 1 else None
 
 
 def reach_of(facts: DraftFacts, tree: TreeShape | None) -> Callable[[int], int]:

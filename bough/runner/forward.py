@@ -5,7 +5,6 @@ The same code runs eagerly and under graph capture: it queues device work and re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +22,7 @@ from bough.kernels.step_end import advance, verify
 from bough.kernels.step_start import SlotState, locate, start_step
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
+from bough.runner.accepting import AcceptRule
 from bough.runner.context import AttentionFactory, ContextShare, Cut
 from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
@@ -71,6 +71,7 @@ class Forward:
         proposer: Proposer | None = None,
         tree_width: int = 0,
         context: ContextShare | None = None,
+        rule: AcceptRule | None = None,
     ) -> None:
         """`tree_width`: where drafts form trees, the tokens of their longest path with the one behind it. `context`: where
         ranks share the KV of sequences."""
@@ -90,8 +91,8 @@ class Forward:
         self._attention = attention
         self._gapped: AttentionFactory = attention if attention is CpuAttention else TorchAttention
         """For steps with tokens that don't see all before them: not every backend hides keys."""
-        self.alter_drawn: Callable[[Tensor, StepTensors], Tensor] | None = None
-        """For measurements with weights that mean nothing: gives other tokens than were drawn. Set before any graph."""
+        self.rule = rule
+        """Which drafts count; None: those that are drawn. Set before any graph is captured."""
 
     def write_table(self, at_U: Tensor, pages_U: Tensor) -> None:
         """Writes pages at flat places of the page table, ahead of a step."""
@@ -214,7 +215,7 @@ class Forward:
             media.of_tokens(mine, len(ids_T)).put(batch)
         return context.tell(self.model.forward(batch), at, cut)
 
-    def draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
+    def draw(self, logits: Tensor, tensors: StepTensors, *, has_drafts: bool) -> Tensor:
         """int64 [L]: one token a sample."""
         count = len(logits)
         drawn = sample(
@@ -226,7 +227,9 @@ class Forward:
             tensors.seed_L[:count],
             tensors.counter_L[:count],
         )
-        return drawn if self.alter_drawn is None else self.alter_drawn(drawn, tensors)
+        if self.rule is None or not has_drafts:
+            return drawn
+        return self.rule.redraw(drawn, logits, tensors, self.state)
 
     def keep(self, drawn_L: Tensor, tensors: StepTensors) -> Tensor:
         """Every row yields what it drew: the slots go on from there. Returns the tokens."""

@@ -233,7 +233,7 @@ class Graphs:
         logits = forward.model.logits(hidden)
         if key.kind == "logits":
             return logits, read
-        drawn = forward.draw(logits, tensors)
+        drawn = forward.draw(logits, tensors, has_drafts=key.width > 1)
         if key.width == 1:
             result = forward.keep(drawn, tensors)
         elif read is not None and read.tree is not None:

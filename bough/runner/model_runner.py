@@ -19,6 +19,7 @@ from bough.layers.batch import Model
 from bough.memory.mha import KVPool
 from bough.memory.transfer import download, upload
 from bough.platform.device import Device
+from bough.runner.accepting import AcceptRule
 from bough.runner.context import AttentionFactory, ContextShare
 from bough.runner.copies import PageCopies
 from bough.runner.encoder import MediaTensors, TowerRunner, media_tensors
@@ -56,12 +57,13 @@ class ModelRunner:
         tree_width: int = 0,
         encoder: TowerRunner | None = None,
         context: ContextShare | None = None,
+        rule: AcceptRule | None = None,
     ) -> None:
         """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
         what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`. `proposer` leaves the
         drafts of `Step.proposals`, at most `most_drafts` per row; they form trees with paths of `tree_width` tokens, if that
         is not 0. `encoder` carries out `Step.media`; without one the model takes text only, or this stage does not begin
-        it. `context`: where ranks share the KV of sequences."""
+        it. `context`: where ranks share the KV of sequences. `rule`: which drafts count."""
         self.samples = samples
         self.limits = limits
         self.mover = mover
@@ -75,11 +77,12 @@ class ModelRunner:
             trees=tree_width > 0,
             turns=limits.media is not None and limits.media.axes > 0,
             line_parts=limits.layout.line_parts,
+            odds=limits.vocab_size if rule is not None and rule.needs_odds else 0,
         )
         self.encoder = encoder
         self.pool = pool
         self.context = context
-        self.forward = Forward(model, pool, state, attention, proposer, tree_width, context)
+        self.forward = Forward(model, pool, state, attention, proposer, tree_width, context, rule)
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.layout)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
         self.shaper = Shaper(limits.vocab_size, self.device, processors)
@@ -405,7 +408,7 @@ class LaunchedStep:
             spare = logits is not raw or all(setup.logprobs is None for setup in setups)
             logits = apply_masks(logits, masked, upload(masks, runner.device), in_place=spare)
         blocked = self._blocked(logits, setups)
-        drawn = runner.forward.draw(logits, tensors)
+        drawn = runner.forward.draw(logits, tensors, has_drafts=samples.starts is not None)
         if samples.starts is None:
             result = runner.forward.keep(drawn, tensors)
         elif self.read is not None and self.has_trees:

@@ -21,6 +21,7 @@ from bough.kernels.draft_tree import TreePath, TreeStep
 from bough.kernels.sampling import argmax, sample
 from bough.kernels.step_start import SlotState
 from bough.layers.batch import AttentionBackend, Batch, Taps
+from bough.runner.accepting import draft_seeds, odds_of
 from bough.runner.inputs import StepTensors
 
 
@@ -292,11 +293,17 @@ class Drafting:
 
     def draw(self, logits_RV: Tensor, place: int) -> Tensor:
         """int64 [R]: what each row would draw `place` tokens behind its newest from these logits, with the noise that the
-        target will draw with there: so both agree as often as their probabilities allow."""
+        target will draw with there: so both agree as often as their probabilities allow. Where a rule needs the
+        probabilities, they are kept, and the noise is another."""
         if self.bounds.greedy:
             return argmax(logits_RV)
         temperature, top_k, top_p, min_p, seed = self.rows.sampling
-        return sample(logits_RV, temperature, top_k, top_p, min_p, seed, self.rows.counter_R + place)
+        counter = self.rows.counter_R
+        if self.state.odds is None:
+            return sample(logits_RV, temperature, top_k, top_p, min_p, seed, counter + place)
+        odds_RV = odds_of(logits_RV, temperature, top_k, top_p, min_p)
+        self.state.odds[:, place, : odds_RV.shape[1]].index_copy_(0, self.rows.slots_R, odds_RV)
+        return sample(logits_RV, temperature, top_k, top_p, min_p, draft_seeds(seed, counter), counter + place)
 
     def _row_inputs(self, positions_R: Tensor, more: int = 0) -> AttentionInputs:
         """Of one query token a row. It is not kept where the row has no page for it, and then does not see itself."""

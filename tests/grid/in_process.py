@@ -38,6 +38,7 @@ from bough.layers.batch import AttentionSpec, Model, attention_specs
 from bough.layers.decoder import Decoder
 from bough.memory.mha import KVPool, KVShape
 from bough.platform import Device
+from bough.runner.accepting import AcceptRule
 from bough.runner.encoder import TowerRunner
 from bough.runner.model_runner import ModelRunner
 from bough.runner.proposing import Proposer
@@ -173,8 +174,10 @@ class InProcess:
         answers: Answers | None = None,
         proposer: DraftsOnDevice | None = None,
         grammars: GrammarQueue | None = None,
+        rule: AcceptRule | None = None,
     ) -> None:
-        """`answers`: what requests will be answered, for drafts that know it. `proposer`: makes drafts on the device."""
+        """`answers`: what requests will be answered, for drafts that know it. `proposer`: makes drafts on the device.
+        `rule`: which of them count."""
         assert isinstance(model, torch.nn.Module)
         device = Device("cuda" if setup.device == "cuda" else "cpu")
         slots, per_slot = setup.num_slots, -(-setup.context_length // setup.page_size)
@@ -210,7 +213,7 @@ class InProcess:
         runner = self.runner = ModelRunner(
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0,
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
-            tree_width=0 if proposer is None else proposer.tree_width, encoder=encoder,
+            tree_width=0 if proposer is None else proposer.tree_width, encoder=encoder, rule=rule,
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(

@@ -55,6 +55,8 @@ class SlotState:
     """int64 [slots + 1]: KV tokens that the row's pages hold, for a proposer that writes beyond `kv_len`."""
     tree: DraftTrees | None = None
     """None: each draft follows the one before it."""
+    odds: Tensor | None = None
+    """float32 [slots + 1, most drafts, vocabulary]: what drafts were drawn with, where that is asked for; else None."""
     turn: Tensor | None = None
     """int64 [slots + 1]: how far the row's positions stand from where its KV lies, behind media whose positions have
     several axes (`StepMedia.turns`); None: positions have one axis."""
@@ -69,8 +71,10 @@ class SlotState:
         trees: bool = False,
         turns: bool = False,
         line_parts: Sequence[int] = (1,),
+        odds: int = 0,
     ) -> SlotState:
-        """`line_parts`: by line, pages of a column; a slot has `pages_per_slot` columns."""
+        """`line_parts`: by line, pages of a column; a slot has `pages_per_slot` columns. `odds`: the vocabulary, if what
+        drafts were drawn with is kept."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
@@ -87,6 +91,7 @@ class SlotState:
             drafts=zeros(most_drafts),
             room=zeros(),
             tree=DraftTrees(*(zeros(most_drafts) for _ in range(3))) if trees else None,
+            odds=zeros(most_drafts, odds, dtype=torch.float32) if odds else None,
             turn=zeros() if turns else None,
         )
 

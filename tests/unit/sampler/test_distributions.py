@@ -9,6 +9,7 @@ held against a neighbour, parameters that are a little off: those must be reject
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from bough.core.sampling import SamplingParams
 from bough.kernels import sampling as kernels
 from bough.kernels.sampling.reference import kept
 from bough.layers.batch import AttentionSpec, Batch
+from bough.runner.accepting import AcceptRule, Rejection, Thresholds
 from bough.runner.proposing import Drafting, Reads, TreeDrafts
 from bough.speculative.proposers.tree import Frontier, TreeShape, grow_tree
 
@@ -32,6 +34,15 @@ TABLE = np.random.default_rng(7).normal(scale=1.5, size=(VOCAB, VOCAB)).astype(n
 REQUESTS, TOKENS = 24, 160
 REJECTED, ACCEPTED = 1e-5, 1e-3
 Floats = npt.NDArray[np.float64]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tables are so small that threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Bigrams(torch.nn.Module):
@@ -247,17 +258,25 @@ class TableProposer:
         return self._table[frontier.tokens]
 
 
-def drafting_engine(drafts: str) -> InProcess:
-    """`drafts`: none, deterministic ones of texts (ngram), or those of a `TableProposer`, drawn (chain) or not (tree)."""
+RULES: dict[str, AcceptRule] = {
+    "rejection": Rejection(block=False),
+    "block": Rejection(block=True),
+    "not loose": Thresholds(1.0, 1.0),
+}
+
+
+def drafting_engine(drafts: str, rule: AcceptRule | None = None) -> InProcess:
+    """`drafts`: none, deterministic ones of texts (ngram), those of a `TableProposer`, not drawn (tree) or drawn, and judged
+    by one of `RULES` or by the usual one (chain)."""
     if drafts in ("none", "ngram"):
         return InProcess(Bigrams(), VOCAB, Setup(context_length=256, drafts=drafts))
     shape = TreeShape(3, 3) if drafts == "tree" else None
     proposer = DraftsOnDevice(TableProposer(shape), torch.nn.Module(), 0 if shape is None else shape.steps + 1)
     setup = Setup(context_length=256, drafts="device", most_drafts=3 if shape is None else 8)
-    return InProcess(Bigrams(), VOCAB, setup, proposer=proposer)
+    return InProcess(Bigrams(), VOCAB, setup, proposer=proposer, rule=rule or RULES.get(drafts))
 
 
-@pytest.mark.parametrize("drafts", ["none", "ngram", "chain", "tree"])
+@pytest.mark.parametrize("drafts", ["none", "ngram", "chain", "tree", *RULES])
 def test_rows_of_one_batch_keep_their_own_settings(drafts: str) -> None:
     """All cases at once, in the same steps; with drafts, which are often right in texts of so few words, and often wrong."""
     engine = drafting_engine(drafts)
@@ -298,6 +317,38 @@ def test_a_seed_draws_the_same_with_drafts(case: str) -> None:
         said.append([answer.tokens for answer in engine.finish(ids)])
         assert drafts == "none" or engine.queues.counters.accepted_tokens > 10
     assert said[1:] == said[:1] * 3
+
+
+def accepted_share(rule: AcceptRule | None, drafts: str = "chain") -> tuple[float, list[list[int]]]:
+    """Of the drafts, and what was said."""
+    engine = drafting_engine(drafts, rule)
+    asked = [sampling({"seed": at, "temperature": 1.2}) for at in range(REQUESTS)]
+    answers = engine.finish([engine.submit([at % VOCAB, 3], each) for at, each in enumerate(asked)])
+    counters = engine.queues.counters
+    return counters.accepted_tokens / counters.draft_tokens, [answer.tokens for answer in answers]
+
+
+def test_rejection_accepts_more_than_equal_noise_and_blocks_most() -> None:
+    usual, rejection, block = (accepted_share(rule)[0] for rule in (None, RULES["rejection"], RULES["block"]))
+    assert usual < rejection < block
+
+
+@pytest.mark.parametrize("drafts", ["chain", "tree"])
+def test_thresholds_accept_what_is_likely_enough(drafts: str) -> None:
+    usual, said = accepted_share(None, drafts)
+    unchanged, same = accepted_share(Thresholds(1.0, 1.0), drafts)
+    assert (unchanged, same) == (usual, said)
+    assert accepted_share(Thresholds(1.0, 0.5), drafts)[0] > usual + 0.03
+    assert accepted_share(Thresholds(0.2, 1.0), drafts)[0] > usual + 0.03
+    everything, _ = accepted_share(Thresholds(1e-9, 1.0), drafts)
+    assert everything > (0.99 if drafts == "chain" else usual + 0.03)  # of a tree one path at most
+
+
+@pytest.mark.parametrize("rule", [Thresholds(0.1, 0.5), *RULES.values()])
+def test_no_rule_changes_greedy_answers(rule: AcceptRule) -> None:
+    asked = sampling({"temperature": 0.0, "frequency_penalty": 0.3})
+    plain = InProcess(Bigrams(), VOCAB, Setup(context_length=256)).generate([[1, 2]], asked)
+    assert drafting_engine("chain", rule).generate([[1, 2]], asked) == plain
 
 
 def test_without_a_seed_requests_differ() -> None:
