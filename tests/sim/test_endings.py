@@ -345,6 +345,26 @@ def test_three_failures_in_a_row_break_the_engine() -> None:
     assert [c.end.reason for c in clients] == ["error", "error", "error", "abort", "abort"]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_failures_that_are_not_in_a_row_break_nothing(depth: int) -> None:
+    """However many there are: a step that works makes up for those before it."""
+    sim = Sim(
+        depth=depth, num_slots=1, fail_wait=lambda step: RuntimeError("now and then") if step.index % 4 == 3 else None
+    )
+    clients = [sim.ask(PROMPT[: 3 + i], max_new=20) for i in range(8)]
+    sim.run()
+    assert [c.end.reason for c in clients] == ["error"] * 8
+    assert len(sim.problems) == 8
+
+
+def test_steps_that_are_too_large_break_nothing() -> None:
+    """Each request that meets it twice fails, and the next one is tried."""
+    sim = Sim(depth=0, num_slots=1, fail_wait=lambda step: MemoryError("out of memory"))
+    clients = [sim.ask(PROMPT[: 3 + i], max_new=5) for i in range(4)]
+    sim.run()
+    assert [c.end.reason for c in clients] == ["error"] * 4
+
+
 def test_a_runner_can_say_that_the_engine_is_broken() -> None:
     from bough.engine.loop import EngineBroken
 

@@ -274,11 +274,11 @@ class CountingGate:
     def __init__(self, most: int) -> None:
         self.most, self.now, self.began_count = most, 0, 0
 
-    def admit(self, *, requests: int, tokens: int) -> CountingGate.Place:
+    def admit(self, *, requests: int, tokens: int) -> CountingGate.WorkHold:
         if self.now + requests > self.most:
             raise Overloaded(what="full")
         self.now += requests
-        return self.Place(self)
+        return self.WorkHold(self)
 
     class WorkHold:
         def __init__(self, gate: CountingGate) -> None:
