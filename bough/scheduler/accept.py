@@ -261,7 +261,7 @@ def collect_grammars(queues: Queues, cache: PrefixCache, *, now: float) -> None:
 
 
 def _unusable(answer: CompileFailed, spec: GrammarSpec) -> InvalidRequest:
-    """What the client is told of its grammar."""
+    """The error that the client gets for its grammar."""
     if answer.status != 400:
         return InvalidRequest(what=answer.message, fix="try again soon")
     param = spec.param or ("json_schema" if spec.kind == "json" else spec.kind)

@@ -46,7 +46,7 @@ class Drafter(Protocol):
         ...
 
     def reach(self, proposals: int) -> int:
-        """KV tokens behind a row's own that the proposer writes while it makes so many drafts. Without pages for them its
+        """KV tokens behind a row's own that the proposer writes while it makes these drafts. Without pages for them its
         drafts are less often right."""
         ...
 
@@ -55,7 +55,7 @@ class Drafter(Protocol):
         ...
 
     def learn(self, queues: Queues, slots: I64, drafts: I32, accepted: I32) -> None:
-        """A step has settled in which these rows decoded, with so many drafts each, of which so many were right. Their
+        """A step has settled in which these rows decoded: per row, the number of its drafts and of those accepted. Their
         tokens are in the history."""
         ...
 

@@ -15,7 +15,7 @@ _UNBOUNDED = 1 << 30
 
 
 def columns_in(num_pages: int, limits: Limits) -> int:
-    """Columns that so many pages make."""
+    """Columns that `num_pages` pages make."""
     height = limits.layout.column_pages
     return num_pages // height if height else _UNBOUNDED
 
@@ -58,7 +58,7 @@ def prefill_need(queues: Queues, limits: Limits, row: Prefilling, ratio: float) 
 
 
 def new_need(limits: Limits, num_tokens: int, cached_columns: int) -> int:
-    """Pages that a request which will have so many tokens wants beyond those that it finds cached."""
+    """Pages that a request of `num_tokens` needs beyond the `cached_columns` that it finds in the prefix cache."""
     layout = limits.layout
     columns = limits.columns_for(num_tokens) - cached_columns
     pages = columns * layout.growing_pages

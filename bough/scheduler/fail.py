@@ -13,7 +13,7 @@ from bough.scheduler.slots import UNKNOWN_TURN
 _OOM_STEPS = 2
 """A request whose prefill (or whose decode, with no prefill to blame) ran the device out of memory this often fails."""
 _LEAST_PREFILL = 32
-
+"""Prompt tokens: the cap on steps that is set after the device ran out of memory does not fall below this."""
 
 _OOM_WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 

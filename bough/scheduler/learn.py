@@ -6,6 +6,8 @@ import math
 from collections import deque
 
 _WINDOW = 15
+"""Steps of which the median is taken: enough that seven slow ones in a row (graph capture, a kernel being compiled) do not
+change it, few enough that it follows a change of the load within a second."""
 
 
 class OutputRatio:
@@ -75,7 +77,8 @@ class StepCost:
         if prefill_tokens == 0:
             self._decode.add(ms)
         else:
-            # Reading the weights costs what a decode step costs, whoever decodes. Steps of few tokens say little about one.
+            # Reading the weights costs as much as a decode step, even if no row decodes. Steps of few tokens say little
+            # about the cost of one, so each step counts by its number of tokens.
             base = min(self._decode.value, 0.9 * ms)
             self._per_token.add((ms - base) / prefill_tokens, prefill_tokens)
 
@@ -89,7 +92,8 @@ class StepCost:
 
 
 class HitRate:
-    """Share of prompt tokens found in the tree: in all, and of late."""
+    """Share of prompt tokens found in the prefix cache: since the start, and of the last requests (`recent`: a moving
+    average in which each request counts 10 %)."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0

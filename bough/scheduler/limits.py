@@ -9,6 +9,8 @@ from bough.core.kv import Grows, KvGroup, KvLayout
 from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 
 DEFAULT_CHUNK_TOKENS = 8192
+"""Prompt tokens. From about 4,096 on, a token costs the same in every larger step; a step of 8,192 tokens takes 0.23 s with
+an 8B model on one H200."""
 
 _NEVER = 2**32
 """As a gap between priorities: larger than any two requests' can be."""
@@ -30,9 +32,9 @@ class Limits:
     max_queued_requests: int = 4096
     max_queued_tokens: int = 8_388_608
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    """Prompt tokens in one step at most."""
+    """Maximum prompt tokens of one step."""
     unwatched_tokens: int = 0
-    """The same while nobody sees tokens arrive, if that is more."""
+    """Maximum prompt tokens of a step while no request streams, if larger than `chunk_tokens`."""
     whole_prompts: bool = False
     """Never cut a prompt that fits into one step."""
     uncut: bool = False
@@ -78,7 +80,8 @@ class Limits:
 
     @property
     def tile_tokens(self) -> int:
-        """Products of large steps are cut into tiles of up to so many tokens; one that is not full costs as much as any."""
+        """Tokens of a tile. Matrix products of large steps are computed in tiles, and a partly filled tile costs as much as
+        a full one. An eighth of `large_step_tokens`, which is 512 on an H200."""
         return max(1, self.large_step_tokens // 8)
 
     @property
@@ -87,7 +90,7 @@ class Limits:
         return self.layout.tokens_in(self.num_pages - 1, self.pages_per_slot * self.page_size)
 
     def columns_for(self, num_tokens: int) -> int:
-        """Columns that hold so many tokens."""
+        """Columns that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     @classmethod

@@ -64,7 +64,19 @@ class StepPlan(Struct):
 
 
 def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
-    """Decodes first, within memory; then prefill within what is left of the token budget."""
+    """Chooses the next step: rows that decode first, as far as there is memory for their tokens, then prompts.
+
+    1. Every running row decodes one token (`_plan_decodes`), with drafts if a drafter offers some. If there are not enough
+       pages, the youngest rows are retracted; then the step has no prompts, because their memory is needed.
+    2. Prompts get what is left of the step's tokens and pages, bounded so that rows which decode keep their time per token
+       (`prefill_budget`). Slow prompts get a smaller part (`_slow_tokens`): they may take `part_ms` of each step on average,
+       and what they took beyond that is carried to the next steps as `owed_ms`.
+    3. `plan_prefill` shares the budget among prompts under way and waiting requests. If it preempts rows for a more urgent
+       request, they leave this step (`_take_out`); their memory is free in the next one.
+    4. If nothing can run and nothing in flight will free memory, one row is retracted, so that the others get on.
+
+    Changes nothing: `commit` carries the plan out.
+    """
     wants_prefill = bool(queues.prefilling or len(queues.waiting))
     plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
     if queues.drafter is not None:
@@ -83,6 +95,7 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         budget = prefill_budget(queues, limits, tokens, num_decodes, pace)
         decode_tokens = limits.max_step_tokens - tokens
         if budget >= limits.large_step_tokens and not limits.whole_prompts and _wanted_tokens(queues) > budget:
+            # A large step is computed in tiles; the tokens of a tile that is not full are cheaper in the next step.
             budget -= (decode_tokens + budget) % limits.tile_tokens
         slow_tokens = _slow_tokens(queues, limits, budget, part_ms)
         room = PrefillRoom(budget, slow_tokens, pages, decode_pages, decode_tokens)
@@ -118,22 +131,28 @@ def _take_out(plan: StepPlan, preempt: list[int]) -> None:
     plan.shares = [s for s in plan.shares if isinstance(s.row, Waiting) or s.row.slot not in preempt]
 
 
-_CROWD = 8
-"""Requests that wait for their first token, at least, to be a crowd..."""
-_CROWD_RATIO = 4
-"""...and decoding rows to each of them, at most."""
+# Values below were compared with others by `benchmarks/scheduler_constants.py`; the results are in
+# docs/decisions/scheduler_constants.md.
 
+_CROWD = 8
+"""Requests. If at least this many wait for their first token, they are a crowd: the target time per token is ignored until
+they have it. Trades gaps of running streams (at most one full chunk: 0.22 s instead of 0.05 s) for 1 % of throughput."""
+_CROWD_RATIO = 4
+"""Running rows per waiting request: with more of them, no number of waiting requests is a crowd."""
 
 _BESIDE_LONG = 1.7
-"""Steps with a part of a long prompt take so many times a decode step on average: others' waiting shortens no wait."""
+"""Mean duration of a step with a part of a slow prompt, in decode steps. Running streams are slowed down by this factor: 1.4
+makes a prompt of 60,000 tokens wait 6.6 s instead of 4.2 s for its first token, 3.0 makes it 2.6 s."""
 
 _MOST_OWED = 32
-"""Steps that a long prompt rests at most: what a token costs is an estimate."""
+"""Decode steps that a slow prompt pauses at most after it took more than its part. A safety bound, which ordinary traffic
+does not reach: the cost of a token is an estimate, and after one very slow step the pause would be as long."""
 
 _WATCHED = 1.0
 _UNWATCHED = 8.0
-"""Rows that nobody watches, for their answers are sent when they are whole, wait this much longer between tokens: on a large
-GPU as long as its largest step takes."""
+"""Factors of the target time per token: of steps in which at least one row streams, and of steps in which none does, because
+their answers are sent when they are complete. 8 times the default target (50 ms) is what the largest step of an H200 takes,
+so that it does not bound batches."""
 
 
 def _pace(queues: Queues, plan: StepPlan) -> float:
@@ -161,7 +180,7 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
 
 
 def _chunk(queues: Queues, limits: Limits, pace: float) -> int:
-    """Prompt tokens of a step: more where nobody sees tokens arrive, neither the next nor the first."""
+    """Maximum prompt tokens of a step: more if no request streams, neither those that decode nor those that wait."""
     if limits.unwatched_tokens <= limits.chunk_tokens or pace == _WATCHED:
         return limits.chunk_tokens
     is_watched = any(row.job.is_watched for row in queues.prefilling.values()) or any(

@@ -92,7 +92,8 @@ class Job(Struct, kw_only=True, eq=False):
         return len(self.prompt) - sum(self.ask.items)
 
     def tree_end(self, num_tokens: int) -> int:
-        """How many of the row's first tokens may enter the tree: of items, nobody's prompt goes on."""
+        """How many of the row's first tokens may enter the prefix tree. Items to be scored do not: no prompt continues
+        them."""
         return min(num_tokens, self.items_at) if self.ask.items else num_tokens
 
     def __post_init__(self) -> None:
@@ -328,7 +329,7 @@ class Queues:
         return len(self.prefilling) + len(self.running) + len(self.leaving)
 
     def shrink_prefills(self, num_tokens: int) -> None:
-        """The device ran out of memory: no step brings in more than so many prompt tokens for a while."""
+        """The device ran out of memory: for the next steps, none has more prompt tokens than this."""
         self.prefill_cap, self._cap_held = num_tokens, _CAP_HELD_STEPS
 
     def grow_prefills(self) -> None:
@@ -366,7 +367,7 @@ class Queues:
         self.epoch += 1
 
     def running_slots(self) -> I64:
-        """Slots of running rows, in the order they began to run. Nobody changes it."""
+        """Slots of running rows, in the order in which they began to run. Not to be changed by the caller."""
         if self._running_slots is None:
             self._running_slots = np.fromiter(self.running, np.int64, len(self.running))
         return self._running_slots

@@ -16,7 +16,7 @@ from bough.core.messages import End, EndReason, RowOutput
 from bough.core.step import I32, I64, Bool, Outcome
 from bough.scheduler.commit import ChunkRow, Flight
 from bough.scheduler.constrain import Gate
-from bough.scheduler.drafting import NUM_DRAFT_PLACES
+from bough.scheduler.drafting import NUM_DRAFT_PLACES, Drafter
 from bough.scheduler.jump import jump, respells
 from bough.scheduler.leave import (
     count_end,
@@ -38,20 +38,55 @@ _NO_TOKENS = np.empty(0, np.int32)
 def settle(
     flight: Flight, outcome: Outcome, queues: Queues, cache: PrefixCache, *, now: float, tell: Callable[[], None]
 ) -> None:
-    """Takes in the outcome of the oldest step in flight. What rows that have ended yield is dropped.
+    """Applies the outcome of the oldest step in flight: appends its tokens, ends rows, frees memory.
 
-    `tell` is called when the step's tokens and the ends that come with them are in the mail, before any memory goes back:
-    whoever waits for them need not wait for that.
+    Steps settle in the order in which they were launched. Rows that have ended since the launch are ignored: what the step
+    computed for them is dropped. `tell` is called as soon as tokens and ends are in `queues.mail`, before memory is freed,
+    so that clients do not wait for the bookkeeping.
     """
-    step, slots, where = flight.step, queues.slots, flight.where
+    step = flight.step
+    live = _live_rows(flight, queues)
+    queues.settled = step.index
+    due = step.samples & live  # rows that were to yield a token
+    yields = due & outcome.counts.astype(np.bool_)  # rows that did
+    _settle_drafts(flight, outcome, queues, live, due, yields)
+    errors = _errors(flight, outcome)
+    if errors:
+        yields[list(errors)] = False
+    if flight.chunks:
+        _settle_chunks(flight, outcome, queues, due, yields, now)
+    ended = _settle_tokens(flight, outcome, queues, yields.nonzero()[0], now)
+    for chunk in flight.chunks:
+        if chunk.is_last and not yields[chunk.row] and chunk.row not in errors:
+            ended += _finish_without_output(chunk, outcome, queues, now)
+    tell()
+    _settle_kv(flight, queues, cache, live)
+    if queues.drafter is not None and step.num_decodes:
+        _learn(flight, outcome, queues, queues.drafter, live)
+    _free_ended(queues, cache, ended)
+    # A decode row that yields nothing stays as it was and decodes again. A prompt's last chunk must yield a token.
+    for row in (due > yields).nonzero()[0].tolist():
+        if row >= step.num_decodes:
+            errors.setdefault(row, _unusable("the step yielded nothing for it"))
+    for row, error in errors.items():
+        _fail_row(int(flight.where[row]), error, queues, cache, now)
+    release_settled(queues, cache)
+
+
+def _live_rows(flight: Flight, queues: Queues) -> Bool:
+    """Per row of the step: does its request still run, and is what the step computed for it valid? Forced tokens that the
+    step brought in become output first."""
     if flight.tails:
         take_tails(flight, queues)
-    live = slots.live[where]
+    live = queues.slots.live[flight.where]
     if queues.void:
         _leave_out_void(flight, queues, live)
-    queues.settled = step.index
-    due = step.samples & live
-    yields = due & outcome.counts.astype(np.bool_)
+    return live
+
+
+def _settle_drafts(flight: Flight, outcome: Outcome, queues: Queues, live: Bool, due: Bool, yields: Bool) -> None:
+    """Applies how many drafts were accepted: bounds of the rows' lengths, forced tokens, counters, proposals."""
+    step = flight.step
     idle = due[: step.num_decodes] > yields[: step.num_decodes]
     if len(step.drafts) or np.count_nonzero(idle):
         _tighten_bounds(flight, outcome, queues, live)
@@ -59,47 +94,44 @@ def settle(
             _take_back_forced(flight, queues, idle)
     if queues.drafter is not None:
         _count_drafts(flight, outcome, queues, live)
-        if outcome.drafts is not None and queues.gates:
-            for row in np.flatnonzero(np.isin(step.slots, list(queues.gates)) & live).tolist():
-                parents = range(outcome.drafts.shape[1]) if outcome.parents is None else outcome.parents[row].tolist()
-                queues.proposed[int(where[row])] = list(zip(outcome.drafts[row].tolist(), parents, strict=True))
-    errors: dict[int, BoughError] = {}
-    if outcome.failed or outcome.barred or flight.rejected:
-        errors = _errors(flight, outcome)
-        yields[list(errors)] = False
-    for chunk in flight.chunks:
-        if yields[chunk.row] and chunk.job.scores_next:
-            _take_next_scores(chunk, outcome)
-            due[chunk.row] = yields[chunk.row] = False
-    if flight.chunks:
-        _settle_chunks(flight, outcome, queues, yields, now)
-    rows = yields.nonzero()[0]
-    ended = _settle_tokens(flight, outcome, queues, rows, now) if len(rows) else []
-    if outcome.hidden_states and not len(rows):
-        _gather_hidden(flight, outcome, queues, rows, _NO_TOKENS)
-    for chunk in flight.chunks:
-        if chunk.is_last and not yields[chunk.row] and chunk.row not in errors:
-            ended += _finish_without_output(chunk, outcome, queues, now)
-    tell()
+        if queues.gates:
+            _keep_proposals(flight, outcome, queues, live)
+
+
+def _keep_proposals(flight: Flight, outcome: Outcome, queues: Queues, live: Bool) -> None:
+    """Keeps the drafts that the device proposed for constrained rows: masks of their next step are made for each."""
+    if outcome.drafts is None:
+        return
+    for row in np.flatnonzero(np.isin(flight.step.slots, list(queues.gates)) & live).tolist():
+        parents = range(outcome.drafts.shape[1]) if outcome.parents is None else outcome.parents[row].tolist()
+        queues.proposed[int(flight.where[row])] = list(zip(outcome.drafts[row].tolist(), parents, strict=True))
+
+
+def _settle_kv(flight: Flight, queues: Queues, cache: PrefixCache, live: Bool) -> None:
+    """Records how much KV of each row is certain, and gives back pages that windows have passed."""
+    step, slots, where = flight.step, queues.slots, flight.where
     kv_len = step.context + step.num_query
     kv_len[: step.num_decodes] = slots.known[where[: step.num_decodes]] - ONE
     slots.kv_settled[where[live]] = kv_len[live]
     cache.settle(step.index)
     if slots.layout.windows:
         pass_windows(queues, cache, where[live])
-    if queues.drafter is not None and step.num_decodes:
-        decoded = live[: step.num_decodes].nonzero()[0]
-        drafts = step.drafts[decoded] if len(step.drafts) else np.zeros(len(decoded), np.int32)
-        queues.drafter.learn(queues, where[decoded], drafts, np.maximum(outcome.counts[decoded] - ONE, 0))
+
+
+def _learn(flight: Flight, outcome: Outcome, queues: Queues, drafter: Drafter, live: Bool) -> None:
+    """Shows the drafter how many of each row's drafts were accepted."""
+    step = flight.step
+    decoded = live[: step.num_decodes].nonzero()[0]
+    drafts = step.drafts[decoded] if len(step.drafts) else np.zeros(len(decoded), np.int32)
+    drafter.learn(queues, flight.where[decoded], drafts, np.maximum(outcome.counts[decoded] - ONE, 0))
+
+
+def _free_ended(queues: Queues, cache: PrefixCache, ended: list[Running | Leaving]) -> None:
+    """Frees slots and memory of rows that have ended, and remembers the lengths of their outputs for estimates."""
     for gone in ended:
-        queues.ratio.observe(int(slots.out_settled[gone.slot]), min(gone.job.limit, queues.limits.estimate_clip_tokens))
+        num_output = int(queues.slots.out_settled[gone.slot])
+        queues.ratio.observe(num_output, min(gone.job.limit, queues.limits.estimate_clip_tokens))
         let_go(queues, cache, gone, requeue=False)
-    for row, error in errors.items():
-        _fail_row(int(where[row]), error, queues, cache, now)
-    for row in (due > yields).nonzero()[0].tolist():
-        if row >= step.num_decodes:
-            _fail_row(int(where[row]), _unusable("the step yielded nothing for it"), queues, cache, now)
-    release_settled(queues, cache)
 
 
 def _leave_out_void(flight: Flight, queues: Queues, live: Bool) -> None:
@@ -174,8 +206,12 @@ def take_tails(flight: Flight, queues: Queues) -> None:
 
 
 def _settle_tokens(flight: Flight, outcome: Outcome, queues: Queues, rows: I64, now: float) -> list[Running | Leaving]:
-    """Appends each row's tokens, up to the one that ends it, and puts what is due in the mail. Returns the rows that have
-    ended."""
+    """Appends the tokens of each of `rows`, up to the one that ends it, and puts what is due in the mail. Returns the rows
+    that have ended."""
+    if not len(rows):
+        if outcome.hidden_states:
+            _gather_hidden(flight, outcome, queues, rows, _NO_TOKENS)
+        return []
     slots = queues.slots
     where = flight.where[rows]
     before, known = slots.out_settled[where], slots.known[where]
@@ -399,13 +435,17 @@ def _mail(
 # -- prefill rows and what else rows yield ---------------------------------------------------------
 
 
-def _settle_chunks(flight: Flight, outcome: Outcome, queues: Queues, yields: Bool, now: float) -> None:
-    """Prompt scores of the step's chunks, and the time of first tokens."""
+def _settle_chunks(flight: Flight, outcome: Outcome, queues: Queues, due: Bool, yields: Bool, now: float) -> None:
+    """Prompt scores of the step's chunks, and the time of first tokens. The sample of a request that wants only its score
+    is not output: the row leaves `due` and `yields`."""
     scored = outcome.prompt_logprobs
     for chunk in flight.chunks:
         job = chunk.job
         if not queues.slots.live[chunk.slot]:
             continue
+        if yields[chunk.row] and job.scores_next:
+            _take_next_scores(chunk, outcome)
+            due[chunk.row] = yields[chunk.row] = False
         if job.ask.trace:
             trace_chunk(job, chunk.start, chunk.num_tokens, flight.step.index, now)
         if scored is not None and job.scores_prompt:
@@ -439,7 +479,7 @@ def _gather_hidden(flight: Flight, outcome: Outcome, queues: Queues, rows: I64, 
 
 
 def _errors(flight: Flight, outcome: Outcome) -> dict[int, BoughError]:
-    """Rows whose result can't be used, and what their requests are told."""
+    """Rows whose result can't be used, and the error that their clients get."""
     errors = {row: _unusable(why) for row, why in (outcome.failed | flight.rejected).items()}
     for row in outcome.barred:
         errors.setdefault(row, _no_token_left())

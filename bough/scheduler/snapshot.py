@@ -23,8 +23,8 @@ CHAIN = 1024
 """Nodes of one span at most; a longer run is drawn as several spans."""
 
 TOP = 0
-"""Parent of the topmost spans. A span's id is its first page, and page 0 is nobody's; its address where windows have left
-it no page."""
+"""Parent of the topmost spans. The id of a span is its first page, and page 0 is never allocated; its address, if windows
+have left it no page."""
 
 
 class TreeSpan(Struct, frozen=True):

@@ -35,8 +35,8 @@ def pass_windows(queues: Queues, cache: PrefixCache, where: I64) -> None:
 
 
 def _give_up(queues: Queues, cache: PrefixCache, slot: int, at: int, first: int, last: int) -> npt.NDArray[np.int32]:
-    """Columns `first .. last - 1` of a row in a window: the tree is told of those that are the tree's. Returns the pages
-    that are the row's own."""
+    """Columns `first .. last - 1` of a row in a window: those that the tree owns are given back to it. Returns the pages
+    that the row owns."""
     slots = queues.slots
     own = max(first, int(slots.tree_columns[slot]))
     if first < own:
