@@ -18,7 +18,7 @@ class Bound:
 
 
 MOST_REPLICAS = 256
-"""Engines behind one server: ids of requests have bits for so many."""
+"""Maximum number of engines behind one server: request ids have bits for this many."""
 
 LEAST_BATCH_TOKENS = 1024
 """What a completion counts for in a batch, however short its prompt is: it costs its request, its stream and its slot."""

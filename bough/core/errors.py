@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class BoughError(Exception):
-    """An error with its cause and its remedy. `what` alone must make sense to somebody who has never seen the code."""
+    """An error with its cause and its remedy. `what` alone must make sense to a reader who has never seen the code."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"

@@ -118,7 +118,7 @@ class KvLayout:
         return tuple(group.parts for group in self.groups for _ in range(group.num_lines))
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that a request of so many tokens holds at rest, at most."""
+        """Pages that a request of this length holds between steps, at most."""
         columns = -(-num_tokens // self.page_size)
         pages = self.growing_pages * columns
         for window in self.windows:
@@ -126,7 +126,7 @@ class KvLayout:
         return pages
 
     def tokens_in(self, num_pages: int, most: int) -> int:
-        """Tokens that one request can have with so many pages, up to `most`."""
+        """Tokens that one request can have with this number of pages, up to `most`."""
         low, high = 0, -(-most // self.page_size)
         while low < high:
             middle = (low + high + 1) // 2
@@ -137,7 +137,7 @@ class KvLayout:
         return min(most, low * self.page_size)
 
     def gone(self, num_tokens: int) -> npt.NDArray[np.int32]:
-        """Per window: leading columns that a request of so many tokens does not need any more."""
+        """Per window: leading columns that a request of this length does not need any more."""
         size = self.page_size
         return np.array([each.lifetime.first_needed(num_tokens) // size for each in self.windows], np.int32)
 

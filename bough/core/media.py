@@ -2,7 +2,7 @@
 
 An *item* is what a tower computes at once: an image, or a frame of a video that is encoded by itself. Its *key* says what it
 is by content, so that equal items are computed once and share KV. Its *features* (pixels as a processor has cut them) lie in
-shared memory that belongs to the API process; whoever opens them keeps them.
+shared memory that belongs to the API process; the process that opens them keeps them mapped.
 """
 
 from __future__ import annotations

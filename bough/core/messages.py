@@ -46,7 +46,7 @@ def plain_namespace(namespace: str) -> str:
 
 
 def owned_name(tenant: str, name: str) -> str:
-    """A name that a client chose, told apart from the same name of other tenants. Tenants' names have no line breaks."""
+    """A name that a client chose, distinct from the same name of other tenants. Tenants' names have no line breaks."""
     return f"{tenant}\n{name}" if tenant else name
 
 
@@ -108,7 +108,7 @@ class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tools: str = ""
     """JSON list of the tools, for parsers that type arguments by schema; empty: no tools."""
     calls_only: bool = False
-    """The answer is held to calls: where it ends within one that was not told yet, that is no content either."""
+    """The answer is held to calls: if it ends within one that was not sent yet, that is not content either."""
     drop_unknown_tools: bool = False
     """Calls of tools that are not among `tools` are left out."""
     every: int = 1

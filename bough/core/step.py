@@ -7,7 +7,7 @@ step verifies; the others are *certain*. A row yields one token, and one more fo
 Decode rows come first. What a row needs on the device lives by *slot*: the page table's line, the newest token, the number
 of KV tokens, the number of output tokens, the sampling parameters. A slot is set up once (`SlotSetup`) and then only
 advanced, by the device itself: a decode step of a thousand rows carries arrays and no objects, and the host may plan the
-next step before it knows how many tokens this one yields. It goes by bounds until `Outcome.counts` tells.
+next step before it knows how many tokens this one yields. Until it has `Outcome.counts`, it works with bounds.
 """
 
 from __future__ import annotations

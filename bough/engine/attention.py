@@ -23,7 +23,7 @@ _PER_DEVICE = ("hopper", "triton")
 
 
 def attention_factory(name: str, device: torch.device) -> AttentionFactory:
-    """What gives a step its attention: a fresh object, or the device's own one told about the step."""
+    """What gives a step its attention: a new object, or the device's own one updated for the step."""
     if name in _PER_STEP:
         factory: AttentionFactory = _named(*_PER_STEP[name])
         return factory

@@ -296,7 +296,7 @@ def make_runner(
     held = held_layers(facts, Layout.of(config.parallel), stage)
     whole = pooling is not None and pooling.whole
     page_size = plan.page_size
-    num_pages = plan.num_pages + 1  # page 0 is nobody's
+    num_pages = plan.num_pages + 1  # page 0 is never allocated
     _check_room(plan, device)
     specs = [] if whole else attention_specs(model)
     ropes = facts.ropes[held.start : held.stop]

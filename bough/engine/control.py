@@ -50,11 +50,11 @@ ControlMessage = (
 
 
 def _ignore_beat(step: int) -> None:
-    """Nobody watches."""
+    """No client watches."""
 
 
 def _ignore_report(report: Info) -> None:
-    """Nobody reads it."""
+    """It is not read."""
 
 
 class Hooks(Struct, kw_only=True):

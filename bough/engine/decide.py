@@ -1,4 +1,4 @@
-"""Every open setting of an engine, settled before a weight is loaded: by the engine itself, and by whoever asks what it
+"""Every open setting of an engine, settled before a weight is loaded: by the engine itself, and by commands that ask what it
 would do. Needs no torch in this process."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _check_through_transformers(config: Config, pooling: PoolingFacts | None) ->
 
 
 def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
-    """Raises `ConfigError` for what building the model would stumble over, so that whoever only asks hears of it, too."""
+    """Raises `ConfigError` for what building the model would fail with, so that commands that only ask report it, too."""
     if facts.through_transformers:
         _check_through_transformers(config, pooling)
     elif pooling is None:  # what pools is made of parts, which are looked up when it is built

@@ -77,7 +77,7 @@ class EngineMeter:
         sheet.cell("max_running_reqs").set(queues.limits.max_running)
 
     def _tokens(self, num_pages: int) -> int:
-        """Tokens that so many pages hold, in all lines."""
+        """Tokens that this number of pages holds, in all lines."""
         return num_pages // max(1, self._cache.layout.column_pages) * self._cache.page_size
 
     def look(self, laps: Laps) -> None:

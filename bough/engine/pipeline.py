@@ -41,7 +41,7 @@ class OutcomeSink(Protocol):
 
 
 def sampling_rank(parallel: ParallelConfig) -> int:
-    """The rank that tells rank 0 what was sampled: the first of the last stage."""
+    """The rank that sends rank 0 what was sampled: the first of the last stage."""
     layout = Layout.of(parallel)
     return layout.size - layout.tp
 
@@ -138,7 +138,7 @@ class _InPipeline:
 
 
 def run_stage(source: StepSource, runner: ModelRunner, patience: Patience, sink: OutcomeSink | None) -> None:
-    """Another rank of a pipeline, until rank 0 says stop. `sink`: where what is sampled goes, on the one rank that tells."""
+    """Another rank of a pipeline, until rank 0 says stop. `sink`: where samples are sent, on the one rank that does so."""
     unmasked: deque[Any] = deque()
     unheard: deque[LaunchedStep] = deque()
 

@@ -17,7 +17,7 @@ from bough.kernels.cpu_build import library, mark_kernels
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_STEPS = 1000
-"""A profile that nobody stops ends by itself: its memory grows with every step."""
+"""After this time a profile that was not stopped ends by itself: its memory grows with every step."""
 _TOP = 15
 
 

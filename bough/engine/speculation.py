@@ -106,7 +106,7 @@ def rule_of(asked: SpeculativeConfig) -> AcceptRule | None:
 
 
 def reach_of(facts: DraftFacts, tree: TreeShape | None) -> Callable[[int], int]:
-    """KV tokens behind a row's own that are written while so many drafts are made."""
+    """KV tokens behind a row's own that are written while this number of drafts is made."""
     match facts.kind:
         case Medusa():
             return lambda proposals: 0

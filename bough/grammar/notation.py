@@ -41,7 +41,7 @@ def to_ebnf(grammar: Grammar) -> str:
 
 
 def counts_far(grammar: Grammar) -> bool:
-    """Whether the grammar counts so many characters that the repetition is not written out. xgrammar's masks then take
+    """Whether the grammar counts more characters than can be written out as a repetition. xgrammar's masks then take
     milliseconds each."""
     printer = _Ebnf(grammar)
     return any(

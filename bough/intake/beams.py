@@ -190,7 +190,7 @@ class Search:
         self._task.cancel()
 
     def give_up(self) -> None:
-        """Ends it if nobody waits any more."""
+        """Ends it if no caller waits any more."""
         if all(stream.ended for stream in self._streams):
             self._task.cancel()
 

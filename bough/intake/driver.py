@@ -43,7 +43,7 @@ class Driver:
     """
 
     def __init__(self, name: str, *, busy_s: float = 0.0) -> None:
-        """`busy_s`: a thread that turns the loop itself waits busily in its call's first so many seconds, then it sleeps."""
+        """`busy_s`: a thread that runs the loop itself polls for the first `busy_s` seconds of its call, then it sleeps."""
         self._selector = CallerSelector()
         self._busy_s = busy_s
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._selector)
@@ -73,7 +73,7 @@ class Driver:
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begins `work` in the loop. Raises `DriverClosed` once closed, when nobody would ever turn it."""
+        """Begins `work` in the loop. Raises `DriverClosed` once closed, because no thread would run it."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._lock:
             if self._closed:
@@ -92,7 +92,7 @@ class Driver:
         self._turn_if_nobody_does()
 
     def close(self, wait_s: float) -> None:
-        """Ends the threads and the loop. Whoever waits gets `DriverClosed`, and so does whoever comes later."""
+        """Ends the threads and the loop. Calls that wait raise `DriverClosed`, and so do later ones."""
         with self._lock:
             if self._closed:
                 return
@@ -146,7 +146,7 @@ class Driver:
     # -- in the background -------------------------------------------------------------------------------------------
 
     def _lingers(self) -> bool:
-        """Whether the background thread turns the loop for nobody."""
+        """Whether the background thread runs the loop although no call waits."""
         return self._background and not self._calls and not self._closed
 
     def _turn_if_nobody_does(self) -> None:
@@ -204,14 +204,14 @@ class Driver:
                 return
 
     def _end(self) -> None:
-        """Ends what is left, so that nobody waits for ever, and the loop."""
+        """Cancels what is left, so that no call waits forever, and closes the loop."""
         self._turn_once()  # what was submitted last begins, and no stop is left over
         left = asyncio.all_tasks(self.loop)
         for task in left:
             task.cancel()
         if left:
             self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
-        self._turn_once()  # whoever waits for what has ended hears of it
+        self._turn_once()  # callers that wait for what has ended are resumed
         self.loop.close()
 
     def _turn_once(self) -> None:
@@ -232,7 +232,7 @@ class Driver:
             self._leave()
 
     def _leave(self) -> None:
-        """In the loop: gives it to whoever comes next."""
+        """In the loop: hands it to the next caller."""
         if self._lingers():
             self.loop.stop()
 

@@ -93,7 +93,7 @@ class Intake:
         self.vocab_size = vocab_size
         self.stats = IntakeStats()
         self.meter: RequestMeter | None = None
-        """Hears of every request, where somebody counts."""
+        """Is notified of every request, if requests are counted."""
         self.quota: Quota | None = None
         """Asked before a request is taken, where tenants have limits."""
         self._endpoints = endpoints
@@ -269,7 +269,7 @@ class Intake:
         return len(self._streams)
 
     def fail_all(self, error: BoughError) -> None:
-        """Every waiting request and call gets `Unavailable`, and so does whoever comes later.
+        """Every waiting request and call raises `Unavailable`, and so do later ones.
 
         An error of another kind is the launcher's cause: it is for the log, not for clients.
         """
@@ -356,7 +356,9 @@ class Intake:
 
     def _check_alive(self) -> None:
         if self._gone is not None:
-            raise self._gone.with_traceback(None)  # it would grow with everyone who is told, and keep their requests
+            raise self._gone.with_traceback(
+                None
+            )  # a traceback would grow with every caller, and keep their requests alive
 
     def _new_id(self, replica: int = 0) -> int:
         counter = next(self._numbers) % (1 << REPLICA_SHIFT)
@@ -403,7 +405,7 @@ class Intake:
         self, requests: Sequence[Request], places: list[WorkHold], streams: list[list[DeltaStream]]
     ) -> Iterator[None]:
         """Charges the tenant for prompts as large as they look, and afterwards for those that were sent as large as they
-        are. Gives back the places that nobody took. Raises `Overloaded`."""
+        are. Gives back places that were not used. Raises `Overloaded`."""
         quota, tenant = self.quota, requests[0].caller.tenant if requests else ""
         charged = 0
         try:

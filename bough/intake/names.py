@@ -1,4 +1,4 @@
-"""Names that nobody can guess, for requests and answers."""
+"""Unguessable names for requests and answers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Preparer:
         self._processors = processors
 
     def check(self, requests: Sequence[Request]) -> None:
-        """What can be told at a glance, before anything is tokenised."""
+        """Checks that need no tokenization."""
         for request in requests:
             self._check_kind(request)
             self._check_processor(request)
@@ -204,7 +204,7 @@ def goes_on_from_join(request: Request) -> bool:
 
 
 def _check_sessions(requests: Sequence[Request]) -> None:
-    """Whoever goes on from a request is one request itself."""
+    """Raises InvalidRequest if several requests, or several answers of one, would continue the same session."""
     if any(each.session is not None and not goes_on_from_join(each) for each in requests) and (
         len(requests) > 1 or requests[0].sampling.n > 1
     ):

@@ -7,10 +7,10 @@ import time
 from typing import TypeAlias
 
 _LOOK_EVERY = 4
-"""While there is something to do already, every so many turns of the loop look for more."""
+"""Turns of the loop: while callbacks are ready, sockets are polled in every this many turns only."""
 _LATE_S = 0.001
-"""A busy wait whose looks are further apart than this shares its processor: it goes on asleep, for whoever sleeps is woken
-ahead of those who compute."""
+"""Seconds. If polls of a busy wait are further apart than this, its processor is shared: it sleeps instead, because the
+kernel wakes a sleeping thread ahead of those that compute."""
 
 Ready: TypeAlias = list[tuple[selectors.SelectorKey, int]]
 

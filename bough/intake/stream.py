@@ -13,7 +13,7 @@ from bough.observability.trace import Trace
 
 
 class DeltaStream:
-    """Yields a request's `Delta`s; the last one has `end`. What came while nobody looked is yielded as one.
+    """Yields a request's `Delta`s; the last one has `end`. What came since the last look is yielded as one.
 
     Leaving `async with` early, cancelling a wait or calling `abort` gives the request up. Raises `Unavailable` if the
     engine is gone. Use within one event loop.
@@ -42,7 +42,7 @@ class DeltaStream:
         self.ended = False
         """The last delta has been yielded, or the request was given up."""
         self.trace: Trace | None = None
-        """Where its timeline goes, if somebody wants it."""
+        """Receives its timeline, if one was asked for."""
         self._give_up = give_up
         self._pending: list[Delta] = []
         self._complete = False

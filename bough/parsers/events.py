@@ -50,7 +50,7 @@ class Parsed(msgspec.Struct, frozen=True):
 class EventSink:
     """Collects events in order; neighbouring pieces of the same text become one event.
 
-    With `hold_reasoning` a section of reasoning is one event, told when it ends.
+    With `hold_reasoning` a reasoning section is one event, sent when it ends.
     """
 
     def __init__(self, *, hold_reasoning: bool = False) -> None:

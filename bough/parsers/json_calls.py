@@ -57,7 +57,7 @@ class JsonCalls:
 
     def step(self, cursor: Cursor) -> bool:
         more = self._state(cursor)
-        if self._told:  # the rest of a told call's object is never content
+        if self._told:  # the rest of the object of a call that was sent is never content
             self._calls.settled = True
         return more
 
@@ -75,7 +75,7 @@ class JsonCalls:
         self._length = 0
 
     def _broken(self) -> bool:
-        """Behind a call that was told, what does not fit ends the body; before it, there was none."""
+        """After a call that was sent, text that does not fit ends the body; before one, there was no body."""
         self.status = Status.DONE if self._told else Status.BROKEN
         return True
 

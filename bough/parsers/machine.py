@@ -55,7 +55,7 @@ class Calls:
         self.count = 0
         self.active = False
         self.settled = False
-        """Set when everything consumed so far belongs to calls already told: none of it may become content."""
+        """Set when everything consumed so far belongs to calls already sent: none of it may become content."""
 
     def used(self, id: str) -> bool:
         return id in self._ids
@@ -164,7 +164,7 @@ class ToolParser(ABC):
             if not self._is_cut_marker(rest):
                 self._raw.append(rest)
             if self.never_content and self._state in (self._lead, self._inside):
-                self._raw.clear()  # a call that was cut before it could be told
+                self._raw.clear()  # a call that was cut before it could be sent
             if self.calls.count == 0 or not "".join(self._raw).isspace():
                 self._give_up()
             if self.calls.count == 0 or self._space_is_content:

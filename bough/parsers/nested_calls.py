@@ -48,7 +48,7 @@ class Element(msgspec.Struct):
 
 
 class NestedCall:
-    """A body of one `invoke`. Texts stream; numbers, lists and objects are told when they are whole."""
+    """A body of one `invoke`. Texts stream; numbers, lists and objects are sent when they are complete."""
 
     def __init__(self, calls: Calls, types: ArgumentTypes) -> None:
         self.status = Status.RUNNING

@@ -20,7 +20,7 @@ _MAX_DEPTH = 100
 
 
 class PythonicCalls:
-    """A body of one list. A call is told when its parenthesis closes, so that a broken one is content as a whole."""
+    """A body of one list. A call is sent when its parenthesis closes; a malformed one becomes content as a whole."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class PythonicCalls:
 
 
 class PythonicOrJsonCalls(PythonicCalls):
-    """A list whose first element tells whether it is of JSON objects or of Python calls."""
+    """A list of JSON objects or of Python calls, decided by its first element."""
 
     def __init__(self, calls: Calls, types: ArgumentTypes) -> None:
         super().__init__(calls, types)

@@ -32,7 +32,7 @@ class ResponseParser:
         self._calls_only = calls_only
         self._known_tools = known_tools
         self._numbers: dict[int, int] = {}
-        """Of the calls that are told: their numbers as the parser counts them, and as clients do."""
+        """Calls that are sent: their number in the parser -> their number for the client."""
 
     @classmethod
     def named(

@@ -366,8 +366,8 @@ def _close(state: _State) -> tuple[_State, ...]:
 class Patterns:
     """Several patterns as one automaton, shared by every text that is watched for them.
 
-    All of its scans together may follow only so many states in one turn (`begin_turn`): whoever watches many texts for
-    patterns with many ways holds nobody else up.
+    All of its scans together may follow a bounded number of states in one turn (`begin_turn`), so that a client with many
+    texts and ambiguous patterns does not delay others.
     """
 
     def __init__(self, patterns: tuple[str, ...]) -> None:

@@ -159,7 +159,7 @@ class MarkupCalls:
         return True
 
     def _skip_gap(self, cursor: Cursor) -> bool:
-        """Skips what separates tags. Whether it can't be told yet where that ends."""
+        """Skips what separates tags. Returns whether more text is needed to know where that ends."""
         cursor.skip_space()
         while self._markup.written_breaks and cursor.text.startswith("\\n", cursor.pos):
             cursor.pos += 2

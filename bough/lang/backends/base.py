@@ -60,7 +60,7 @@ class Backend(ABC):
         self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesSamplingMethod
     ) -> ChoicesDecision:
         """Choose one of `choices` to follow the prompt."""
-        raise self.unsupported("select", "it neither tells likelihoods nor follows a schema")
+        raise self.unsupported("select", "it reports no log-probabilities and follows no schema")
 
     async def async_chat_template(self) -> ChatTemplate:
         """How roles are written into the text of a state; known without a request from then on."""
@@ -164,7 +164,9 @@ async def select_by_schema(
 ) -> ChoicesDecision:
     """Choose through structured output, for chat APIs: they tell no likelihoods of given texts."""
     if not isinstance(method, TokenLengthNormalized):
-        raise backend.unsupported(f"select with {type(method).__name__}", "a chat API tells no likelihoods of choices")
+        raise backend.unsupported(
+            f"select with {type(method).__name__}", "a chat API reports no log-probabilities of choices"
+        )
     schema = json.dumps(choices_object_schema(choices))
     params = SamplingParams(temperature=temperature, max_new_tokens=256, json_schema=schema)
     generation = await backend.async_generate(prompt, params)

@@ -14,7 +14,7 @@ from bough.lang.errors import LangError
 
 
 class _Wrapped:
-    """Backends of engines, one each for as long as somebody uses it. Only the last is kept: no forgotten engine but that."""
+    """Backends of engines, one per engine, as long as it is referenced. Only the last one is kept alive from here."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

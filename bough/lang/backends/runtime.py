@@ -180,7 +180,7 @@ def _flags(args: dict[str, Any]) -> list[str]:
 
 
 def _keep_port() -> socket.socket:
-    """A free port that is given to nobody else until it is closed; a server may bind it beside this and listen."""
+    """A free port, reserved until it is closed; a server may bind it in the meantime and listen."""
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", 0))
