@@ -171,7 +171,7 @@ class SimulatedReplica:
                 self.ended.append(self.followed.pop(number))
 
 
-class Group:
+class RankGroup:
     """Replicas of attention that run in lockstep on the same ranks; one, as a rule."""
 
     def __init__(self, model: FleetModel, context: int) -> None:
@@ -249,10 +249,10 @@ class Fleet:
     num_engines: int
     context: int
     balance: LoadBalance = "prefix"
-    groups: list[Group] = field(init=False)
+    groups: list[RankGroup] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.groups = [Group(self.model, self.context) for _ in range(self.num_engines)]
+        self.groups = [RankGroup(self.model, self.context) for _ in range(self.num_engines)]
         self._every = [(group, each) for group in self.groups for each in group.replicas]
         count = len(self._every)
         self._router = Replicas([_NoWriter()] * count, [_NoBeat()] * count, self.balance)  # type: ignore[list-item]
