@@ -24,6 +24,7 @@ from bough.config.gguf_config import config_from_gguf, generation_config_from_gg
 from bough.config.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from bough.config.hub_files import first_line
 from bough.config.hub_name import parse_hub_name
+from bough.config.internvl_config import from_own
 from bough.config.mistral_config import config_from_params
 from bough.core.errors import ConfigError, UnsupportedModel
 
@@ -333,7 +334,7 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
         name=name,
         kind="config-only" if load_format == "dummy" else "safetensors",
         path=path,
-        config={**with_text_config(config), **processor_config(path), **patch},
+        config={**processor_config(path), **with_text_config(from_own(config, path)), **patch},
         generation_config=_read_json(path / "generation_config.json") or {},
         files=files,
         tokenizer=path,

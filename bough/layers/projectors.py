@@ -33,16 +33,17 @@ class TwoLinears(nn.Module):
         super().__init__()
         inner = widths[0] * by * by
         self.side, self.by = side, by
-        self.norm = None if norm is None else make_norm(norm, inner, build)
-        self.linear_1 = ReplicatedLinear(inner, widths[1], build, bias=bias)
-        self.linear_2 = ReplicatedLinear(widths[1], widths[1], build, bias=bias)
+        self.mlp = nn.ModuleDict({"0": make_norm(norm, inner, build)} if norm is not None else {})
+        """By the numbers that some checkpoints give them."""
+        self.mlp["1"] = ReplicatedLinear(inner, widths[1], build, bias=bias)
+        self.mlp["3"] = ReplicatedLinear(widths[1], widths[1], build, bias=bias)
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x_NPD: Tensor) -> Tensor:
         x_NMF = x_NPD if self.by == 1 else shuffled(x_NPD, self.side, self.by)
-        if self.norm is not None:
-            x_NMF = self.norm(x_NMF.flatten(0, -2)).view(x_NMF.shape)
-        out_NMW: Tensor = self.linear_2(self.activation(self.linear_1(x_NMF)))
+        if "0" in self.mlp:
+            x_NMF = self.mlp["0"](x_NMF.flatten(0, -2)).view(x_NMF.shape)
+        out_NMW: Tensor = self.mlp["3"](self.activation(self.mlp["1"](x_NMF)))
         return out_NMW
 
 

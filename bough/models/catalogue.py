@@ -133,7 +133,7 @@ GROUPS: Final = (
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
             "Glm4vForConditionalGeneration": "zai-org/GLM-4.1V-9B-Thinking",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
-            "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B-hf",
+            "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B, OpenGVLab/InternVL3_5-8B, and those in -hf",
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",
             "LlavaNextForConditionalGeneration": "llava-hf/llava-v1.6-mistral-7b-hf",
             "LlavaOnevisionForConditionalGeneration": "llava-hf/llava-onevision-qwen2-7b-ov-hf",

@@ -1,4 +1,4 @@
-"""InternVL 2.5, 3 and 3.5 as transformers writes them: tiles of an image, four patches a position."""
+"""InternVL 2.5, 3 and 3.5, by their own names and by those of transformers: tiles of an image, four patches a position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bough.models.makers import pre_norm
 from bough.models.seeing import seeing_weights, tower_of, with_tower
 from bough.models.text_inside import WEIGHTS as TEXT, read_inside
 from bough.models.vit_vision import PROJECTORS, tiled, two_linears
-from bough.weights.mapping import Exact, Fuse, Rename, Rule
+from bough.weights.mapping import Exact, Fuse, Rename, Rule, Split
 
 if TYPE_CHECKING:
     from bough.layers.build import Build
@@ -69,10 +69,32 @@ TOWER: Final[tuple[Rule, ...]] = (
     Rename("encoder.layer.*.mlp.fc1", "tower.vit.blocks.*.mlp.up"),
     Rename("encoder.layer.*.mlp.fc2", "tower.vit.blocks.*.mlp.down"),
 )
-PROJECTOR: Final[tuple[Rule, ...]] = (
-    Rename("layer_norm", "tower.project.norm"),
-    Rename("linear_1", "tower.project.linear_1"),
-    Rename("linear_2", "tower.project.linear_2"),
+OWN_TOWER: Final[tuple[Rule, ...]] = (
+    Rename("embeddings.patch_embedding", "tower.vit.patches"),
+    Exact("embeddings.position_embedding", "tower.vit.positions.weight"),
+    Exact("embeddings.class_embedding", "tower.vit.class_token.weight"),
+    Rename("encoder.layers.*.norm1", "tower.vit.blocks.*.attn_norm"),
+    Rename("encoder.layers.*.norm2", "tower.vit.blocks.*.mlp_norm"),
+    Exact("encoder.layers.*.ls1", "tower.vit.blocks.*.attn_scale.weight"),
+    Exact("encoder.layers.*.ls2", "tower.vit.blocks.*.mlp_scale.weight"),
+    Split("encoder.layers.*.attn.qkv", "tower.vit.blocks.*.attn.qkv", parts=("q", "k", "v")),
+    Rename("encoder.layers.*.attn.proj", "tower.vit.blocks.*.attn.out"),
+    Rename("encoder.layers.*.mlp.fc1", "tower.vit.blocks.*.mlp.up"),
+    Rename("encoder.layers.*.mlp.fc2", "tower.vit.blocks.*.mlp.down"),
 )
-WEIGHTS = seeing_weights(TEXT, TOWER, ("vision_tower.", "model.vision_tower."), (PROJECTOR, PROJECTORS))
+"""By the names of InternVL's own checkpoints."""
+OWN_PROJECTOR: Final[tuple[Rule, ...]] = (Rename("mlp1.*", "tower.project.mlp.*"),)
+PROJECTOR: Final[tuple[Rule, ...]] = (
+    Rename("layer_norm", "tower.project.mlp.0"),
+    Rename("linear_1", "tower.project.mlp.1"),
+    Rename("linear_2", "tower.project.mlp.3"),
+)
+WEIGHTS = seeing_weights(
+    TEXT,
+    TOWER,
+    ("vision_tower.", "model.vision_tower."),
+    (PROJECTOR, PROJECTORS),
+    (OWN_TOWER, ("vision_model.",)),
+    (OWN_PROJECTOR, ("",)),
+)
 make = with_tower(pre_norm, _tower)

@@ -60,8 +60,8 @@ def _tower(facts: ModelFacts, build: Build) -> Tower:
 
 
 PROJECTOR: Final[tuple[Rule, ...]] = (
-    Rename("linear_1", "tower.project.linear_1"),
-    Rename("linear_2", "tower.project.linear_2"),
+    Rename("linear_1", "tower.project.mlp.1"),
+    Rename("linear_2", "tower.project.mlp.3"),
 )
 WEIGHTS = seeing_weights(TEXT, VIT, TOWERS, (PIXTRAL, PIXTRALS), (PROJECTOR, PROJECTORS))
 make = with_tower(pre_norm, _tower)

@@ -3,8 +3,10 @@ the engine, in one chunk, in many, and from the cache."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,19 @@ import torch
 from in_process import InProcess, Setup
 from PIL import Image
 from prompts import noise
+from safetensors.torch import load_file, save_file
 from test_in_engine import GREEDY, NEW
 from tiny_tiles import TILE_FAMILIES, load_tiled
 from tiny_vision import IMAGE, VOCAB
 
+from bough.config.hf import open_checkpoint
+from bough.core.errors import ConfigError
 from bough.core.media import Features
+from bough.layers.decoder import Decoder
 from bough.layers.tower import TowerInput
+from bough.models.load import build_model
 from bough.models.registry import facts_of
+from bough.multimodal.families import processor_of
 from bough.multimodal.placing import Placed, Placer
 from bough.multimodal.processor import Prepared, Processed
 
@@ -119,3 +127,52 @@ def test_several_images_of_a_request_are_not_cut_with_onevision() -> None:
     assert tiled.model.tower is not None
     ours = torch.cat([tiled.model.tower.vit.normalise(torch.from_numpy(array)) for array, _ in found])
     assert (ours.permute(0, 3, 1, 2) - theirs["pixel_values"][:, 0]).abs().max() < 1e-5
+
+
+def test_own_checkpoints_of_internvl(tmp_path: Path) -> None:
+    """By the names and in the config of `InternVLChatModel`, as they are published."""
+    tiled = load_tiled("internvl")
+    names = {
+        "vision_tower.embeddings.patch_embeddings.projection": "vision_model.embeddings.patch_embedding",
+        "vision_tower.embeddings.position_embeddings": "vision_model.embeddings.position_embedding",
+        "vision_tower.embeddings.cls_token": "vision_model.embeddings.class_embedding",
+        "vision_tower.encoder.layer.": "vision_model.encoder.layers.", "attention.projection_layer": "attn.proj",
+        "layernorm_before": "norm1", "layernorm_after": "norm2", "lambda_1": "ls1", "lambda_2": "ls2",
+        "multi_modal_projector.layer_norm": "mlp1.0", "multi_modal_projector.linear_1": "mlp1.1",
+        "multi_modal_projector.linear_2": "mlp1.3",
+    }  # fmt: skip
+    found = load_file(tiled.folder / "model.safetensors")
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in found.items():
+        if ".attention.k_proj." in name or ".attention.v_proj." in name:
+            continue
+        if ".attention.q_proj." in name:
+            tensor = torch.cat([found[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+            name = name.replace("attention.q_proj", "attn.qkv")
+        for old, new in names.items():
+            name = name.replace(old, new)
+        made[name] = tensor.clone()
+    save_file(made, tmp_path / "model.safetensors")
+    theirs = json.loads((tiled.folder / "config.json").read_text())
+    vision = {**theirs["vision_config"], "image_size": 16, "patch_size": 4, "qkv_bias": True, "norm_type": "layer_norm"}
+    own = {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat",
+        "llm_config": {**theirs["text_config"], "tie_word_embeddings": theirs["tie_word_embeddings"]},
+        "vision_config": vision, "force_image_size": 16, "max_dynamic_patch": 5, "select_layer": -1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<IMG_CONTEXT>": IMAGE}))
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), context_length=128)
+    assert isinstance(model, Decoder)
+    for (name, ours), (other, wanted) in zip(model.named_parameters(), tiled.model.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(ours, wanted), name
+    processor = processor_of(checkpoint.config)
+    assert processor is not None
+    image = Image.fromarray(noise(24, 40))
+    assert np.array_equal(processor.image(image, {})[0], tiled.processor.image(image, {})[0])
+    assert processor.marker("image").token == IMAGE
+    (tmp_path / "added_tokens.json").unlink()
+    with pytest.raises(ConfigError, match="IMG_CONTEXT"):
+        open_checkpoint(str(tmp_path))

@@ -252,7 +252,9 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         "InternVL",
         {
             "text_config": {**TEXT, "model_type": "qwen2"},
-            "vision_config": {**VIT, "patch_size": [4, 4], "image_size": [16, 16], "layer_scale_init_value": 0.7},
+            "vision_config": {
+                **VIT, "patch_size": [4, 4], "image_size": [16, 16], "layer_scale_init_value": 0.7, "attention_bias": True,
+            },
             "image_token_id": IMAGE, "image_seq_length": 4,
         },
         {"size": SQUARE, "crop_to_patches": True, "max_patches": 5, **HALF},
