@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -52,6 +53,7 @@ class Engine:
         self._closing = threading.Lock()
         self._owner_pid = os.getpid()
         self._running: ServerProcesses = start(self.config, num_api_workers=1, programs=programs)
+        self.config = replace(self.config, parallel=self._running.config.parallel)
         try:
             self._checkpoint = self._running.checkpoint
             self.tokenizer: Tokenizer | None = tokenizer_of(self.config.model, self._checkpoint)

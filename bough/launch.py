@@ -29,7 +29,7 @@ from typing import Any
 
 import bough
 from bough.config.check import is_loopback
-from bough.config.concerns import Config
+from bough.config.concerns import Config, ParallelConfig
 from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.hosts import crew_of, local_ranks
 from bough.config.layout import Layout
@@ -56,6 +56,7 @@ from bough.observability.crash import make_directory, write_bundle
 from bough.observability.flight import RecordedStep, read_flight, suspects
 from bough.observability.health import Pulse, State
 from bough.observability.json_lines import JsonPipe
+from bough.platform.facts import detect
 from bough.platform.processes import is_stopped
 
 _log = logging.getLogger(__name__)
@@ -118,17 +119,29 @@ def start(
 
 def located(config: Config, progress: Callable[[int, int], None] | None = None) -> tuple[Config, Checkpoint]:
     """The config with a hub id replaced by where it lies, so that no child asks the hub, and the checkpoint there, with its
-    headers. Downloads it if need be.
+    headers. Downloads it if need be. With `--auto-parallel`, the sizes are those that were chosen.
 
     `progress` hears of bytes downloaded, and of bytes in all.
     """
     model = config.model
     checkpoint = checkpoint_of(model, progress)
+    if config.parallel.auto_parallel:
+        config = dataclasses.replace(config, parallel=_chosen(config, checkpoint))
     if not model.model or Path(model.model).expanduser().exists():
         return config, checkpoint
     names = with_own_name(model.served_model_name, model.model)
     named = dataclasses.replace(model, model=str(checkpoint.path), served_model_name=names)
     return dataclasses.replace(config, model=named), checkpoint
+
+
+def _chosen(config: Config, checkpoint: Checkpoint) -> ParallelConfig:
+    """What `--auto-parallel` has decided on."""
+    from bough.engine.auto_parallel import choose_parallel
+
+    chosen = choose_parallel(config, detect(config.device.device), checkpoint)
+    for line in chosen.because:
+        _log.info("--auto-parallel: %s", line)
+    return chosen.parallel
 
 
 class Child:

@@ -9,6 +9,7 @@ take their turns together.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -262,15 +263,19 @@ class Fleet:
         done: list[Followed] = []
         waiting = list(reversed(arrivals))
         number = 0
-        while waiting or any(group.busy for group in self.groups):
-            busy = [group for group in self.groups if group.busy]
-            frontier_s = min((group.clock.now_s for group in busy), default=float("inf"))
-            if waiting and waiting[-1].at_s <= frontier_s:
+        busy: list[tuple[float, int]] = []  # a heap: when the engine's clock is next, and its number
+        while waiting or busy:
+            if waiting and waiting[-1].at_s <= (busy[0][0] if busy else float("inf")):
                 number += 1
-                self._route(number, waiting.pop())
+                woken = self._route(number, waiting.pop())
+                if woken is not None:
+                    heapq.heappush(busy, (self.groups[woken].clock.now_s, woken))
                 continue
-            group = min(busy, key=lambda each: each.clock.now_s)
+            _, turned = heapq.heappop(busy)
+            group = self.groups[turned]
             group.turn()
+            if group.busy:
+                heapq.heappush(busy, (group.clock.now_s, turned))
             for each in group.replicas:
                 for followed in each.ended:
                     self._router.ended(followed.replica, len(followed.arrival.prompt))
@@ -278,13 +283,16 @@ class Fleet:
                 each.ended.clear()
         return self._result(done)
 
-    def _route(self, number: int, arrival: Arrival) -> None:
+    def _route(self, number: int, arrival: Arrival) -> int | None:
+        """Returns the number of the engine if it had nothing to do before."""
         chosen = self._router.choose(arrival.prompt, "")
         self._router.began(chosen, len(arrival.prompt))
         group, replica = self._every[chosen]
-        if not group.busy:
+        sleeps = not group.busy
+        if sleeps:
             group.clock.now_s = max(group.clock.now_s, arrival.at_s)
         replica.ask(number, Followed(arrival, chosen))
+        return chosen // self.model.layout.dp if sleeps else None
 
     def _result(self, done: list[Followed]) -> FleetResult:
         begin_s = min(each.arrival.at_s for each in done)

@@ -117,6 +117,8 @@ def fits(config: Config) -> Iterator[Finding]:
 
     Of a model on the hub that is not on this machine, the configuration and the headers are read there.
     """
+    from bough.config.hf import checkpoint_of
+    from bough.engine.auto_parallel import choose_parallel
     from bough.engine.decide import decide
 
     name = config.model.model or DEFAULT_MODEL_NAME
@@ -127,6 +129,10 @@ def fits(config: Config) -> Iterator[Finding]:
                 if remark:
                     yield Finding("OK", f"{name}: {remark}")
                 config = replace(config, model=replace(config.model, model=str(path)))
+            if config.parallel.auto_parallel:
+                spread = choose_parallel(config, detect(config.device.device), checkpoint_of(config.model))
+                yield from (Finding("OK", f"--auto-parallel: {line}") for line in spread.because)
+                config = replace(config, parallel=spread.parallel)
             decided = decide(config, detect(config.device.device))
         except HubUnreachable as error:
             yield Finding(

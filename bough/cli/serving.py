@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,6 +75,7 @@ class LocalServer:
             else self._progress.reporting(f"downloading {config.model.model or DEFAULT_MODEL_NAME}")
         )
         found, checkpoint = located(config, progress)
+        self.config = replace(config, parallel=found.parallel)
         self._running: ServerProcesses = start(
             found,
             listen_fds=[sock.fileno() for sock in self._sockets[1:]],

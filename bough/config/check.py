@@ -217,10 +217,22 @@ def _parallel(config: Config) -> None:
     parallel = config.parallel
     for name in ("tp_size", "pp_size", "ep_size", "attn_dp_size", "attn_cp_size", "nnodes"):
         _in_range(name, getattr(parallel, name), 1, 1024)
+    chosen = {
+        "tp_size": parallel.tp_size, "pp_size": parallel.pp_size, "dp_size": parallel.dp_size, "ep_size": parallel.ep_size,
+        "attn_dp_size": parallel.attn_dp_size, "attn_cp_size": parallel.attn_cp_size,
+    }  # fmt: skip
+    given = [name for name, size in chosen.items() if size > 1]
+    if parallel.auto_parallel and given:
+        raise ConfigError(
+            what=f"auto_parallel is set, and so is {given[0]}",
+            why="it chooses all sizes itself",
+            fix=f"leave out --auto-parallel, or --{given[0].replace('_', '-')}",
+            param="auto_parallel",
+        )
     _in_range("node_rank", parallel.node_rank, 0, parallel.nnodes - 1)
     _in_range("dist_timeout_s", parallel.dist_timeout_s, 1, None)
     size = Layout.of(parallel).size
-    if size % parallel.nnodes:
+    if size % parallel.nnodes and not parallel.auto_parallel:
         raise ConfigError(
             what=f"{size} ranks can't be spread evenly over {parallel.nnodes} machines",
             why="each machine runs the same number of ranks",

@@ -147,6 +147,9 @@ class ParallelConfig:
 
     tp_size: int = 1
     """Ranks that split each layer."""
+    auto_parallel: bool = False
+    """Choose --tp-size, --pp-size, --dp-size, --attn-dp-size and --ep-size by what fits on the GPUs of this machine (and of
+    the others of --nnodes, which must be alike) and by the model of step times; the log says why."""
     ep_size: int = 1
     """Of the ranks that split each layer, groups that hold different experts; the ranks of a group split each of theirs."""
     moe_a2a_backend: MoeDispatch = "none"
