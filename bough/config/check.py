@@ -10,7 +10,7 @@ from bough.config.experts import TRIVIAL
 from bough.config.flags import settings, show_value
 from bough.config.hosts import LEAST_SECRET
 from bough.config.layout import Layout
-from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, WINDOWED, draft_numbers
+from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, TREES, WINDOWED, draft_numbers
 from bough.core.bounds import MOST_REPLICAS
 from bough.core.errors import ConfigError
 
@@ -349,6 +349,20 @@ def _speculative(config: Config) -> None:
             why="it has no attention of its own that could see less",
             fix=f"leave it out, or choose one of {', '.join(sorted(WINDOWED))}",
             param="speculative_draft_window_size",
+        )
+    if asked.speculative_token_map and asked.speculative_algorithm not in TREES:
+        raise ConfigError(
+            what=f"--speculative-token-map with --speculative-algorithm {asked.speculative_algorithm}",
+            why="it has no head that shares the model's output head",
+            fix=f"leave it out, or choose one of {', '.join(sorted(TREES))}",
+            param="speculative_token_map",
+        )
+    if asked.speculative_token_map and config.parallel.tp_size > 1:
+        raise ConfigError(
+            what="--speculative-token-map and --tp-size can't both be had",
+            why="each rank has a part of the output head",
+            fix="leave one of them out",
+            param="speculative_token_map",
         )
     _in_range("speculative_accept_threshold_single", asked.speculative_accept_threshold_single, 0.01, 1)
     _in_range("speculative_accept_threshold_acc", asked.speculative_accept_threshold_acc, 0.01, 1)

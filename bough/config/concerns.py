@@ -282,6 +282,9 @@ class SpeculativeConfig:
     """Format of its weights; `dummy` makes random ones. auto: as --load-format."""
     speculative_draft_model_quantization: Quantization = "auto"
     """Weight scheme of what drafts, like --quantization."""
+    speculative_token_map: str = ""
+    """EAGLE, EAGLE3, NEXTN, MEDUSA: JSON file with the ids of frequent tokens. Heads that share the model's output head
+    draft only these, which takes less time."""
     speculative_draft_window_size: int = 0
     """STANDALONE, EAGLE, EAGLE3: tokens that what drafts sees of a text, the newest ones; 0: all. Heads were often
     trained on short texts, and are right less often far behind their beginning."""

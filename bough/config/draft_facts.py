@@ -85,6 +85,8 @@ class DraftFacts:
     taps: tuple[int, ...] = ()
     """The target's layers whose input it reads, in its own order; the number of layers: what the last one gives. Empty: it
     reads nothing, or the states after the final norm."""
+    tokens: tuple[int, ...] = ()
+    """Ascending: the only tokens that a head which shares the target's drafts; empty: all."""
     num_heads: int = 1
     """Of NextN: heads, each with a layer of its own, that draft one token after the other."""
 

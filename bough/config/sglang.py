@@ -33,7 +33,7 @@ _ACTING: Final = """
     speculative_adaptive speculative_algorithm speculative_ngram_capacity speculative_ngram_external_corpus_max_tokens
     speculative_draft_load_format speculative_draft_model speculative_draft_model_path speculative_eagle_topk
     speculative_draft_model_quantization speculative_draft_model_revision speculative_num_draft_tokens
-    speculative_draft_window_size speculative_accept_threshold_single speculative_accept_threshold_acc
+    speculative_draft_window_size speculative_token_map speculative_accept_threshold_single speculative_accept_threshold_acc
     speculative_use_rejection_sampling speculative_use_block_verification
     speculative_num_steps
     skip_server_warmup skip_tokenizer_init ssl_ca_certs ssl_certfile ssl_keyfile ssl_keyfile_password

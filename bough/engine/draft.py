@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bough.config.concerns import AUTO, Config
-from bough.config.draft_facts import DraftFacts, DraftMethod, misfit, read_draft
+from bough.config.draft_facts import DraftFacts, DraftMethod, Eagle3, Medusa, misfit, read_draft
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.kv_groups import with_draft_layers
 from bough.config.layout import Layout
@@ -71,7 +71,45 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
         whole = facts_of(draft.config, "bough")
         _same_tokens(target, draft)
     found = read_draft(drafts_by, draft, facts, whole)
-    return Draft(draft, windowed(draft, found, asked.speculative_draft_window_size))
+    found = windowed(draft, found, asked.speculative_draft_window_size)
+    return Draft(draft, mapped(draft, found, asked.speculative_token_map, facts.vocab))
+
+
+def mapped(draft: Checkpoint, facts: DraftFacts, path: str, vocab: int) -> DraftFacts:
+    """What drafts, kept to the tokens that a file lists; "": all. Raises `ConfigError` where that can't be."""
+    if not path:
+        return facts
+    match facts.kind:
+        case Eagle3(vocab=own) if own is not None:
+            why = "it has an output head of its own, with its own tokens"
+        case Medusa(own_heads=True):
+            why = "its heads have output heads of their own"
+        case _:
+            return replace(facts, tokens=_read_tokens(path, vocab))
+    raise ConfigError(
+        what=f"--speculative-token-map can't be had with {draft.name}",
+        why=why,
+        fix="leave it out",
+        param="speculative_token_map",
+    )
+
+
+def _read_tokens(path: str, vocab: int) -> tuple[int, ...]:
+    try:
+        listed = json.loads(Path(path).read_bytes())
+        why = "it is not a list of token ids" if not isinstance(listed, list) or not listed else ""
+    except (OSError, ValueError) as error:
+        listed, why = [], str(error)
+    if not why and not all(type(token) is int and 0 <= token < vocab for token in listed):
+        why = f"ids are whole numbers from 0 to {vocab - 1}"
+    if why:
+        raise ConfigError(
+            what=f"--speculative-token-map {path} can't be read",
+            why=why[:200],
+            fix="name a JSON file with a list of ids (SGLang's .pt files: json.dump what torch.load gives)",
+            param="speculative_token_map",
+        )
+    return tuple(sorted(set(listed)))
 
 
 def windowed(draft: Checkpoint, facts: DraftFacts, window: int) -> DraftFacts:
@@ -105,7 +143,7 @@ def with_draft(
     if draft is None:
         return planned
     checkpoint, facts = draft
-    dense, packed_bytes, packed_params = _num_weights(draft), 0, 0
+    dense, packed_bytes, packed_params = _num_weights(draft) + len(facts.tokens) * planned.hidden_size, 0, 0
     if facts.method == "STANDALONE":
         model = replace(config.model, quantization=config.speculative.speculative_draft_model_quantization)
         alone = plan_facts(checkpoint, facts.model, model, on_cpu=on_cpu, layout=layout)

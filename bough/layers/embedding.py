@@ -122,8 +122,10 @@ class Head(nn.Module):
             logits = nn.functional.pad(logits, (0, short)) if short else logits
             every_RLV = self.axis.talk.all_gather(logits)
             logits = every_RLV.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab]
-        if self.bias is not None:
-            logits = logits + self.bias
+        return self.shaped(logits if self.bias is None else logits + self.bias)
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """Scaled and soft-capped."""
         if self.scale is not None:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bough.config.draft_facts import DraftFacts
 from bough.config.hf import Checkpoint
 from bough.distributed.mesh import SINGLE, Mesh
+from bough.kernels.linear import linear
 from bough.layers.blocks import PreNormBlock
 from bough.layers.build import Build
 from bough.layers.decoder import Decoder
@@ -32,14 +33,23 @@ from bough.weights.mapping import Mapping
 class SharedEnds:
     """The ends of a target that heads share."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, tokens: tuple[int, ...] = ()) -> None:
+        """`tokens`: the only ones whose logits are wanted; none: all."""
         self._model = model
+        self.ids_V: Tensor | None = None
+        if tokens:
+            self.ids_V = torch.tensor(tokens, device=model.like.device)
+            self._rows_VD = model.head.matrix.lookup(self.ids_V)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return self._model.embed.tokens.of(ids_T)
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
-        return self._model.logits(hidden_LD)
+        if self.ids_V is None:
+            return self._model.logits(hidden_LD)
+        head = self._model.head
+        bias = None if head.bias is None else head.bias[self.ids_V]
+        return head.shaped(linear(hidden_LD, self._rows_VD, bias))
 
 
 class DraftBuild(NamedTuple):
@@ -76,16 +86,24 @@ class DraftBuild(NamedTuple):
 
 def build_heads(given: DraftBuild, target: Decoder) -> list[StateHead]:
     """Heads that draft from the states of `target`, one after the other: this rank's share of them."""
-    facts, ends = given.facts, SharedEnds(target)
+    facts, ends = given.facts, SharedEnds(target, given.facts.tokens)
     if facts.method == "EAGLE3":
         eagle3_head = Eagle3Head(facts, given.of(eagle3.WEIGHTS, given.first_layer), ends)
+        _keep_to(eagle3_head, ends)
         _fill(eagle3_head, given, eagle3.WEIGHTS, eagle3.canonical)
         return [eagle3_head]
     if facts.method == "EAGLE":
         head = FusedHead(facts, given.of(eagle.WEIGHTS, given.first_layer), ends, PreNormBlock)
+        _keep_to(head, ends)
         _fill(head, given, eagle.WEIGHTS, eagle.canonical)
         return [head]
     return [_nextn_head(given, ends, number) for number in range(facts.num_heads)]
+
+
+def _keep_to(head: Eagle3Head | FusedHead | MedusaHeads, ends: SharedEnds) -> None:
+    """Its logits are those of some tokens only, if the shared ends' are."""
+    if ends.ids_V is not None:
+        head.target_ids_V = ends.ids_V
 
 
 def _nextn_head(given: DraftBuild, ends: SharedEnds, number: int) -> FusedHead:
@@ -96,12 +114,15 @@ def _nextn_head(given: DraftBuild, ends: SharedEnds, number: int) -> FusedHead:
     facts = replace(given.facts, model=replace(given.facts.model, layers=given.facts.model.layers[:1]))
     build = given.of(mapping, given.first_layer + number)
     head = FusedHead(facts, build, ends, block_of(architecture), num_layers + number)
+    _keep_to(head, ends)
     _fill(head, given, mapping, partial(nextn.canonical, names=names, num_layers=num_layers, number=number))
     return head
 
 
 def build_medusa(given: DraftBuild, target: Decoder) -> MedusaHeads:
-    heads = MedusaHeads(given.facts, given.of(medusa.WEIGHTS, given.first_layer), SharedEnds(target))
+    ends = SharedEnds(target, given.facts.tokens)
+    heads = MedusaHeads(given.facts, given.of(medusa.WEIGHTS, given.first_layer), ends)
+    _keep_to(heads, ends)
     _fill(heads, given, medusa.WEIGHTS, medusa.canonical)
     return heads
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bough.config.draft_facts import DraftMethod, read_draft
 from bough.config.hf import open_checkpoint
-from bough.engine.draft import windowed
+from bough.engine.draft import mapped, windowed
 from bough.engine.speculation import load_proposer
 from bough.layers.batch import Model
 from bough.layers.decoder import Decoder
@@ -60,11 +60,14 @@ def head(
     model: Model,
     shape: TreeShape | None = None,
     window: int = 0,
+    token_map: str = "",
 ) -> DraftsOnDevice:
-    """What is in `draft_folder`, for the model of `target_folder`. `shape`: of trees. `window`: tokens that it sees."""
+    """What is in `draft_folder`, for the model of `target_folder`. `shape`: of trees. `window`: tokens that it sees.
+    `token_map`: a file with those that it drafts."""
     target = facts_of(open_checkpoint(str(target_folder)).config)
     checkpoint = open_checkpoint(str(draft_folder))
     facts = windowed(checkpoint, read_draft(method, checkpoint, target, None), window)
+    facts = mapped(checkpoint, facts, token_map, target.vocab)
     assert isinstance(model, Decoder)
     count = target.num_layers
     given = DraftBuild(checkpoint, facts, torch.float32, torch.device("cpu"), 256, count, count)

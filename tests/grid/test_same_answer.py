@@ -72,6 +72,7 @@ OTHER_FLAGS = {
     "deterministic": "tests/e2e/test_deterministic.py",
     "speculative_draft_model_path": "the axis drafts has models and heads of its own",
     "speculative_draft_model_revision": "which file is loaded",
+    "speculative_token_map": "which drafts there are, not which are right",
     "speculative_draft_window_size": "which drafts there are, not which are right",
     "speculative_accept_threshold_single": "other answers by design; tests/unit/sampler judges them",
     "speculative_accept_threshold_acc": "other answers by design; tests/unit/sampler judges them",

@@ -17,6 +17,7 @@ from tiny import make_tiny
 from torch import Tensor
 
 from bough.config.hf import open_checkpoint
+from bough.core.errors import ConfigError
 from bough.core.sampling import SamplingParams
 from bough.core.step import Outcome, Step
 from bough.layers.batch import Model
@@ -109,6 +110,44 @@ def test_eagle3(case: str, target: tuple[Path, Any, Model], tmp_path: Path) -> N
 
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_map_of_tokens(temperature: float, target: tuple[Path, Any, Model], tmp_path: Path) -> None:
+    """Drafts are among its tokens, and the likeliest of them; answers stay what they are."""
+    folder, reference, model = target
+    tokens = list(range(3, 131, 3))
+    (tmp_path / "map.json").write_text(json.dumps([*tokens[::-1], 3]))
+    state = draft_files.eagle3(tmp_path / "head", draft_vocab=None)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    drafts = proposing.head("EAGLE3", folder, tmp_path / "head", model, token_map=str(tmp_path / "map.json"))
+    if temperature:
+        params = SamplingParams(temperature=temperature, max_new_tokens=NUM_NEW, seed=3)
+        engine = InProcess(model, 131, Setup(drafts="device", most_drafts=NUM_DRAFTS), proposer=drafts)
+        assert engine.generate([PROMPT], params) == InProcess(model, 131, Setup()).generate([PROMPT], params)
+        return
+    ends = reference.get_input_embeddings().weight, reference.lm_head.weight
+
+    def likeliest(logits: Tensor, _: int) -> int:
+        return tokens[int(logits[tokens].argmax())]
+
+    def formulas(said: list[int]) -> list[int]:
+        streams, _ = states_of(reference, said[:-1])
+        return draft_reference.eagle3_drafts(
+            state, config, said, [streams[n] for n in (2, 2, 1)], *ends, NUM_DRAFTS, likeliest
+        )
+
+    check_drafts(model, drafts, formulas, GREEDY)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1, 131]", "[true]", "[1.5]", None])
+def test_a_map_that_can_not_be_read_is_refused(
+    text: str | None, target: tuple[Path, Any, Model], tmp_path: Path
+) -> None:
+    draft_files.medusa(tmp_path / "head", own=text is None)
+    (tmp_path / "map.json").write_text("[1]" if text is None else text)  # None: heads have tokens of their own
+    with pytest.raises(ConfigError, match="speculative-token-map"):
+        proposing.head("MEDUSA", target[0], tmp_path / "head", target[2], token_map=str(tmp_path / "map.json"))
 
 
 @pytest.mark.parametrize("input_norm", [False, True])

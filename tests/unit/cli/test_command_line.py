@@ -60,6 +60,7 @@ _FITTING = {
 
 _TOGETHER = {
     "speculative_draft_model_path": ["--speculative-algorithm", "EAGLE3"],
+    "speculative_token_map": ["--speculative-algorithm", "NEXTN"],
     "speculative_draft_window_size": ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "HEAD"],
     "speculative_num_steps": ["--speculative-algorithm", "NEXTN"],
     "speculative_accept_threshold_single": ["--speculative-algorithm", "NGRAM"],

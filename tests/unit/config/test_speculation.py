@@ -87,6 +87,8 @@ def test_what_it_can_not_say(text: str, about: str) -> None:
         {"speculative_suffix_min_token_prob": 1.5},
         {"speculative_algorithm": "EAGLE9"},
         {"speculative_draft_window_size": 100},
+        {"speculative_token_map": "map.json", "speculative_algorithm": "NGRAM"},
+        {"speculative_token_map": "map.json", "speculative_algorithm": "NEXTN", "tp_size": 2},
         {"speculative_accept_threshold_single": 0.0, "speculative_algorithm": "NGRAM"},
         {"speculative_accept_threshold_acc": 0.5},
         {"speculative_use_rejection_sampling": True, "speculative_algorithm": "NGRAM"},
