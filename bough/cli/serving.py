@@ -32,7 +32,8 @@ from bough.observability.switches import Reload, tell_all
 if TYPE_CHECKING:
     from bough.entrypoints.http.node import NodeDoor
     from bough.entrypoints.http.worker import Worker
-    from bough.entrypoints.service import ServedModel, Service
+    from bough.entrypoints.served_model import ServedModel
+from bough.entrypoints.service import Service
 
 _log = logging.getLogger(__name__)
 

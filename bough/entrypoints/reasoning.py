@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
-from bough.entrypoints.service import ServedModel
+from bough.entrypoints.served_model import ServedModel
 from bough.intake import Request
 from bough.parsers import chat_closed_reasoning, chat_opens_reasoning, prompt_opens_reasoning
 

@@ -16,8 +16,8 @@ from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta, End
 from bough.core.sampling import SamplingParams
 from bough.entrypoints.admission import Admission
-from bough.entrypoints.fim import FimFormat
 from bough.entrypoints.keyring import Keyring
+from bough.entrypoints.served_model import ServedModel
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import DeltaStream, Intake, Pooler, Request
 from bough.intake.endings import raise_if_failed
@@ -26,7 +26,6 @@ from bough.observability.keeper import Keeper
 from bough.observability.log import set_log_level
 from bough.observability.reload import Reloads
 from bough.observability.switches import LogListener, LogSwitch, tell_all
-from bough.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from bough.entrypoints.http.peers import Peers
@@ -45,44 +44,6 @@ _LATE_AFTER_S = 3.0
 T = TypeVar("T")
 News = tuple[int, DeltaStream, Delta]
 """(which request, which of its answers, what is new)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """The model as clients know it."""
-
-    name: str
-    """Its first name."""
-    names: tuple[str, ...] = ()
-    """The names under which it is listed; empty: the first only."""
-    aliases: frozenset[str] = frozenset()
-    """Other names that are accepted: the path it was started with, "default"."""
-    patterns: tuple[str, ...] = ()
-    """Patterns of further names that are accepted (`claude-*`)."""
-    tokenizer: Tokenizer | None
-    """None under --skip-tokenizer-init."""
-    context_length: int
-    reasoning_parser: str | None = None
-    reasoning_end: tuple[int, ...] = ()
-    """Token ids that end a reasoning section."""
-    tool_parser: str | None = None
-    fim: FimFormat | None = None
-    """How the model is asked for a text's middle."""
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Native sampling parameters for what requests don't set: the operator's, and what the model's authors recommend."""
-    template_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the chat template for what requests don't set."""
-    created: int = 0
-    format: str = "safetensors"
-    """Of the files with its weights: safetensors or gguf."""
-    stored_as: str = ""
-    """The type that most of the weights have in their files: Q4_K, BF16 ...; empty if there are no files."""
-    num_parameters: int = 0
-    """Weights of the model; 0: not known."""
-    markers: Mapping[str, str] = field(default_factory=dict)
-    """By kind of media: what stands for one in a prompt whose template writes nothing."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine said when it was ready. `media`: the kinds of media that the model takes, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from bough.entrypoints.http.sockets import bind
 from bough.entrypoints.http.tls import Certificates
 from bough.entrypoints.keyring import Keyring
 from bough.entrypoints.quota import Rates
-from bough.entrypoints.served import load_tokenizer_side, make_served
+from bough.entrypoints.served_model import load_tokenizer_side, make_served
 from bough.entrypoints.service import Service, make_admission
 from bough.entrypoints.telemetry import Telemetry
 from bough.intake import Intake, Request

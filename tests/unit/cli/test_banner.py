@@ -10,7 +10,7 @@ import pytest
 from bough.cli import serving
 from bough.cli.serving import banner
 from bough.config.server_args import build_config
-from bough.entrypoints.service import ServedModel
+from bough.entrypoints.served_model import ServedModel
 
 
 def shown(

@@ -40,7 +40,8 @@ from bough.core.messages import (
 from bough.entrypoints.http.app import make_app
 from bough.entrypoints.http.server import Front, HttpServer
 from bough.entrypoints.http.sockets import bind
-from bough.entrypoints.service import ServedModel, Service, make_admission
+from bough.entrypoints.served_model import ServedModel
+from bough.entrypoints.service import Service, make_admission
 from bough.intake import Intake
 from bough.intake.replicas import Replicas
 from bough.ipc.endpoints import Endpoints

@@ -12,7 +12,7 @@ import pytest
 from scripted_server import EOS, Answer, FakeServer, serving
 
 from bough.core.messages import unpack_ids
-from bough.entrypoints.served import reasoning_end_ids
+from bough.entrypoints.served_model import reasoning_end_ids
 
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,7 +14,7 @@ from bough.config.concerns import ModelConfig
 from bough.config.hf import checkpoint_of
 from bough.core.messages import End, Generate, unpack_ids
 from bough.entrypoints.http.ollama.routes import shown_size
-from bough.entrypoints.served import num_parameters
+from bough.entrypoints.served_model import num_parameters
 
 ollama = pytest.importorskip("ollama")
 

@@ -13,7 +13,7 @@ from bough.entrypoints.http.ollama.schema import Json, OllamaChatRequest, Ollama
 from bough.entrypoints.http.openai.fields import bad_field, served_name
 from bough.entrypoints.http.openai.parts import content_of, media_url_part, text_part
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, Tool
-from bough.entrypoints.service import ServedModel
+from bough.entrypoints.served_model import ServedModel
 from bough.intake.media_fields import with_scheme
 
 _encode = msgspec.json.Encoder().encode

@@ -32,7 +32,8 @@ from bough.entrypoints.http.openai.shapes import bytes_of
 from bough.entrypoints.http.openai.tools import RequestTools, adopt_functions, describe, offer
 from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed
 from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed, chat_opens
-from bough.entrypoints.service import ServedModel, Service
+from bough.entrypoints.served_model import ServedModel
+from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
 from bough.intake import Request
 from bough.intake.media_fields import processor_options

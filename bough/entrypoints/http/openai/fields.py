@@ -9,7 +9,7 @@ from typing import Literal
 from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
 from bough.entrypoints.http.openai.schema import ChatRequest, Common
-from bough.entrypoints.service import ServedModel
+from bough.entrypoints.served_model import ServedModel
 from bough.intake.native import namespace_of as salted
 
 

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.replies import json_reply
-from bough.entrypoints.service import ServedModel, Service
+from bough.entrypoints.served_model import ServedModel
+from bough.entrypoints.service import Service
 
 
 def list_models(service: Service) -> Handler:

@@ -1,4 +1,4 @@
-"""Loads what an API worker needs to know of the model: its tokenizer and template, its parsers, its sampling defaults."""
+"""The model as clients know it (names, tokenizer, template, parsers, sampling defaults), and how an API worker loads it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint
 from bough.config.served_names import served_names, with_own_name
-from bough.entrypoints.fim import choose_format
-from bough.entrypoints.service import ServedModel
+from bough.entrypoints.fim import FimFormat, choose_format
 from bough.intake.sampling import sampling_defaults
 from bough.multimodal.media import Media
 from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning_format, tool_format
@@ -22,6 +22,44 @@ DEFAULT_NAME = "default"
 """A model name that always works, for clients that insist on sending one."""
 _PACKED = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 _NO_WEIGHTS = frozenset({"I64", "U64", "BOOL"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model as clients know it."""
+
+    name: str
+    """Its first name."""
+    names: tuple[str, ...] = ()
+    """The names under which it is listed; empty: the first only."""
+    aliases: frozenset[str] = frozenset()
+    """Other names that are accepted: the path it was started with, "default"."""
+    patterns: tuple[str, ...] = ()
+    """Patterns of further names that are accepted (`claude-*`)."""
+    tokenizer: Tokenizer | None
+    """None under --skip-tokenizer-init."""
+    context_length: int
+    reasoning_parser: str | None = None
+    reasoning_end: tuple[int, ...] = ()
+    """Token ids that end a reasoning section."""
+    tool_parser: str | None = None
+    fim: FimFormat | None = None
+    """How the model is asked for a text's middle."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Native sampling parameters for what requests don't set: the operator's, and what the model's authors recommend."""
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the chat template for what requests don't set."""
+    created: int = 0
+    format: str = "safetensors"
+    """Of the files with its weights: safetensors or gguf."""
+    stored_as: str = ""
+    """The type that most of the weights have in their files: Q4_K, BF16 ...; empty if there are no files."""
+    num_parameters: int = 0
+    """Weights of the model; 0: not known."""
+    markers: Mapping[str, str] = field(default_factory=dict)
+    """By kind of media: what stands for one in a prompt whose template writes nothing."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine said when it was ready. `media`: the kinds of media that the model takes, if any."""
 
 
 def load_tokenizer_side(config: Config, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -8,7 +8,7 @@ from bough.cli.config_flags import parse
 from bough.config.concerns import ServerConfig
 from bough.config.hf import open_checkpoint
 from bough.core.errors import BoughError
-from bough.entrypoints.served import load_tokenizer_side, make_served
+from bough.entrypoints.served_model import load_tokenizer_side, make_served
 from bough.intake.sampling import sampling_defaults
 
 
