@@ -223,7 +223,7 @@ class _Sharing:
         count = min(left, (share.held + self._columns_for(share)) * size - share.start)
         if not (first and self.limits.uncut):
             count = min(count, self._tokens_for(share))
-        most = count
+        most = self._whole_items_for(share, count)
         if count < left:
             if self.limits.whole_prompts and not first and left <= self.limits.max_step_tokens:
                 return False
@@ -251,6 +251,14 @@ class _Sharing:
             return columns
         others = self.promised + self._reserved(share.row)
         return min(columns, max(1, columns_in(self.pages - others, self.limits)))
+
+    def _whole_items_for(self, share: Share, count: int) -> int:
+        """What a row may have for the sake of a medium that can't be cut, instead of `count`: the budget of all rows, and if
+        nothing has come before it, as much as a step can hold. Otherwise a pace, or a share of it, could keep it waiting
+        for ever."""
+        room = (share.held + self._columns_for(share)) * self.limits.page_size - share.start
+        most = self.tokens if self.plan.shares else self.limits.max_step_tokens - self.decode_tokens
+        return max(count, min(share.left, room, most))
 
     def _tokens_for(self, share: Share) -> int:
         """What is left of the budget for a row of this kind."""
