@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bough.bench.fake_media import OracleMedia, positions_of
+from bough.bench.fake_states import OracleStates
 from bough.core.kv import TablePlaces, Window
 from bough.core.step import FIRST_DRAFT, FROM_DEVICE, I32, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
 
@@ -156,6 +157,7 @@ class OracleRunner:
         self._stands = np.full((limits.num_pages, limits.page_size), _NOTHING, np.int64)
         """The position that each was rotated by."""
         self._media = OracleMedia(limits)
+        self._states = OracleStates(limits)
         places = TablePlaces(self._layout, limits.num_slots, limits.pages_per_slot)
         self._flat = np.zeros(places.size, np.int64)
         self._tables, self._sizes, at = [], [], 0
@@ -190,6 +192,7 @@ class OracleRunner:
             for memory in (self._kv, self._sum, self._position, self._stands):
                 memory[step.copy_to] = memory[step.copy_from]
         self._media.begin(step)
+        self._states.begin(step)
         fresh = set()
         for setup in step.setups:
             if setup.slot not in self._setups or self._setups[setup.slot].rng_seed != setup.rng_seed:
@@ -234,6 +237,8 @@ class OracleRunner:
         wanted = dict(zip(step.prompt_logprobs.tolist(), step.following.tolist(), strict=True))
         for row, slot in enumerate(step.slots.tolist()):
             sums = self._read(step, slot, contexts[row], inputs[row], launched)
+            if self._states.kept:
+                self._advance(step, row, slot, contexts[row], inputs[row], sums)
             hashed = [_mixed(int(each)) for each in sums]
             hashes.append(hashed[-1 - _num_drafts(step, row) :])
             if row in wanted:
@@ -300,6 +305,15 @@ class OracleRunner:
             if (sums != found[0]).any():
                 self._note(step, f"slot {slot} has other tokens in line {line} than in the first")
         return found[0]
+
+    def _advance(self, step: Step, row: int, slot: int, context: int, tokens: npt.NDArray[np.int64], sums: U64) -> None:
+        """Moves the row's state on; it must be of the prefix that the row's pages hold."""
+        own = _sums(max(self._states.total(slot), 0), tokens, context)
+        problem = self._states.advance(step, row, slot, context, own)
+        if not problem and (own != sums).any():
+            problem = "has another prefix's state"
+        if problem:
+            self._note(step, f"slot {slot} {problem}")
 
     def _check_stands(
         self, step: Step, slot: int, first: int, pages: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
@@ -440,6 +454,7 @@ class OracleRunner:
             self._sum[pages, offsets] = 0
         self._last[launched.step.slots] = _GARBAGE
         self._media.spoil(launched.step)
+        self._states.spoil(launched.step)
 
     # -- the contract -----------------------------------------------------------------------------
 

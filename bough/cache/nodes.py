@@ -39,6 +39,7 @@ class Node:
         "pages",
         "parent",
         "priority",
+        "snapshot",
         "stamp",
         "step",
     )
@@ -62,6 +63,8 @@ class Node:
         self.step = -1
         """The last step that computes pages of it."""
         self.stamp = 0
+        self.snapshot = 0
+        """Where the state behind its last token is; 0: nowhere."""
         self.detached = False
 
     @property
@@ -83,6 +86,8 @@ class Match(Struct, frozen=True):
     """Depth of the last node when it was matched."""
     shape: int = -1
     """`RadixTree.shape` when it was matched."""
+    known: int = 0
+    """Of models with states: tokens that the tree has, in whole pages, though no state behind them."""
     tail_pages: I32 | None = None
     """If `num_tokens` goes beyond the last full page: per line, the page whose first tokens are those beyond it."""
 

@@ -12,6 +12,7 @@ from bough.cache.evict import EVICTION
 from bough.cache.nodes import NO_MATCH, Extended, Match, Node
 from bough.cache.pages import PagePool
 from bough.cache.radix import RadixTree
+from bough.cache.snapshots import Snapshots
 from bough.config.concerns import EvictionPolicy
 from bough.core.kv import KvLayout, one_line
 from bough.core.step import I32, I64, Pages
@@ -88,13 +89,16 @@ class PrefixCache:
         layout: KvLayout | None = None,
         policy: EvictionPolicy = "lru",
         enabled: bool = True,
+        num_snapshots: int | None = None,
     ) -> None:
-        """`layout`: None: one line, of pages of `page_size` tokens."""
+        """`layout`: None: one line, of pages of `page_size` tokens. `num_snapshots`: places for states; None: no layer keeps
+        one."""
         self.layout = layout or one_line(page_size)
         self.page_size = self.layout.page_size
         self.enabled = enabled
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(self.layout, self.pool, EVICTION[policy])
+        self.snapshots = None if num_snapshots is None else Snapshots(num_snapshots)
+        self.tree = RadixTree(self.layout, self.pool, EVICTION[policy], self.snapshots)
         self.num_private = 0
         """Pages that rows hold outside the tree."""
         self.num_repairs = 0
@@ -129,7 +133,7 @@ class PrefixCache:
         if not self.enabled:
             return NO_MATCH
         found = self.tree.match_prefix(namespace, key, limit) if limit >= self.page_size else NO_MATCH
-        tail = self.tails.get((namespace, follows))
+        tail = self.tails.get((namespace, follows)) if self.snapshots is None else None
         return found if tail is None or not len(tail.pages) else self._with_tail(found, tail, key, limit)
 
     def _with_tail(self, found: Match, tail: KeptTail, key: I64, limit: int) -> Match:
@@ -141,7 +145,7 @@ class PrefixCache:
         return structs.replace(found, num_tokens=end, tail_pages=tail.pages)
 
     def lengthen(self, found: Match, namespace: str, key: I64, limit: int) -> Match:
-        if not self.enabled or found.tail_pages is not None:
+        if not self.enabled or found.tail_pages is not None or self.snapshots is not None:
             return found
         return self.tree.lengthen(found, namespace, key, limit)
 
@@ -203,6 +207,12 @@ class PrefixCache:
     def pass_columns(self, node: Node, window: int, first: int, last: int) -> None:
         """A row does not see columns `first .. last - 1` of a window any more; they are in the tree."""
         self.tree.pass_columns(node, window, first, last)
+
+    def snapshot_of(self, node: Node) -> tuple[int, int]:
+        """(where the state behind a node is, the step that writes it). Raises `AccountError` if there is none."""
+        if self.snapshots is None or not node.snapshot:
+            raise AccountError(f"{node!r} has no state behind it")
+        return node.snapshot, self.snapshots.step_of(node)
 
     def keep(self, name: TailName, tail: KeptTail) -> None:
         """Takes over a tail's pages, which were private, until they are needed elsewhere."""
@@ -280,6 +290,9 @@ class PrefixCache:
             )
         for node in nodes:
             self._check_node(node)
+        held_states = [node.snapshot for node in nodes if node.snapshot]
+        if self.snapshots is not None and (not self.snapshots.balanced or self.snapshots.num_kept != len(held_states)):
+            raise AccountError(f"of {self.snapshots.count} places for states, nodes have {held_states}")
 
     def _check_node(self, node: Node) -> None:
         columns, layout = node.num_columns, self.layout
@@ -306,6 +319,8 @@ class PrefixCache:
         if whole:
             return False
         self.tree.forget()
+        if self.snapshots is not None:
+            self.snapshots.forget()
         self.pool.rebuild(np.empty(0, np.int32))
         self.tails.clear()
         self.num_private = self.num_kept = 0

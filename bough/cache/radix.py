@@ -21,6 +21,7 @@ from msgspec import structs
 from bough.cache.evict import LEAF, Offers, Order
 from bough.cache.nodes import NO_KEY, NO_MATCH, Extended, Match, Node, WindowHold
 from bough.cache.pages import PagePool
+from bough.cache.snapshots import Snapshots
 from bough.core.kv import KvLayout
 from bough.core.step import I32, I64, Bool, Pages
 
@@ -33,7 +34,9 @@ _LOOKED_AT = 16
 class RadixTree:
     """Maps token prefixes to pages, in namespaces. Frees evicted pages into `pool`."""
 
-    def __init__(self, layout: KvLayout, pool: PagePool, order: Order) -> None:
+    def __init__(self, layout: KvLayout, pool: PagePool, order: Order, snapshots: Snapshots | None = None) -> None:
+        """`snapshots`: where layers keep states; None: none do."""
+        self.snapshots = snapshots
         self.page_size = layout.page_size
         self.num_cached = 0
         """Pages in the tree, locked or not."""
@@ -78,7 +81,42 @@ class RadixTree:
             node = child
         if self._windows and path:
             at, path = self._seen_whole(path)
-        return Match(at, tuple(path), path[-1][0].depth if path else 0, self.shape)
+        known = at
+        if self.snapshots is not None and path:
+            at, path = self._with_state(path)
+        return Match(at, tuple(path), path[-1][0].depth if path else 0, self.shape, known)
+
+    def _with_state(self, path: list[tuple[Node, int]]) -> tuple[int, list[tuple[Node, int]]]:
+        """The path up to the last node behind which there is a snapshot, and its tokens."""
+        at, tokens, nodes = 0, 0, 0
+        for number, (node, used) in enumerate(path, 1):
+            at += used * self.page_size
+            if node.snapshot and used == node.num_columns:
+                tokens, nodes = at, number
+        return tokens, path[:nodes]
+
+    def keep_snapshot(self, node: Node, number: int, step: int) -> None:
+        """The state behind a node's last token is at this place, once `step` has run."""
+        assert self.snapshots is not None, "layers keep states"
+        if self.snapshots.keep(node, number, step):
+            self._changed_states()
+
+    def lend_snapshot(self) -> int:
+        """A place for a row's state; 0: there is none."""
+        assert self.snapshots is not None, "layers keep states"
+        number, loser = self.snapshots.lend()
+        if loser is not None:
+            self._changed_states()
+        return number
+
+    def _changed_states(self) -> None:
+        self.version += 1
+        self.shape += 1
+
+    def _drop_snapshot(self, node: Node) -> None:
+        if node.snapshot and self.snapshots is not None:
+            self.snapshots.drop(node)
+            self._changed_states()
 
     def _seen_whole(self, path: list[tuple[Node, int]]) -> tuple[int, list[tuple[Node, int]]]:
         """The path as far as windows have all that a token behind it would see, and its tokens."""
@@ -396,6 +434,7 @@ class RadixTree:
         return freed
 
     def _evict_leaf(self, node: Node, wanted: int) -> int:
+        self._drop_snapshot(node)
         lines, columns = node.pages.shape
         count = min(columns, -(-wanted // max(1, lines)))
         left = columns - count
@@ -437,6 +476,7 @@ class RadixTree:
         empty."""
         while True:
             node.detached = True
+            self._drop_snapshot(node)
             parent = node.parent
             assert parent is not None, "roots hold no pages"
             del parent.children[node.key[: self.page_size].tobytes()]
@@ -459,6 +499,7 @@ class RadixTree:
             raise ValueError("the tree can't be cleared while rows read it")
         for node in self.nodes():
             node.detached = True
+            self._drop_snapshot(node)
             self._free(node.pages)
         self.forget()
 
@@ -479,6 +520,8 @@ class RadixTree:
 
     def drop_step(self, step: int) -> None:
         """`step` has failed: what it was to compute, and what grew from it, can't be matched any more."""
+        if self.snapshots is not None and self.snapshots.drop_since(step):
+            self._changed_states()
         for node in self._by_step.pop(step, ()):
             if not node.detached:
                 self._detach(node)
@@ -505,6 +548,7 @@ class RadixTree:
             stack.extend(node.children.values())
             self.num_evictable -= self.evictable_of(node)
             node.detached = True
+            self._drop_snapshot(node)
             pages = self._num_present(node.pages)
             self.num_cached -= pages
             if node.locks:

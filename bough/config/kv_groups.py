@@ -111,6 +111,8 @@ def stage_groups(groups: Sequence[KvGroup], held: range) -> tuple[KvGroup, ...]:
 def why_kv_stays(facts: ModelFacts, groups: Sequence[KvGroup], *, shares_context: bool = False) -> str:
     """Why KV that was computed at some positions can't be used at others; empty: it can. `shares_context`: ranks share the
     tokens of each sequence."""
+    if facts.state_mixers:
+        return "some of its layers keep a state of all tokens before, in their order"
     if shares_context:
         return "which rank keeps a token depends on its position"
     if not facts.keys_turn:

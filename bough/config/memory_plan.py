@@ -56,6 +56,8 @@ class PlanFacts:
     """Activations of that step; None: in proportion to its tokens."""
     graph_bytes: int = 0
     media_bytes: int = 0
+    state_bytes: int = 0
+    """States of rows, and snapshots of them."""
     """Embeddings of media that are kept."""
     page_size: int = 1
     model_context: int
@@ -99,6 +101,7 @@ class MemoryPlan:
     graph_bytes: int
     activation_bytes: int
     media_bytes: int = 0
+    state_bytes: int = 0
     page_size: int
     kv_tokens: int
     """Capacity for requests, however short they are, a multiple of the page size."""
@@ -112,7 +115,7 @@ class MemoryPlan:
     @property
     def free_bytes(self) -> int:
         used = self.other_bytes + self.weight_bytes + self.kv_bytes + self.graph_bytes + self.activation_bytes
-        return self.total_bytes - used - self.media_bytes
+        return self.total_bytes - used - self.media_bytes - self.state_bytes
 
     @property
     def max_concurrency(self) -> float:
@@ -136,6 +139,8 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, remark), for tables."""
         media = [("media", self.media_bytes, "embeddings that are kept")] if self.media_bytes else []
+        if self.state_bytes:
+            media.append(("states", self.state_bytes, "of requests, and snapshots of prefixes"))
         return [
             ("weights", self.weight_bytes, ""),
             ("KV cache", self.kv_bytes, self.kv_remark),
@@ -180,7 +185,12 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
         fix = "one of: " + " | ".join(commands)
     else:
         need = (
-            facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + facts.media_bytes + runtime_bytes(facts)
+            facts.weight_bytes
+            + facts.activation_bytes
+            + facts.graph_bytes
+            + facts.media_bytes
+            + runtime_bytes(facts)
+            + facts.state_bytes
         )
         need += facts.kv.pages_for(min(MIN_AUTO_CONTEXT, facts.model_context)) * facts.page_bytes
         fix = f"choose a smaller or quantised model, or a device with at least {show_bytes(need)} free"
@@ -197,12 +207,13 @@ def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
     room, because = _kv_room(facts)
     pages = _pages_in(room, facts)
     tokens = _tokens_of(pages, facts)
-    fixed = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + facts.media_bytes
+    fixed = facts.weight_bytes + facts.activation_bytes + facts.graph_bytes + facts.media_bytes + facts.state_bytes
     numbers = (
         f"{show_bytes(facts.free_bytes)} free of {show_bytes(facts.total_bytes)}: weights {show_bytes(facts.weight_bytes)}, "
         f"activations {show_bytes(facts.activation_bytes)}, graphs {show_bytes(facts.graph_bytes)}, "
         f"runtime {show_bytes(runtime_bytes(facts))}"
         + (f", embeddings of media {show_bytes(facts.media_bytes)}" if facts.media_bytes else "")
+        + (f", states {show_bytes(facts.state_bytes)}" if facts.state_bytes else "")
     )
     if room <= 0:
         return _Misfit(
@@ -249,6 +260,7 @@ def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
         graph_bytes=facts.graph_bytes,
         activation_bytes=facts.activation_bytes,
         media_bytes=facts.media_bytes,
+        state_bytes=facts.state_bytes,
         page_size=facts.page_size,
         kv_tokens=tokens,
         context_length=context,
@@ -259,7 +271,7 @@ def _plan(facts: PlanFacts) -> MemoryPlan | _Misfit:
 def _most_room(facts: PlanFacts) -> tuple[int, str]:
     """Bytes that KV pages may take at most, and why. Zero or less: not even the weights fit."""
     left = facts.free_bytes - runtime_bytes(facts) - facts.weight_bytes - facts.activation_bytes - facts.graph_bytes
-    left -= facts.media_bytes
+    left -= facts.media_bytes + facts.state_bytes
     if facts.mem_fraction is None:
         return left, "all that weights, graphs and activations leave"
     asked = int(facts.total_bytes * facts.mem_fraction) - facts.weight_bytes

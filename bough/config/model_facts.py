@@ -5,6 +5,7 @@ Each model file has a `read(config)` that fills these; the helpers it uses are i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -201,8 +202,68 @@ class Mla:
         return total
 
 
-Mixer = Gqa | Mla
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta:
+    """A gated delta net: of all tokens before, each value head keeps a matrix, which decays and which each token corrects at
+    its key. Queries, keys and values first pass a short convolution over the last tokens."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads: each of those serves as many neighbours."""
+    key_dim: int
+    value_dim: int
+    """Widths of a head."""
+    conv_width: int
+    """Tokens that the convolution sees, a token's own included."""
+    norm: NormFacts
+    """Of what each head has read, before its gate."""
+
+    causal: ClassVar[bool] = True
+    keys_turn: ClassVar[bool] = False
+    num_kv_heads: ClassVar[int] = 0
+    planes: ClassVar[tuple[int, ...]] = ()
+    """It keeps nothing of single tokens."""
+    rope: ClassVar[None] = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def channels(self) -> int:
+        """Values of a token that pass the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's queries, keys, values and gates together."""
+        return self.channels + self.num_value_heads * self.value_dim
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
+        return (
+            (self.channels, self.conv_width - 1),
+            (self.num_value_heads, self.key_dim, self.value_dim),
+        )
+
+    def num_parameters(self, hidden: int) -> int:
+        inside = self.channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
+        out = self.num_value_heads * self.value_dim
+        return hidden * (self.projected + 2 * self.num_value_heads + out) + inside
+
+
+KvMixer = Gqa | Mla
+"""Keeps something of every token."""
+StateMixer = GatedDelta
+"""Keeps a state: of all tokens together."""
+Mixer = Gqa | Mla | GatedDelta
 """What lets tokens see one another."""
+
+
+def state_values(mixer: StateMixer) -> int:
+    """Numbers of a request's state."""
+    return sum(math.prod(shape) for shape in mixer.state_shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,9 +372,14 @@ class LayerFacts:
     """The layer whose keys and values this one reads instead of keeping its own; None: it keeps them."""
 
     @property
-    def kv_mixers(self) -> tuple[Mixer, ...]:
+    def kv_mixers(self) -> tuple[KvMixer, ...]:
         """Those that keep KV."""
-        return self.mixers if self.kv_from is None else ()
+        return tuple(each for each in self.mixers if isinstance(each, KvMixer)) if self.kv_from is None else ()
+
+    @property
+    def state_mixers(self) -> tuple[StateMixer, ...]:
+        """Those that keep a state."""
+        return tuple(each for each in self.mixers if isinstance(each, StateMixer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,9 +442,14 @@ class ModelFacts:
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
     @property
-    def kv_mixers(self) -> tuple[Mixer, ...]:
+    def kv_mixers(self) -> tuple[KvMixer, ...]:
         """Of all layers, those that keep KV: by number of their KV cache."""
         return tuple(mixer for layer in self.layers for mixer in layer.kv_mixers)
+
+    @property
+    def state_mixers(self) -> tuple[StateMixer, ...]:
+        """Of all layers, those that keep a state: by number of their states."""
+        return tuple(mixer for layer in self.layers for mixer in layer.state_mixers)
 
     @property
     def bidirectional(self) -> bool:

@@ -120,6 +120,8 @@ class ModelPlanFacts:
     kv: Callable[[int, int], KvPlan] | None = None
     """How its layers share pages, given the tokens of a column and of the longest request; None: each token takes those of
     `kv_values_per_token` that are of a rank's part of the key-value heads."""
+    state_values: int = 0
+    """Values of a request's state, in layers that keep one."""
     tapped_values: int = 0
     """Values of a token that are kept beside the stream, for what drafts from them."""
     most_draft_steps: int | None = None
@@ -231,7 +233,8 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         patches = settle("mm_encoder_step_tokens", given_patches, AUTO, choose_step_patches(machine))
         settle("mm_cache_size", config.media.mm_cache_size, AUTO, kept)
         media = replace(media, mm_encoder_step_tokens=patches)
-    running = settle("max_running_requests", config.scheduler.max_running_requests, AUTO, choose_running(machine, plan))
+    most = choose_running(machine, plan, model)
+    running = settle("max_running_requests", config.scheduler.max_running_requests, AUTO, most)
 
     resolved = replace(
         config,
@@ -422,8 +425,34 @@ def choose_fraction(plan: MemoryPlan) -> Decision[float]:
     return Decision(math.ceil(taken * 1000 / plan.total_bytes) / 1000, f"weights and KV take {show_bytes(taken)}")
 
 
-def choose_running(machine: MachineFacts, plan: MemoryPlan) -> Decision[int]:
+STATE_SHARE = 0.125
+"""Of free memory, what states of rows and snapshots of them may take by default."""
+
+
+def state_bytes(model: ModelPlanFacts) -> int:
+    """Of one request's state, which is kept in float32."""
+    return 4 * model.state_values
+
+
+def num_snapshots(rows: int) -> int:
+    """Places for states beside those of rows: for each row one while it decodes, and one for its prompt."""
+    return 2 * rows
+
+
+def most_running(machine: MachineFacts, model: ModelPlanFacts) -> int:
+    """Rows by default, at most: as many as a device gains from, and as many as there is room for their states."""
     most = MOST_RUNNING[machine.device]
+    if model.state_values:
+        each = state_bytes(model) * (1 + num_snapshots(1))
+        most = max(1, min(most, int(STATE_SHARE * machine.free_bytes) // each))
+    return most
+
+
+def choose_running(machine: MachineFacts, plan: MemoryPlan, model: ModelPlanFacts) -> Decision[int]:
+    most = most_running(machine, model)
+    if most < MOST_RUNNING[machine.device] and plan.kv_tokens // 256 >= most:
+        each = show_bytes(state_bytes(model) * (1 + num_snapshots(1)))
+        return Decision(most, f"the states of each take {each}, with snapshots")
     by_memory = max(1, plan.kv_tokens // 256)
     if by_memory < most:
         return Decision(by_memory, f"{plan.kv_tokens:,} tokens of KV cache, at 256 each")
@@ -504,7 +533,7 @@ def memory_facts(
         )
     longest = model.context_length if context is AUTO else context
     running = config.scheduler.max_running_requests
-    rows = MOST_RUNNING[machine.device] if running is AUTO else running
+    rows = most_running(machine, model) if running is AUTO else running
     step_tokens, small_step = largest_step(chunk, unwatched, longest, rows), largest_step(SMALL_STEP, 0, longest, rows)
     if model.kv is not None:
         kv = model.kv(page_size, longest)
@@ -554,6 +583,7 @@ def memory_facts(
         small_step_tokens=small_step,
         graph_bytes=graph_bytes(captured) if captured else 0,
         media_bytes=kept_bytes,
+        state_bytes=state_bytes(model) * (1 + rows + num_snapshots(rows)) if model.state_values else 0,
         page_size=page_size * layout.cp,
         model_context=model.context_length,
         context_length=None if context is AUTO else context,

@@ -10,7 +10,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bough.config.layout import Layout
-from bough.config.model_facts import Dense, FeedForward, Gqa, LayerFacts, Mixer, Mla, ModelFacts, Moe
+from bough.config.model_facts import (
+    Dense,
+    FeedForward,
+    GatedDelta,
+    Gqa,
+    LayerFacts,
+    Mixer,
+    Mla,
+    ModelFacts,
+    Moe,
+)
 from bough.core.errors import ConfigError
 
 _COARSEST_CUT = 64
@@ -89,6 +99,8 @@ def rank_mixer(mixer: Mixer, layout: Layout, rank: int) -> Mixer:
         case Mla():
             heads = cut(mixer.num_heads, layout.heads, layout.place(rank)["heads"], "attention heads")
             return replace(mixer, num_heads=width(heads))
+        case GatedDelta():
+            return mixer  # `check_servable` refuses several ranks
 
 
 def rank_ffn(ffn: FeedForward, layout: Layout, rank: int) -> FeedForward:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from bough.config.layout import Layout
-from bough.config.model_facts import Gqa, LayerFacts, Mixer, Mla, ModelFacts, Moe
+from bough.config.model_facts import Gqa, LayerFacts, Mixer, ModelFacts, Moe, StateMixer, state_values
 from bough.config.shares import rank_ffn, rank_kv_values, rank_mixer, rank_parameters, stage_layers
 from bough.core.errors import ConfigError
 
@@ -205,6 +205,10 @@ class FleetModel:
         for mixer in mixers:
             mine = rank_mixer(mixer, self.layout, rank)
             total += self._product_s(mine.num_parameters(self.facts.hidden), tokens)
+            if isinstance(mine, StateMixer):  # a row's state is read and written, in float32
+                moved = 2 * 4 * state_values(mine) * load.rows
+                total += moved / (self.hardware.read_bytes_s * self.constants.attention_read_share)
+                continue
             seen = self._seen(mixer, load) / self.layout.cp
             read = seen * load.read_tokens * sum(mine.planes) * self.kv_bytes
             width = mine.head_dim + mine.value_dim if isinstance(mine, Gqa) else 2 * mine.kv_rank + mine.rope_dim
@@ -218,7 +222,7 @@ class FleetModel:
     @staticmethod
     def _seen(mixer: Mixer, load: StepLoad) -> float:
         """The part of keys that a window leaves, for a mean row."""
-        if isinstance(mixer, Mla) or mixer.window is None or not load.tokens:
+        if not isinstance(mixer, Gqa) or mixer.window is None or not load.tokens:
             return 1.0
         mean = max(1.0, load.pairs / load.tokens)
         return min(1.0, mixer.window / mean)

@@ -168,6 +168,21 @@ class StepMedia(Struct, kw_only=True):
     tokens."""
 
 
+class StepStates(Struct, kw_only=True):
+    """Where states come from and go, in models with layers that keep one. Places of snapshots count from 1 on."""
+
+    load_slots: I32 = _no_rows()
+    """Slots whose state is loaded before the forward pass..."""
+    load_from: I32 = _no_rows()
+    """...and from where; 0: their rows begin."""
+    save_rows: I32 = _no_rows()
+    """Rows of the step whose state is saved, in ascending order..."""
+    save_after: I32 = _no_rows()
+    """...behind how many of their query tokens, ascending in each row..."""
+    save_to: I32 = _no_rows()
+    """...and where."""
+
+
 class Step(Struct, kw_only=True):
     """One launch. Arrays are owned by the step: nothing changes them after `commit`."""
 
@@ -208,6 +223,7 @@ class Step(Struct, kw_only=True):
     following_ids: I32 = _no_rows()
     """Where a proposer runs, per row: the prompt token behind its last query token. 0 where the row samples one."""
     media: StepMedia | None = None
+    states: StepStates | None = None
 
     @property
     def num_rows(self) -> int:
@@ -330,6 +346,8 @@ class RunnerLimits(Struct, frozen=True, kw_only=True):
     """Why KV that was computed at some positions can't be moved to others; empty: it can."""
     groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
     """What is kept, and for how long."""
+    num_snapshots: int | None = None
+    """Places for states beside those of slots; None: no layer keeps a state."""
     media: MediaLimits | None = None
     """None: the model takes text only."""
 

@@ -28,7 +28,7 @@ from bough.config.layout import Layout
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import largest_step
+from bough.config.resolve import largest_step, num_snapshots
 from bough.config.shares import uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.config.unproven import unproven
@@ -66,7 +66,9 @@ from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
 from bough.layers.decoder import Decoder
 from bough.layers.spread import TokenSpread
+from bough.layers.states import state_shapes
 from bough.memory.mha import KVPool, KVShape
+from bough.memory.states import StatePool
 from bough.models.load import build_model
 from bough.models.pooled import PooledModel
 from bough.platform import Device
@@ -335,6 +337,7 @@ def make_runner(
         vocab_size=facts.vocab,
         kv_stays=why_kv_stays(facts, groups, shares_context=context is not None),
         groups=groups,
+        num_snapshots=num_snapshots(running) if facts.state_mixers and pooling is None else None,
         spans=span_costs(backend, specs, pool.keys[0].itemsize) if specs and context is None else None,
         media=media_limits(facts, config, plan),
     )
@@ -357,6 +360,7 @@ def make_runner(
         most_drafts=drafts_of_row(config.speculative) if drafts is not None else 0,
         tree_width=0 if drafts is None or (tree := tree_of(config.speculative)) is None else tree.steps + 1,
         encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device),
+        states=states_pool(model, limits, device),
         context=context,
         rule=rule_of(config.speculative),
     )
@@ -365,6 +369,13 @@ def make_runner(
     if config.parallel.attn_dp_size > 1 or context is not None:
         runner.forward.narrows = False  # replicas agree on one number of tokens for all layers
     return runner
+
+
+def states_pool(model: torch.nn.Module, limits: RunnerLimits, device: Device) -> StatePool | None:
+    """For the states of layers that keep one; None: there are none."""
+    if limits.num_snapshots is None:
+        return None
+    return StatePool(state_shapes(model), limits.num_slots, limits.num_snapshots, device.torch_device)
 
 
 def balance_rank(
@@ -468,6 +479,7 @@ def serve_steps(
         layout=limits.layout,
         policy=config.cache.radix_eviction_policy,
         enabled=config.cache.radix_cache,
+        num_snapshots=limits.num_snapshots,
     )
     queues = Queues(limits, grammars_of(config, checkpoint, limits.vocab_size))
     if local.limits.media is not None:

@@ -58,7 +58,8 @@ def decide(
         frees_windows=pooling is None,
     )
     check_servable(config, checkpoint, facts, pooling)
-    if facts.through_transformers:  # modules with experts look at values on the host, which no graph can hold
+    if facts.through_transformers or facts.state_mixers:
+        # Modules with experts, and the plan of a step's states, look at values on the host, which no graph can hold.
         config = replace(config, device=replace(config.device, cuda_graph=False))
     if pooling is not None:
         config = pooling_settings(config, pooling, checkpoint, facts, device.kind)
@@ -85,6 +86,26 @@ def _check_through_transformers(config: Config, pooling: PoolingFacts | None) ->
         )
 
 
+def _check_stateful(config: Config, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
+    """What layers that keep a state can't do yet."""
+    parallel, drafts = config.parallel, config.speculative.speculative_algorithm
+    whole = "such layers are not split: each rank would need a part of every state"
+    for asked, flag, why in (
+        (drafts != "none", "--speculative-algorithm", "drafts that turn out wrong can't be taken out of a state"),
+        (parallel.tp_size > 1, "--tp-size", whole),
+        (parallel.pp_size > 1, "--pp-size", whole),
+        (parallel.attn_dp_size > 1, "--attn-dp-size", whole),
+        (pooling is not None, "--is-embedding", "models that pool keep nothing between steps"),
+    ):
+        if asked:
+            raise ConfigError(
+                what=f"{flag} does not work with {facts.architecture}",
+                why=f"some of its layers keep a state; {why}",
+                fix=f"leave {flag} out",
+                param=flag.removeprefix("--").replace("-", "_"),
+            )
+
+
 def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
     """Raises `ConfigError` for what building the model would fail with, so that commands that only ask report it, too."""
     if facts.through_transformers:
@@ -108,6 +129,8 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
             fix="use --tp-size or --attn-dp-size instead",
             param="attn_cp_size",
         )
+    if stateful:
+        _check_stateful(config, facts, pooling)
     if config.model.dummy_routing == "uniform" and not any(isinstance(layer.ffn, Moe) for layer in facts.layers):
         raise ConfigError(
             what="dummy_routing is uniform, the model has no experts",

@@ -13,7 +13,7 @@ from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import ModelFacts, state_values
 from bough.config.resolve import MachineFacts, ModelPlanFacts
 from bough.config.shares import largest_share
 from bough.models.registry import find_architecture
@@ -83,12 +83,13 @@ def plan_facts(
         weight_format=rules.summary if rules is not None else "",
         kv_format=rules.kv.kind if rules is not None and rules.kv is not None else "",
         kv_values_per_token=sum(sum(mixer.planes) for mixer in facts.kv_mixers),
-        num_kv_heads=max(mixer.num_kv_heads for mixer in facts.mixers),
+        num_kv_heads=max((mixer.num_kv_heads for mixer in facts.kv_mixers), default=1),
         hidden_size=facts.hidden,
         ffn_size=max((layer.ffn.inner_values for layer in facts.layers if layer.ffn is not None), default=0),
         attention_width=max(mixer.projected for mixer in facts.mixers),
         vocab_size=facts.vocab,
         tower=facts.tower,
+        state_values=sum(state_values(mixer) for mixer in facts.state_mixers),
         weight_share=largest_share(facts, layout),
         kv=partial(_groups if frees_windows else _one_group, facts, layout),
     )

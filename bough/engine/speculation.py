@@ -55,14 +55,14 @@ def load_draft(
     load_format = asked.speculative_draft_load_format
     dtype, quantization = DTYPES[config.model.dtype], asked.speculative_draft_model_quantization
     load_format = config.model.load_format if load_format == "auto" else load_format
-    first_layer = len(target.mixers)
+    first_layer = len(target.kv_mixers)
     if facts.method == "STANDALONE":
         whole = build_model(
             draft.checkpoint, dtype=dtype, device=device.torch_device, mesh=mesh, load_format=load_format,
             quantization=quantization, context_length=plan.context_length, seed=config.model.seed, model_impl="bough",
             first_layer=first_layer,
         )  # fmt: skip
-        num_layers = len(facts.model.mixers)
+        num_layers = len(facts.model.kv_mixers)
         assert isinstance(whole, torch.nn.Module)
         proposer = StandaloneProposer(whole, num_layers, first_layer + num_layers - 1, target.vocab)
         return LoadedDraft(proposer, whole, facts)

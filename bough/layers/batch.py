@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeGuard
 
@@ -15,8 +16,10 @@ __all__ = [
     "AttentionSpec",
     "Batch",
     "BatchMedia",
+    "BatchStates",
     "Model",
     "RotatingBackend",
+    "StatePhase",
     "Taps",
     "attention_specs",
     "rotates",
@@ -76,6 +79,30 @@ class BatchMedia:
 
 
 @dataclass(slots=True)
+class StatePhase:
+    """Parts of rows whose states are advanced together, and then kept elsewhere where that is wanted."""
+
+    ones_at_N: Tensor
+    """int64 indices into T of tokens that are alone in their part..."""
+    ones_N: Tensor
+    """...and int64: their rows' states."""
+    longs: tuple[tuple[slice, int], ...] = ()
+    """Tokens of the other parts, and their states."""
+    saves: tuple[Tensor, Tensor] | None = None
+    """int64: states that are copied behind these parts, and to where; None: none are."""
+
+
+@dataclass(slots=True)
+class BatchStates:
+    """What layers keep of the rows' tokens before the step, and advance."""
+
+    layers: Sequence[tuple[Tensor, ...]]
+    """By layer that keeps a state: [states, ...] each."""
+    phases: Sequence[StatePhase]
+    """A row's parts are in phases that follow one another."""
+
+
+@dataclass(slots=True)
 class Taps:
     """States of the stream that are read between a model's layers, of all tokens."""
 
@@ -110,6 +137,8 @@ class Batch:
     """int64 [axes, T]: positions with several axes (mrope), in steps that have media; None: `positions_T` says all."""
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By `id` of a `Rope`: positions and table of this pass, where they differ from the layer's own (`Rope.at`)."""
+    states: BatchStates | None = None
+    """None: layers that keep states take all tokens for one row from its beginning, and keep nothing."""
     segments_T: Tensor | None = None
     """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
 

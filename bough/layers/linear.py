@@ -69,12 +69,34 @@ class ColumnLinear(_Weighted):
         return self.matrix.forward(value_of(x), self.bias)
 
 
+class GroupedLinear(_Weighted):
+    """Several products of the same inputs, all on every rank. A checkpoint may store their rows in groups, a part of each
+    product in every group."""
+
+    def __init__(self, in_dim: int, widths: dict[str, int], groups: int, build: Build) -> None:
+        """`widths`: outputs by name."""
+        parts = tuple(Part(name, (width, in_dim), ALL, ALL) for name, width in widths.items())
+        super().__init__(parts, build, bias=False)
+        self.widths = list(widths.values())
+        self.groups = groups
+
+    def slots(self) -> dict[str, Slot]:
+        return {name: replace(slot, head_rows=slot.shape[0] // self.groups) for name, slot in super().slots().items()}
+
+    def forward(self, x: Input) -> list[Tensor]:
+        return list(torch.split(self.matrix.forward(value_of(x), self.bias), self.widths, -1))
+
+
 class HeadsLinear(_Weighted):
     """Each rank computes its heads' outputs from all inputs."""
 
     def __init__(self, in_dim: int, num_heads: int, head_dim: int, mine: slice, build: Build) -> None:
         rows = slice(mine.start * head_dim, mine.stop * head_dim)
         super().__init__((Part("", (num_heads * head_dim, in_dim), rows, ALL),), build, bias=False)
+        self.head_dim = head_dim
+
+    def slots(self) -> dict[str, Slot]:
+        return {name: replace(slot, head_rows=self.head_dim) for name, slot in super().slots().items()}
 
     def forward(self, x: Input) -> Tensor:
         return self.matrix.forward(value_of(x), self.bias)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from bough.config.model_facts import LayerFacts, Mla, ModelFacts, Moe
+from bough.config.model_facts import GatedDelta, LayerFacts, Mla, ModelFacts, Moe
 from bough.config.rope_facts import RopeFacts
 from bough.config.shares import stage_layers
 from bough.core.errors import ConfigError
 from bough.layers.attention import Attention
 from bough.layers.build import Build
+from bough.layers.gated_delta import GatedDeltaNet
 from bough.layers.latent_attention import LatentAttention
 from bough.layers.mlp import GatedMlp, Mlp
 from bough.layers.moe import MixtureOfExperts
@@ -38,10 +39,14 @@ class Parts:
         """A norm of the stream."""
         return make_norm(self.facts.norm, self.facts.hidden, self.build)
 
-    def attention(self, index: int, *, in_dim: int | None = None) -> Attention | LatentAttention:
-        """The attention of a layer that has nothing else. `in_dim`: as in `Attention`."""
+    def attention(self, index: int, *, in_dim: int | None = None) -> Attention | LatentAttention | GatedDeltaNet:
+        """The attention of a layer that has nothing else, or what stands in its place. `in_dim`: as in `Attention`."""
         (mixer,) = self.layer(index).mixers
-        place = self.build.first_layer + index - self.stage.start
+        before = self.facts.layers[self.stage.start : index]
+        if isinstance(mixer, GatedDelta):
+            place = sum(len(layer.state_mixers) for layer in before)
+            return GatedDeltaNet(mixer, place, self.facts.hidden, self.build)
+        place = self.build.first_layer + sum(len(layer.kv_mixers) for layer in before)
         if isinstance(mixer, Mla):
             return LatentAttention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build)
         return Attention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build, in_dim=in_dim)

@@ -20,7 +20,7 @@ from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tre
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
 from bough.kernels.step_start import SlotState, locate, start_step
-from bough.layers.batch import AttentionBackend, Batch, Model
+from bough.layers.batch import AttentionBackend, Batch, BatchStates, Model
 from bough.memory.mha import KVPool
 from bough.runner.accepting import AcceptRule
 from bough.runner.context import AttentionFactory, ContextShare, Cut
@@ -107,11 +107,12 @@ class Forward:
         read: Read | None = None,
         media: MediaTensors | None = None,
         items: StepItems | None = None,
+        states: BatchStates | None = None,
     ) -> Tensor:
         """Makes the step's page-table writes, and gives hidden states after the final norm at token indices `at` (all
         tokens: None). `read` gets what a proposer will need."""
         if at is not None and not len(at):
-            return self.hidden(tensors, extent, at.new_zeros(1), segments, read, media, items)[:0]
+            return self.hidden(tensors, extent, at.new_zeros(1), segments, read, media, items, states)[:0]
         state, ids, pool = self.state, tensors.ids_T, self.pool
         start_step(state, tensors, self.page_size)
         lines = None
@@ -178,6 +179,7 @@ class Forward:
             loc_T=tensors.loc_T if extent.host is None else None,
             segments_T=segments,
             taps=None if read is None else read.taps,
+            states=states,
         )
         if media is not None:
             media.put(batch)

@@ -17,6 +17,7 @@ from bough.kernels.draft_tree import TreePath
 from bough.kernels.step_start import SlotState
 from bough.layers.batch import Model
 from bough.memory.mha import KVPool
+from bough.memory.states import StatePool
 from bough.memory.transfer import download, upload
 from bough.platform.device import Device
 from bough.runner.accepting import AcceptRule
@@ -32,6 +33,7 @@ from bough.runner.items import StepItems, items_of
 from bough.runner.moves import Mover
 from bough.runner.proposing import Bounds, Proposer, Read
 from bough.runner.staging import Stage, Stages
+from bough.runner.states import states_of
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, RichSamples, Shaper, apply_masks
 from bough.sampler.state import Samples, SlotParams
@@ -58,13 +60,16 @@ class ModelRunner:
         encoder: TowerRunner | None = None,
         context: ContextShare | None = None,
         rule: AcceptRule | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
         what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`. `proposer` leaves the
         drafts of `Step.proposals`, at most `most_drafts` per row; they form trees with paths of `tree_width` tokens, if that
         is not 0. `encoder` carries out `Step.media`; without one the model takes text only, or this stage does not begin
-        it. `context`: where ranks share the KV of sequences. `rule`: which drafts count."""
+        it. `context`: where ranks share the KV of sequences. `rule`: which drafts count. `states`: of layers that keep
+        one."""
         self.samples = samples
+        self.states = states
         self.limits = limits
         self.mover = mover
         self.machine = device
@@ -92,7 +97,9 @@ class ModelRunner:
         """Called before every step, on every rank."""
         self._stages = Stages(device, stage_bytes(limits))
         self.graphs: Graphs | None = None
-        if graph_max_tokens and device.is_async:
+        if states is not None:
+            self.forward.narrows = False  # the last layer may keep a state, of all tokens
+        elif graph_max_tokens and device.is_async:
             self.graphs = Graphs(
                 self.forward,
                 max_tokens=graph_max_tokens,
@@ -188,6 +195,7 @@ class ModelRunner:
         items: StepItems | None,
     ) -> Launched:
         tensors = self.packer.upload(step, samples, stage)
+        kept = None if self.states is None else states_of(step, self.states)
         extent = Extent(
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),
@@ -208,7 +216,7 @@ class ModelRunner:
         launched = LaunchedStep(self, step, samples, tensors, stage)
         launched.read = self.forward.reading(step.proposals)
         wanted = at if self.samples else None
-        hidden = self.forward.hidden(tensors, extent, wanted, read=launched.read, media=media, items=items)
+        hidden = self.forward.hidden(tensors, extent, wanted, read=launched.read, media=media, items=items, states=kept)
         if not self.samples:
             return launched
         if states is not None:

@@ -78,7 +78,7 @@ def _job(queues: Queues, ask: Generate, now: float) -> Job:
     prompt = unpack_ids(ask.prompt)
     spec = ask.logprobs
     queues.next_seq += 1
-    return Job(
+    job = Job(
         ask=ask,
         id=ask.id,
         prompt=prompt,
@@ -89,6 +89,9 @@ def _job(queues: Queues, ask: Generate, now: float) -> Job:
         accepted_s=now,
         scored_to=max(spec.start, 0) if spec is not None and spec.start >= 0 else 0,
     )
+    if queues.limits.num_snapshots is not None:
+        job.jumps = False  # a respelled token can't be taken out of a state
+    return job
 
 
 def _check_items(job: Job) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from bough.cache.nodes import Node
 from bough.cache.prefix import PrefixCache
 from bough.core.messages import LogprobSpec
 from bough.core.step import FROM_DEVICE, I32, I64, NO_PROPOSER, SlotSetup, Step, StepMedia
@@ -20,6 +21,7 @@ from bough.scheduler.prefill import Share
 from bough.scheduler.queues import Job, Prefilling, Queues, Running
 from bough.scheduler.sharing import Groups
 from bough.scheduler.slots import NEVER, NO_TOKEN, ONE
+from bough.scheduler.states import StateSave, StateStep, keep_state
 
 _NO_PLACES = np.empty(0, np.int64)
 _NO_PAGES = np.empty(0, np.int32)
@@ -38,6 +40,8 @@ class ChunkRow(Struct):
     start: int
     num_tokens: int
     is_last: bool
+    known: int = 0
+    """As `Match.known`."""
 
 
 class Flight(Struct):
@@ -52,6 +56,8 @@ class Flight(Struct):
     tails_accepted: bool = False
     rejected: dict[int, str] = {}
     """Row -> why its grammar gave up."""
+    saves: list[StateSave] = []
+    """States of chunks that the tree is to have."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -72,6 +78,8 @@ class _Arrays:
         self.table_at: list[I64] = []
         self.table_pages: list[I32] = []
         self.setups: list[SlotSetup] = []
+        self.loads: list[tuple[int, int]] = []
+        """Slots whose state is loaded, and from where."""
         self.tails: list[tuple[int, I32]] = []
         """Slots whose first column of their own begins as a copy, and of which pages."""
 
@@ -135,6 +143,12 @@ def commit(
     if queues.drafter is not None:
         _mark_proposals(step, where, plan, queues, arrays)
     flight = Flight(step, where, chunks, tails)
+    if limits.num_snapshots is not None:
+        made = StateStep(queues, cache, arrays.loads)
+        made.add_decodes(where[:num], step.context[:num])
+        for chunk in chunks:
+            made.add_chunk(chunk.row, chunk.slot, chunk.start, chunk.num_tokens, chunk.job, chunk.known)
+        step.states, flight.saves = made.done(), made.saves
     _mark_scored(flight)
     if queues.gates:
         _mark_constrained(flight, queues)
@@ -193,13 +207,17 @@ def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arr
     queues.waiting.remove(waiting)
     node, pages = cache.lock(job.ask.namespace, waiting.key, share.start, job.ask.priority)
     slot = slots.take()
-    row = Prefilling(job, slot, node, waiting.key, share.start, share.start)
+    row = Prefilling(job, slot, node, waiting.key, share.start, share.start, share.known)
     queues.prefilling[slot] = queues.where[job.id] = row
     _fill_slot(queues, row, limits)
     columns = pages.shape[1]
     slots.num_columns[slot] = slots.tree_columns[slot] = columns
     if slots.layout.windows:
         slots.gone[:, slot] = slots.layout.gone(columns * slots.layout.page_size)
+    if limits.num_snapshots is not None:
+        place, step = cache.snapshot_of(node) if share.start else (0, -1)
+        arrays.loads.append((slot, place))
+        slots.state_step[slot] = step
     if share.tail_pages is not None:
         arrays.tails.append((slot, share.tail_pages))
     if columns:
@@ -329,30 +347,39 @@ def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
     """
     if not cache.enabled:
         return
-    slots, size = queues.slots, cache.page_size
+    size = cache.page_size
     for chunk in flight.chunks:
-        slot = chunk.slot
-        row = _row_of(queues, slot)
-        node = row.node
+        for save in [each for each in flight.saves if each.slot == chunk.slot]:
+            node = _grow_to(save.num_tokens, chunk, flight, queues, cache)
+            keep_state(cache, node, save, flight.step.index)
         end = chunk.job.tree_end(chunk.start + chunk.num_tokens)
-        end -= end % size
-        if end <= node.depth:
-            continue
-        first = node.depth // size
-        extended = cache.insert(
-            node,
-            chunk.key[node.depth : end],
-            slots.table[:, slot, first : end // size],
-            step=flight.step.index,
-            gone=slots.gone[:, slot],
-            priority=chunk.job.ask.priority,
-        )
-        row.node = extended.node
-        slots.tree_columns[slot] = end // size
-        for at, pages in extended.switched:
-            lo, hi = first + at, first + at + pages.shape[1]
-            slots.table[:, slot, lo:hi] = pages
-            slots.mark_dirty(slot, lo, hi)
+        _grow_to(end - end % size, chunk, flight, queues, cache)
+    flight.saves = []
+
+
+def _grow_to(end: int, chunk: ChunkRow, flight: Flight, queues: Queues, cache: PrefixCache) -> Node:
+    """Enters a chunk's pages up to `end` into the tree. Returns the row's node."""
+    slots, size, slot = queues.slots, cache.page_size, chunk.slot
+    row = _row_of(queues, slot)
+    node = row.node
+    if end <= node.depth:
+        return node
+    first = node.depth // size
+    extended = cache.insert(
+        node,
+        chunk.key[node.depth : end],
+        slots.table[:, slot, first : end // size],
+        step=flight.step.index,
+        gone=slots.gone[:, slot],
+        priority=chunk.job.ask.priority,
+    )
+    row.node = extended.node
+    slots.tree_columns[slot] = end // size
+    for at, pages in extended.switched:
+        lo, hi = first + at, first + at + pages.shape[1]
+        slots.table[:, slot, lo:hi] = pages
+        slots.mark_dirty(slot, lo, hi)
+    return extended.node
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -423,7 +450,7 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
         following_id = 0 if is_last else int(slots.history[slot, end])
         tokens = slots.history[slot, row.computed : end]
         at = arrays.add(slot, row.computed, tokens, samples=samples, following_id=following_id)
-        chunks.append(ChunkRow(at, slot, job, row.key, row.computed, count, is_last))
+        chunks.append(ChunkRow(at, slot, job, row.key, row.computed, count, is_last, row.known))
         row.computed += count
         slots.kv_high[slot] = row.computed
         slots.last_step[slot] = index

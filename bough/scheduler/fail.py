@@ -9,6 +9,7 @@ from bough.scheduler.leave import end_request, let_go, make_end, release_settled
 from bough.scheduler.media import lost_rows
 from bough.scheduler.queues import Leaving, Queues, Row
 from bough.scheduler.slots import UNKNOWN_TURN
+from bough.scheduler.states import give_up_state
 
 _OOM_STEPS = 2
 """A request whose prefill (or whose decode, with no prefill to blame) ran the device out of memory this often fails."""
@@ -35,6 +36,8 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     queues.counters.failed_steps += 1
     queues.settled = step.index
     cache.drop_step(step.index)
+    for save in flight.saves:  # the step was not launched
+        give_up_state(cache, save)
     if step.media is not None:
         queues.slots.turn[step.media.turn_slots] = UNKNOWN_TURN  # whether the device has them is anybody's guess
     lost = queues.media.store.drop_step(step.index) if queues.media is not None else set()
@@ -63,7 +66,8 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
         for other in others:
             _drop_readers(queues, cache, other, lost)
     for other in others:
-        if other.node.detached and queues.slots.live[other.slot]:
+        lost_state = queues.slots.state_step[other.slot] >= step.index
+        if (other.node.detached or lost_state) and queues.slots.live[other.slot]:
             _start_again(queues, cache, other, keep_kv=False)
     cache.settle(step.index)
     release_settled(queues, cache)

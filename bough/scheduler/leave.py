@@ -11,6 +11,7 @@ from bough.core.messages import End, EndReason, RowOutput, TraceSpan, owned_name
 from bough.core.reasoning import reasoning_of
 from bough.core.step import I32, I64
 from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
+from bough.scheduler.states import drop_state, give_up_state, keep_state, take_state
 
 _NO_IDS = np.empty(0, np.int32)
 
@@ -187,12 +188,14 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
         end = job.tree_end(int(min(slots.kv_settled[slot], slots.known[slot])))
         end -= end % size
         if end > node.depth:
-            first = node.depth // size
-            tail = key_span(queues, job, slot, node.depth, end)
-            pages = slots.table[:, slot, first : end // size]
-            gone = slots.gone[:, slot]
-            node = cache.insert(node, tail, pages, step=-1, gone=gone, priority=job.ask.priority).node
-            slots.tree_columns[slot] = end // size
+            save = take_state(queues, slot)
+            if save is not None and node.depth < save.num_tokens <= end:
+                node = _enter_tree(queues, cache, row, node, save.num_tokens)
+                keep_state(cache, node, save, queues.settled)
+            elif save is not None:
+                give_up_state(cache, save)
+            node = _enter_tree(queues, cache, row, node, end)
+    drop_state(queues, cache, slot)
     private = slots.private_pages(slot)
     if job.ask.keep and row.keep_kv and not row.requeue and slots.kv_settled[slot] >= len(job.prompt):
         private = _keep(queues, cache, row, node, private)
@@ -212,6 +215,18 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
         waiting = Waiting(job, np.concatenate([job.key, job.output.astype(np.int64)]))
         queues.where[job.id] = waiting
         queues.waiting.put_back(waiting)
+
+
+def _enter_tree(queues: Queues, cache: PrefixCache, row: Leaving, node: Node, end: int) -> Node:
+    """Moves the row's pages up to `end` into the tree. Returns the node that they end in."""
+    slots, slot, size = queues.slots, row.slot, cache.page_size
+    if end <= node.depth:
+        return node
+    tail = key_span(queues, row.job, slot, node.depth, end)
+    pages = slots.table[:, slot, node.depth // size : end // size]
+    slots.tree_columns[slot] = end // size
+    gone = slots.gone[:, slot]
+    return cache.insert(node, tail, pages, step=-1, gone=gone, priority=row.job.ask.priority).node
 
 
 def _keep(queues: Queues, cache: PrefixCache, row: Leaving, node: Node, private: I32) -> I32:

@@ -56,6 +56,11 @@ class Limits:
     """What attention takes for shared spans; None: nothing is shared."""
     kv_stays: str = ""
     """Why KV that was computed at some positions can't be moved to others; empty: it can."""
+    num_snapshots: int | None = None
+    """Places for states beside those of slots; None: no layer keeps a state."""
+    state_interval: int = 64
+    """Tokens between saves of the state of a row that decodes, at least: a state is as large as the KV of hundreds of
+    tokens, and is copied whole."""
     media: MediaLimits | None = None
     """What the device holds of media; None: the model takes text only."""
     max_retractions: int = 4
@@ -112,6 +117,7 @@ class Limits:
             media=runner.media,
             kv_stays=runner.kv_stays,
             groups=runner.groups,
+            num_snapshots=runner.num_snapshots,
             max_running=runner.num_slots if running is AUTO else min(_int(running), runner.num_slots),
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,

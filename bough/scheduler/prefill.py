@@ -53,6 +53,8 @@ class Share(Struct):
     does."""
     ahead: int = 0
     """Tokens behind its own that it has pages for, too."""
+    known: int = 0
+    """As `Match.known`, of a request that is admitted."""
 
     @property
     def left(self) -> int:
@@ -368,6 +370,7 @@ class _Sharing:
         is_long = left > self.short_cut and not is_starved(waiting)
         start, tail = candidate.found.num_tokens, candidate.found.tail_pages
         share = Share(waiting, start, candidate.cached, 0, is_long, self._is_slow(left), tail)
+        share.known = candidate.found.known
         self.pages -= candidate.num_locked
         if not self._give(share, first=not self.plan.shares):
             self.pages += candidate.num_locked

@@ -144,6 +144,8 @@ class Prefilling(Struct, eq=False):
     """0 <= computed < len(key): tokens whose KV is in memory or launched."""
     found: int = 0
     """As many as that when it got its slot."""
+    known: int = 0
+    """As `Match.known` then."""
 
 
 class Running(Struct, eq=False):

@@ -81,6 +81,12 @@ class SlotTable:
         """Retracted too often: its memory is reserved to the end, and it is not retracted again."""
         self.turn: I32 = np.zeros(n, np.int32)
         """How far positions stand from where their KV lies, as the device has it (`StepMedia.turns`)."""
+        self.snapshot: I32 = np.zeros(n, np.int32)
+        """Where a state of the row is that its steps have saved while it decoded; 0: nowhere..."""
+        self.snapshot_at: I32 = np.zeros(n, np.int32)
+        """...and the tokens that it is of."""
+        self.state_step: I64 = np.full(n, -1, np.int64)
+        """The step that wrote the state that the row began with."""
         self.dirty: dict[int, tuple[int, int]] = {}
         """Columns `lo..hi` that the device's page table does not have yet."""
         self._free = list(range(n - 1, -1, -1))

@@ -36,7 +36,9 @@ from bough.engine.attention import attention_factory
 from bough.engine.loop import Loop
 from bough.layers.batch import AttentionSpec, Model, attention_specs
 from bough.layers.decoder import Decoder
+from bough.layers.states import state_shapes
 from bough.memory.mha import KVPool, KVShape
+from bough.memory.states import StatePool
 from bough.platform import Device
 from bough.runner.accepting import AcceptRule
 from bough.runner.encoder import TowerRunner
@@ -97,6 +99,9 @@ class Setup:
     most_drafts: int = 3
     """Of a row, that a proposer on the device leaves."""
     frees_windows: bool = True
+    num_snapshots: int = 16
+    """Places for states, of models with layers that keep one."""
+    state_interval: int = 8
     """Layers with windows keep no more than those."""
 
 
@@ -182,6 +187,7 @@ class InProcess:
         device = Device("cuda" if setup.device == "cuda" else "cpu")
         slots, per_slot = setup.num_slots, -(-setup.context_length // setup.page_size)
         specs = attention_specs(model) + ([] if proposer is None else attention_specs(proposer.network))
+        kept = state_shapes(model)
         groups = groups_of(specs, setup.context_length if setup.frees_windows and proposer is None else 0)
         height = KvLayout(groups, setup.page_size).column_pages
         self.limits = RunnerLimits(
@@ -194,6 +200,7 @@ class InProcess:
             vocab_size=vocab_size,
             media=_media_limits(model, setup),
             groups=groups,
+            num_snapshots=setup.num_snapshots if kept else None,
         )
         shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
         pool = KVPool(
@@ -214,6 +221,7 @@ class InProcess:
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0,
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
             tree_width=0 if proposer is None else proposer.tree_width, encoder=encoder, rule=rule,
+            states=StatePool(kept, slots, setup.num_snapshots, device.torch_device) if kept else None,
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(
@@ -233,6 +241,8 @@ class InProcess:
             spans=spans if setup.shared_spans and self.limits.layout.growing_pages else None,
             max_step_drafts=64,
             groups=groups,
+            num_snapshots=self.limits.num_snapshots,
+            state_interval=setup.state_interval,
         )
         self.queues = Queues(limits, grammars)
         self.features: dict[str, npt.NDArray[np.generic]] = {}
@@ -242,7 +252,8 @@ class InProcess:
             setup.drafts, slots, overlaps=setup.overlap, answers=answers, most_drafts=setup.most_drafts
         )
         self.cache = PrefixCache(
-            num_pages=limits.num_pages, layout=limits.layout, enabled=setup.radix_cache, policy=setup.eviction
+            num_pages=limits.num_pages, layout=limits.layout, enabled=setup.radix_cache, policy=setup.eviction,
+            num_snapshots=limits.num_snapshots,
         )  # fmt: skip
         self.mailbox = Mailbox()
         self.stream = setup.stream

@@ -206,6 +206,7 @@ class Sim:
         propose: Callable[[list[int], int], list[int]] | None = None,
         media: MediaLimits | None = None,
         groups: tuple[KvGroup, ...] = (KvGroup(Grows()),),
+        num_snapshots: int | None = None,
         **limits: object,
     ) -> None:
         self.runner_limits = RunnerLimits(
@@ -219,6 +220,7 @@ class Sim:
             vocab_size=VOCAB,
             spans=SpanCosts() if KvLayout(groups, page_size).growing_pages else None,
             groups=groups,
+            num_snapshots=num_snapshots,
         )
         defaults: dict[str, object] = {
             "max_running": num_slots,
@@ -249,7 +251,9 @@ class Sim:
         self.queues.drafter = drafter
         if media is not None:
             self.queues.media = MediaAccount(media, opened_features)
-        self.cache = PrefixCache(num_pages=num_pages, layout=self.limits.layout, policy=eviction, enabled=radix)
+        self.cache = PrefixCache(
+            num_pages=num_pages, layout=self.limits.layout, policy=eviction, enabled=radix, num_snapshots=num_snapshots
+        )
         self.loop = Loop(
             runner=self.runner,
             queues=self.queues,

@@ -83,6 +83,8 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         groups = tuple(group for group in groups if page_size % group.parts == 0) or (ALL,)
     height = draw(st.integers(1, KvLayout(groups, page_size).column_pages))
     return {
+        "num_snapshots": draw(st.sampled_from([None, None, None, 0, 2, 20])),
+        "state_interval": draw(st.sampled_from([4, 16])),
         "groups": groups,
         "page_size": page_size,
         "num_pages": tokens // page_size * height + 1,

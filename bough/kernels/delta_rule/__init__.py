@@ -1,0 +1,29 @@
+"""The gated delta rule: what heads read from matrices that decay and that each token corrects at its key.
+
+in: queries, keys, values, rates and states. out: what is read, and the states behind the last token. never: projections,
+norms, or whose states they are.
+
+For each head with state S [K, V]: S <- exp(g) S; S <- S + k (b (v - S^T k))^T; the token reads S^T q. All in float32.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bough.kernels.choices import standard
+
+_IMPLEMENTATIONS = standard(__name__)
+
+
+def scan_row(q_LHK: Tensor, k_LHK: Tensor, v_LHV: Tensor, g_LH: Tensor, b_LH: Tensor, state_HKV: Tensor) -> Tensor:
+    """[L, H, V]: what the L tokens of a row read, one after the other. The state is advanced in place."""
+    read: Tensor = _IMPLEMENTATIONS.pick("scan_row", q_LHK.device)(q_LHK, k_LHK, v_LHV, g_LH, b_LH, state_HKV)
+    return read
+
+
+def step_rows(
+    q_RHK: Tensor, k_RHK: Tensor, v_RHV: Tensor, g_RH: Tensor, b_RH: Tensor, states_SHKV: Tensor, at_R: Tensor
+) -> Tensor:
+    """[R, H, V]: what one token of each row reads. The rows' states, `at_R`, are advanced in place."""
+    read: Tensor = _IMPLEMENTATIONS.pick("step_rows", q_RHK.device)(q_RHK, k_RHK, v_RHV, g_RH, b_RH, states_SHKV, at_R)
+    return read
