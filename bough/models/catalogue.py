@@ -127,6 +127,13 @@ GROUPS: Final = (
         },
     ),
     FamilyGroup(
+        "Layers that keep a state",
+        "tests/models/test_state_families.py",
+        {
+            "Qwen3NextForCausalLM": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        },
+    ),
+    FamilyGroup(
         "Models that see or hear",
         "tests/media",
         {

@@ -35,12 +35,7 @@ def sparse_layers(config: Fields, experts: Moe) -> list[FeedForward]:
     return [experts if each else reading.dense(config) for each in sparse]
 
 
-WEIGHTS = Mapping(
-    *ENDS,
-    *NORMS,
-    *ATTENTION,
-    *FEED_FORWARD,
-    *EXPERTS,
+SHARED_EXPERT = (
     Rename("model.layers.*.mlp.shared_expert_gate", "layers.*.mlp.shared.gate"),
     Fuse(
         "layers.*.mlp.shared.gate_up",
@@ -48,5 +43,13 @@ WEIGHTS = Mapping(
         up="model.layers.*.mlp.shared_expert.up_proj",
     ),
     Rename("model.layers.*.mlp.shared_expert.down_proj", "layers.*.mlp.shared.down"),
+)
+WEIGHTS = Mapping(
+    *ENDS,
+    *NORMS,
+    *ATTENTION,
+    *FEED_FORWARD,
+    *EXPERTS,
+    *SHARED_EXPERT,
 )
 make = pre_norm

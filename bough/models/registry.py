@@ -42,6 +42,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Phi3ForCausalLM": "bough.models.phi3",
     "MixtralForCausalLM": "bough.models.mixtral",
     "Qwen2MoeForCausalLM": "bough.models.qwen2_moe",
+    "Qwen3NextForCausalLM": "bough.models.qwen3_next",
     "Qwen3MoeForCausalLM": "bough.models.qwen3_moe",
     "GraniteForCausalLM": "bough.models.granite",
     "OlmoForCausalLM": "bough.models.olmo",

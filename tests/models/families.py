@@ -317,10 +317,30 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("MiniCPM3", {**LATENT_SIZES, "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 24}),
 }
 
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+GATED_SHARED = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", {**DELTA, **GATED_SHARED}),
+    "qwen3_next-dense": ("Qwen3Next", {**DELTA, **GATED_SHARED, "mlp_only_layers": [0, 2]}),
+}
 
-def check_family(prefix: str, extra: dict[str, Any], folder: Path) -> None:
+
+def check_family(prefix: str, extra: dict[str, Any], folder: Path, *, cached: int = len(COMMON)) -> None:
     """Logits are transformers' to 1e-4. So are 64 greedy tokens through the engine, with prompts cut into chunks, rows
-    that join while others decode, and once more from the prefix cache. Raises AssertionError."""
+    that join while others decode, and once more from the prefix cache, which has the first `cached`
+    tokens at least. Raises AssertionError."""
     reference = make_tiny(prefix, folder, **extra)
     checkpoint = open_checkpoint(str(folder))
     model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), context_length=128)
@@ -328,10 +348,10 @@ def check_family(prefix: str, extra: dict[str, Any], folder: Path) -> None:
     held = sum(parameter.numel() for parameter in model.parameters())
     counted = facts_of(checkpoint.config).num_parameters()
     assert abs(held - counted) <= 0.002 * held, "memory is planned by this"
-    check_answers(reference, model)
+    check_answers(reference, model, cached)
 
 
-def check_answers(reference: Any, model: Model) -> None:
+def check_answers(reference: Any, model: Model, cached: int = len(COMMON)) -> None:
     """Logits and greedy tokens of a model are its reference's; see `check_family`. Raises AssertionError."""
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPTS[0]])).logits[0]
@@ -344,7 +364,7 @@ def check_answers(reference: Any, model: Model) -> None:
     assert answers == greedy(reference, PROMPTS, answers)
     again = engine.finish([engine.submit(prompt) for prompt in PROMPTS[::-1]])
     assert [answer.tokens for answer in again] == answers[::-1]
-    assert all(answer.end is not None and answer.end.cached_tokens >= len(COMMON) for answer in again)
+    assert all(answer.end is not None and answer.end.cached_tokens >= cached for answer in again)
 
 
 def greedy(reference: Any, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:

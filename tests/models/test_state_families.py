@@ -1,0 +1,94 @@
+"""Families with layers that keep a state against transformers: logits, greedy tokens, and answers that go on from
+snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import PROMPTS, STATES, check_family, greedy
+from in_process import InProcess, Setup
+from tiny import SIZES, make_tiny
+
+from bough.config.concerns import Config, ModelConfig
+from bough.config.hf import open_checkpoint
+from bough.core.errors import ConfigError
+from bough.engine.decide import check_servable
+from bough.models.load import build_model
+from bough.models.registry import facts_of
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_answers_as_transformers_does(case: str, tmp_path: Path) -> None:
+    check_family(*STATES[case], tmp_path, cached=28)  # in whole pages of 4
+
+
+@pytest.mark.parametrize("case", ["qwen3_next"])
+def test_a_conversation_goes_on_from_snapshots(case: str, tmp_path: Path) -> None:
+    """Turns that repeat what was said, a branch in the middle, and rows that lose their memory."""
+    prefix, extra = STATES[case]
+    reference = make_tiny(prefix, tmp_path, **extra)
+    model = build_model(
+        open_checkpoint(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), context_length=256
+    )
+    setup = Setup(chunk_tokens=16, page_size=4, context_length=256)
+    engine = InProcess(model, SIZES["vocab_size"], setup)
+    (first,) = engine.generate(PROMPTS[:1])
+    assert [first] == greedy(reference, PROMPTS[:1], [first])
+    said = [*PROMPTS[0], *first, 9, 8, 7]
+    (answer,) = engine.finish([engine.submit(said)])
+    assert [answer.tokens] == greedy(reference, [said], [answer.tokens])
+    assert answer.end is not None
+    assert answer.end.cached_tokens >= len(said) - 3 - setup.state_interval - setup.page_size
+    branch = [*said[:50], *PROMPTS[1][:20]]
+    for cached in (32, 48):  # the first finds no state where it parts from the others, and leaves one
+        (answer,) = engine.finish([engine.submit(branch)])
+        assert [answer.tokens] == greedy(reference, [branch], [answer.tokens])
+        assert answer.end is not None
+        assert answer.end.cached_tokens >= cached
+    few = InProcess(
+        model,
+        SIZES["vocab_size"],
+        Setup(chunk_tokens=16, page_size=4, context_length=128, num_pages=36, conservativeness=0.0),
+    )
+    tight = few.finish([few.submit(prompt) for prompt in PROMPTS])
+    assert [answer.tokens for answer in tight] == greedy(reference, PROMPTS, [answer.tokens for answer in tight])
+    assert few.queues.counters.retractions > 0
+
+
+def test_no_setting_changes_the_answer(tmp_path: Path) -> None:
+    prefix, extra = STATES["qwen3_next"]
+    make_tiny(prefix, tmp_path, **extra)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), context_length=128)
+    answers = []
+    for setup in (
+        Setup(context_length=128, overlap=False, radix_cache=False),
+        Setup(context_length=128, page_size=1, chunk_tokens=5),
+        Setup(context_length=128, page_size=16, attention="torch", num_snapshots=1),
+        Setup(context_length=128, page_size=4, overlap=False, num_snapshots=0),
+    ):
+        engine = InProcess(model, SIZES["vocab_size"], setup)
+        answers += [engine.generate(PROMPTS), engine.generate(PROMPTS)]
+    assert all(each == answers[0] for each in answers)
+
+
+@pytest.mark.parametrize(
+    ("concern", "changes", "flag"),
+    [
+        ("parallel", {"tp_size": 2}, "--tp-size"),
+        ("parallel", {"pp_size": 2}, "--pp-size"),
+        ("speculative", {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
+    ],
+)
+def test_what_states_do_not_allow_is_refused(concern: str, changes: dict[str, Any], flag: str, tmp_path: Path) -> None:
+    prefix, extra = STATES["qwen3_next"]
+    make_tiny(prefix, tmp_path, **extra)
+    checkpoint = open_checkpoint(str(tmp_path))
+    config = Config(model=ModelConfig(model=str(tmp_path)))
+    config = replace(config, **{concern: replace(getattr(config, concern), **changes)})
+    with pytest.raises(ConfigError, match=f"{flag} does not work with Qwen3NextForCausalLM"):
+        check_servable(config, checkpoint, facts_of(checkpoint.config), None)
