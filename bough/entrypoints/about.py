@@ -13,7 +13,7 @@ from bough.entrypoints.service import Service
 Json = dict[str, Any]
 
 _DECIDED = ("page_size", "max_running_requests", "device", "dtype")
-"""Settings that are told as they were decided, where they were left open."""
+"""Settings that are reported as they were decided, if they were left open."""
 
 
 async def loads(service: Service) -> Json:
@@ -151,7 +151,7 @@ def model_info(service: Service) -> Json:
         try:
             affixes = template.role_affixes()
         except BoughError:
-            affixes = None  # a template that refuses the probes has none that could be told
+            affixes = None  # a template that refuses the probes has none that could be reported
     return {
         "model_path": model.model or served.name,
         "tokenizer_path": model.tokenizer or model.model or served.name,

@@ -3,7 +3,7 @@ tokenised.
 
 A request holds its place from admission to its end; its prompt counts against the token bound until its first token is out
 (from then on the engine holds its pages and it no longer waits for anything). How long a new request would wait follows from
-the engine's heartbeat: how many wait already, and how fast waiting requests have begun of late. Work over a bound gets 429
+the engine's heartbeat: how many wait already, and how fast waiting requests have recently begun. Work over a bound gets 429
 and a hint when to come back.
 """
 
@@ -22,7 +22,7 @@ _HALF_LIFE_S = 20.0
 _LEAST_BUSY_S = 3.0
 """Before that, nothing is known of the pace: a burst right after the start is let in up to the other bounds."""
 _MOST_BETWEEN_S = 5.0
-"""Between two looks that are further apart, nobody knows whether requests were waiting."""
+"""Seconds. Between two looks that are further apart, it is not known whether requests were waiting."""
 
 
 class Pace:
@@ -140,7 +140,7 @@ class Admission:
             self.changed(self.waiting_tokens, self.refused)
 
     def left(self, requests: int) -> None:
-        """Called by places: so many requests have ended."""
+        """Called by holds: this number of requests has ended."""
         self.requests -= requests
         now = self._clock()
         per_end = (now - self._last_end) / requests
@@ -148,7 +148,7 @@ class Admission:
         self._seconds_per_end += 0.1 * (per_end - self._seconds_per_end)
 
     def retry_after_s(self) -> int:
-        """When a tenth of what is queued should be done, at the pace of late; between 1 and 60 seconds."""
+        """When a tenth of what is queued should be done, at the recent pace; between 1 and 60 seconds."""
         return min(60, max(1, math.ceil(self._seconds_per_end * self.requests / 10)))
 
     def _overloaded(self, by_requests: bool, by_tokens: bool, wait_s: float) -> Overloaded:
@@ -160,7 +160,7 @@ class Admission:
             why = f"{self.waiting_tokens} prompt tokens are queued, {self.max_tokens} are allowed"
             flag = "--max-queued-tokens"
         else:
-            why = f"a request would wait about {wait_s:.0f} s at the pace of late, {self.max_wait_s:g} s are allowed"
+            why = f"a request would wait about {wait_s:.0f} s at the recent pace, {self.max_wait_s:g} s are allowed"
             flag, retry_s = "--max-queue-wait-s", max(retry_s, min(60, math.ceil(wait_s - self.max_wait_s)))
         error = Overloaded(
             what="the server is busy", why=why, fix=f"try again in {retry_s} s; the operator may raise {flag}"

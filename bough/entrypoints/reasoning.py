@@ -35,7 +35,7 @@ def chat_closed(prompt: str | Sequence[int], served: ServedModel, *, continued: 
 
 
 def _end_of(prompt: str | Sequence[int] | Ids, served: ServedModel) -> str | None:
-    """A prompt's text, or the end of it; None: nobody can read it."""
+    """A prompt's text, or the end of it; None: it can't be decoded."""
     if isinstance(prompt, str):
         return prompt
     if served.tokenizer is None:

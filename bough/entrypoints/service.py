@@ -248,7 +248,7 @@ class Service:
         return self._pulse.read()
 
     def health(self) -> Health:
-        """Reads the heartbeats; asks nobody and takes microseconds."""
+        """Reads the heartbeats, without asking another process; takes microseconds."""
         beat = self._pulse.read()
         if beat.pid and not _is_running(beat.pid):
             return Health(alive=False, ready=False, why="the engine has died")

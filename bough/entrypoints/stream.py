@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection: no answer can be sent."""
 
 
 def event(payload: object) -> bytes:
@@ -40,7 +40,7 @@ def event(payload: object) -> bytes:
 
 
 class Client:
-    """Whoever waits for answers: one connection, or a caller inside the process. Use within one event loop."""
+    """The receiver of answers: one connection, or a caller inside the process. Use within one event loop."""
 
     __slots__ = ("_gone", "_waited_for")
 

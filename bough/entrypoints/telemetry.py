@@ -1,6 +1,6 @@
 """What an API worker counts, and what it can tell of the whole server: its own numbers, the other workers', the engine's.
 
-Everything comes from shared boards and the heartbeat: nobody is asked and nobody waits, so that the numbers of a stuck
+Everything comes from shared boards and the heartbeat: no process is asked, so that the numbers of a stuck
 engine can still be read.
 """
 

@@ -90,7 +90,7 @@ class FileStore:
             self._adopt(taken, file_id, filename, purpose, tenant)
 
     def get(self, file_id: str, tenant: str = "", param: str = "file_id") -> StoredFile:
-        """Raises `NotFound`: never there, deleted, or somebody else's."""
+        """Raises `NotFound`: it never existed, was deleted, or belongs to another tenant."""
         found = self._read(file_id) if _ID.fullmatch(file_id) else None
         if found is None or found.tenant != tenant:
             raise NotFound(

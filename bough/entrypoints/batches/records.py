@@ -125,7 +125,7 @@ class BatchStore:
         write_whole(self._directory / f"{batch.id}.json", _encode(batch), durable=True)
 
     def get(self, batch_id: str, tenant: str = "") -> BatchRecord:
-        """Raises `NotFound`: never there, or somebody else's."""
+        """Raises `NotFound`: it never existed, or belongs to another tenant."""
         found = self._read(batch_id) if _ID.fullmatch(batch_id) else None
         if found is None or found.tenant != tenant:
             raise NotFound(

@@ -1,7 +1,7 @@
 """Works batches off, one after another, many lines at once. Whatever is written survives a restart; the rest is done again.
 
 An answer is appended to the batch's part file before it counts as done, so that after a crash every line has at most
-been computed twice and is told exactly once. A line whose answer was cut off (the server drains, an operator ends all
+been computed twice and is reported exactly once. A line whose answer was cut off (the server drains, an operator ends all
 requests) is not answered: it is asked again, by this process or the next.
 
 A machine without descriptors, memory or disk space (`OSError`) fails no batch: the work goes on when there are some again.
@@ -203,7 +203,7 @@ class BatchRunner:
                 await asyncio.gather(*running, return_exceptions=True)
 
     async def _some(self, batch: BatchRecord, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Waits until some are done, or for a look at whether somebody cancels."""
+        """Waits until some are done, or until it is time to check for a cancellation."""
         done, left = await asyncio.wait(running, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

@@ -32,7 +32,7 @@ def authorization_of(metadata: Metadata) -> str:
 
 
 class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without a key. Without `--admin-api-key` nobody may call admin methods."""
+    """Refuses calls without a key. Without `--admin-api-key` admin methods are refused to all."""
 
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring

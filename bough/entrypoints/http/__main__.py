@@ -38,7 +38,7 @@ async def _serve(launch: Launch, index: int) -> None:
         worker.drain(now=asked > 1)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_terminate)
-    # Worker 0 answers probes meanwhile; a connection that came here would find nobody at home.
+    # Worker 0 answers probes meanwhile; a connection that came here would not be answered.
     await worker.run(_facts(launch), probes=False)
 
 

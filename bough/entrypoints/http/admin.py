@@ -1,4 +1,4 @@
-"""Admin routes: mounted only where an admin key is set, and open to nobody else."""
+"""Admin routes: mounted only if an admin key is set, and open only to it."""
 
 from __future__ import annotations
 

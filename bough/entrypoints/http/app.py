@@ -306,7 +306,7 @@ def known_paths() -> list[str]:
 
 
 def handlers(service: Service) -> dict[str, chat.Handler]:
-    """The handlers of POST routes by path, for whoever calls them without HTTP."""
+    """The handlers of POST routes by path, for callers without HTTP."""
     return {path: spec.make(service) for spec in mounted(service) if "POST" in spec.methods for path in spec.paths}
 
 

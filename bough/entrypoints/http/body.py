@@ -50,7 +50,7 @@ _MOST_REWRITTEN_IF_LARGE = 4
 
 
 class CheckedBody(Generic[T]):
-    """A checked body, and the names of fields that it has but nobody reads."""
+    """A checked body, and the names of its fields that are not read."""
 
     __slots__ = ("ignored", "value")
 
@@ -83,7 +83,7 @@ def header(request: Request, name: bytes) -> str | None:
 class Bodies:
     """The bodies that a server process holds at one time: how many bytes they have, and which one is being parsed.
 
-    Bodies that are small count for nothing: whoever sends a chat gets it through while others send a film.
+    Bodies that are small count for nothing: a chat gets through while other clients send videos.
     """
 
     def __init__(self, most: int) -> None:
@@ -281,7 +281,7 @@ def unknown_fields(data: Mapping[str, Any], known: Collection[str], *, strict: b
 
 def _convert(data: dict[str, Any], kind: type[S], most_rewritten: int) -> S:
     """`data`, which may be changed, as `kind`. 5.0 is as good an integer as 5: JSON knows only numbers, and some clients
-    write all of theirs with a point. At most so many are rewritten, each of which takes another look at everything."""
+    write all of theirs with a point. At most this many are rewritten, each of which takes another look at everything."""
     tries = 0
     while True:
         try:

@@ -1,7 +1,7 @@
 """`--dump-dir`: every request's body in a file, text included, so that the same traffic can be sent again.
 
 Off unless the operator asks for it. One JSON object a line: time, path, status, duration, body. Headers are left out,
-since keys are among them. Files belong to their owner alone, and a thread writes them, so that a slow disk slows nobody.
+since keys are among them. Files belong to their owner alone, and a thread writes them, so a slow disk delays no request.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _check_rank(wanted: str | None, ranks: list[int]) -> None:
 
 
 async def _requests(service: Service, request: Request) -> object:
-    """Requests in the engine, one by one. Only for whoever may act on them: it tells their names."""
+    """Requests in the engine, one by one. Only for clients that may act on them, because it lists their names."""
     if not caller_of(request).admin:
         raise Forbidden(
             what="the list of requests needs the admin key",

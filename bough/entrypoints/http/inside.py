@@ -1,4 +1,4 @@
-"""Routes called from inside the process, as if over HTTP: whoever speaks another protocol passes bodies on to them."""
+"""Routes called from inside the process, as if over HTTP, for servers of other protocols, which pass bodies on to them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def answers(
 
 
 async def _run(handler: Handler, scope: Message, body: bytes, pieces: asyncio.Queue[bytes | None]) -> None:
-    """Puts what the route sends; None at the end, unless it is cancelled: then nobody reads any more."""
+    """Puts what the route sends; None at the end, unless it is cancelled: then it is not read any more."""
     bodies = iter((body,))
 
     async def receive() -> Message:

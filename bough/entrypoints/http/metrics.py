@@ -22,7 +22,7 @@ from bough.observability.metrics import CONTENT_TYPE, render
 
 
 def metrics(service: Service) -> Handler:
-    """Prometheus' text format. Reads shared memory; asks nobody and works while the engine is stuck."""
+    """Prometheus' text format. Reads shared memory only, so it works while the engine is stuck."""
 
     async def handle(request: Request) -> Response:
         readings = service.telemetry.readings(service.beat(), up=service.health().ready)

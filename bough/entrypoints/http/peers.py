@@ -62,7 +62,7 @@ class Peers:
         return sorted(self._addresses)
 
     def new_name(self) -> str:
-        """A name that nobody can guess, for something that this worker keeps."""
+        """An unguessable name for something that this worker keeps."""
         return f"{self.own:0{_WORKER_DIGITS}x}{random_name()[_WORKER_DIGITS:]}"
 
     def keeper_of(self, name: str) -> int:

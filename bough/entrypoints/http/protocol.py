@@ -1,7 +1,7 @@
 """HTTP connections with bounds of their own: how long a client may take to send its request, and how large its head is.
 
 uvicorn waits for ever for the end of a head or a body, and keeps every header and every trailer. Here a client that sends
-nothing, or too slowly, is told so (408) and disconnected, and a head or trailers that grow too large are refused before they
+nothing, or too slowly, gets a 408 and is disconnected, and a head or trailers that grow too large are refused before they
 are complete (431). Trailers are dropped: what comes after a body is no part of the head that was checked before it.
 
 A body's time: a client has `timeout_s` of credit. Time that passes takes from it, and every byte that arrives gives back
@@ -196,7 +196,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        if self.flow.read_paused:  # nobody is late with what is not read
+        if self.flow.read_paused:  # a client is not late with what is not read
             self._credit_s, self._paced_s = self.timeout_s, self.loop.time()
         if self._part == "body":
             left_s = self._paced_s + self._credit_s - self.loop.time()

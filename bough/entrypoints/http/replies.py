@@ -118,7 +118,7 @@ def client_of(request: Request) -> Client:
 
 
 def _client(scope: Scope) -> Client:
-    """The connection's; whoever calls a route from inside cancels the call instead of leaving."""
+    """The connection's; a caller inside the process cancels the call instead of disconnecting."""
     client: Client | None = scope.get(CLIENT)
     return client or Client()
 

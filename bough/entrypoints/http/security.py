@@ -27,7 +27,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/health_generate", "/ready", "/ping"})
-"""Probes: they read the heartbeat, tell nothing else, and must work for whoever has no key."""
+"""Probes: they read the heartbeat, disclose nothing else, and must work without a key."""
 
 METRICS_PATH = "/metrics"
 UI_PREFIX = "/ui"

@@ -15,7 +15,7 @@ def bind(host: str, port: int, *, shared: bool = False, flag: str = "--port") ->
     """A socket bound to the address; it starts to listen when it is served. Raises `ConfigError`, which names `flag`.
 
     `shared`: other sockets may be bound to the same port, and those that listen share its connections. It is checked
-    first that nobody else has the port.
+    first that no other process has the port.
     """
     if shared and port:
         bind(host, port).close()

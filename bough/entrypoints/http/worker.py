@@ -51,7 +51,7 @@ _LOOK_EVERY_S = 0.2
 _BEAT_EVERY_S = 0.5
 
 _YOUNG_OBJECTS = 20_000
-"""After so many more, some are looked at for cycles. A wave of requests has thousands, and nearly all die without."""
+"""Objects: after this many, some are searched for cycles. A wave of requests has thousands, and nearly all die without."""
 
 Facts = Mapping[str, Any]
 
@@ -160,7 +160,7 @@ class Worker:
         self._server.stop(now=now)
 
     async def fail(self, error: BoughError) -> None:
-        """The engine is gone: whoever waits gets the error, then `run` ends."""
+        """The engine is gone: requests that wait get the error, then `run` ends."""
         if self._service is not None:
             self._service.intake.fail_all(error)
             await asyncio.sleep(_LAST_WORDS_S)

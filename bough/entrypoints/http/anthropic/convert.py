@@ -198,7 +198,7 @@ def _assistant(content: object, where: str) -> Json:
                     raise bad_field(f"{place}.thinking is no text", "it must be a string", f"{place}.thinking")
                 thoughts.append(block["thinking"])
             case "redacted_thinking":
-                pass  # nobody but its maker can read it
+                pass  # only its maker can read it
             case _:
                 texts.append(_text(block, place))
     made: Json = {"role": "assistant", "content": "".join(texts) or None}

@@ -37,7 +37,7 @@ class _Call:
 
 
 class OllamaAnswer:
-    """Renders one answer. Calls are told whole, when the next one begins or the answer ends."""
+    """Renders one answer. Calls are sent whole, when the next one begins or the answer ends."""
 
     def __init__(self, kind: Kind, form: ChatForm, model: str) -> None:
         self._kind = kind
@@ -47,7 +47,7 @@ class OllamaAnswer:
         self._call: _Call | None = None
 
     def add(self, delta: Delta) -> list[Json]:
-        """The objects that a delta is told in. Raises the error that the answer ended with."""
+        """The objects in which a delta is sent. Raises the error that the answer ended with."""
         raise_if_failed(delta.end, whole=True)
         scores = (
             chat_logprob_items(delta.logprobs, self._form.known)

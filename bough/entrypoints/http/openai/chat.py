@@ -277,7 +277,7 @@ def make_form(
     legacy: bool = False,
 ) -> ChatForm:
     """How the answers are to look. `always_usage`: streams report usage whether or not the client asks for it. `legacy`:
-    calls are told as `function_call`."""
+    calls are sent as `function_call`."""
     options = asked.stream_options
     return ChatForm(
         id=f"chatcmpl-{random_name()}",

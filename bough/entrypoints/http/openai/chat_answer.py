@@ -56,7 +56,7 @@ class ChatForm(Struct, frozen=True, kw_only=True):
     usage_in_chunks: bool = False
     meta_info: bool = False
     legacy: bool = False
-    """Calls are told as `function_call`, for clients that sent `functions`."""
+    """Calls are sent as `function_call`, for clients that sent `functions`."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 

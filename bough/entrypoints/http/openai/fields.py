@@ -1,5 +1,5 @@
 """Fields that chats, plain completions and other vendors' words for them have in common: names, sizes, what this server
-does not do, and how a wrong one is told."""
+does not do, and how a wrong one is reported."""
 
 from __future__ import annotations
 

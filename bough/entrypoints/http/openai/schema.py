@@ -140,7 +140,7 @@ class ChatRequest(Common, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | float | None = None
     functions: list[FunctionDefinition] | None = None
-    """The older way to offer tools; their calls are told in the older way, too."""
+    """The older way to offer tools; their calls are sent in the older way, too."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     # extensions
     input_ids: list[int] | None = None

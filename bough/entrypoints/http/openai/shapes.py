@@ -15,7 +15,7 @@ BytesOf = Callable[[int, str], bytes]
 
 
 def bytes_of(tokenizer: Tokenizer | None) -> BytesOf:
-    """How a tokenizer's tokens are told in bytes: also those that hold a part of a character only, whose text can't be."""
+    """How a tokenizer's tokens are given in bytes: also those that hold a part of a character only, whose text can't be."""
 
     def look_up(token_id: int, text: str) -> bytes:
         table = tokenizer.token_bytes() if tokenizer is not None and "\ufffd" in text else None

@@ -61,7 +61,7 @@ class RerankRequest(PoolingBody, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
     instruct: str | None = None
-    """What "relevant" means, for rerankers that are told."""
+    """What "relevant" means, for rerankers that take an instruction."""
     instruction: str | None = None
 
 

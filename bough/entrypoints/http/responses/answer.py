@@ -121,7 +121,7 @@ class Growing:
         return [*told, self._told("response.failed", response=self._snapshot())]
 
     def cancel(self) -> list[Json]:
-        """Somebody ended the request."""
+        """The request was cancelled."""
         told = self._close("incomplete")
         self.response["status"] = "cancelled"
         return told

@@ -72,7 +72,7 @@ def create(service: Service) -> Handler:
         growing = Growing(new_response(asked, model, name), form, tools)
         kept = StoredResponse(growing.response, [*past, *new], len(new), tenant)
         if asked.background:
-            job = msgspec.structs.replace(job, stream=True)  # whoever follows it later sees it grow
+            job = msgspec.structs.replace(job, stream=True)  # clients that follow it later see it grow
             _in_background(service, store, job, growing, kept)
             if asked.stream:
                 return EventReply(kept.follow(), headers)
@@ -229,7 +229,7 @@ async def _conversation(service: Service, request: HttpRequest, response_id: str
 
 
 async def _new_items(service: Service, request: HttpRequest, given: str | list[Json]) -> list[Json]:
-    """The items of an input, with those that it only refers to. Raises `InvalidRequest` for one that nobody keeps."""
+    """The items of an input, with those that it only refers to. Raises `InvalidRequest` for one that is not stored."""
     store, tenant = store_of(service), tenant_of(request)
     known = await _items_of_others(service, request, given)
     return input_items(given, lambda item_id: store.item(item_id, tenant) or known.get(item_id))
@@ -263,7 +263,7 @@ async def _whole(service: Service, job: Request, growing: Growing) -> None:
 async def _events(
     service: Service, job: Request, growing: Growing, kept: StoredResponse, store: ResponseStore | None
 ) -> Events:
-    """The events of a response whose client waits. Before the first news an error is the caller's; later it is told."""
+    """The events of a response whose client waits. Errors before the first event are raised; later ones are sent."""
     begun = False
     try:
         async with contextlib.aclosing(service.run([job])) as news:

@@ -27,7 +27,7 @@ Name = tuple[str, str]
 
 
 class StoredResponse:
-    """One response, what it answers, and, if it runs in the background, what it has told."""
+    """One response, what it answers, and, if it runs in the background, its events so far."""
 
     def __init__(self, response: Json, items: list[Json], new: int, tenant: str) -> None:
         """`items`: the conversation that it answers, of which the last `new` came with this request."""
@@ -129,7 +129,7 @@ class ResponseStore:
             self.put(kept)
 
     def get(self, response_id: str, tenant: str, param: str = "response_id") -> StoredResponse:
-        """Raises `NotFound`: never there, gone, or somebody else's."""
+        """Raises `NotFound`: it never existed, was removed, or belongs to another tenant."""
         kept = self._kept.get((tenant, response_id))
         if kept is None:
             raise NotFound(

@@ -38,7 +38,7 @@ _TYPES = {
     ".woff2": "font/woff2",
 }
 _FRESH_S = 0.2
-"""Watchers within this time get the same picture: the engine draws at most five a second, whoever asks."""
+"""Watchers within this time get the same picture: the engine draws at most five a second, however many watch."""
 _SPAN_TOKENS = 48
 """Tokens of a span whose text the page shows: a few lines."""
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
@@ -155,6 +155,6 @@ def _with_text(span: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, A
 
 
 def _without_name(row: dict[str, Any]) -> dict[str, Any]:
-    """Whoever knows a request's id can end it: others see the beginning only."""
+    """A client that knows a request's id can end it: others see the beginning only."""
     rid = str(row["rid"])
     return {**row, "rid": rid[: min(8, len(rid) // 2)] + "…"}
