@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from bough.ipc import Endpoints
 from bough.observability.board import Boards
 from bough.observability.health import Beat
-from bough.observability.metrics import OTHER, STATUSES, Cell, Sheet, worked_out
+from bough.observability.metrics import MEANS, OTHER, STATUSES, Cell, Sheet, worked_out
 from bough.observability.requests import RequestMeter
 from bough.observability.trace import OtlpExporter
 from bough.observability.usage import KeyUsage
@@ -30,7 +30,9 @@ class Telemetry:
         self.meter = RequestMeter(self.sheet)
         self.keys = KeyUsage(None if endpoints is None else lambda number: endpoints.board(f"{name}.keys{number}"))
         self._boards = Boards(
-            endpoints.path("") if endpoints is not None else None, lambda: [self.sheet.board, *self.keys.boards]
+            endpoints.path("") if endpoints is not None else None,
+            lambda: [self.sheet.board, *self.keys.boards],
+            MEANS,
         )
         self._background_failures = self.sheet.cell("background_failures_total")
         self._waiting_tokens = self.sheet.cell("queued_prompt_tokens")

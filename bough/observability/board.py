@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -53,24 +53,34 @@ def _create(path: Path, names: tuple[str, ...]) -> memoryview[float]:
 class Boards:
     """The reading end: every board in a directory, summed by name."""
 
-    def __init__(self, directory: Path | None, own: Callable[[], Sequence[Board]] | None = None) -> None:
-        """`own`: the boards of this process, if there is no directory."""
+    def __init__(
+        self,
+        directory: Path | None,
+        own: Callable[[], Sequence[Board]] | None = None,
+        means: Collection[str] = (),
+    ) -> None:
+        """`own`: the boards of this process, if there is no directory. `means`: names whose mean over the boards that have
+        them is read, not their sum (shares and averages of several engines)."""
         self._directory = directory
         self._own = own
+        self._means = frozenset(means)
         self._open: dict[Path, tuple[tuple[str, ...], memoryview[float]]] = {}
 
     def read(self) -> dict[str, float]:
-        """Returns the cells of all processes, summed by name."""
+        """Returns the cells of all processes, summed by name, or averaged if the name is one of `means`."""
         if self._directory is None:
             own = self._own() if self._own is not None else ()
             return {name: value for board in own for name, value in board.read().items()}
         total: dict[str, float] = {}
+        counts = dict.fromkeys(self._means, 0)
         for path in sorted(self._directory.glob(f"*{SUFFIX}")):
             board = self._open.get(path) or self._map(path)
             if board is not None:
                 for name, value in zip(board[0], board[1].tolist(), strict=True):
                     total[name] = total.get(name, 0.0) + value
-        return total
+                    if name in counts:
+                        counts[name] += 1
+        return total | {name: total[name] / count for name, count in counts.items() if count > 1}
 
     def _map(self, path: Path) -> tuple[tuple[str, ...], memoryview[float]] | None:
         try:

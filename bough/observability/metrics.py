@@ -51,6 +51,8 @@ class Metric:
     labels: Mapping[str, tuple[str, ...]] | None = None
     """Possible values of each label; empty: known only at run time."""
     bounds: tuple[float, ...] = ()
+    is_mean: bool = False
+    """Several engines have the mean of their values, not the sum."""
 
     def series(self, open_values: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
         """All combinations of label values. `open_values`: values of the label that is known only at run time."""
@@ -77,8 +79,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("max_running_reqs", "gauge", "Requests that can be computed at once.", "engine"),
     Metric("gen_throughput", "gauge", "Tokens generated per second, recently.", "engine"),
     Metric("prompt_throughput", "gauge", "Prompt tokens computed per second, recently.", "engine"),
-    Metric("decode_step_seconds", "gauge", "Median duration of recent decode steps.", "engine"),
-    Metric("device_utilization", "gauge", "Share of recent time in which the device was busy.", "engine"),
+    Metric("decode_step_seconds", "gauge", "Median duration of recent decode steps.", "engine", is_mean=True),
+    Metric("device_utilization", "gauge", "Share of recent time in which the device was busy.", "engine", is_mean=True),
     Metric("device_memory_used_bytes", "gauge", "Device memory in use.", "engine"),
     Metric("device_memory_total_bytes", "gauge", "Device memory in total.", "engine"),
     Metric("steps_total", "counter", "Steps of the model.", "engine"),
@@ -95,9 +97,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("forced_tokens_total", "counter", "Tokens that a grammar forced; they are not sampled.", "engine"),
     Metric(
         "spec_accept_length", "gauge",
-        "Tokens per request and decode step, recently, with speculative decoding.", "engine",
+        "Tokens per request and decode step, recently, with speculative decoding.", "engine", is_mean=True,
     ),
-    Metric("spec_accept_rate", "gauge", "Share of draft tokens accepted, recently.", "engine"),
+    Metric("spec_accept_rate", "gauge", "Share of draft tokens accepted, recently.", "engine", is_mean=True),
     Metric("spec_verify_total", "counter", "Rows of decode steps, with speculative decoding.", "engine"),
     Metric("media_items_total", "counter", "Images and other media of prompts that were admitted.", "engine"),
     Metric("media_item_hits_total", "counter", "Media whose embeddings were stored already.", "engine"),
@@ -109,7 +111,10 @@ METRICS: tuple[Metric, ...] = (
         "spec_accepted_by_position_total", "counter", "Draft tokens accepted, by position in the draft.",
         "engine", {"position": DRAFT_PLACES},
     ),
-    Metric("expert_balancedness", "gauge", "Mean load of ranks with different experts / the largest, recently.", "engine"),
+    Metric(
+        "expert_balancedness", "gauge",
+        "Mean load of ranks with different experts / the largest, recently.", "engine", is_mean=True,
+    ),
     Metric("expert_rebalances_total", "counter", "Times experts were moved between ranks.", "engine"),
     Metric("expert_moves_total", "counter", "Experts that were moved from one rank to another.", "engine"),
     Metric(
@@ -165,6 +170,8 @@ METRICS: tuple[Metric, ...] = (
 
 KEY_METRICS = tuple(metric for metric in METRICS if metric.by == "keys")
 
+MEANS = tuple(metric.name for metric in METRICS if metric.is_mean)
+"""For `Boards`."""
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 

@@ -155,7 +155,9 @@ def _media_limits(model: Model, setup: Setup) -> MediaLimits | None:
 
 def groups_of(specs: Sequence[AttentionSpec], context: int) -> tuple[KvGroup, ...]:
     """The groups of layers with these specs, for a context of so many tokens; 0: all keep everything. Lines are as long as
-    the shortest group."""
+    the shortest group. All are in one if they keep different amounts of a token: no pages of equal size fit them."""
+    if len({spec.num_kv_heads * (spec.head_dim + (spec.v_head_dim or spec.head_dim)) for spec in specs}) > 1:
+        return (KvGroup(Grows()),)
     kinds: dict[Lifetime, list[int]] = {}
     for spec in specs:
         bound = spec.chunk or spec.window

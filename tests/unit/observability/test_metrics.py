@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bough.core.messages import End
 from bough.observability.board import Board, Boards
-from bough.observability.metrics import BY_NAME, METRICS, PREFIX, Sheet, render, worked_out
+from bough.observability.metrics import BY_NAME, MEANS, METRICS, PREFIX, Sheet, render, worked_out
 from bough.observability.requests import RequestMeter
 
 NAMES = {
@@ -157,6 +157,15 @@ def test_a_half_written_or_foreign_board_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "empty.board").write_bytes(b"")
     (tmp_path / "foreign.board").write_bytes(b"x" * 4096)
     assert Boards(tmp_path).read() == {"a": 3}
+
+
+def test_shares_of_several_engines_are_averaged(tmp_path: Path) -> None:
+    for number, (share, steps) in enumerate(((0.5, 3), (1.0, 4))):
+        sheet = Sheet(tmp_path / f"engine{number}.board", "engine")
+        sheet.cell("expert_balancedness").set(share)
+        sheet.cell("steps_total").add(steps)
+    readings = Boards(tmp_path, means=MEANS).read()
+    assert (readings["expert_balancedness"], readings["steps_total"]) == (0.75, 7)
 
 
 class Clock:
