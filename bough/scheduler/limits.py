@@ -9,8 +9,8 @@ from bough.core.kv import Grows, KvGroup, KvLayout
 from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 
 DEFAULT_CHUNK_TOKENS = 8192
-"""Prompt tokens. From about 4,096 on, a token costs the same in every larger step; a step of 8,192 tokens takes 0.23 s with
-an 8B model on one H200."""
+"""Prompt tokens. From about 4,096 on, a token costs the same in every larger step; by the cost model of
+`docs/decisions/scheduler_constants.md`, a step of 8,192 tokens takes 0.23 s with an 8B model on one H200."""
 
 _NEVER = 2**32
 """As a gap between priorities: larger than any two requests' can be."""
