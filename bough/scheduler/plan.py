@@ -151,8 +151,8 @@ does not reach: the cost of a token is an estimate, and after one very slow step
 _WATCHED = 1.0
 _UNWATCHED = 8.0
 """Factors of the target time per token: of steps in which at least one row streams, and of steps in which none does, because
-their answers are sent when they are complete. 8 times the default target (50 ms) is what the largest step of an H200 takes by
-the cost model, so that it does not bound batches."""
+their answers are sent when they are complete. 8 times the default target (50 ms) is what the largest step of an H200 takes
+by the cost model, so that it does not bound batches."""
 
 
 def _pace(queues: Queues, plan: StepPlan) -> float:

@@ -217,3 +217,11 @@ def test_wrong_shapes_are_refused() -> None:
     if cpu.available():
         with pytest.raises(ValueError, match="width 32"):
             packed.packed_linear(torch.randn(1, 32), cpu.pack("Q4_0", raw, 64))
+
+
+def test_memory_for_weights_may_be_written_in_any_mode() -> None:
+    """Whichever mode the first weight of a piece was packed in."""
+    arena = cpu._Arena()
+    with torch.inference_mode():
+        arena.take(64)
+    arena.take(64).fill_(1)

@@ -36,7 +36,7 @@ def drafting(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @_QUICK
-@given(engine=engines(), drafts=drafting(), script=events())
+@given(engine=engines(states=False), drafts=drafting(), script=events())
 def test_everybody_gets_what_they_would_get_alone(
     engine: dict[str, Any], drafts: dict[str, Any], script: list[Event]
 ) -> None:
@@ -49,7 +49,7 @@ def test_everybody_gets_what_they_would_get_alone(
 
 @_QUICK
 @given(
-    engine=engines(),
+    engine=engines(states=False),
     drafts=drafting(),
     script=st.lists(
         st.one_of(

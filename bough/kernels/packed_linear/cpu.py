@@ -224,7 +224,8 @@ class _Arena:
 
     def _fresh(self, num_bytes: int) -> Tensor:
         whole = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-        room = torch.empty(whole + PAGE_BYTES, dtype=torch.uint8)
+        with torch.inference_mode(False):  # a piece outlives the mode in which it was asked for
+            room = torch.empty(whole + PAGE_BYTES, dtype=torch.uint8)
         start = -room.data_ptr() % PAGE_BYTES
         prefer_huge_pages(room.data_ptr() + start, whole)
         return room[start : start + num_bytes]

@@ -67,7 +67,7 @@ def test_the_readme_names_what_works() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
     from bough.cli.main import COMMANDS
 
-    commands = re.findall(r"`bough ([a-z]+)", text)
+    commands = re.findall(r"`bough ([a-z-]+)", text)
     assert commands
     assert set(commands) <= set(COMMANDS)
 
