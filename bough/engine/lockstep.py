@@ -16,14 +16,14 @@ import torch
 
 from bough.config.layout import Layout
 from bough.core.messages import Wake
-from bough.core.step import Launched, Mask, Outcome, RunnerLimits, Step
+from bough.core.step import Launched, RunnerLimits, Step
 from bough.distributed.collectives import ALONE, Collectives
 from bough.distributed.join import join_host
 from bough.distributed.mesh import Mesh
 from bough.distributed.shared_memory import Patience
 from bough.engine.inbox import MessageSource
 from bough.engine.step_channels import StepChannel
-from bough.engine.worker import Masks, RunStep, Stop, in_step, timed
+from bough.engine.worker import RunStep, SharedLaunched, Stop, in_step, timed
 from bough.ipc import Launch, Outbox
 from bough.ipc.store import AnyStore
 from bough.layers.spread import TokenSpread
@@ -157,10 +157,6 @@ class LockstepRunner:
         if self._others is not None:
             self._others.send(Stop())
 
-    def send_masks(self, index: int, masks: Mask) -> None:
-        assert self._others is not None
-        self._others.send(Masks(index, masks))
-
     def _run(self, step: Step, agreed: Agreed) -> Launched:
         self._spread.begin(agreed.rows, alike=not agreed.split)
         if self._others is None:
@@ -168,7 +164,7 @@ class LockstepRunner:
                 return self._alone(step)
         self._others.send(RunStep(step, agreed.rows, not agreed.split))
         with in_step(), timed(self._patience):
-            return _LockstepLaunched(self._local.launch(step), self)
+            return SharedLaunched(self._local.launch(step), self._others)
 
     def _alone(self, step: Step) -> Launched:
         """A replica of one rank: if its step fails, it takes part in what is left of it for the others' sake."""
@@ -179,30 +175,6 @@ class LockstepRunner:
                 if not self._spread.join_rest():
                     raise
             raise
-
-
-class _LockstepLaunched:
-    """A step that other ranks of the replica run, too."""
-
-    def __init__(self, launched: Launched, runner: LockstepRunner) -> None:
-        self._launched = launched
-        self._runner = runner
-
-    @property
-    def step(self) -> Step:
-        return self._launched.step
-
-    @property
-    def needs_masks(self) -> bool:
-        return self._launched.needs_masks
-
-    def sample(self, masks: Mask) -> None:
-        self._runner.send_masks(self.step.index, masks)
-        with in_step():
-            self._launched.sample(masks)
-
-    def wait(self) -> Outcome:
-        return self._launched.wait()
 
 
 def empty_step(limits: RunnerLimits) -> Step:

@@ -65,7 +65,7 @@ class BroadcastRunner:
     def launch(self, step: Step) -> Launched:
         self._others.send(RunStep(step))
         with in_step(), timed(self._patience):
-            return _BroadcastLaunched(self._runner.launch(step), self)
+            return SharedLaunched(self._runner.launch(step), self._others)
 
     def clear(self) -> None:
         self._runner.clear()
@@ -75,9 +75,6 @@ class BroadcastRunner:
 
     def stop(self) -> None:
         self._others.send(Stop())
-
-    def send_masks(self, index: int, masks: Mask) -> None:
-        self._others.send(Masks(index, masks))
 
 
 @contextmanager
@@ -99,10 +96,12 @@ def timed(patience: Patience) -> Iterator[None]:
     patience.saw_step(time.monotonic() - began)
 
 
-class _BroadcastLaunched:
-    def __init__(self, launched: Launched, runner: BroadcastRunner) -> None:
+class SharedLaunched:
+    """A step that other ranks run, too: they get its masks."""
+
+    def __init__(self, launched: Launched, others: StepChannel) -> None:
         self._launched = launched
-        self._runner = runner
+        self._others = others
 
     @property
     def step(self) -> Step:
@@ -113,7 +112,7 @@ class _BroadcastLaunched:
         return self._launched.needs_masks
 
     def sample(self, masks: Mask) -> None:
-        self._runner.send_masks(self.step.index, masks)
+        self._others.send(Masks(self.step.index, masks))
         with in_step():
             self._launched.sample(masks)
 
