@@ -299,11 +299,7 @@ def packed_experts(
         _combine(parts, weights, ids, out, held.num_experts)
         return out
     shape = _shape_for(pairs, held.num_experts)
-    order = (
-        sort_pairs(ids, held.num_experts, shape.block_t)
-        if tokens > 1
-        else Sorted(ids, ids, pairs, held.num_experts, is_sorted=False)
-    )
+    order = _sorted(ids, held.num_experts, shape.block_t)
     parts = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     if clamp is None and held.orders == (None, None):
         inner = held.gate_up.num_rows // held.num_experts // 2
@@ -314,6 +310,13 @@ def packed_experts(
         _apart(x, held, ids, order, shape, parts, activation, clamp)
     _combine(parts, weights, ids, out, held.num_experts)
     return out
+
+
+def _sorted(ids: Tensor, num_experts: int, block_t: int) -> Sorted:
+    """Pairs by expert, in blocks. A lone token needs no sorting: its experts are different ones, and each is a block."""
+    if len(ids) > 1:
+        return sort_pairs(ids, num_experts, block_t)
+    return Sorted(ids, ids, ids.numel(), num_experts, is_sorted=False)
 
 
 def _combine(parts: Tensor, weights: Tensor, ids: Tensor, out: Tensor, num_experts: int) -> None:
@@ -338,14 +341,10 @@ def _by_hopper(x: Tensor, held: _Stacks, ids: Tensor, clamp: ClampedGate | None)
     """[pairs, D]: what each pair adds, not yet weighed."""
     assert isinstance(held.gate_up, DeviceCodes)
     assert isinstance(held.down, DeviceCodes)
-    (tokens, per_token), pairs = ids.shape, ids.numel()
+    per_token, pairs = ids.shape[1], ids.numel()
     ids = ids.to(torch.int32)
     block_t = hopper.block_tokens(pairs, held.num_experts)
-    order = (
-        sort_pairs(ids, held.num_experts, block_t)
-        if tokens > 1
-        else Sorted(ids, ids, pairs, held.num_experts, is_sorted=False)
-    )
+    order = _sorted(ids, held.num_experts, block_t)
     up_bias, down_bias = (None, None) if held.biases is None else (held.biases.gate_up_E2F, held.biases.down_ED)
     hidden = x.new_empty(pairs, held.gate_up.num_rows // held.num_experts // 2)
     hopper.product(
