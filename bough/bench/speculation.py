@@ -158,7 +158,7 @@ class Bench:
         return int(self._asked.input_len + (self._asked.warm_turns + self._asked.turns + 64) * (1 + _MANY))
 
     def fix(self, drafts: int) -> None:
-        """From now on, always so many drafts; 0: adaptive again, up to as many as there are rates."""
+        """From now on, always this number of drafts; 0: adaptive again, up to the number of rates."""
         queues, slots = self._now.queues, self._now.limits.num_slots
         most = drafts or len(self._asked.rates)
         reach = queues.drafter.reach if queues.drafter is not None else lambda count: 0

@@ -47,7 +47,9 @@ def parser() -> CommandParser:
     ):
         made.add_argument(f"--{name}-size", type=int, default=1, help=f"{what} (default: 1)")
     made.add_argument("--alltoall", action="store_true", help="tokens are sent to the ranks of their experts")
-    made.add_argument("--sweep", type=int, default=0, metavar="RANKS", help="compare all ways to use so many GPUs")
+    made.add_argument(
+        "--sweep", type=int, default=0, metavar="RANKS", help="compare all ways to use this number of GPUs"
+    )
     made.add_argument("--fp8", action="store_true", help="weights of one byte")
     made.add_argument("--load-balance-method", choices=get_args(LoadBalance), default="prefix")
     made.add_argument("--rate", type=float, default=math.inf, help="requests per second (default: all at once)")

@@ -292,8 +292,8 @@ class SpeculativeConfig:
     """Drafts that are made on the device, one behind the other. auto: 4, MEDUSA as many as there are heads, DFLASH as many
     as a block has."""
     speculative_eagle_topk: int | Auto = AUTO
-    """EAGLE, EAGLE3, NEXTN, MEDUSA: above 1, drafts form a tree, each of whose nodes has so many children, and as many nodes
-    go on. auto: 1, each draft follows the one before it."""
+    """EAGLE, EAGLE3, NEXTN, MEDUSA: above 1, drafts form a tree in which each node has this number of children, and as
+    many nodes go on. auto: 1, each draft follows the one before it."""
     speculative_num_draft_tokens: int | Auto = AUTO
     """Tokens that a step verifies of one request at most: its newest token and drafts behind it. auto: NGRAM 12,
     SUFFIX 17, others one more than --speculative-num-steps, 16 where drafts form trees."""

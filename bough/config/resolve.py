@@ -620,7 +620,7 @@ def media_bytes(media: MediaConfig, machine: MachineFacts, tower: TowerFacts, co
 
 
 def media_rows(num_bytes: int, tower: TowerFacts, dtype: str) -> int:
-    """Positions that an embedding store of so many bytes holds."""
+    """Positions that an embedding store of this size holds."""
     return num_bytes // (tower.width * ITEM_BYTES[dtype])
 
 

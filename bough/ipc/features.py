@@ -1,7 +1,7 @@
 """Features of media in shared memory: written once, sealed, and read by any process of this machine and user.
 
-A segment is never used again for anything else: whoever has opened it keeps it, however long its owner does. It begins with
-the digest of what it holds, because the path of one that its owner let go of may come to mean another.
+A segment is never used again for anything else: a process that has opened it keeps it, however long its owner does. It
+begins with the digest of what it holds, because the path of one that its owner let go of may come to mean another.
 """
 
 from __future__ import annotations

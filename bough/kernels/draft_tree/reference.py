@@ -92,7 +92,7 @@ def gather_path(caches: Sequence[Tensor], loc_T: Tensor, path: TreePath) -> None
     moves = (place_W < path.result[:, :1]) & (path.places_RW != place_W)
     last = len(loc_T) - 1
     source, target = (loc_T[(path.root_R[:, None] + places).clamp_max(last)] for places in (path.places_RW, place_W))
-    # Nothing is moved at location 0, which nobody reads: a copy of a fixed size serves every tree.
+    # Nothing is moved at location 0, which is never read: a copy of a fixed size serves every tree.
     moves &= (source >= 0) & (target >= 0)
     source, target = (torch.where(moves, each, 0).flatten() for each in (source, target))
     for cache in caches:
