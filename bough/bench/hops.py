@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from bough.config.command_line import CommandParser
-from bough.engine_api import Engine
 from bough.launch import Programs
+from bough.offline import Engine
 
 Json = dict[str, Any]
 

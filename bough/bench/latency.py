@@ -18,7 +18,7 @@ from typing import Any
 from bough.bench.engine_settings import NOTE, parse_with_settings
 from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
-from bough.engine_api import Engine
+from bough.offline import Engine
 
 Json = dict[str, Any]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from bough.core.errors import ConfigError
-from bough.engine_api import Engine
+from bough.offline import Engine
 
 Prompts = list[list[int]]
 

@@ -51,7 +51,7 @@ def main() -> None:
 def measure(settings: Json) -> Json:
     """Starts an engine, generates one token, ends it. `phases_s` add up to `total_s`."""
     began = time.perf_counter()
-    from bough.engine_api import Engine
+    from bough.offline import Engine
 
     imported = time.perf_counter()
     with Engine(**settings) as engine:

@@ -16,7 +16,7 @@ from bough.bench.prompts import BenchPrompt, WordList, add_dataset_flags, descri
 from bough.bench.report import confidence
 from bough.config.command_line import CommandParser
 from bough.core.errors import ConfigError
-from bough.engine_api import Engine
+from bough.offline import Engine
 
 Json = dict[str, Any]
 

@@ -168,7 +168,7 @@ class _Answering:
         self._asked = arguments
 
     def __enter__(self) -> _Answering:
-        from bough.engine_api import Engine
+        from bough.offline import Engine
         from bough.training.samples import Prompts
 
         asked = self._asked

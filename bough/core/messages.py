@@ -118,7 +118,7 @@ class TextSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
-    """A tokenised request. Sampling `n` is expanded by the intake: each copy is its own Generate."""
+    """A tokenised request. Sampling `n` is expanded by the engine client: each copy is its own Generate."""
 
     id: RequestId
     rid: str

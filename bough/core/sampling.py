@@ -30,8 +30,8 @@ class GrammarSpec(Struct, frozen=True, kw_only=True):
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request.
 
-    What a client sends is checked once: ranges by `intake.sampling.parse_sampling`, which makes this object, and token ids
-    by the intake, which knows the vocabulary.
+    What a client sends is checked once: ranges by `engine_client.sampling.parse_sampling`, which makes this, and token ids
+    by the engine client, which knows the vocabulary.
     """
 
     max_new_tokens: int = 128
@@ -57,7 +57,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not appear: already tokenised by the intake."""
+    """Token sequences that must not appear: already tokenised by the engine client."""
     grammar: GrammarSpec | None = None
     logit_processor: str | None = None
     """Name of a processor registered on the server."""

@@ -18,7 +18,7 @@ _DECIDED = ("page_size", "max_running_requests", "device", "dtype")
 
 async def loads(service: Service) -> Json:
     """The load of each replica, and their sum, in SGLang's words. Raises if an engine is silent."""
-    every = [_load(service, number, info) for number, info in (await service.intake.infos()).items()]
+    every = [_load(service, number, info) for number, info in (await service.engine_client.infos()).items()]
     running, waiting = (sum(load[name] for load in every) for name in ("num_running_reqs", "num_waiting_reqs"))
     return {
         "timestamp": time.time(),
@@ -114,7 +114,7 @@ async def server_info(service: Service) -> Json:
     """Every setting, the decisions behind them, memory, and the engine's numbers."""
     served, health = service.served, service.health()
     try:
-        states = list((await service.intake.infos()).values())
+        states = list((await service.engine_client.infos()).values())
     except BoughError as error:
         states = [{"error": error.what}]
     decided = {name: served.facts[name] for name in _DECIDED if name in served.facts}

@@ -8,8 +8,8 @@ import math
 from bough.config.concerns import ServerConfig
 from bough.config.keys import ADMIN_NAME, Key, Keys, load_keys
 from bough.core.errors import Overloaded, Unauthorized
+from bough.engine_client.caller import Caller
 from bough.entrypoints.quota import Rates
-from bough.intake.caller import Caller
 from bough.observability.usage import KeyUsage
 
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Ids
 from bough.core.sampling import SamplingParams
+from bough.engine_client import Request
 from bough.entrypoints.served_model import ServedModel
-from bough.intake import Request
 from bough.parsers import chat_closed_reasoning, chat_opens_reasoning, prompt_opens_reasoning
 
 _TAIL_IDS = 32

@@ -12,8 +12,8 @@ from typing import Any
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint
 from bough.config.served_names import served_names, with_own_name
+from bough.engine_client.sampling import sampling_defaults
 from bough.entrypoints.fim import FimFormat, choose_format
-from bough.intake.sampling import sampling_defaults
 from bough.multimodal.media import Media
 from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning_format, tool_format
 from bough.tokenizer import Tokenizer, tokenizer_of

@@ -1,4 +1,4 @@
-"""What every route works with: the served model, the intake behind it, and the engine's health."""
+"""What every route works with: the served model, the engine client behind it, and the engine's health."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import Delta, End
 from bough.core.sampling import SamplingParams
+from bough.engine_client import DeltaStream, EngineClient, Pooler, Request
+from bough.engine_client.endings import raise_if_failed
 from bough.entrypoints.admission import Admission
 from bough.entrypoints.keyring import Keyring
 from bough.entrypoints.served_model import ServedModel
 from bough.entrypoints.telemetry import Telemetry
-from bough.intake import DeltaStream, Intake, Pooler, Request
-from bough.intake.endings import raise_if_failed
 from bough.observability.health import Beat, Pulse, Pulses, State
 from bough.observability.keeper import Keeper
 from bough.observability.log import set_log_level
@@ -67,7 +67,7 @@ class Service:
         self,
         config: Config,
         served: ServedModel,
-        intake: Intake,
+        engine_client: EngineClient,
         pulse: Pulse | Pulses,
         admission: Admission | None = None,
         telemetry: Telemetry | None = None,
@@ -77,7 +77,7 @@ class Service:
         """`pulse`: the engine's. `others`: those of the other processes that the server needs, by name."""
         self.config = _with_media(config) if served.facts.get("media") else config
         self.served = served
-        self.intake = intake
+        self.engine_client = engine_client
         self.admission = admission or make_admission(config, served.facts)
         self.telemetry = telemetry or Telemetry()
         self.keyring = keyring or Keyring(config.server)
@@ -106,7 +106,7 @@ class Service:
         """Embeds, classifies and reranks for every route that does. Raises `ConfigError` if the rerank template can't be
         used."""
         return Pooler(
-            self.intake,
+            self.engine_client,
             self.served.facts,
             model=f"{self.served.name} {self.config.model.model}",
             rerank_template=self.config.server.rerank_template,
@@ -153,7 +153,7 @@ class Service:
 
     async def _submit(self, requests: Sequence[Request]) -> list[tuple[int, DeltaStream]]:
         """The streams of all requests, each with the place of its request."""
-        groups = await self.intake.submit_batch(requests)
+        groups = await self.engine_client.submit_batch(requests)
         if self.log_requests:
             for request, group in zip(requests, groups, strict=True):
                 log_request(request, group, self.config.log.log_requests_level)
@@ -183,19 +183,19 @@ class Service:
         self._drainers.append(drainer)
 
     def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
-        """`closer` is awaited when the worker ends, before the intake closes."""
+        """`closer` is awaited when the worker ends, before the engine client closes."""
         self._closers.append(closer)
 
     async def close(self) -> None:
-        """Ends what runs beside requests, then the intake."""
+        """Ends what runs beside requests, then the engine client."""
         for closer in reversed(self._closers):
             await closer()
         await self.keeper.close()
-        await self.intake.close()
+        await self.engine_client.close()
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts, long ones off the event loop."""
-        tokenizers = self.intake.tokenizers
+        tokenizers = self.engine_client.tokenizers
         if tokenizers is None:
             raise InvalidRequest(
                 what="this server has no tokenizer",
@@ -207,7 +207,7 @@ class Service:
 
     async def beside_the_loop(self, work: Callable[[], T], size: int) -> T:
         """Work on texts of `size` characters (or ids) in all: in a thread, unless it is short."""
-        tokenizers = self.intake.tokenizers
+        tokenizers = self.engine_client.tokenizers
         return work() if tokenizers is None else await tokenizers.run(work, size)
 
     def follow_switches(self, directory: Path, process: str) -> None:
@@ -239,8 +239,8 @@ class Service:
 
     def start_counting(self) -> None:
         """From now on requests are clients' requests, and counted."""
-        self.intake.meter = self.telemetry.meter
-        self.intake.quota = self.keyring if self.keyring.names else None
+        self.engine_client.meter = self.telemetry.meter
+        self.engine_client.quota = self.keyring if self.keyring.names else None
         self.admission.changed = self.telemetry.admission_changed
 
     def beat(self) -> Beat:

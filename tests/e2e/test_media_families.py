@@ -12,7 +12,7 @@ from prompts import noise
 from test_sound import hearing, sound
 from tiny_tiles import load_tiled
 
-from bough.engine_api import Engine
+from bough.offline import Engine
 
 pytestmark = pytest.mark.e2e
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}

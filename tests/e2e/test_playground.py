@@ -289,7 +289,7 @@ def test_reasoning_is_folded(chromium: Any) -> None:
 def _prompt(running: Any) -> str:
     from bough.core.messages import unpack_ids
 
-    tokenizer = running.engine.intake.tokenizer
+    tokenizer = running.engine.engine_client.tokenizer
     return str(tokenizer.decode(unpack_ids(running.engine.seen[-1].prompt).tolist(), False))
 
 

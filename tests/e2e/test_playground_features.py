@@ -215,7 +215,7 @@ def test_the_context_meter(chromium: Any, running: FakeServer) -> None:
 
 def test_a_span_shows_its_text(chromium: Any) -> None:
     with serving(Answer(pieces=["Hi"])) as running:
-        ids = running.engine.intake.tokenizer.encode("You are a careful guide")
+        ids = running.engine.engine_client.tokenizer.encode("You are a careful guide")
         span = {"id": 1, "parent": 0, "tokens": 40, "pages": 3, "depth": 40, "requests": 0, "hits": 2, "children": 0,
                 "first_ids": ids}  # fmt: skip
         running.engine.picture = {**PICTURE, "spans": [span]}

@@ -1,4 +1,4 @@
-"""Every part from the intake to the detokenizer in one process, turned by hand: what a client sees of them together."""
+"""Every part from the engine client to the detokenizer in one process, turned by hand: what a client sees of them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from bough.core.messages import Abort, Delta, Reply, StopAt, ToDetokenizer, ToEn
 from bough.core.sampling import GrammarSpec
 from bough.core.step import Launched, Mask, Outcome, Runner, Step
 from bough.detokenizer.process import Answers
+from bough.engine_client.client import EngineClient
+from bough.engine_client.native import NativeAnswer, native_batch
+from bough.engine_client.replicas import Replicas
+from bough.engine_client.request import Request
+from bough.engine_client.stream import DeltaStream, merge
 from bough.grammar import Grammars, Settings, Vocabulary
 from bough.grammar.matcher import TokenMatcher
 from bough.grammar.queue import _Ready
-from bough.intake.intake import Intake
-from bough.intake.native import NativeAnswer, native_batch
-from bough.intake.replicas import Replicas
-from bough.intake.request import Request
-from bough.intake.stream import DeltaStream, merge
 from bough.layers.batch import Model
 from bough.models.load import build_model
 from bough.tokenizer import Tokenizer, load_tokenizer
@@ -169,7 +169,7 @@ class Asked:
 
 
 class _Wire:
-    """The channels: the loop's inbox and outbox, the intake's outbox. The detokenizer's stops take `lag` turns."""
+    """The channels: the loop's inbox and outbox, the engine client's outbox. The detokenizer's stops take `lag` turns."""
 
     closed = False
 
@@ -185,7 +185,7 @@ class _Wire:
         return messages
 
     def send(self, message: Any) -> None:
-        """From the engine, or (`Generate`, `Abort`) from the intake."""
+        """From the engine, or (`Generate`, `Abort`) from the engine client."""
         if isinstance(message, ToDetokenizer):
             self.answers.handle(message)
         else:
@@ -299,30 +299,30 @@ class WholeEngine:
         if grammars is not None:
             self.parts.queues.grammars = PatientGrammars(grammars)
         self.aio = asyncio.new_event_loop()
-        self.intake = Intake(
+        self.engine_client = EngineClient(
             None,  # type: ignore[arg-type]
             tokenizer=family.tokenizer,
             context_length=setup.context_length,
             vocab_size=VOCAB,
         )
-        self.intake._replicas = Replicas([self.wire], [], "prefix")  # type: ignore[list-item]
+        self.engine_client._replicas = Replicas([self.wire], [], "prefix")  # type: ignore[list-item]
         self.asked: list[Asked] = []
         self._by_id: dict[int, Asked] = {}
         self._call = 10**9
 
     def close(self) -> None:
-        if self.intake.tokenizers is not None:
-            self.intake.tokenizers.close()
+        if self.engine_client.tokenizers is not None:
+            self.engine_client.tokenizers.close()
         self.aio.close()
 
     def ask(self, **fields: Any) -> list[Asked]:
-        """Raises what the intake refuses. `thinking` is what a chat template and a parser would add to the request,
+        """Raises what the engine client refuses. `thinking` is what a chat template and a parser would add to the request,
         `follows` names a request without output that it goes on from."""
         native = {name: value for name, value in fields.items() if name not in ("thinking", "follows")}
         requests = [_reasoning(each, fields.get("thinking")) for each in native_batch(native).requests]
         requests = [msgspec.structs.replace(each, follows=fields.get("follows", "")) for each in requests]
         made = []
-        streams_of = self.aio.run_until_complete(self.intake.submit_batch(requests))
+        streams_of = self.aio.run_until_complete(self.engine_client.submit_batch(requests))
         for request, streams in zip(requests, streams_of, strict=True):
             made += [Asked(fields, request, stream) for stream in streams]
         for each in made:
@@ -357,7 +357,7 @@ class WholeEngine:
             if asked is not None and not asked.given_up:
                 assert not asked.done, "news after the end"
                 asked.deltas.append(delta)
-        self.intake._hear(news)
+        self.engine_client._hear(news)
 
     def settle_down(self, most_turns: int = 4000) -> None:
         """Until everything that was asked has ended and nothing is in flight."""

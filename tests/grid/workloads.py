@@ -16,8 +16,8 @@ from bough.core.errors import BoughError
 from bough.core.grammar import Matcher
 from bough.core.messages import FlushCache, Pause, Resume
 from bough.core.sampling import GrammarSpec
+from bough.engine_client.sampling import parse_sampling
 from bough.grammar import Grammars
-from bough.intake.sampling import parse_sampling
 
 SCHEMAS = [
     {
@@ -347,7 +347,7 @@ def _ask(engine: WholeEngine, fields: dict[str, Any], result: Result) -> None:
 
 def _go_on(engine: WholeEngine, where: dict[str, Any], result: Result) -> None:
     """A session's next request: after one that has ended, or the first."""
-    sessions = engine.intake.sessions
+    sessions = engine.engine_client.sessions
     if not len(sessions):
         sessions.open("s")
     past = [each for each in engine.asked if "session_params" in each.fields and each.complete]

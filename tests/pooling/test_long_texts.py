@@ -11,9 +11,9 @@ import pytest
 from test_pooler import generative, pooler, tokenizer
 
 from bough.core.messages import Delta, End, TokenLogprobs
-from bough.intake import PoolOptions
-from bough.intake.pool_texts import WHOLE, TextEncoder
-from bough.intake.rerank_prompt import Renderer
+from bough.engine_client import PoolOptions
+from bough.engine_client.pool_texts import WHOLE, TextEncoder
+from bough.engine_client.rerank_prompt import Renderer
 from bough.tokenizer import Tokenizer, TokenizerPool
 from bough.tokenizer.tokenizer import Encoded, FastCodebook
 

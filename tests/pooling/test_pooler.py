@@ -16,9 +16,9 @@ from pooled_engine import minilm_folder
 from bough.config.pooling_facts import PoolingFacts
 from bough.core.errors import BoughError, ConfigError, InvalidRequest, Overloaded, PromptTooLong
 from bough.core.messages import Delta, End, TokenLogprobs
-from bough.intake import Pooler, PoolOptions, Request
-from bough.intake.pooling import one_pass
-from bough.intake.scores import as_weights, cosine, scaled
+from bough.engine_client import Pooler, PoolOptions, Request
+from bough.engine_client.pooling import one_pass
+from bough.engine_client.scores import as_weights, cosine, scaled
 from bough.tokenizer import Tokenizer, TokenizerPool, load_tokenizer
 from bough.tokenizer.tokenizer import shares
 
@@ -37,7 +37,7 @@ class FakeStream:
         self.aborted = True
 
 
-class FakeIntake:
+class FakeEngineClient:
     context_length = CONTEXT
 
     def __init__(self, tokenizer: Tokenizer | None, rule: Rule) -> None:
@@ -76,19 +76,21 @@ def made(values: Sequence[float]) -> Delta:
     return Delta(id=1, embedding=np.array(values, "<f4").tobytes(), end=End(reason="stop"))
 
 
-def pooler(tokenizer: Tokenizer | None, rule: Rule, template: str = "auto", **facts: Any) -> tuple[Pooler, FakeIntake]:
-    intake = FakeIntake(tokenizer, rule)
+def pooler(
+    tokenizer: Tokenizer | None, rule: Rule, template: str = "auto", **facts: Any
+) -> tuple[Pooler, FakeEngineClient]:
+    engine_client = FakeEngineClient(tokenizer, rule)
     pooling = PoolingFacts(**{"task": "embed", "family": "Bert", "width": 3, "normalise": True, **facts})
     told = {"pooling": msgspec.to_builtins(pooling)}
-    return Pooler(intake, told, model="tiny", rerank_template=template), intake  # type: ignore[arg-type]
+    return Pooler(engine_client, told, model="tiny", rerank_template=template), engine_client  # type: ignore[arg-type]
 
 
 def generative(
     tokenizer: Tokenizer, rule: Rule, template: str = "auto", name: str = "tiny", context_length: int = CONTEXT
-) -> tuple[Pooler, FakeIntake]:
-    intake = FakeIntake(tokenizer, rule)
-    intake.context_length = context_length
-    return Pooler(intake, {"pooling": None}, model=name, rerank_template=template), intake  # type: ignore[arg-type]
+) -> tuple[Pooler, FakeEngineClient]:
+    engine_client = FakeEngineClient(tokenizer, rule)
+    engine_client.context_length = context_length
+    return Pooler(engine_client, {"pooling": None}, model=name, rerank_template=template), engine_client  # type: ignore[arg-type]
 
 
 async def test_texts_pairs_and_cuts_are_those_of_transformers(tokenizer: Tokenizer, hf_tokenizer: Any) -> None:
@@ -114,12 +116,12 @@ def test_who_gives_way(lengths: list[int], room: int, left: list[int]) -> None:
 
 
 async def test_inputs_that_do_not_fit(tokenizer: Tokenizer) -> None:
-    pool, intake = pooler(tokenizer, lambda _: made([1, 2, 3]))
+    pool, engine_client = pooler(tokenizer, lambda _: made([1, 2, 3]))
     with refused(PromptTooLong, "at most 32 fit"):
         await pool.embed(["word " * 50])
     found = await pool.embed(["word " * 50], PoolOptions(truncate=-1))
     assert found[0].prompt_tokens == CONTEXT
-    assert intake.seen[-1].prompt[-1] == tokenizer.id_of("[SEP]")
+    assert engine_client.seen[-1].prompt[-1] == tokenizer.id_of("[SEP]")
     assert (await pool.embed(["word " * 50], PoolOptions(truncate=5)))[0].prompt_tokens == 5
     assert (await pool.embed([list(range(50))], PoolOptions(truncate=7)))[0].prompt_tokens == 7
     for wrong in (0, -2, CONTEXT + 1):
@@ -127,14 +129,16 @@ async def test_inputs_that_do_not_fit(tokenizer: Tokenizer) -> None:
             await pool.embed(["x"], PoolOptions(truncate=wrong))
     with refused(InvalidRequest, "token id 99999999"):
         await pool.embed([[99999999]])
-    assert all(stream.aborted for stream in intake.streams)
+    assert all(stream.aborted for stream in engine_client.streams)
 
 
 async def test_prompts_and_endings(tokenizer: Tokenizer) -> None:
-    pool, intake = pooler(tokenizer, lambda _: made([1, 2, 3]), prompts={"query": "search for "}, default_prompt="see ")
+    pool, engine_client = pooler(
+        tokenizer, lambda _: made([1, 2, 3]), prompts={"query": "search for "}, default_prompt="see "
+    )
     await pool.embed(["rain"])
     await pool.embed(["rain"], PoolOptions(prompt_name="query"))
-    assert [tokenizer.decode(each.prompt) for each in intake.seen] == ["see rain", "search for rain"]  # type: ignore[arg-type]
+    assert [tokenizer.decode(each.prompt) for each in engine_client.seen] == ["see rain", "search for rain"]  # type: ignore[arg-type]
     with refused(InvalidRequest, "the model's prompts are: query"):
         await pool.embed(["rain"], PoolOptions(prompt_name="other"))
 
@@ -162,10 +166,10 @@ async def test_relevance_by_whatever_the_model_can_do(tokenizer: Tokenizer) -> N
     def embedding(request: Request) -> Delta:
         return made(vectors[tokenizer.decode(request.prompt)])  # type: ignore[arg-type]
 
-    pool, intake = pooler(tokenizer, embedding)
+    pool, engine_client = pooler(tokenizer, embedding)
     found = await pool.relevance([("q", "same"), ("q", "half")])
     assert [row[0] for row in found.scores] == pytest.approx([1.0, 0.5**0.5])
-    assert len(intake.seen) == 3, "a text that appears twice is computed once"
+    assert len(engine_client.seen) == 3, "a text that appears twice is computed once"
 
     sparse, _ = pooler(
         tokenizer, lambda r: made([3, 8, 0.5, 2.0] if len(r.prompt) == 3 else [8, 9, 4.0, 1.0]), task="sparse"
@@ -190,16 +194,16 @@ async def test_a_generative_model_says_yes_or_no(tokenizer: Tokenizer, tmp_path:
         chosen = [[(each, float(scores[each])) for each in request.logprobs.token_ids]]
         return Delta(id=1, logprobs=TokenLogprobs([0], [0.0], chosen=chosen), end=End(reason="length"))
 
-    pool, intake = generative(tokenizer, rule, name="Qwen3-Reranker-0.6B", context_length=128)
+    pool, engine_client = generative(tokenizer, rule, name="Qwen3-Reranker-0.6B", context_length=128)
     found = await pool.relevance([("who?", "he")], instruct="find him")
     assert found.scores[0] == pytest.approx([0.75])
-    asked = tokenizer.decode(intake.seen[0].prompt, skip_special_tokens=False)  # type: ignore[arg-type]
+    asked = tokenizer.decode(engine_client.seen[0].prompt, skip_special_tokens=False)  # type: ignore[arg-type]
     assert "find him" in asked
     assert "who?" in asked
     await pool.relevance([("who?", "he " * 500)], PoolOptions(truncate=-1))
-    cut = intake.seen[-1].prompt
+    cut = engine_client.seen[-1].prompt
     assert 100 < len(cut) < 128
-    assert list(cut[-8:]) == list(intake.seen[0].prompt[-8:]), "what follows the document stays"
+    assert list(cut[-8:]) == list(engine_client.seen[0].prompt[-8:]), "what follows the document stays"
 
     file = tmp_path / "own.jinja"
     file.write_text("{# labels: no, yes #}{{ query }} / {{ document }}")
@@ -218,14 +222,14 @@ async def test_label_scores(tokenizer: Tokenizer) -> None:
         chosen = [[(each, float(np.log(each / 10))) for each in request.logprobs.token_ids]]
         return Delta(id=1, logprobs=TokenLogprobs([0], [0.0], chosen=chosen), end=End(reason="length"))
 
-    pool, intake = generative(tokenizer, rule)
+    pool, engine_client = generative(tokenizer, rule)
     found = await pool.label_scores([5, 6], [[7], [8, 9]], label_ids=[4, 1])
     assert found.scores[0] == pytest.approx([0.4, 0.1])
-    assert [list(each.prompt) for each in intake.seen] == [[5, 6, 7], [5, 6, 8, 9]]
+    assert [list(each.prompt) for each in engine_client.seen] == [[5, 6, 7], [5, 6, 8, 9]]
     assert found.prompt_tokens == 7
     found = await pool.label_scores([5, 6], [[7]], label_ids=[4, 1], softmax=True, item_first=True)
     assert found.scores[0] == pytest.approx([0.8, 0.2])
-    assert list(intake.seen[-1].prompt) == [7, 5, 6]
+    assert list(engine_client.seen[-1].prompt) == [7, 5, 6]
     with refused(InvalidRequest, "label_token_ids"):
         await pool.label_scores([5], [[7]], label_ids=None)
     with refused(InvalidRequest, "both be texts"):
@@ -241,28 +245,28 @@ async def test_items_go_in_one_prompt_where_the_engine_takes_them(tokenizer: Tok
         end = End(reason="length", cached_tokens=3)
         return Delta(id=1, prompt_logprobs=scores if request.items else None, logprobs=scores, end=end)
 
-    intake = FakeIntake(tokenizer, rule)
-    intake.context_length = 200
+    engine_client = FakeEngineClient(tokenizer, rule)
+    engine_client.context_length = 200
     facts = {"pooling": None, "score_items": True, "kv_tokens": 175}
-    pool = Pooler(intake, facts, model="tiny", delimiter=11)  # type: ignore[arg-type]
+    pool = Pooler(engine_client, facts, model="tiny", delimiter=11)  # type: ignore[arg-type]
     query, items = list(range(100, 180)), [[7], [8, 9], [10, 11, 12], [13], [14]]
     found = await pool.label_scores(query, items, label_ids=[4])
-    assert [list(each.prompt) for each in intake.seen] == [
+    assert [list(each.prompt) for each in engine_client.seen] == [
         [*query, 11, 7, 8, 9, 10, 11, 12],
         [*query, 11, 13, 14],
     ]
-    assert [(each.items, each.logprobs and each.logprobs.start) for each in intake.seen] == [
+    assert [(each.items, each.logprobs and each.logprobs.start) for each in engine_client.seen] == [
         ((1, 2, 3), 81),
         ((1, 1), 81),
     ]
     assert found.scores == [[pytest.approx(0.4)]] * 5
     assert found.prompt_tokens == 5 * 81 + 8
     assert found.cached_tokens == 3 * 81 + 2 * 3
-    intake.seen.clear()
+    engine_client.seen.clear()
     await pool.label_scores(query, items, label_ids=[4], item_first=True)
-    assert [list(each.prompt) for each in intake.seen] == [[*item, *query] for item in items]
+    assert [list(each.prompt) for each in engine_client.seen] == [[*item, *query] for item in items]
     with pytest.raises(ConfigError, match="multi-item-scoring-delimiter"):
-        Pooler(intake, facts, model="tiny", delimiter=tokenizer.vocab_size)  # type: ignore[arg-type]
+        Pooler(engine_client, facts, model="tiny", delimiter=tokenizer.vocab_size)  # type: ignore[arg-type]
 
 
 def test_one_pass_holds_every_prompt() -> None:
@@ -289,12 +293,12 @@ def test_one_pass_holds_every_prompt() -> None:
 
 
 async def test_a_failed_text_fails_the_request(tokenizer: Tokenizer) -> None:
-    pool, intake = pooler(
+    pool, engine_client = pooler(
         tokenizer, lambda _: Delta(id=1, end=End(reason="error", message="too many", status=429))
     )  # fmt: skip
     with refused(Overloaded, "too many"):
         await pool.embed(["a", "b"])
-    assert all(stream.aborted for stream in intake.streams)
+    assert all(stream.aborted for stream in engine_client.streams)
 
 
 async def test_the_wrong_kind_of_model(tokenizer: Tokenizer) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.mutants.mutate import FAULTS, NOTICED, ROOT, SURVIVED, Fault, Results, chosen, load, mutated, report
 
-AREAS = {"scheduler", "cache", "engine", "sampler", "weights", "layers", "intake", "entrypoints", "ipc"}
+AREAS = {"scheduler", "cache", "engine", "sampler", "weights", "layers", "engine_client", "entrypoints", "ipc"}
 
 
 @pytest.mark.parametrize("fault", load(), ids=lambda fault: f"{fault.area}/{fault.name}")

@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from bough.core.errors import InvalidRequest, NotFound
-from bough.intake.names import random_name
+from bough.engine_client.names import random_name
 from bough.platform.whole_file import write_whole
 
 MAX_FILE_BYTES: Final = 200 * 1024 * 1024

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from bough.core.errors import InvalidRequest, NotFound
+from bough.engine_client.names import random_name
 from bough.entrypoints.batches.files import StoredFile
-from bough.intake.names import random_name
 from bough.platform.whole_file import write_whole
 
 _log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from bough.core import bounds
 from bough.core.errors import BoughError, InvalidRequest
 from bough.core.messages import Delta, End, TokenLogprobs, unpack_ids
+from bough.engine_client import DeltaStream, Request, native_batch
+from bough.engine_client.caller import Caller
+from bough.engine_client.media_fields import NATIVE_MEDIA
 from bough.entrypoints.grpc import bough_pb2 as pb
-from bough.intake import DeltaStream, Request, native_batch
-from bough.intake.caller import Caller
-from bough.intake.media_fields import NATIVE_MEDIA
 
 Json = dict[str, Any]
 

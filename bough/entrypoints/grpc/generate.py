@@ -10,14 +10,14 @@ from typing import Any
 
 from bough.core.bounds import BOUNDS
 from bough.core.errors import InvalidRequest
+from bough.engine_client import Request
+from bough.engine_client.endings import raise_if_failed
+from bough.engine_client.names import random_name
 from bough.entrypoints.grpc import bough_pb2 as pb
 from bough.entrypoints.grpc.convert import error_of, request_of, response_of
 from bough.entrypoints.grpc.errors import shown
 from bough.entrypoints.grpc.guard import caller_of
 from bough.entrypoints.service import Service
-from bough.intake import Request
-from bough.intake.endings import raise_if_failed
-from bough.intake.names import random_name
 
 _MOST_AT_ONCE = BOUNDS["grpc_requests"].most
 """Requests under way over one stream, and news that wait for the client to read them."""

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 
 from bough.core.errors import BoughError, Unauthorized
+from bough.engine_client.caller import Caller
 from bough.entrypoints.grpc.errors import refuse
 from bough.entrypoints.keyring import Keyring
-from bough.intake.caller import Caller
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 """Probes work without a key."""

@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from bough.core.errors import Forbidden, InvalidRequest, no_such_token
+from bough.engine_client import PoolOptions
+from bough.engine_client.caller import Caller
+from bough.engine_client.pooled_native import labelled
 from bough.entrypoints.about import loads, model_info, server_info
 from bough.entrypoints.grpc import bough_pb2 as pb, bough_pb2_grpc
 from bough.entrypoints.grpc.convert import ids_of, struct_of
@@ -15,9 +18,6 @@ from bough.entrypoints.grpc.generate import Exchange, answers, deadline_of, make
 from bough.entrypoints.grpc.guard import caller_of
 from bough.entrypoints.grpc.passing import Passing
 from bough.entrypoints.service import Service
-from bough.intake import PoolOptions
-from bough.intake.caller import Caller
-from bough.intake.pooled_native import labelled
 from bough.tokenizer import Tokenizer
 
 
@@ -171,26 +171,26 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
                         why="it ends other people's requests",
                         fix="send a rid instead",
                     )
-                return pb.AbortResponse(aborted=await self._service.intake.abort_everywhere())
+                return pb.AbortResponse(aborted=await self._service.engine_client.abort_everywhere())
             if not request.rid:
                 raise InvalidRequest(
                     what="rid is missing", why="it says which request to end", fix="send rid", param="rid"
                 )
             tenant = None if caller.admin else caller.tenant
-            return pb.AbortResponse(aborted=await self._service.intake.abort_everywhere(request.rid, tenant))
+            return pb.AbortResponse(aborted=await self._service.engine_client.abort_everywhere(request.rid, tenant))
         except Exception as error:
             await refuse(context, error)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
         try:
-            done = await self._service.intake.flush_cache()
+            done = await self._service.engine_client.flush_cache()
             return pb.FlushCacheResponse(pages_freed=done.get("pages_freed", 0))
         except Exception as error:
             await refuse(context, error)
 
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
         try:
-            done = await self._service.intake.pause(request.mode or "abort")
+            done = await self._service.engine_client.pause(request.mode or "abort")
             counts = [done[name] for name in ("aborted", "retracted", "frozen") if name in done]
             return pb.PauseGenerationResponse(affected=sum(counts))
         except Exception as error:
@@ -200,7 +200,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
         self, request: pb.ContinueGenerationRequest, context: Any
     ) -> pb.ContinueGenerationResponse:
         try:
-            await self._service.intake.resume()
+            await self._service.engine_client.resume()
             return pb.ContinueGenerationResponse()
         except Exception as error:
             await refuse(context, error)
@@ -214,7 +214,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
                     fix="send 0 or more",
                     param="num_steps",
                 )
-            done = await self._service.intake.profile(
+            done = await self._service.engine_client.profile(
                 start=True, output_dir=request.output_dir, num_steps=request.num_steps
             )
             return pb.StartProfileResponse(details=struct_of(done))
@@ -223,7 +223,7 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: Any) -> pb.StopProfileResponse:
         try:
-            return pb.StopProfileResponse(details=struct_of(await self._service.intake.profile(start=False)))
+            return pb.StopProfileResponse(details=struct_of(await self._service.engine_client.profile(start=False)))
         except Exception as error:
             await refuse(context, error)
 

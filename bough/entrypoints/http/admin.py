@@ -65,7 +65,7 @@ def record_experts(action: Literal["start", "stop", "dump"], service: Service) -
                 why="expert_distribution_recorder_mode is none",
                 fix="start the server with --expert-distribution-recorder-mode stat, or --eplb",
             )
-        told = await service.intake.call(lambda call: ExpertRecord(call, action))
+        told = await service.engine_client.call(lambda call: ExpertRecord(call, action))
         return json_reply({"success": True, **told})
 
     return handle
@@ -97,14 +97,14 @@ def set_internal_state(service: Service) -> Handler:
 def pause(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         asked = await _optional(request, PauseRequest, service)
-        return json_reply({"success": True, **await service.intake.pause(asked.mode or "abort")})
+        return json_reply({"success": True, **await service.engine_client.pause(asked.mode or "abort")})
 
     return handle
 
 
 def resume(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
-        return json_reply({"success": True, **await service.intake.resume()})
+        return json_reply({"success": True, **await service.engine_client.resume()})
 
     return handle
 
@@ -116,7 +116,7 @@ def start_profile(service: Service) -> Handler:
             raise InvalidRequest(
                 what=f"num_steps is {asked.num_steps}", why="it counts steps", fix="send 0 or more", param="num_steps"
             )
-        done = await service.intake.profile(
+        done = await service.engine_client.profile(
             start=True, output_dir=asked.output_dir or "", num_steps=asked.num_steps or 0
         )
         return json_reply({"success": True, **done})
@@ -126,7 +126,7 @@ def start_profile(service: Service) -> Handler:
 
 def stop_profile(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
-        return json_reply({"success": True, **await service.intake.profile(start=False)})
+        return json_reply({"success": True, **await service.engine_client.profile(start=False)})
 
     return handle
 

@@ -15,6 +15,8 @@ from starlette.responses import FileResponse, Response
 
 from bough.core import bounds
 from bough.core.errors import BoughError, ConfigError, InvalidRequest
+from bough.engine_client.caller import Caller
+from bough.engine_client.names import random_name
 from bough.entrypoints.batches import BatchRunner, BatchStore, FileStore
 from bough.entrypoints.batches.files import MAX_FILE_BYTES
 from bough.entrypoints.http.body import read_json, too_large
@@ -24,8 +26,6 @@ from bough.entrypoints.http.paging import page
 from bough.entrypoints.http.replies import CALLER, json_reply, tenant_of
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import ClientGone
-from bough.intake.caller import Caller
-from bough.intake.names import random_name
 
 _log = logging.getLogger(__name__)
 

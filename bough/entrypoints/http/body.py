@@ -17,10 +17,10 @@ from starlette.requests import Request
 
 from bough.core import bounds
 from bough.core.errors import BodyTooLarge, InvalidRequest
+from bough.engine_client.unserved import refuse_unserved
 from bough.entrypoints.http.errors import BodiesFull, BodyCutOff
 from bough.entrypoints.http.large_json import LARGE_BYTES, graft, parse_large
 from bough.entrypoints.stream import ClientGone
-from bough.intake.unserved import refuse_unserved
 from bough.platform.memory_return import trim_memory
 
 T = TypeVar("T")

@@ -100,7 +100,7 @@ async def _call(
     goes_on: bool = False,
 ) -> dict[str, int]:
     """Returns tokens by corpus; all replicas have the same."""
-    told = await service.intake.call(
+    told = await service.engine_client.call(
         lambda call: Corpus(call=call, action=action, corpus_id=name, tokens=tokens, is_first=is_first, goes_on=goes_on)
     )
     return dict(told.get("corpora", []))

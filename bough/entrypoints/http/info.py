@@ -146,7 +146,7 @@ async def _requests(service: Service, request: Request) -> object:
             why="it names other people's requests",
             fix="leave it out of include",
         )
-    seen = await service.intake.call(lambda call: Look(call, max_spans=0, max_rows=_MOST_ROWS))
+    seen = await service.engine_client.call(lambda call: Look(call, max_spans=0, max_rows=_MOST_ROWS))
     return seen["rows"]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from starlette.requests import Request
 
 from bough.core.errors import InvalidRequest
+from bough.engine_client.caller import ANYBODY, Caller
+from bough.engine_client.names import random_name
 from bough.entrypoints.http.app import mounted
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.replies import CALLER
 from bough.entrypoints.service import Service
-from bough.intake.caller import ANYBODY, Caller
-from bough.intake.names import random_name
 
 Message = MutableMapping[str, Any]
 Headers = Sequence[tuple[bytes, bytes]]

@@ -14,6 +14,12 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import Conflict, Forbidden, InvalidRequest, no_such_token
+from bough.engine_client import NativeAnswer, NativeBatch, native_batch
+from bough.engine_client.endings import raise_if_failed
+from bough.engine_client.gate import num_tokens
+from bough.engine_client.joins import parse_join
+from bough.engine_client.native import NATIVE_FIELDS, namespace_of
+from bough.engine_client.request import PriorityWord
 from bough.entrypoints.http.body import CheckedBody, read_json, read_object, unknown_fields
 from bough.entrypoints.http.openai.chat import Handler, render
 from bough.entrypoints.http.openai.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
@@ -23,12 +29,6 @@ from bough.entrypoints.http.sessions import where_sessions_are
 from bough.entrypoints.reasoning import with_reasoning
 from bough.entrypoints.service import News, Service
 from bough.entrypoints.stream import DONE, Events, event
-from bough.intake import NativeAnswer, NativeBatch, native_batch
-from bough.intake.endings import raise_if_failed
-from bough.intake.gate import num_tokens
-from bough.intake.joins import parse_join
-from bough.intake.native import NATIVE_FIELDS, namespace_of
-from bough.intake.request import PriorityWord
 from bough.tokenizer import Tokenizer
 
 _ASK_AGAIN_S = 0.05
@@ -220,10 +220,12 @@ def abort_request(service: Service) -> Handler:
                     why="it ends other people's requests",
                     fix="send a rid instead",
                 )
-            return json_reply({"success": True, "aborted": await service.intake.abort_everywhere()})
+            return json_reply({"success": True, "aborted": await service.engine_client.abort_everywhere()})
         if not body.value.rid:
             raise InvalidRequest(what="rid is missing", why="it says which request to end", fix="send rid", param="rid")
-        aborted = await service.intake.abort_everywhere(body.value.rid, tenant=None if caller.admin else caller.tenant)
+        aborted = await service.engine_client.abort_everywhere(
+            body.value.rid, tenant=None if caller.admin else caller.tenant
+        )
         return json_reply({"success": True, "aborted": aborted}, headers=body.headers())
 
     return handle
@@ -253,7 +255,7 @@ def concate_and_append(service: Service) -> Handler:
         asked = body.value
         namespace = namespace_of(asked.cache_salt or "", asked.extra_key or "")
         ask = parse_join(msgspec.structs.asdict(asked))
-        joined = await service.intake.joins.join(ask, namespace, caller_of(request))
+        joined = await service.engine_client.joins.join(ask, namespace, caller_of(request))
         return json_reply(joined, headers=body.headers())
 
     return handle
@@ -267,7 +269,7 @@ def flush_cache(service: Service) -> Handler:
         give_up = time.monotonic() + _patience(request.query_params.get("timeout", "0"))
         while True:
             try:
-                return json_reply({"success": True, **await service.intake.flush_cache()})
+                return json_reply({"success": True, **await service.engine_client.flush_cache()})
             except Conflict:
                 left = give_up - time.monotonic()
                 if left <= 0:

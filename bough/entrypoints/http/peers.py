@@ -21,12 +21,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bough.core.errors import Forbidden, Unavailable
+from bough.engine_client.caller import Caller
+from bough.engine_client.names import random_name
 from bough.entrypoints.http.errors import error_response
 from bough.entrypoints.http.replies import CALLER, caller_of, client_of
 from bough.entrypoints.http.security import App
 from bough.entrypoints.stream import ClientGone
-from bough.intake.caller import Caller
-from bough.intake.names import random_name
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bough.core.errors import InvalidRequest
+from bough.engine_client import Request as Job
+from bough.engine_client.caller import ANYBODY, Caller
 from bough.entrypoints.http.body import header
 from bough.entrypoints.http.errors import error_event
 from bough.entrypoints.stream import KEEP_ALIVE_S, Client, Events, send_events
-from bough.intake import Request as Job
-from bough.intake.caller import ANYBODY, Caller
 
 _encode = msgspec.json.Encoder().encode
 _LONGEST_S = 864_000.0

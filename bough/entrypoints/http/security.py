@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 from bough.config.check import has_keys, is_loopback
 from bough.config.concerns import ServerConfig
 from bough.core.errors import BoughError, Forbidden, NotFound
+from bough.engine_client.names import random_name
 from bough.entrypoints.http.body import HOLD, Bodies
 from bough.entrypoints.http.errors import ANTHROPIC_PREFIX, error_response
 from bough.entrypoints.http.replies import CALLER
 from bough.entrypoints.keyring import Keyring
-from bough.intake.names import random_name
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

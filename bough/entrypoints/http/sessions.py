@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client.sessions import TIMEOUT_S
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.peers import SESSIONS_WORKER, PassedOn
 from bough.entrypoints.http.replies import json_reply, tenant_of
 from bough.entrypoints.service import Service
-from bough.intake.sessions import TIMEOUT_S
 
 _MOST_TIMEOUT_S = 30 * 24 * 3600
 
@@ -56,7 +56,7 @@ def open_session(service: Service) -> Handler:
         elsewhere = where_sessions_are(service, request, asked)
         if elsewhere is not None:
             return elsewhere
-        opened = service.intake.sessions.open(
+        opened = service.engine_client.sessions.open(
             asked.session_id or "",
             capacity=asked.capacity_of_str_len or 2**31 - 1,
             timeout_s=TIMEOUT_S if asked.timeout is None else asked.timeout,
@@ -75,7 +75,7 @@ def close_session(service: Service) -> Handler:
         elsewhere = where_sessions_are(service, request, body.value)
         if elsewhere is not None:
             return elsewhere
-        service.intake.sessions.close(body.value.session_id, tenant_of(request))
+        service.engine_client.sessions.close(body.value.session_id, tenant_of(request))
         return json_reply({"success": True}, headers=body.headers())
 
     return handle

@@ -23,6 +23,7 @@ from typing import Any
 from bough.config.concerns import Config
 from bough.core.errors import BoughError, ConfigError, Unavailable
 from bough.core.sampling import SamplingParams
+from bough.engine_client import EngineClient, Request
 from bough.entrypoints.http.app import handlers, known_paths, make_app, make_peer_app
 from bough.entrypoints.http.batches import start_batches
 from bough.entrypoints.http.metrics import open_metrics_port
@@ -35,7 +36,6 @@ from bough.entrypoints.quota import Rates
 from bough.entrypoints.served_model import load_tokenizer_side, make_served
 from bough.entrypoints.service import Service, make_admission
 from bough.entrypoints.telemetry import Telemetry
-from bough.intake import Intake, Request
 from bough.ipc import Endpoints, read_checkpoint
 from bough.multimodal.media import media_of
 from bough.observability.health import Heartbeat, Pulse, Pulses, State
@@ -123,10 +123,10 @@ class Worker:
         if self._service is None:
             self._close(now=now)
             return
-        if not now and self._service.intake.num_live:
+        if not now and self._service.engine_client.num_live:
             _log.info(
                 "stopping: requests under way (%d) get %g s to end (--drain-timeout-s), a second signal ends them now",
-                self._service.intake.num_live,
+                self._service.engine_client.num_live,
                 self._config.server.drain_timeout_s,
             )
         self._service.drain(now=now)
@@ -145,7 +145,7 @@ class Worker:
             while not ended.done() and time.monotonic() < give_up_s and service.health().alive:
                 await asyncio.wait((ended,), timeout=_LOOK_EVERY_S)
             if not ended.done():
-                service.intake.fail_all(
+                service.engine_client.fail_all(
                     Unavailable(
                         what="the answer was cut off", why="the server is shutting down", fix="send the request again"
                     )
@@ -162,7 +162,7 @@ class Worker:
     async def fail(self, error: BoughError) -> None:
         """The engine is gone: requests that wait get the error, then `run` ends."""
         if self._service is not None:
-            self._service.intake.fail_all(error)
+            self._service.engine_client.fail_all(error)
             await asyncio.sleep(_LAST_WORDS_S)
         self.drain(now=True)
 
@@ -184,22 +184,24 @@ class Worker:
         replicas = self._endpoints.replicas(self._config.parallel.num_schedulers)
         pulse = Pulses([each.heartbeat for each in replicas])
         admission = make_admission(self._config, facts, pulse)
-        intake = Intake.from_facts(
+        engine_client = EngineClient.from_facts(
             self._endpoints, facts, tokenizer,
             worker=self._index, gate=admission, truncate=self._config.server.allow_auto_truncate,
             parallel=self._config.parallel, media=media,
         )  # fmt: skip
-        await intake.start()
+        await engine_client.start()
         telemetry = Telemetry(self._endpoints, self._index, known_paths())
         telemetry.exporter = self._exporter
         keyring = Keyring(self._config.server, Rates(self._endpoints.rates))
-        self._service = Service(self._config, served, intake, pulse, admission, telemetry, keyring, self._others())
+        self._service = Service(
+            self._config, served, engine_client, pulse, admission, telemetry, keyring, self._others()
+        )
         if self._certificates is not None:
             self._service.reloads.add("certificates", self._certificates.reload)
         self._service.keeper.keep("heartbeat", self._beat)
         self._service.follow_switches(self._endpoints.path(""), f"api{self._index}")
         if warm_up:
-            await _warm_up(intake)
+            await _warm_up(engine_client)
         if self._index == 0:
             start_batches(self._service, handlers(self._service))
             if self._config.server.grpc_port:
@@ -269,16 +271,16 @@ def _exporter(config: Config) -> OtlpExporter | None:
     return OtlpExporter(endpoint, service="bough", version=version) if endpoint else None
 
 
-async def _warm_up(intake: Intake) -> None:
+async def _warm_up(engine_client: EngineClient) -> None:
     """Runs one short request through all processes, so that the first client does not pay for first times."""
-    length = min(16, max(1, intake.context_length - 4))
+    length = min(16, max(1, engine_client.context_length - 4))
     request = Request(
-        prompt=[index % intake.vocab_size for index in range(1, length + 1)],
+        prompt=[index % engine_client.vocab_size for index in range(1, length + 1)],
         sampling=SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True),
         room="at_most",
-        pool="embed" if intake.pools else "",
+        pool="embed" if engine_client.pools else "",
     )
-    await intake.collect(request)
+    await engine_client.collect(request)
 
 
 async def _cancel(*futures: asyncio.Future[Any]) -> None:

@@ -13,10 +13,10 @@ from bough.cli.serving import LocalServer, run_in_loop
 from bough.config.server_args import build_config
 from bough.core.errors import ConfigError
 from bough.core.sampling import SamplingParams
+from bough.engine_client import Request
 from bough.entrypoints.service import Service
-from bough.intake import Request
 from bough.launch import start
-from tests.unit.intake.conftest import FAKE
+from tests.unit.engine_client.conftest import FAKE
 
 
 def test_a_server_that_failed_to_start_can_still_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_whoever_stops_a_busy_server_is_told_what_it_waits_for(
     def opened(service: Service) -> None:
         async def ask() -> None:
             if busy:
-                await service.intake.submit(Request(prompt=[7, 9], sampling=SamplingParams(max_new_tokens=100)))
+                await service.engine_client.submit(Request(prompt=[7, 9], sampling=SamplingParams(max_new_tokens=100)))
             server.stop()
 
         asked.append(asyncio.ensure_future(ask()))

@@ -11,8 +11,8 @@ import pytest
 from bough.core.messages import Began, Delta, Deltas, End, RowOutput, TextSpec, Tokens, pack_ids, unpack_ids
 from bough.core.reasoning import reasoning_of
 from bough.detokenizer.process import Answers
-from bough.intake.beams import spoken
-from bough.intake.request import Request
+from bough.engine_client.beams import spoken
+from bough.engine_client.request import Request
 from bough.parsers import REASONING_FORMATS, Parsed, ResponseParser, assemble
 from bough.tokenizer import Tokenizer
 

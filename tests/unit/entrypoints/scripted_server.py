@@ -1,4 +1,4 @@
-"""An engine that answers from a script, behind a real intake, a real application and a real HTTP server."""
+"""An engine that answers from a script, behind a real engine client, a real application and a real HTTP server."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from bough.core.messages import (
     pack_ids,
     unpack_ids,
 )
+from bough.engine_client import EngineClient
+from bough.engine_client.replicas import Replicas
 from bough.entrypoints.http.app import make_app
 from bough.entrypoints.http.server import Front, HttpServer
 from bough.entrypoints.http.sockets import bind
 from bough.entrypoints.served_model import ServedModel
 from bough.entrypoints.service import Service, make_admission
-from bough.intake import Intake
-from bough.intake.replicas import Replicas
 from bough.ipc.endpoints import Endpoints
 from bough.observability.health import Beat, State
 from bough.parsers import ResponseParser
@@ -126,9 +126,9 @@ def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
 
 @dataclass
 class FakeEngine:
-    """Stands where the intake's outbox was: gets its messages, delivers deltas."""
+    """Stands where the engine client's outbox was: gets its messages, delivers deltas."""
 
-    intake: Intake
+    engine_client: EngineClient
     script: Script
     seen: list[Generate] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
@@ -157,10 +157,10 @@ class FakeEngine:
                 for each in live:
                     self.aborted.append(each)
                     self._abort(each)
-                self.intake._calls[call].set_result(Reply(call=call, body={"aborted": len(live)}))
+                self.engine_client._calls[call].set_result(Reply(call=call, body={"aborted": len(live)}))
             case Corpus(call=call, corpus_id=name, tokens=tokens):
                 counts = [(name, len(tokens) // 4)] if name else []
-                self.intake._calls[call].set_result(Reply(call=call, body={"corpora": counts}))
+                self.engine_client._calls[call].set_result(Reply(call=call, body={"corpora": counts}))
             case FlushCache() | GetInfo() | Look() | Pause() | Resume() | Profile() | Recall() | ExpertRecord():
                 self.calls.append(message)
                 error = self.flush_error if isinstance(message, FlushCache) else ""
@@ -170,14 +170,14 @@ class FakeEngine:
                 if isinstance(message, Recall):
                     error = "nothing is kept here"
                 reply = Reply(call=message.call, error=error, body=dict(body))
-                self.intake._calls[message.call].set_result(reply)
+                self.engine_client._calls[message.call].set_result(reply)
 
     def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
 
     def _deliver(self, delta: Delta) -> None:
-        self.intake._hear([delta])
+        self.engine_client._hear([delta])
 
     def _abort(self, which: int) -> None:
         task = self._tasks.pop(which, None)
@@ -193,7 +193,7 @@ class FakeEngine:
             end = End(reason="stop", prompt_tokens=len(message.prompt) // 4)
             self._deliver(Delta(id=message.id, embedding=values, end=end))
             return
-        tokenizer = self.intake.tokenizer
+        tokenizer = self.engine_client.tokenizer
         prompt = tokenizer.decode(unpack_ids(message.prompt).tolist(), False) if tokenizer else ""
         answer = self.script(message, prompt)
         parser = _parser(message)
@@ -243,7 +243,7 @@ class FakeEngine:
         return self._score(message, ids[start:], [None, *[-1.5] * (len(ids) - 1)][start:])
 
     def _score(self, message: Generate, ids: list[int], logprobs: list[float | None]) -> TokenLogprobs:
-        tokenizer, spec = self.intake.tokenizer, message.logprobs
+        tokenizer, spec = self.engine_client.tokenizer, message.logprobs
         assert tokenizer is not None
         assert spec is not None
         text = message.text is not None and message.text.logprob_text
@@ -322,14 +322,16 @@ class FakeServer:
                  "architecture": "FakeForCausalLM", **self._facts}  # fmt: skip
         admission = make_admission(self.config, facts)
         truncate = self.config.server.allow_auto_truncate
-        intake = Intake.from_facts(Endpoints("/nonexistent"), facts, tokenizer, gate=admission, truncate=truncate)
-        self.engine = FakeEngine(intake, self._script)
-        intake._replicas = Replicas([self.engine], [], "prefix")  # type: ignore[list-item]
+        engine_client = EngineClient.from_facts(
+            Endpoints("/nonexistent"), facts, tokenizer, gate=admission, truncate=truncate
+        )
+        self.engine = FakeEngine(engine_client, self._script)
+        engine_client._replicas = Replicas([self.engine], [], "prefix")  # type: ignore[list-item]
         served = ServedModel(
             name="fake", aliases=frozenset({"default", "org/fake"}), tokenizer=tokenizer, context_length=CONTEXT,
             facts=facts, **self._served,
         )  # fmt: skip
-        self.service = Service(self.config, served, intake, self.pulse, admission)  # type: ignore[arg-type]
+        self.service = Service(self.config, served, engine_client, self.pulse, admission)  # type: ignore[arg-type]
         front = Front()
         front.open(make_app(self.service))
         sock = bind("127.0.0.1", 0)

@@ -292,7 +292,7 @@ def test_a_bug_shows_nothing_of_itself(monkeypatch: pytest.MonkeyPatch, caplog: 
         async def broken(*_: object) -> None:
             raise RuntimeError("secret at 0xdeadbeef in /home/me/x.py")
 
-        running.service.intake.submit_batch = broken  # type: ignore[assignment, method-assign]
+        running.service.engine_client.submit_batch = broken  # type: ignore[assignment, method-assign]
         response = httpx.post(f"{running.url}/generate", json={"text": "a"})
         error = check_error(response, 500)
         assert error["type"] == "internal_error"

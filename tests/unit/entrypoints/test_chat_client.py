@@ -168,7 +168,7 @@ def test_roles_and_parts(client: openai.OpenAI, server: FakeServer) -> None:
             {"role": "user", "content": "four"},
         ],
     )
-    prompt = server.engine.intake.tokenizer.decode(list(_ids(server)), False)  # type: ignore[union-attr]
+    prompt = server.engine.engine_client.tokenizer.decode(list(_ids(server)), False)  # type: ignore[union-attr]
     assert prompt == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
         "<|im_start|>assistant\nthree<|im_end|>\n<|im_start|>user\nfour<|im_end|>\n<|im_start|>assistant\n"
@@ -180,7 +180,7 @@ def test_continue_final_message(client: openai.OpenAI, server: FakeServer) -> No
         model="fake", messages=[*USER, {"role": "assistant", "content": "Sure, I"}],
         extra_body={"continue_final_message": True},
     )  # fmt: skip
-    prompt = server.engine.intake.tokenizer.decode(list(_ids(server)), False)  # type: ignore[union-attr]
+    prompt = server.engine.engine_client.tokenizer.decode(list(_ids(server)), False)  # type: ignore[union-attr]
     assert prompt.endswith("<|im_start|>assistant\nSure, I")
 
 
@@ -311,7 +311,7 @@ def test_reasoning_stays_in_the_text_if_asked(thinking: openai.OpenAI) -> None:
 
 def test_reasoning_effort_none_turns_thinking_off(thinking: openai.OpenAI, thinker: FakeServer) -> None:
     thinking.chat.completions.create(model="fake", messages=USER, reasoning_effort="none")
-    prompt = thinker.engine.intake.tokenizer.decode(list(_ids(thinker)), False)  # type: ignore[union-attr]
+    prompt = thinker.engine.engine_client.tokenizer.decode(list(_ids(thinker)), False)  # type: ignore[union-attr]
     assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
@@ -338,7 +338,7 @@ def test_a_schema_waits_for_the_final_message_of_harmony() -> None:
         client.chat.completions.create(model="fake", messages=USER, response_format={"type": "json_object"})
         asked = running.engine.seen[-1]
         assert asked.sampling.grammar.after_reasoning is True  # type: ignore[union-attr]
-        tokenizer = running.engine.intake.tokenizer
+        tokenizer = running.engine.engine_client.tokenizer
         assert tokenizer is not None
         announced = "<|end|><|start|>assistant<|channel|>final<|message|>"
         assert tokenizer.decode(list(reasoning_end_ids("gpt-oss", tokenizer)), False) == announced
@@ -413,7 +413,7 @@ def test_a_forced_call_cut_before_its_name_leaves_no_content(said: str) -> None:
 
 def test_tools_for_a_template_without_a_place_for_them(server: FakeServer, client: openai.OpenAI) -> None:
     client.chat.completions.create(model="fake", messages=USER, tools=[WEATHER])  # type: ignore[list-item]
-    prompt = server.engine.intake.tokenizer.decode(list(_ids(server)), False)  # type: ignore[union-attr]
+    prompt = server.engine.engine_client.tokenizer.decode(list(_ids(server)), False)  # type: ignore[union-attr]
     assert prompt.startswith("<|im_start|>system\n")
     assert "get_weather" in prompt
     assert server.engine.seen[-1].text.tool_parser == "hermes"  # type: ignore[union-attr]

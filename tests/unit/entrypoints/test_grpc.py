@@ -161,7 +161,7 @@ def test_bugs_show_nothing_of_themselves() -> None:
         async def broken(*_: object) -> None:
             raise RuntimeError("secret at 0xdeadbeef")
 
-        running.service.intake.submit_batch = broken  # type: ignore[assignment, method-assign]
+        running.service.engine_client.submit_batch = broken  # type: ignore[assignment, method-assign]
         with pytest.raises(grpc.RpcError) as failed:
             list(BoughStub(channel).Generate(pb.GenerateRequest(text="a")))
         assert failed.value.code() is Code.INTERNAL

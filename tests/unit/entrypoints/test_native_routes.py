@@ -12,7 +12,7 @@ import httpx
 import pytest
 from scripted_server import CONTEXT, EOS, Answer, FakeServer, endless, serving
 
-from bough.intake.unserved import UNSERVED
+from bough.engine_client.unserved import UNSERVED
 from bough.observability.health import Beat, State
 
 

@@ -14,7 +14,7 @@ import pytest
 from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.messages import End
-from bough.intake import Request
+from bough.engine_client import Request
 
 
 def request(fields: dict[str, Any]) -> bytes:
@@ -39,7 +39,7 @@ def test_a_client_that_has_asked_again_and_leaves_frees_what_it_had(stream: bool
             if later:
                 connection.sendall(asked)
                 time.sleep(0.05)
-        wait_until(lambda: not server.service.intake.num_live, within_s=10)
+        wait_until(lambda: not server.service.engine_client.num_live, within_s=10)
 
 
 def test_a_request_that_is_not_read_yet_is_not_late() -> None:

@@ -149,7 +149,7 @@ def test_state_needs_the_key_and_hides_ids() -> None:
 
 def test_the_text_of_spans_is_for_admins() -> None:
     with serving(api_key="s3cret", admin_api_key="s4cret") as running:
-        tokenizer = running.engine.intake.tokenizer
+        tokenizer = running.engine.engine_client.tokenizer
         ids = tokenizer.encode("A secret prompt")
         span = {"id": 1, "parent": 0, "tokens": 99, "first_ids": [*ids, 2**40]}
         running.engine.picture = {"rows": [], "spans": [span]}

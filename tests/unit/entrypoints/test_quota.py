@@ -96,8 +96,8 @@ def test_clients_that_leave_pay_for_what_was_generated(tmp_path: Path) -> None:
         body, key = {"text": "a", "stream": True}, {"x-api-key": "a"}
         with httpx.stream("POST", f"{running.url}/generate", json=body, headers=key) as reply:
             next(reply.iter_lines())
-        wait_until(lambda: not running.service.intake.num_live)
-        assert not running.service.intake._unpaid, "its end has come, and was counted"
+        wait_until(lambda: not running.service.engine_client.num_live)
+        assert not running.service.engine_client._unpaid, "its end has come, and was counted"
 
 
 def test_keys_are_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

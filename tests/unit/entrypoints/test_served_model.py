@@ -8,8 +8,8 @@ from bough.cli.config_flags import parse
 from bough.config.concerns import ServerConfig
 from bough.config.hf import open_checkpoint
 from bough.core.errors import BoughError
+from bough.engine_client.sampling import sampling_defaults
 from bough.entrypoints.served_model import load_tokenizer_side, make_served
-from bough.intake.sampling import sampling_defaults
 
 
 @pytest.mark.parametrize("flag", ["--reasoning-parser", "--tool-call-parser", "--completion-template"])

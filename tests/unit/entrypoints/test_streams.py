@@ -198,7 +198,7 @@ def test_disconnecting_aborts(path: str, stream: bool, n: int) -> None:
         body = {"stream": stream, "text": "a", "sampling_params": {"n": n}}
     with serving(endless()) as running:
         leave_early(running, path, body, n)
-        wait_until(lambda: running.service.intake.num_live == running.service.admission.requests == 0)
+        wait_until(lambda: running.service.engine_client.num_live == running.service.admission.requests == 0)
         assert len(running.engine.aborted) == n
 
 
@@ -210,7 +210,7 @@ def test_an_answer_that_ends_badly_ends_the_others_of_its_batch(path: str) -> No
         reply = httpx.post(f"{running.url}{path}", json={field: ["a", "b", "c"]}, timeout=60)
         assert reply.status_code == 500
         assert "no luck" in reply.text
-        assert running.service.intake.num_live == running.service.admission.requests == 0
+        assert running.service.engine_client.num_live == running.service.admission.requests == 0
         assert len(running.engine.aborted) == 2
 
 
@@ -219,7 +219,7 @@ def test_a_client_with_a_long_body_is_seen_to_leave() -> None:
         leave_early(
             running, "/generate", {"stream": False, "text": "word " * 500, "rid": "a", "extra": "x" * 500_000}, 1
         )
-        wait_until(lambda: running.service.intake.num_live == 0)
+        wait_until(lambda: running.service.engine_client.num_live == 0)
         assert len(running.engine.aborted) == 1
 
 

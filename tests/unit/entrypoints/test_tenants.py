@@ -111,13 +111,13 @@ def own_name(
         return thread
 
     threads = [ask("mine", mine)]
-    wait_until(lambda: running.service.intake.num_live == 1)
+    wait_until(lambda: running.service.engine_client.num_live == 1)
     assert theirs.post("/abort_request", json={"rid": "r"}).json()["aborted"] == 0
     again = mine.post(path, json=asked)
     assert again.status_code == 400, "while it is under way, and within the tenant"
     assert "rid" in again.text
     threads.append(ask("theirs", theirs))
-    wait_until(lambda: running.service.intake.num_live == 2)
+    wait_until(lambda: running.service.engine_client.num_live == 2)
     held.set()
     for thread in threads:
         thread.join(60)
@@ -178,10 +178,10 @@ def aborted(running: FakeServer, mine: httpx.Client, theirs: httpx.Client, held:
     asked = {"text": "wait", "rid": "r"}
     thread = threading.Thread(target=lambda: got.append(mine.post("/generate", json=asked)))
     thread.start()
-    wait_until(lambda: running.service.intake.num_live == 1)
+    wait_until(lambda: running.service.engine_client.num_live == 1)
     assert theirs.post("/abort_request", json={"rid": "r"}).json()["aborted"] == 0
     assert theirs.post("/abort_request", json={"abort_all": True}).status_code == 403
-    assert running.service.intake.num_live == 1
+    assert running.service.engine_client.num_live == 1
     boss = {"authorization": "Bearer boss"}
     assert httpx.post(f"{running.url}/abort_request", json={"rid": "r"}, headers=boss).json()["aborted"] == 1
     thread.join(60)
@@ -328,17 +328,17 @@ def test_grpc_fields_that_name_something() -> None:
 # -- stores ---------------------------------------------------------------------------------------
 
 BY_TENANT = {
-    "ResponseStore._kept", "ResponseStore._sizes", "ResponseStore._items", "Sessions._sessions", "Intake._names",
+    "ResponseStore._kept", "ResponseStore._sizes", "ResponseStore._items", "Sessions._sessions", "EngineClient._names",
 }  # fmt: skip
 """Keyed by tenant and id."""
 NOT_BY_TENANT = {
-    "Intake._streams": "by ids that the server makes, never read from a request",
-    "Intake._places": "the same",
-    "Intake._calls": "the same",
-    "Intake._turns": "the same",
-    "Intake._unpaid": "the same",
-    "Intake._leases": "the same",
-    "IntakeStats.ended": "counters",
+    "EngineClient._streams": "by ids that the server makes, never read from a request",
+    "EngineClient._places": "the same",
+    "EngineClient._calls": "the same",
+    "EngineClient._turns": "the same",
+    "EngineClient._unpaid": "the same",
+    "EngineClient._leases": "the same",
+    "EngineClientStats.ended": "counters",
     "StoredResponse.response": "what a store holds",
     "_Session.turns": "by the requests of one session",
     "Joins._known": "by cache namespace, which has the owner's name in it",
@@ -397,8 +397,8 @@ def test_every_store_is_known(running: FakeServer, mine: httpx.Client) -> None:
     assert stores(running.service) == {*BY_TENANT, *NOT_BY_TENANT}, (
         "a new store is keyed by tenant, or listed with a reason"
     )
-    for name in BY_TENANT - {"Intake._names"}:
-        holder = running.service.responses if name.startswith("Response") else running.service.intake.sessions
+    for name in BY_TENANT - {"EngineClient._names"}:
+        holder = running.service.responses if name.startswith("Response") else running.service.engine_client.sessions
         keys = list(getattr(holder, name.partition(".")[2]))
         assert keys
         assert all(tenant == "mine" and isinstance(each, str) for tenant, each in keys), name

@@ -47,8 +47,8 @@ def test_json_keeps_a_traceback_on_one_line(lines: io.StringIO) -> None:
 
 def test_text_lines_and_levels(lines: io.StringIO) -> None:
     set_up_logging("api", LogConfig(log_level="warning"), lines)
-    logging.getLogger("bough.intake").info("hidden")
-    logging.getLogger("bough.intake").warning("shown", extra={"rid": "x"})
+    logging.getLogger("bough.engine_client").info("hidden")
+    logging.getLogger("bough.engine_client").warning("shown", extra={"rid": "x"})
     text = lines.getvalue()
     assert "hidden" not in text
     assert "warning" in text

@@ -17,10 +17,10 @@ from bough.core.messages import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from bough.engine_client.endings import raise_if_failed
+from bough.engine_client.names import random_name
 from bough.entrypoints.http.errors import error_body
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
-from bough.intake.endings import raise_if_failed
-from bough.intake.names import random_name
 from bough.parsers import assemble
 
 Json = dict[str, Any]

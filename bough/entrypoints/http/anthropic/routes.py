@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from bough.engine_client import Request
 from bough.entrypoints.http.anthropic.answer import MessageBody, MessageEvents, MessageForm, error_event
 from bough.entrypoints.http.anthropic.convert import chat_request, hosted_tools
 from bough.entrypoints.http.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -19,7 +20,6 @@ from bough.entrypoints.http.openai.tools import offer
 from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
-from bough.intake import Request
 
 
 def messages(service: Service) -> Handler:

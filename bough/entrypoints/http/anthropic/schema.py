@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bough.intake.request import PriorityWord
+from bough.engine_client.request import PriorityWord
 
 Json = dict[str, Any]
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from bough.core.messages import Content, Delta, End, ParsedEvent, Reasoning, ToolCallArguments, ToolCallBegin
+from bough.engine_client.endings import raise_if_failed
 from bough.entrypoints.http.anthropic.answer import as_object
 from bough.entrypoints.http.errors import error_body
 from bough.entrypoints.http.ollama.schema import Kind
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
-from bough.intake.endings import raise_if_failed
 
 Json = dict[str, Any]
 

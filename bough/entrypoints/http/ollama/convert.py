@@ -9,12 +9,12 @@ import msgspec
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
+from bough.engine_client.media_fields import with_scheme
 from bough.entrypoints.http.ollama.schema import Json, OllamaChatRequest, OllamaCommon, OllamaGenerateRequest
 from bough.entrypoints.http.openai.fields import bad_field, served_name
 from bough.entrypoints.http.openai.parts import content_of, media_url_part, text_part
 from bough.entrypoints.http.openai.schema import ChatRequest, FunctionDefinition, Tool
 from bough.entrypoints.served_model import ServedModel
-from bough.intake.media_fields import with_scheme
 
 _encode = msgspec.json.Encoder().encode
 _TAG = ":latest"

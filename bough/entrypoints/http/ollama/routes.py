@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from bough.core.errors import InvalidRequest
+from bough.engine_client import Request
 from bough.entrypoints.fim import fill_in
 from bough.entrypoints.http.body import CheckedBody, read_json
 from bough.entrypoints.http.ollama.answer import OllamaAnswer, error_line, line, loaded
@@ -29,7 +30,6 @@ from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.replies import LinesReply, client_of, json_reply, placed
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
-from bough.intake import Request
 
 Json = dict[str, Any]
 

@@ -15,6 +15,12 @@ from starlette.responses import Response
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import LogprobSpec
+from bough.engine_client import Request
+from bough.engine_client.media_fields import processor_options
+from bough.engine_client.names import random_name
+from bough.engine_client.prepare import not_generative
+from bough.engine_client.request import priority_of
+from bough.engine_client.sampling import GivenSampling, settled
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat_answer import ChatBody, ChatChunks, ChatForm
 from bough.entrypoints.http.openai.fields import (
@@ -35,12 +41,6 @@ from bough.entrypoints.reasoning import after_reasoning, budget_of, chat_closed,
 from bough.entrypoints.served_model import ServedModel
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
-from bough.intake import Request
-from bough.intake.media_fields import processor_options
-from bough.intake.names import random_name
-from bough.intake.prepare import not_generative
-from bough.intake.request import priority_of
-from bough.intake.sampling import GivenSampling, settled
 from bough.multimodal.desk import MediaInput
 from bough.parsers import reasoning_format
 from bough.tokenizer import ChatTemplate

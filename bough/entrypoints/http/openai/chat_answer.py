@@ -25,11 +25,11 @@ from bough.core.messages import (
     ToolCallEnd,
     unpack_ids,
 )
+from bough.engine_client.endings import raise_if_failed
+from bough.engine_client.native import draft_fields
 from bough.entrypoints.http.openai.shapes import BytesOf, bytes_of, chat_logprobs, finish_reason, join_scores, usage
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
-from bough.intake.endings import raise_if_failed
-from bough.intake.native import draft_fields
 from bough.parsers import assemble
 
 Json = dict[str, Any]

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from bough.core.messages import Delta, End, Ids, TokenLogprobs, unpack_ids
+from bough.engine_client.endings import raise_if_failed
 from bough.entrypoints.http.openai.chat_answer import meta_info
 from bough.entrypoints.http.openai.shapes import (
     BytesOf,
@@ -22,7 +23,6 @@ from bough.entrypoints.http.openai.shapes import (
 )
 from bough.entrypoints.service import News
 from bough.entrypoints.stream import DONE, event
-from bough.intake.endings import raise_if_failed
 
 Json = dict[str, Any]
 

@@ -12,6 +12,11 @@ from starlette.responses import Response
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.messages import LogprobSpec
+from bough.engine_client import Request
+from bough.engine_client.gate import num_tokens
+from bough.engine_client.names import random_name
+from bough.engine_client.request import priority_of
+from bough.engine_client.sampling import settled
 from bough.entrypoints.fim import fill_in
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
@@ -30,11 +35,6 @@ from bough.entrypoints.http.replies import EventReply, client_of, json_reply, pl
 from bough.entrypoints.reasoning import budget_of, with_reasoning
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
-from bough.intake import Request
-from bough.intake.gate import num_tokens
-from bough.intake.names import random_name
-from bough.intake.request import priority_of
-from bough.intake.sampling import settled
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this route."""

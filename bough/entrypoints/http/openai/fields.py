@@ -8,9 +8,9 @@ from typing import Literal
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest, ModelNotFound
+from bough.engine_client.native import namespace_of as salted
 from bough.entrypoints.http.openai.schema import ChatRequest, Common
 from bough.entrypoints.served_model import ServedModel
-from bough.intake.native import namespace_of as salted
 
 
 def bad_field(what: str, why: str, param: str) -> InvalidRequest:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client.media_fields import PARTS, WHERE, media_part
 from bough.entrypoints.http.openai.fields import bad_field, bad_role
-from bough.intake.media_fields import PARTS, WHERE, media_part
 from bough.multimodal.desk import MediaInput
 
 Json = dict[str, Any]

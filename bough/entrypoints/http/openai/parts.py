@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bough.intake.media_fields import WHERE
+from bough.engine_client.media_fields import WHERE
 
 Json = dict[str, Any]
 

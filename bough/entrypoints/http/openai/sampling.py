@@ -11,9 +11,9 @@ from msgspec import UNSET
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.sampling import SamplingParams
+from bough.engine_client import ANY_JSON
+from bough.engine_client.sampling import Constraint, GivenSampling, Source, biased_id
 from bough.entrypoints.http.openai.schema import Common, StructuredOutputs
-from bough.intake import ANY_JSON
-from bough.intake.sampling import Constraint, GivenSampling, Source, biased_id
 
 _ORIGINS = (
     "structural_tag", "json_schema", "structured_outputs", "guided_json", "guided_choice", "guided_regex",

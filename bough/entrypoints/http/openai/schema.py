@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from bough.intake.request import PriorityWord
+from bough.engine_client.request import PriorityWord
 
 Json = dict[str, Any]
 

@@ -8,11 +8,11 @@ from starlette.requests import Request
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client import PoolOptions
+from bough.engine_client.pool_texts import WHOLE, Input
+from bough.engine_client.request import priority_of
 from bough.entrypoints.http.pooling.schema import Inputs, PoolingBody
 from bough.entrypoints.http.replies import caller_of, deadline_of
-from bough.intake import PoolOptions
-from bough.intake.pool_texts import WHOLE, Input
-from bough.intake.request import priority_of
 
 
 def options_of(

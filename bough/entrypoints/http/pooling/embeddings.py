@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client.pooled_native import native_inputs, native_pooled
+from bough.engine_client.scores import Floats, as_weights
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
@@ -17,8 +19,6 @@ from bough.entrypoints.http.pooling.common import inputs_of, options_of, usage
 from bough.entrypoints.http.pooling.schema import EmbeddingsRequest, EncodeRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
-from bough.intake.pooled_native import native_inputs, native_pooled
-from bough.intake.scores import Floats, as_weights
 
 
 def embeddings(service: Service) -> Handler:

@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client.names import random_name
+from bough.engine_client.pooled_native import labelled
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
@@ -18,8 +20,6 @@ from bough.entrypoints.http.pooling.common import inputs_of, options_of, usage
 from bough.entrypoints.http.pooling.schema import ClassifyRequest, ModerationRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
-from bough.intake.names import random_name
-from bough.intake.pooled_native import labelled
 
 
 def classify(service: Service) -> Handler:

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.core.errors import InvalidRequest
+from bough.engine_client import PoolOptions
+from bough.engine_client.pool_texts import WHOLE
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.ollama.convert import model_name
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.pooling.common import inputs_of
 from bough.entrypoints.http.replies import caller_of, client_of, deadline_of, json_reply
 from bough.entrypoints.service import Service
-from bough.intake import PoolOptions
-from bough.intake.pool_texts import WHOLE
 
 
 class OllamaEmbedRequest(Struct, kw_only=True):

@@ -10,6 +10,9 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client import Pooler, PoolOptions
+from bough.engine_client.names import random_name
+from bough.engine_client.pooled_native import ranked
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
@@ -17,9 +20,6 @@ from bough.entrypoints.http.pooling.common import options_of, usage
 from bough.entrypoints.http.pooling.schema import RerankRequest, ScoreRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
-from bough.intake import Pooler, PoolOptions
-from bough.intake.names import random_name
-from bough.intake.pooled_native import ranked
 
 
 def rerank(service: Service) -> Handler:

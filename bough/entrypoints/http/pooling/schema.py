@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from bough.intake.request import PriorityWord
+from bough.engine_client.request import PriorityWord
 
 Inputs = str | list[str | int | list[int]]
 """A text, token ids, or a list of either."""

@@ -21,13 +21,13 @@ from bough.core.messages import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from bough.engine_client.endings import GIVEN_UP, raise_if_failed
+from bough.engine_client.names import random_name
 from bough.entrypoints.http.errors import in_words
 from bough.entrypoints.http.openai.chat_answer import ChatForm, events_of
 from bough.entrypoints.http.openai.shapes import chat_logprob_items
 from bough.entrypoints.http.responses.schema import Json, ResponsesRequest
 from bough.entrypoints.http.responses.tools import OfferedTools, text_argument
-from bough.intake.endings import GIVEN_UP, raise_if_failed
-from bough.intake.names import random_name
 
 _encode = msgspec.json.Encoder().encode
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import BoughError, InvalidRequest
+from bough.engine_client import Request
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.errors import as_bough
 from bough.entrypoints.http.openai.chat import Handler, make_form, make_request
@@ -27,7 +28,6 @@ from bough.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from bough.entrypoints.http.responses.tools import all_tools, offered_tools
 from bough.entrypoints.service import Service
 from bough.entrypoints.stream import Events
-from bough.intake import Request
 
 _log = logging.getLogger(__name__)
 

@@ -131,7 +131,7 @@ def state(service: Service) -> Handler:
         nonlocal drawn
         async with drawing:
             if time.monotonic() - drawn[0] > _FRESH_S:
-                seen = await service.intake.call(lambda call: Look(call, span_tokens=_SPAN_TOKENS))
+                seen = await service.engine_client.call(lambda call: Look(call, span_tokens=_SPAN_TOKENS))
                 spans = [_with_text(span, tokenizer) for span in seen.get("spans", [])]
                 drawn = (time.monotonic(), {**seen, "spans": spans})
         picture = drawn[1]
