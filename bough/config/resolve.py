@@ -121,7 +121,7 @@ class ModelPlanFacts:
     """How its layers share pages, given the tokens of a column and of the longest request; None: each token takes those of
     `kv_values_per_token` that are of a rank's part of the key-value heads."""
     state_values: int = 0
-    """Values of a request's state, in layers that keep one."""
+    """Values of a request's state, in layers that keep one, on the rank with the most."""
     tapped_values: int = 0
     """Values of a token that are kept beside the stream, for what drafts from them."""
     most_draft_steps: int | None = None
@@ -583,7 +583,7 @@ def memory_facts(
         small_step_tokens=small_step,
         graph_bytes=graph_bytes(captured) if captured else 0,
         media_bytes=kept_bytes,
-        state_bytes=state_bytes(model) * (1 + rows + num_snapshots(rows)) if model.state_values else 0,
+        state_bytes=state_bytes(model) * (2 + rows + num_snapshots(rows)) if model.state_values else 0,
         page_size=page_size * layout.cp,
         model_context=model.context_length,
         context_length=None if context is AUTO else context,

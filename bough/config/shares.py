@@ -20,6 +20,8 @@ from bough.config.model_facts import (
     Mla,
     ModelFacts,
     Moe,
+    StateMixer,
+    state_values,
 )
 from bough.core.errors import ConfigError
 
@@ -100,7 +102,8 @@ def rank_mixer(mixer: Mixer, layout: Layout, rank: int) -> Mixer:
             heads = cut(mixer.num_heads, layout.heads, layout.place(rank)["heads"], "attention heads")
             return replace(mixer, num_heads=width(heads))
         case GatedDelta():
-            return mixer  # `check_servable` refuses several ranks
+            share = head_share(mixer.num_value_heads, mixer.num_key_heads, layout.heads, layout.place(rank)["heads"])
+            return replace(mixer, num_value_heads=width(share.heads), num_key_heads=width(share.kv_heads))
 
 
 def rank_ffn(ffn: FeedForward, layout: Layout, rank: int) -> FeedForward:
@@ -174,6 +177,13 @@ def rank_kv_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
     held = _held_layers(facts, layout, rank)
     values = sum(sum(rank_mixer(mixer, layout, rank).planes) for layer in held for mixer in layer.kv_mixers)
     return -(-values // layout.cp)
+
+
+def rank_state_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
+    """Values of a request's state on a rank, in the layers that keep one."""
+    mixers = [mixer for layer in _held_layers(facts, layout, rank) for mixer in layer.state_mixers]
+    mine = [rank_mixer(mixer, layout, rank) for mixer in mixers]
+    return sum(state_values(mixer) for mixer in mine if isinstance(mixer, StateMixer))
 
 
 def _held_layers(facts: ModelFacts, layout: Layout, rank: int) -> list[LayerFacts]:

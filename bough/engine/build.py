@@ -181,7 +181,8 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         runner = make_runner(model, config, resolved.plan, device, facts, pooling, scales, drafts, mesh.cp)
     assert isinstance(model, torch.nn.Module)
     balancer = balance_rank(runner, model, mesh, config, facts) if experts.records else None
-    held = exchange(of_rank(rank, model, runner.pool), store, layout.size)
+    states = runner.states if isinstance(runner, ModelRunner) else None
+    held = exchange(of_rank(rank, model, runner.pool, states), store, layout.size)
     with start.phase("warming up", 0.9):
         warm_up(runner, config)
     # What start-up leaves behind stays: no collection needs to look at it.

@@ -88,13 +88,9 @@ def _check_through_transformers(config: Config, pooling: PoolingFacts | None) ->
 
 def _check_stateful(config: Config, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
     """What layers that keep a state can't do yet."""
-    parallel, drafts = config.parallel, config.speculative.speculative_algorithm
-    whole = "such layers are not split: each rank would need a part of every state"
+    drafts = config.speculative.speculative_algorithm
     for asked, flag, why in (
         (drafts != "none", "--speculative-algorithm", "drafts that turn out wrong can't be taken out of a state"),
-        (parallel.tp_size > 1, "--tp-size", whole),
-        (parallel.pp_size > 1, "--pp-size", whole),
-        (parallel.attn_dp_size > 1, "--attn-dp-size", whole),
         (pooling is not None, "--is-embedding", "models that pool keep nothing between steps"),
     ):
         if asked:

@@ -13,9 +13,9 @@ from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
-from bough.config.model_facts import ModelFacts, state_values
+from bough.config.model_facts import ModelFacts
 from bough.config.resolve import MachineFacts, ModelPlanFacts
-from bough.config.shares import largest_share
+from bough.config.shares import largest_share, rank_state_values
 from bough.models.registry import find_architecture
 from bough.models.seeing import TOWER
 from bough.platform import DeviceFacts
@@ -89,7 +89,7 @@ def plan_facts(
         attention_width=max(mixer.projected for mixer in facts.mixers),
         vocab_size=facts.vocab,
         tower=facts.tower,
-        state_values=sum(state_values(mixer) for mixer in facts.state_mixers),
+        state_values=max(rank_state_values(facts, layout, rank) for rank in range(layout.size)),
         weight_share=largest_share(facts, layout),
         kv=partial(_groups if frees_windows else _one_group, facts, layout),
     )

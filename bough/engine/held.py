@@ -22,6 +22,8 @@ class RankMemory(Struct, kw_only=True, frozen=True):
     rank: int
     weight_bytes: int
     kv_bytes: int
+    state_bytes: int = 0
+    """Of layers that keep states: those of rows, and snapshots."""
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -63,6 +65,11 @@ def exchange(mine: RankMemory, store: AnyStore | None, num_ranks: int) -> list[R
     return [msgspec.json.decode(each, type=RankMemory) for each in every]
 
 
-def of_rank(rank: int, model: nn.Module, pool: object) -> RankMemory:
-    """`pool`: that of the KV cache."""
-    return RankMemory(rank=rank, weight_bytes=weight_bytes(model), kv_bytes=_bytes_of(_tensors(pool, _DEEPEST)))
+def of_rank(rank: int, model: nn.Module, pool: object, states: object = None) -> RankMemory:
+    """`pool`: that of the KV cache. `states`: that of states, if there are any."""
+    return RankMemory(
+        rank=rank,
+        weight_bytes=weight_bytes(model),
+        kv_bytes=_bytes_of(_tensors(pool, _DEEPEST)),
+        state_bytes=_bytes_of(_tensors(states, _DEEPEST)),
+    )

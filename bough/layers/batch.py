@@ -98,8 +98,10 @@ class BatchStates:
 
     layers: Sequence[tuple[Tensor, ...]]
     """By layer that keeps a state: [states, ...] each."""
-    phases: Sequence[StatePhase]
+    phases: Sequence[StatePhase] = ()
     """A row's parts are in phases that follow one another."""
+    all_ones_N: Tensor | None = None
+    """int64 [T], instead of phases: each token is that of a row of its own, with this state."""
 
 
 @dataclass(slots=True)

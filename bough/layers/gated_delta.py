@@ -1,6 +1,8 @@
-"""A gated delta net, in the place of attention. T tokens of all rows, H value heads, K and V widths of a head."""
+"""A gated delta net, in the place of attention. T tokens of all rows, H value heads of a rank, K and V widths of a head."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,50 +12,56 @@ from bough.config.model_facts import GatedDelta
 from bough.kernels.delta_rule import scan_row, step_rows
 from bough.layers.batch import Batch
 from bough.layers.build import Build
-from bough.layers.linear import GroupedLinear, ReplicatedLinear
+from bough.layers.linear import GroupedLinear, RowLinear
 from bough.layers.norm import make_norm
-from bough.layers.states import CausalConv, PerHead, StateLayer, over_rows
-from bough.layers.stream import Input, value_of
+from bough.layers.states import CausalConv, Held, PerHead, StateLayer
+from bough.layers.stream import Input, Product, value_of
 
 
 class GatedDeltaNet(StateLayer):
-    """Projections, a short convolution, the delta rule, and a norm with a gate."""
+    """Projections, a short convolution, the delta rule, and a norm with a gate. Ranks split the value heads, and hold the
+    key heads that these read."""
 
     def __init__(self, facts: GatedDelta, place: int, hidden: int, build: Build) -> None:
         """`place`: among the layers that keep a state."""
-        super().__init__(place, facts.state_shapes)
-        self.facts = facts
+        axis = build.mesh.heads
+        share = axis.head_share(facts.num_value_heads, facts.num_key_heads)
+        mine, key_heads = share.heads, share.kv_heads
+        held = replace(facts, num_value_heads=mine.stop - mine.start, num_key_heads=key_heads.stop - key_heads.start)
+        super().__init__(place, held.state_shapes, (held.num_value_heads, held.value_dim))
+        self.facts = held
+        """Of this rank's heads."""
         keys, values = facts.num_key_heads * facts.key_dim, facts.num_value_heads * facts.value_dim
-        groups = facts.num_key_heads
-        self.mix = GroupedLinear(hidden, {"q": keys, "k": keys, "v": values, "z": values}, groups, build)
-        self.rates = GroupedLinear(hidden, {"b": facts.num_value_heads, "a": facts.num_value_heads}, groups, build)
-        self.conv = CausalConv(facts.channels, facts.conv_width, build)
-        self.a_log = PerHead(facts.num_value_heads, build)
-        self.dt_bias = PerHead(facts.num_value_heads, build)
+        my_keys, my_values = _times(key_heads, facts.key_dim), _times(mine, facts.value_dim)
+        widths = {"q": (keys, my_keys), "k": (keys, my_keys), "v": (values, my_values), "z": (values, my_values)}
+        heads = (facts.num_value_heads, mine)
+        self.mix = GroupedLinear(hidden, widths, facts.num_key_heads, build)
+        self.rates = GroupedLinear(hidden, {"b": heads, "a": heads}, facts.num_key_heads, build)
+        channels = (my_keys, _after(my_keys, keys), _after(my_values, 2 * keys))
+        self.conv = CausalConv(facts.channels, facts.conv_width, build, mine=channels)
+        self.a_log = PerHead(facts.num_value_heads, build, mine)
+        self.dt_bias = PerHead(facts.num_value_heads, build, mine)
         self.norm = make_norm(facts.norm, facts.value_dim, build)
-        self.out = ReplicatedLinear(values, hidden, build)
+        self.out = RowLinear(values, hidden, build, axis=axis, inputs=my_values)
 
-    def forward(self, x: Input, batch: Batch) -> Tensor:
-        facts, x_TD = self.facts, value_of(x)
+    def forward(self, x: Input, batch: Batch) -> Product:
+        x_TD = value_of(x)
         *qkv, z_TF = self.mix(x_TD)
         b_TH, a_TH = (each.float() for each in self.rates(x_TD))
-        b_TH = b_TH.sigmoid()
         g_TH = -self.a_log.weight.exp() * F.softplus(a_TH + self.dt_bias.weight)
-        mixed_TC = torch.cat(qkv, 1)
-        shape = (len(x_TD), facts.num_value_heads, facts.value_dim)
+        read_THV = self.over_rows((torch.cat(qkv, 1), g_TH, b_TH.sigmoid()), batch)
+        gate_THV = F.silu(z_TF.float().view(read_THV.shape))
+        gated_THV = self.norm(read_THV.to(x_TD.dtype)).float() * gate_THV
+        out: Product = self.out(gated_THV.to(x_TD.dtype).flatten(1))
+        return out
 
-        def scan(part: slice, held: tuple[Tensor, ...]) -> Tensor:
-            heads = self._heads(self.conv.row(mixed_TC[part], held[0]))
-            return scan_row(*heads, g_TH[part], b_TH[part], held[1])
+    def scan(self, inputs: tuple[Tensor, ...], state: Held) -> Tensor:
+        mixed_LC, g_LH, b_LH = inputs
+        return scan_row(*self._heads(self.conv.row(mixed_LC, state[0])), g_LH, b_LH, state[1])
 
-        def steps(at_N: Tensor, held: tuple[Tensor, ...], states_N: Tensor) -> Tensor:
-            heads = self._heads(self.conv.ones(mixed_TC[at_N], held[0], states_N))
-            return step_rows(*heads, g_TH[at_N], b_TH[at_N], held[1], states_N)
-
-        read_THV = over_rows(self, batch, g_TH.new_empty(shape), scan, steps)
-        gated_THV = self.norm(read_THV.to(x_TD.dtype)).float() * F.silu(z_TF.float().view(shape))
-        out_TD: Tensor = self.out(gated_THV.to(x_TD.dtype).flatten(1))
-        return out_TD
+    def step(self, inputs: tuple[Tensor, ...], states: Held, at_N: Tensor) -> Tensor:
+        mixed_NC, g_NH, b_NH = inputs
+        return step_rows(*self._heads(self.conv.ones(mixed_NC, states[0], at_N)), g_NH, b_NH, states[1], at_N)
 
     def _heads(self, mixed_LC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[L, H, K] queries and keys of length 1, queries scaled; [L, H, V] values."""
@@ -69,3 +77,12 @@ class GatedDeltaNet(StateLayer):
 
 def _unit(x_LHK: Tensor) -> Tensor:
     return x_LHK * torch.rsqrt(x_LHK.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _times(heads: slice, width: int) -> slice:
+    """The values of some heads."""
+    return slice(heads.start * width, heads.stop * width)
+
+
+def _after(part: slice, offset: int) -> slice:
+    return slice(part.start + offset, part.stop + offset)

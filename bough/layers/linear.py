@@ -70,14 +70,14 @@ class ColumnLinear(_Weighted):
 
 
 class GroupedLinear(_Weighted):
-    """Several products of the same inputs, all on every rank. A checkpoint may store their rows in groups, a part of each
-    product in every group."""
+    """Several products of the same inputs, of each of which a rank has its share. A checkpoint may store their rows in
+    groups, a part of each product in every group."""
 
-    def __init__(self, in_dim: int, widths: dict[str, int], groups: int, build: Build) -> None:
-        """`widths`: outputs by name."""
-        parts = tuple(Part(name, (width, in_dim), ALL, ALL) for name, width in widths.items())
+    def __init__(self, in_dim: int, widths: dict[str, tuple[int, slice]], groups: int, build: Build) -> None:
+        """`widths`: by name, how many outputs the product has on all ranks, and which of them are this rank's."""
+        parts = tuple(Part(name, (width, in_dim), mine, ALL) for name, (width, mine) in widths.items())
         super().__init__(parts, build, bias=False)
-        self.widths = list(widths.values())
+        self.widths = [mine.stop - mine.start for _, mine in widths.values()]
         self.groups = groups
 
     def slots(self) -> dict[str, Slot]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -12,43 +12,65 @@ from torch import Tensor, nn
 from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.weights.slots import Slot
-from bough.weights.stored import copy_into
+from bough.weights.stored import Stored, copy_into
 
-Scan = Callable[[slice, tuple[Tensor, ...]], Tensor]
-"""Takes tokens of one row, and its state, which it advances in place: [L, ...]."""
-Steps = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
-"""Takes indices of tokens of as many rows, all states, and which of them are the rows'; advances them: [N, ...]."""
-
-
-def over_rows(layer: StateLayer, batch: Batch, out_TF: Tensor, scan: Scan, steps: Steps) -> Tensor:
-    """Fills `out_TF`, part by part, so that each row goes on from its state of the layer."""
-    states = batch.states
-    if states is None:
-        out_TF[:] = scan(slice(0, len(out_TF)), layer.fresh(out_TF.device))
-        return out_TF
-    held = states.layers[layer.state_place]
-    for phase in states.phases:
-        if len(phase.ones_N):
-            out_TF[phase.ones_at_N] = steps(phase.ones_at_N, held, phase.ones_N)
-        for tokens, state in phase.longs:
-            out_TF[tokens] = scan(tokens, tuple(each[state] for each in held))
-        if phase.saves is not None:
-            source, target = phase.saves
-            for each in held:
-                each[target] = each[source]
-    return out_TF
+Held = tuple[Tensor, ...]
+"""Tensors of a layer's states, in the order of `StateLayer.state_shapes`."""
 
 
 class StateLayer(nn.Module):
-    """A layer that keeps a state."""
+    """A layer that keeps a state of each row. A subclass projects a step's tokens, calls `over_rows` with what its
+    recurrence takes of each of them, and defines `scan` and `step`, which advance states.
 
-    def __init__(self, place: int, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """`place`: among the layers that keep one. `shapes`: of what is kept of a row."""
+    *Ranks.* `shapes` are of this rank's part: a layer is cut by `build.mesh.heads`, so that each rank advances the states of
+    its own heads or channels and the last product sums over ranks (`RowLinear` with that axis). `config.shares.rank_mixer`
+    tells the memory plan the same. A stage keeps the states of its own layers, numbered from its first one on.
+
+    *States.* Each tensor is float32, [states, *shape]: state 0 is that of a row that begins and is never written, 1 + slot
+    is a row's, the next one takes what padding writes, and snapshots follow (`memory/states.py`).
+
+    *Graphs.* `step` is captured in CUDA graphs: it changes states in place, its shapes follow from those of its arguments,
+    and it reads no value on the host. Padding may name one state several times; what that one holds does not matter."""
+
+    def __init__(self, place: int, shapes: tuple[tuple[int, ...], ...], out_shape: tuple[int, ...]) -> None:
+        """`place`: among the layers that keep one. `shapes`: of what is kept of a row. `out_shape`: of what `scan` and
+        `step` give for a token."""
         super().__init__()
         self.state_place = place
         self.state_shapes = shapes
+        self.out_shape = out_shape
 
-    def fresh(self, device: torch.device) -> tuple[Tensor, ...]:
+    def scan(self, inputs: tuple[Tensor, ...], state: Held) -> Tensor:
+        """float32 [L, *out_shape] of the L consecutive tokens of one row, whose state it advances in place."""
+        raise NotImplementedError
+
+    def step(self, inputs: tuple[Tensor, ...], states: Held, at_N: Tensor) -> Tensor:
+        """float32 [N, *out_shape] of one token of each of N rows. `states`: of all rows, of which it advances `at_N` (int64)
+        in place."""
+        raise NotImplementedError
+
+    def over_rows(self, inputs: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """[T, *out_shape]: each row goes on from its state of this layer. `inputs`: [T, ...] each."""
+        states = batch.states
+        if states is None:
+            return self.scan(inputs, self._fresh(inputs[0].device))
+        held = states.layers[self.state_place]
+        if states.all_ones_N is not None:
+            return self.step(inputs, held, states.all_ones_N)
+        out_TF = torch.empty(len(inputs[0]), *self.out_shape, dtype=torch.float32, device=inputs[0].device)
+        for phase in states.phases:
+            if len(phase.ones_N):
+                at_N = phase.ones_at_N
+                out_TF[at_N] = self.step(tuple(each[at_N] for each in inputs), held, phase.ones_N)
+            for tokens, state in phase.longs:
+                out_TF[tokens] = self.scan(tuple(each[tokens] for each in inputs), tuple(each[state] for each in held))
+            if phase.saves is not None:
+                source, target = phase.saves
+                for each in held:
+                    each[target] = each[source]
+        return out_TF
+
+    def _fresh(self, device: torch.device) -> Held:
         """The state of a row that begins."""
         return tuple(torch.zeros(each, dtype=torch.float32, device=device) for each in self.state_shapes)
 
@@ -62,19 +84,25 @@ def state_shapes(model: nn.Module) -> list[tuple[tuple[int, ...], ...]]:
 class CausalConv(nn.Module):
     """A convolution of each channel over a token and those before it, then SiLU. In float32."""
 
-    def __init__(self, channels: int, width: int, build: Build, *, bias: bool = False) -> None:
+    def __init__(
+        self, channels: int, width: int, build: Build, *, mine: Sequence[slice] | None = None, bias: bool = False
+    ) -> None:
+        """`channels`: of the model; `mine`: those of this rank, one after the other; None: all."""
         super().__init__()
-        kept = torch.empty(channels, width, dtype=torch.float32, device=build.device)
+        self.channels = channels
+        self.mine = tuple(mine) if mine is not None else (slice(0, channels),)
+        count = sum(part.stop - part.start for part in self.mine)
+        kept = torch.empty(count, width, dtype=torch.float32, device=build.device)
         self.weight = nn.Parameter(kept, requires_grad=False)
         self.bias = None
         if bias:
-            self.bias = nn.Parameter(kept.new_empty(channels), requires_grad=False)
+            self.bias = nn.Parameter(kept.new_empty(count), requires_grad=False)
 
     def slots(self) -> dict[str, Slot]:
-        channels, width = self.weight.shape
-        slots = {"weight": Slot((channels, 1, width), partial(copy_into, self.weight.unsqueeze(1)))}
+        shape = (self.channels, 1, self.weight.shape[1])
+        slots = {"weight": Slot(shape, partial(_fill_parts, self.weight.unsqueeze(1), self.mine))}
         if self.bias is not None:
-            slots["bias"] = Slot((channels,), partial(copy_into, self.bias))
+            slots["bias"] = Slot((self.channels,), partial(_fill_parts, self.bias, self.mine))
         return slots
 
     def row(self, x_LC: Tensor, state_CW: Tensor) -> Tensor:
@@ -94,9 +122,21 @@ class CausalConv(nn.Module):
 class PerHead(nn.Module):
     """Numbers by head, in float32."""
 
-    def __init__(self, count: int, build: Build) -> None:
+    def __init__(self, count: int, build: Build, mine: slice | None = None) -> None:
+        """`count`: heads of the model; `mine`: those of this rank; None: all."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, dtype=torch.float32, device=build.device), requires_grad=False)
+        self.count = count
+        self.mine = slice(0, count) if mine is None else mine
+        held = torch.empty(self.mine.stop - self.mine.start, dtype=torch.float32, device=build.device)
+        self.weight = nn.Parameter(held, requires_grad=False)
 
     def slots(self) -> dict[str, Slot]:
-        return {"weight": Slot(tuple(self.weight.shape), partial(copy_into, self.weight))}
+        return {"weight": Slot((self.count,), partial(_fill_parts, self.weight, (self.mine,)))}
+
+
+def _fill_parts(target: Tensor, parts: Sequence[slice], stored: Stored) -> None:
+    """Copies some rows of a tensor, part after part."""
+    first = 0
+    for part in parts:
+        copy_into(target[first : first + part.stop - part.start], stored, part)
+        first += part.stop - part.start

@@ -16,26 +16,37 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class StatePool:
-    """In float32: state 0 is that of a row that begins, then come those of slots, then snapshots."""
+    """In float32: state 0 is that of a row that begins, then come those of slots and one for padding, then snapshots."""
 
     def __init__(self, shapes: Sequence[Shapes], num_slots: int, num_snapshots: int, device: torch.device) -> None:
         """`shapes`: by layer that keeps a state."""
         self.num_slots = num_slots
         self.device = device
-        count = 1 + num_slots + num_snapshots
-        self.layers: list[tuple[Tensor, ...]] = [
-            tuple(torch.zeros(count, *shape, dtype=torch.float32, device=device) for shape in each) for each in shapes
-        ]
+        count = 2 + num_slots + num_snapshots  # as `config.resolve` plans
+        self._alike: list[Tensor] = []
+        """[layers, states, ...]: layers that keep the same beside one another, so that one launch copies states of all."""
+        self.layers: list[tuple[Tensor, ...]] = [()] * len(shapes)
+        for kind in dict.fromkeys(shapes):
+            places = [place for place, each in enumerate(shapes) if each == kind]
+            kept = [torch.zeros(len(places), count, *shape, dtype=torch.float32, device=device) for shape in kind]
+            self._alike += kept
+            for number, place in enumerate(places):
+                self.layers[place] = tuple(each[number] for each in kept)
 
     def load(self, slots: I32, places: I32) -> None:
         """Slots get the states of these snapshots, counted from 1 on; 0: that of a row that begins."""
-        target = upload(slots.astype(np.int64) + 1, self.device)
-        source = upload(self.snapshots(places), self.device)
-        for layer in self.layers:
-            for each in layer:
-                each[target] = each[source]
+        self._copy(self.snapshots(places), slots.astype(np.int64) + 1)
+
+    def save(self, slots: I32, places: I32) -> None:
+        """Snapshots get the states of these slots."""
+        self._copy(slots.astype(np.int64) + 1, self.snapshots(places))
 
     def snapshots(self, places: I32) -> I64:
         """Where snapshots are among the states; 0 stays 0."""
-        found: I64 = np.where(places > 0, places.astype(np.int64) + self.num_slots, 0)
+        found: I64 = np.where(places > 0, places.astype(np.int64) + self.num_slots + 1, 0)
         return found
+
+    def _copy(self, source: I64, target: I64) -> None:
+        source_N, target_N = upload(source, self.device), upload(target, self.device)
+        for each in self._alike:
+            each[:, target_N] = each[:, source_N]

@@ -79,8 +79,6 @@ def test_no_setting_changes_the_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("concern", "changes", "flag"),
     [
-        ("parallel", {"tp_size": 2}, "--tp-size"),
-        ("parallel", {"pp_size": 2}, "--pp-size"),
         ("speculative", {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
     ],
 )

@@ -11,21 +11,23 @@ import numpy as np
 import pytest
 import torch
 from cluster import greedy
-from families import DENSE, EARLIER, EXPERTS, LATENTS
+from families import DENSE, EARLIER, EXPERTS, LATENTS, STATES
 from thread_engine import ThreadEngine
 from tiny import make_tiny
 
 from bough.config.model_facts import Moe
-from bough.config.shares import rank_kv_values, rank_parameters
+from bough.config.shares import rank_kv_values, rank_parameters, rank_state_values
 
 LONG = pytest.mark.long
 
 DENSE_MODELS = ("llama", "gemma3", "olmo2", "bloom", "cohere-qk-norm")
 """Grouped queries; windows and norms around each half; norms over all heads; slopes and a plain feed-forward; a norm per
 head and blocks whose halves read the same stream."""
-EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v3")
+EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next")
 """Softmax over experts; a gated shared expert; sinks, windows and experts with biases; chunks, temperatures and a weight on
-the input; latents, scored groups and shared experts."""
+the input; latents, scored groups and shared experts; layers that keep states."""
+STATE_MODELS = ("qwen3_next",)
+"""Their states can't be shared by position."""
 SPREADS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},
     "pp": {"pp_size": 2, "chunked_prefill_size": 64},
@@ -43,7 +45,7 @@ NEEDS_EXPERTS = ("ep", "tp x ep", "pp x ep", "cp x dp attention x ep")
 SHORT = {
     ("llama", "cp"), ("gemma3", "tp x pp"), ("olmo2", "dp attention"), ("bloom", "tp"), ("qwen2_moe", "pp x ep"),
     ("gpt_oss", "cp x dp attention x ep"), ("llama4", "tp x ep"), ("deepseek_v3", "ep"), ("cohere-qk-norm", "pp"),
-    ("qwen3_moe", "dp attention"),
+    ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"),
 }  # fmt: skip
 """Each model once, and each way of spreading once, in `make test`."""
 CASES = [
@@ -51,13 +53,14 @@ CASES = [
     for model in (*DENSE_MODELS, *EXPERT_MODELS)
     for spread in SPREADS
     if model in EXPERT_MODELS or spread not in NEEDS_EXPERTS
+    if model not in STATE_MODELS or "attn_cp_size" not in SPREADS[spread]
 ]
 PROMPTS = [[5, 17, 99, 3, 64, 2, 120, 33], [42], list(range(3, 40)), [(7 * i + 3) % 120 + 3 for i in range(140)]]
 NEW_TOKENS = 6
 
 
 def make(case: str, folder: Path) -> torch.nn.Module:
-    prefix, extra = {**DENSE, **EARLIER, **EXPERTS, **LATENTS}.get(case, (case, {}))
+    prefix, extra = {**DENSE, **EARLIER, **EXPERTS, **LATENTS, **STATES}.get(case, (case, {}))
     return make_tiny(prefix, folder, **extra)
 
 
@@ -82,8 +85,9 @@ def check_bytes(engine: ThreadEngine) -> None:
     """Each rank holds what was planned for it, which is less than all."""
     facts, layout = engine.decided.facts, engine.layout
     plan = engine.decided.resolved.plan
-    tables = 4 * 4 * facts.max_context * max(mixer.head_dim for mixer in facts.mixers)
+    tables = 4 * 4 * facts.max_context * max(mixer.head_dim for mixer in facts.kv_mixers)
     held = [each for each in engine.held if each is not None]
+    num_states = 2 + 8 + 2 * 8  # of rows that begin, of padding, of slots, and snapshots
     for rank, each in enumerate(held):
         planned = 4 * rank_parameters(facts, layout, rank)
         assert planned * 0.9 - 4 * facts.hidden * 8 <= each.weight_bytes <= planned * 1.1 + tables
@@ -92,13 +96,19 @@ def check_bytes(engine: ThreadEngine) -> None:
             assert each.kv_bytes == whole_kv
         else:  # pages have one size in all groups, on all stages
             assert each.kv_bytes == plan.kv_bytes
+        assert each.state_bytes == 4 * rank_state_values(facts, layout, rank) * num_states
     whole = 4 * facts.num_parameters()
     assert max(each.weight_bytes for each in held) - tables < 0.9 * whole
+    if facts.state_mixers:
+        assert plan.state_bytes == max(each.state_bytes for each in held)
+        if layout.heads * layout.pp > 1:
+            assert plan.state_bytes < 0.7 * 4 * rank_state_values(facts, type(layout)(), 0) * num_states
     values = [rank_kv_values(facts, layout, rank) for rank in range(layout.size)]
     latents = (
         layout.tp > 1 and layout.pp == layout.cp == 1 and engine.layout.dp == 1 and facts.mixers[0].num_kv_heads == 1
     )
-    if layout.heads * layout.pp * layout.cp > 1 and not latents:
+    stages = min(layout.pp, len(facts.kv_mixers))
+    if layout.heads * stages * layout.cp > 1 and not latents:
         assert max(values) < 0.6 * rank_kv_values(facts, type(layout)(), 0)
 
 
@@ -121,5 +131,5 @@ def test_the_kinds_are_all_there(tmp_path: Path) -> None:
         blocks |= {
             "Moe" if isinstance(layer.ffn, Moe) else f"Dense {layer.ffn.gated}" for layer in facts.layers if layer.ffn
         }
-    assert {"Gqa", "Mla"} <= mixers
+    assert {"Gqa", "Mla", "GatedDelta"} <= mixers
     assert blocks == {"Moe", "Dense True", "Dense False"}

@@ -134,7 +134,7 @@ class ThreadEngine:
         runner = make_runner(model, config, plan, device, facts, pooling, sharing_context=mesh.cp)
         assert isinstance(runner, ModelRunner)
         assert isinstance(model, torch.nn.Module)
-        self.held[rank] = of_rank(rank, model, runner.pool)
+        self.held[rank] = of_rank(rank, model, runner.pool, runner.states)
         self.runners[rank] = runner
         return runner, spread
 
@@ -168,7 +168,7 @@ class ThreadEngine:
         limits = Limits.of(local.limits, config.scheduler, max_step_drafts=0, seed=0)
         if self.layout.pp > 1:
             limits = replace(limits, num_stages=self.layout.pp, micro_batch=0)
-        cache = PrefixCache(num_pages=limits.num_pages, layout=limits.layout)
+        cache = PrefixCache(num_pages=limits.num_pages, layout=limits.layout, num_snapshots=limits.num_snapshots)
         queues = Queues(limits, Grammars())
         if local.limits.media is not None:
             queues.media = MediaAccount(local.limits.media, lambda given: self.features[given.path])
