@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bough.kernels.causal_conv import conv_ones, conv_row
 from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.weights.slots import Slot
@@ -107,16 +107,11 @@ class CausalConv(nn.Module):
 
     def row(self, x_LC: Tensor, state_CW: Tensor) -> Tensor:
         """[L, C] of the tokens of a row; the state, its last inputs, moves on."""
-        seen_CL = torch.cat((state_CW, x_LC.float().T), 1)
-        state_CW.copy_(seen_CL[:, seen_CL.shape[1] - state_CW.shape[1] :])
-        return F.silu(F.conv1d(seen_CL, self.weight[:, None], self.bias, groups=len(seen_CL))).T
+        return conv_row(x_LC, self.weight, self.bias, state_CW)
 
     def ones(self, x_NC: Tensor, states_SCW: Tensor, at_N: Tensor) -> Tensor:
         """[N, C] of one token of each row."""
-        seen_NCW = torch.cat((states_SCW[at_N], x_NC.float()[:, :, None]), 2)
-        states_SCW[at_N] = seen_NCW[:, :, 1:]
-        out_NC = (seen_NCW * self.weight).sum(2)
-        return F.silu(out_NC if self.bias is None else out_NC + self.bias)
+        return conv_ones(x_NC, self.weight, self.bias, states_SCW, at_N)
 
 
 class PerHead(nn.Module):

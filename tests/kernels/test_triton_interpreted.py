@@ -18,7 +18,7 @@ GROUPS = [
     "linear,moe,grouping",
     "packed,packed_moe,gguf",
     "attention,shared,tail,rope",
-    "sampling,masks,pages,start,end,tree,plan",
+    "sampling,masks,pages,start,end,tree,plan,states",
 ]
 
 

@@ -33,6 +33,7 @@ from bough.kernels.activation import reference as activation_reference, triton a
 from bough.kernels.attention import plan as planning, reference as attention_reference, triton_backend as backend
 from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, LastRows, SpanTensors, TreeMask
 from bough.kernels.attention.plan import Kind, Plan, Shape
+from bough.kernels.causal_conv import reference as conv_reference, triton as conv
 from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
 from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
@@ -46,6 +47,8 @@ from bough.kernels.packed_moe import reference as packed_moe_reference, triton a
 from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.rotary import reference as rotary_reference, triton as rotary
 from bough.kernels.sampling import reference as sampling_reference, triton as sampling
+from bough.kernels.selective_scan import reference as selective_reference, triton as selective
+from bough.kernels.ssd import reference as ssd_reference, triton as ssd
 from bough.kernels.step_end import reference as end_reference, triton as step_end
 from bough.kernels.step_start import SlotState, reference as start_reference, triton as start
 
@@ -1184,6 +1187,74 @@ def _packed_moe(bed: Bed, shape: tuple[int, int, int, int, int], name: str, dtyp
     assert float((got - want).norm()) < 0.03 * float(want.norm())  # a CPU may round activations to 8 bits
 
 
+def state_cases(bed: Bed) -> Cases:
+    """Layers that keep a state: rows of several tokens, and one token of several rows."""
+    lengths = (2, 64, 65, 1000) if bed.large else (2, 37, 65)
+    widths = ((512, 4), (300, 3)) if bed.large else ((40, 4), (7, 2))
+    for length, (channels, width), has_bias, dtype in bed.cover(lengths, widths, (False, True), bed.dtypes):
+        name = f"causal_conv {length}x{channels}:{width} bias {has_bias} {dtype}"
+        yield name, partial(_conv, bed, length, channels, width, has_bias, dtype)
+    heads = ((24, 64, 8, 128), (16, 64, 1, 256), (6, 32, 2, 16)) if bed.large else ((4, 16, 2, 16), (3, 40, 1, 20))
+    for length, shape in bed.cover(lengths, heads):
+        yield f"ssd {length}x{shape}", partial(_ssd, bed, length, *shape)
+    for length, (channels, states) in bed.cover(lengths, ((512, 16), (77, 8)) if bed.large else ((40, 16), (7, 3))):
+        yield f"selective_scan {length}x{channels}x{states}", partial(_selective, bed, length, channels, states)
+
+
+def _advanced(ours: Any, theirs: Any, state: Tensor, at: Tensor | None) -> None:
+    """Calls both with a copy of the state; what they return and leave there agrees."""
+    rows = () if at is None else (at,)
+    states = [state.clone(), state.clone()]
+    with poison():
+        got = ours(states[0], *rows)
+    close(got, theirs(states[1], *rows), torch.float32)
+    close(states[0], states[1], torch.float32)
+
+
+def _conv(bed: Bed, length: int, channels: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x = bed.normal(length, 2 * channels, dtype=dtype)[:, :channels]
+    weight, bias = bed.normal(channels, width), bed.normal(channels) if has_bias else None
+    one = bed.normal(channels, width - 1)
+    _advanced(
+        partial(conv.conv_row, x, weight, bias), partial(conv_reference.conv_row, x, weight, bias), one, None
+    )  # fmt: skip
+    x, many, at = x[:3], bed.normal(7, channels, width - 1), bed.ints([5, 1, 0][: min(length, 3)], torch.int64)
+    _advanced(
+        partial(conv.conv_ones, x, weight, bias), partial(conv_reference.conv_ones, x, weight, bias), many, at
+    )  # fmt: skip
+
+
+def _scanned(bed: Bed, ours: Any, theirs: Any, row: list[Tensor], constant: list[Tensor], shape: list[int]) -> None:
+    """`row`: inputs, steps, B and C by token. `constant`: rates and D."""
+    (x, dt, b, c), (a, d) = row, constant
+    given = (x, dt, a, b, c, d)
+    _advanced(partial(ours.scan_row, *given), partial(theirs.scan_row, *given), bed.normal(*shape), None)
+    rows = min(len(x), 3)
+    given = (x[:rows], dt[:rows], a, b[:rows], c[:rows], d)
+    at = bed.ints([5, 1, 0][:rows], torch.int64)
+    _advanced(partial(ours.step_rows, *given), partial(theirs.step_rows, *given), bed.normal(7, *shape), at)
+
+
+def _ssd(bed: Bed, length: int, heads: int, width: int, groups: int, states: int) -> None:
+    sizes = [heads * width, groups * states, groups * states]
+    x, b, c = bed.normal(length, sum(sizes)).split(sizes, 1)  # as they leave the convolution
+    row = [
+        x.unflatten(1, (heads, width)),
+        bed.normal(length, heads).sigmoid(),
+        b.unflatten(1, (groups, states)),
+        c.unflatten(1, (groups, states)),
+    ]
+    constant = [-bed.normal(heads).exp(), bed.normal(heads)]
+    _scanned(bed, ssd, ssd_reference, row, constant, [heads, width, states])
+
+
+def _selective(bed: Bed, length: int, channels: int, states: int) -> None:
+    b, c = bed.normal(length, 2 * states).chunk(2, 1)
+    row = [bed.normal(length, channels), bed.normal(length, channels).sigmoid(), b, c]
+    constant = [-bed.normal(channels, states).exp(), bed.normal(channels)]
+    _scanned(bed, selective, selective_reference, row, constant, [channels, states])
+
+
 OPS: dict[str, Callable[[Bed], Cases]] = {
     "norm": norm_cases,
     "activation": activation_cases,
@@ -1200,6 +1271,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "start": start_cases,
     "end": end_cases,
     "tree": tree_cases,
+    "states": state_cases,
     "moe": moe_cases,
     "grouping": grouping_cases,
     "packed": packed_cases,
