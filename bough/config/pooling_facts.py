@@ -23,7 +23,7 @@ ScoreScale = Literal["identity", "sigmoid", "softmax"]
 StepActivation = Literal["identity", "tanh", "relu", "gelu", "silu", "sigmoid"]
 
 _ARCHITECTURE: Final = re.compile(
-    r"(?P<family>\w+?)(?P<form>TextModel|Model|ForCausalLM|ForSequenceClassification|ForMaskedLM|ForRewardModel)"
+    r"(?P<family>\w+?)(?P<form>LMHeadModel|TextModel|Model|ForCausalLM|ForSequenceClassification|ForMaskedLM|ForRewardModel)"
 )
 _ACTIVATIONS: Final[dict[str, StepActivation]] = {
     name: name for name in ("identity", "tanh", "relu", "gelu", "silu", "sigmoid")
@@ -119,7 +119,7 @@ def pooling_facts(facts: ModelFacts, path: Path, *, forced: bool = False, mode: 
     folder = path if path.is_dir() else path.parent
     modules = read_modules(folder)
     kinds = [kind for kind, _ in modules]
-    generative = form in ("ForCausalLM", "")
+    generative = form in ("ForCausalLM", "LMHeadModel", "")
     if generative and not forced and "Pooling" not in kinds:
         if mode != "auto":
             raise ConfigError(

@@ -60,6 +60,11 @@ def test_a_generative_model_pools_only_when_told_to(tmp_path: Path) -> None:
         facts_of(tmp_path, "LlamaForCausalLM", "llama", mode="mean")
 
 
+def test_a_language_model_of_another_name_generates(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+    assert facts_of(tmp_path, "GPT2LMHeadModel", "gpt2", **sizes) is None
+
+
 def test_looking_both_ways_means_whole_texts(tmp_path: Path) -> None:
     found = facts_of(tmp_path, "Qwen2Model", "qwen2", is_causal=False)
     assert found is not None
