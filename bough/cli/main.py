@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("bough.cli.run", "serve a model and talk to it, or ask it one thing"),
     "models": ("bough.cli.models", "list, download and remove models"),
     "quantize": ("bough.cli.quantize", "write a model's weights in fewer bits"),
+    "shard": ("bough.cli.shard", "cut a checkpoint into a file for each rank"),
     "train-draft": ("bough.cli.train_draft", "train a head that drafts for a model"),
     "doctor": ("bough.cli.doctor", "check this machine, and whether a model fits"),
     "simulate": ("bough.cli.simulate", "how a fleet of GPUs would serve a model"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bough.compress.calibrate import Calibration, Rounding
-from bough.compress.open_model import OpenModel, source_tensors
+from bough.compress.open_model import OpenModel
 from bough.compress.targets import Target
 from bough.compress.texts import Ids, Judge, Likeness
 from bough.compress.write import Selection, Tell, check_source, largest_group, write_quantised
@@ -17,6 +17,7 @@ from bough.core.errors import ConfigError, UnsupportedModel
 from bough.kernels.packed_linear import Codes
 from bough.models.load import build_model
 from bough.models.registry import facts_of, find_architecture
+from bough.weights.load import open_tensors
 from bough.weights.mapping import Mapping as Names
 
 
@@ -31,7 +32,7 @@ class CompressionJob:
         self.target = target
         self.device = device
         self._names = _names_of(source)
-        with source_tensors(source) as tensors:
+        with open_tensors(source) as tensors:
             widest = Selection(target, 1, self._names)
             widths = [stored.shape[1] for name, stored in tensors.items() if widest.is_linear(name, stored)]
             self._selection = Selection(target, group or largest_group(widths), self._names)
@@ -51,7 +52,7 @@ class CompressionJob:
         None without any."""
         judge: Judge | None = None
         method = self.target.method
-        with source_tensors(self.source) as tensors:
+        with open_tensors(self.source) as tensors:
             made: dict[str, Codes] = {}
             if method == "nearest" and not texts:
                 write_quantised(self.source, tensors, made, self.out, self._selection, tell)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,8 +14,6 @@ from bough.layers.build import Build
 from bough.layers.decoder import Decoder
 from bough.layers.place import place_weights
 from bough.models.registry import facts_of, find_architecture
-from bough.weights.from_gguf import open_gguf
-from bough.weights.from_safetensors import open_safetensors
 from bough.weights.mapping import Mapping
 from bough.weights.slots import Slot, owners_of
 from bough.weights.stored import Stored, read_all
@@ -121,13 +117,3 @@ def _cannot(checkpoint: Checkpoint, why: str) -> ConfigError:
         fix="use --to fp8, int8 or int4, which need no calibration",
         param="to",
     )
-
-
-@contextmanager
-def source_tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Stored]]:
-    """All tensors of a checkpoint under Hugging Face's names, readable inside the `with`."""
-    opened = (
-        open_safetensors(checkpoint.files) if checkpoint.kind == "safetensors" else nullcontext(open_gguf(checkpoint))
-    )
-    with opened as tensors:
-        yield tensors

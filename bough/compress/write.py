@@ -33,10 +33,11 @@ Tell = Callable[[str], None]
 
 def check_source(source: Checkpoint, out: Path) -> None:
     """Raises `ConfigError` if the source is not a model in floats or in GGUF's blocks, or `out` is there already."""
-    if source.kind == "config-only" or source.quantization:
+    if source.kind == "config-only" or source.quantization or source.shards is not None:
+        why = "it has no weights" if source.kind == "config-only" else "its weights are quantised already"
         raise ConfigError(
             what=f"{source.name} can't be quantised",
-            why="its weights are quantised already" if source.quantization else "it has no weights",
+            why="it was cut into files of single ranks" if source.shards is not None else why,
             fix="name a model with safetensors in float32, float16 or bfloat16, or a GGUF file",
         )
     if out.exists():

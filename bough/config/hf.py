@@ -26,6 +26,7 @@ from bough.config.hub_files import first_line
 from bough.config.hub_name import parse_hub_name
 from bough.config.internvl_config import from_own
 from bough.config.mistral_config import config_from_params
+from bough.config.sharded import Shards, read_manifest
 from bough.core.errors import ConfigError, UnsupportedModel
 
 CheckpointKind = Literal["safetensors", "gguf", "config-only"]
@@ -70,6 +71,8 @@ class Checkpoint:
     """Where the tokenizer is: a directory or a .gguf file."""
     gguf: tuple[GgufHeader, ...] = field(default=(), repr=False)
     """The headers of `files`, if they are GGUF."""
+    shards: Shards | None = field(default=None, repr=False)
+    """How it was cut into files of single ranks, if it was."""
 
     @property
     def architecture(self) -> str:
@@ -84,6 +87,8 @@ class Checkpoint:
     @property
     def is_consolidated(self) -> bool:
         """Whether it is in Mistral's own layout, with names of its own."""
+        if self.shards is not None:
+            return self.shards.consolidated
         return bool(self.files) and self.files[0].name.startswith("consolidated")
 
     @property
@@ -130,6 +135,8 @@ class Checkpoint:
                 for header in self.gguf
                 for name, info in header.tensors.items()
             }
+        if self.shards is not None:
+            return {name: StoredShape(of.kind, of.shape, of.nbytes) for name, of in self.shards.tensors.items()}
         return {name: shape for path in self.files for name, shape in _safetensors_shapes(path).items()}
 
 
@@ -145,6 +152,7 @@ class _Packed(Struct, array_like=True):
     tokenizer: str
     gguf: list[tuple[dict[str, Any], dict[str, TensorInfo], int]]
     tensors: dict[str, StoredShape]
+    shards: Shards | None = None
 
 
 def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
@@ -160,6 +168,7 @@ def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
             str(checkpoint.tokenizer),
             [(header.metadata, header.tensors, header.data_offset) for header in checkpoint.gguf],
             {} if checkpoint.kind == "gguf" else checkpoint.tensors,
+            checkpoint.shards,
         )
     )
 
@@ -176,6 +185,7 @@ def unpack_checkpoint(packed: bytes) -> Checkpoint:
         files=tuple(Path(path) for path in given.files),
         tokenizer=Path(given.tokenizer),
         gguf=tuple(GgufHeader(*header) for header in given.gguf),
+        shards=given.shards,
     )
     if given.kind != "gguf":
         vars(checkpoint)["tensors"] = given.tensors
@@ -329,7 +339,13 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
                 fix="check the path",
             )
         config = config_from_params(params)
-    files = () if load_format == "dummy" else _safetensors_files(path, "consolidated" if own_layout else "model")
+    shards = None if load_format == "dummy" else read_manifest(path)
+    if shards is not None:
+        files = shards.files(path)
+    elif load_format == "dummy":
+        files = ()
+    else:
+        files = _safetensors_files(path, "consolidated" if own_layout else "model")
     return Checkpoint(
         name=name,
         kind="config-only" if load_format == "dummy" else "safetensors",
@@ -338,6 +354,7 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
         generation_config=_read_json(path / "generation_config.json") or {},
         files=files,
         tokenizer=path,
+        shards=shards,
     )
 
 

@@ -177,7 +177,7 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         model = load_model(checkpoint, config, resolved.plan, device, mesh, pooling, tell, experts, spread)
         drafts = None if draft is None else load_draft(draft, model, config, resolved.plan, device, mesh, facts)
     with start.phase("laying out memory", 0.8):
-        scales = kv_scales(checkpoint, config, facts)
+        scales = kv_scales(checkpoint, config, facts, rank)
         runner = make_runner(model, config, resolved.plan, device, facts, pooling, scales, drafts, mesh.cp)
     assert isinstance(model, torch.nn.Module)
     balancer = balance_rank(runner, model, mesh, config, facts) if experts.records else None
@@ -268,11 +268,11 @@ def load_model(
     )
 
 
-def kv_scales(checkpoint: Checkpoint, config: Config, facts: ModelFacts) -> KvScales:
-    """Of keys and values that are cached in 8 bits; none for others."""
+def kv_scales(checkpoint: Checkpoint, config: Config, facts: ModelFacts, rank: int) -> KvScales:
+    """Of keys and values that are cached in 8 bits, as rank `rank` reads them; none for others."""
     if not config.model.kv_cache_dtype.startswith("fp8"):
         return KvScales()
-    return find_kv_scales(checkpoint, len(facts.kv_mixers), config.model.quantization_param_path)
+    return find_kv_scales(checkpoint, len(facts.kv_mixers), config.model.quantization_param_path, rank)
 
 
 def make_runner(

@@ -13,6 +13,7 @@ from bough.config.layout import Layout
 from bough.config.model_facts import Gqa, Mla, ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
+from bough.config.sharded import check_shards
 from bough.core.errors import ConfigError
 from bough.engine.draft import Draft, draft_of, with_draft
 from bough.engine.expert_plan import plan_experts
@@ -116,7 +117,9 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
             fix="leave --ep-size out",
             param="ep_size",
         )
-    plan_experts(config.parallel, facts)
+    experts = plan_experts(config.parallel, facts)
+    if checkpoint.shards is not None:
+        check_shards(checkpoint.shards, checkpoint.path, config.parallel, experts.slots)
     stateful = [mixer for mixer in facts.mixers if not isinstance(mixer, Gqa | Mla)]
     if config.parallel.attn_cp_size > 1 and stateful:
         raise ConfigError(

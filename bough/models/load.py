@@ -11,6 +11,7 @@ from torch import nn
 from bough.config.concerns import DummyRouting, DummyWeights, ModelImpl
 from bough.config.experts import PLAIN_EXPERTS, ExpertPlan
 from bough.config.hf import Checkpoint
+from bough.config.model_facts import ModelFacts
 from bough.config.pooling_facts import PoolingFacts
 from bough.distributed.mesh import SINGLE, Mesh
 from bough.layers.batch import Model
@@ -22,13 +23,15 @@ from bough.layers.place import place_weights
 from bough.layers.spread import TokenSpread
 from bough.models.hosted import load_through_transformers
 from bough.models.pooled import PooledModel, load_projections, pooled_architecture
-from bough.models.registry import facts_of, find_architecture
+from bough.models.registry import Architecture, facts_of, find_architecture
 from bough.models.seeing import TOWER
 from bough.quantization.choose import choose_scheme
 from bough.quantization.names import weight_name
 from bough.weights import mistral_names
 from bough.weights.dummy import fill_dummy
-from bough.weights.load import Progress, load_weights
+from bough.weights.load import Progress, load_weights, trace_reads
+from bough.weights.shards import Reads
+from bough.weights.stored import Stored
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ def build_model(
     facts = facts_of(checkpoint.config, model_impl)
     if facts.through_transformers:
         return load_through_transformers(checkpoint, facts, dtype, device, dummy=load_format == "dummy", seed=seed)
-    architecture = find_architecture(facts.architecture) if pooling is None else pooled_architecture(facts, pooling)
+    architecture = _architecture(facts, pooling)
     dummy = load_format == "dummy" or checkpoint.kind == "config-only"
     build = Build(
         scheme=choose_scheme(checkpoint, quantization, device, architecture.weights, dummy=dummy),
@@ -90,6 +93,7 @@ def build_model(
             progress,
             _names(checkpoint),
             left_out=TOWER if facts.tower is None else "",
+            rank=mesh.world.rank,
         )
         if isinstance(model, PooledModel):
             load_projections(model, checkpoint.path)
@@ -99,6 +103,38 @@ def build_model(
         _log.warning("%s computes its first layer: nothing of it can be looked up", facts.architecture)
     model.eval()
     return model  # type: ignore[return-value]
+
+
+def _architecture(facts: ModelFacts, pooling: PoolingFacts | None) -> Architecture:
+    return find_architecture(facts.architecture) if pooling is None else pooled_architecture(facts, pooling)
+
+
+def reads_of(
+    checkpoint: Checkpoint,
+    tensors: dict[str, Stored],
+    *,
+    dtype: torch.dtype,
+    quantization: str = "auto",
+    mesh: Mesh = SINGLE,
+    experts_plan: ExpertPlan = PLAIN_EXPERTS,
+    spread: TokenSpread | None = None,
+) -> Reads:
+    """What a rank reads of its checkpoint's `tensors` when `build_model` builds its share. Takes no memory for weights."""
+    facts, device = facts_of(checkpoint.config), torch.device("meta")
+    architecture = _architecture(facts, None)
+    build = Build(
+        scheme=choose_scheme(checkpoint, quantization, device, architecture.weights),
+        dtype=dtype,
+        device=device,
+        context_length=1,
+        mesh=mesh,
+        experts_plan=experts_plan,
+        spread=spread,
+    )
+    model = architecture.make(facts, build)
+    place_weights(model)
+    left_out = TOWER if facts.tower is None else ""
+    return trace_reads(model, architecture.weights, checkpoint, tensors, _names(checkpoint), left_out)
 
 
 def _names(checkpoint: Checkpoint) -> Callable[[str], str | None] | None:

@@ -30,15 +30,16 @@ class KvScales:
         return KvScales(self.keys + more, self.values + more)
 
 
-def find_kv_scales(checkpoint: Checkpoint, num_layers: int, path: str = "") -> KvScales:
-    """From the JSON file at `path`, or from the checkpoint. Raises `ConfigError` or `WeightsError` for scales that can't be.
+def find_kv_scales(checkpoint: Checkpoint, num_layers: int, path: str = "", rank: int = 0) -> KvScales:
+    """From the JSON file at `path`, or from the checkpoint (`rank`: as in `load_weights`). Raises `ConfigError` or
+    `WeightsError` for scales that can't be.
 
     Layers without a scale have 1, which is said in the log.
     """
     if path:
         found, source = _of_file(Path(path)), path
     else:
-        found, source = _of_checkpoint(checkpoint), checkpoint.name
+        found, source = _of_checkpoint(checkpoint, rank), checkpoint.name
     if not found:
         _log.warning("keys and values are cached in 8 bits without scales: %s has none", source)
         return KvScales()
@@ -56,14 +57,14 @@ def find_kv_scales(checkpoint: Checkpoint, num_layers: int, path: str = "") -> K
     return KvScales(tuple(keys), tuple(values))
 
 
-def _of_checkpoint(checkpoint: Checkpoint) -> dict[tuple[int, str], float]:
+def _of_checkpoint(checkpoint: Checkpoint, rank: int) -> dict[tuple[int, str], float]:
     if checkpoint.kind != "safetensors" or not any(kv_scale_of(name) for name in checkpoint.tensors):
         return {}
-    from bough.weights.from_safetensors import open_safetensors
+    from bough.weights.load import open_tensors
     from bough.weights.stored import read_all
 
     found: dict[tuple[int, str], float] = {}
-    with open_safetensors(checkpoint.files) as tensors:
+    with open_tensors(checkpoint, rank) as tensors:
         for name, stored in tensors.items():
             place = kv_scale_of(name)
             if place is None or place.which not in ("k", "v", "kv"):

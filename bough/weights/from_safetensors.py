@@ -28,6 +28,10 @@ class SafeTensor:
         part: Tensor = self.file.get_slice(self.name)[start:stop] if self.shape else self.file.get_tensor(self.name)
         return part
 
+    def read_part(self, start: int, stop: int, *inner: slice) -> Tensor:
+        part: Tensor = self.file.get_slice(self.name)[(slice(start, stop), *inner)]
+        return part
+
     def blocks(self, start: int, stop: int) -> Tensor:
         raise ValueError(f"{self.name}: safetensors hold no GGUF blocks")
 

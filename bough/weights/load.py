@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from bough.core.errors import WeightsError
 from bough.weights.from_gguf import open_gguf
 from bough.weights.from_safetensors import open_safetensors
 from bough.weights.mapping import Fit, Mapping
+from bough.weights.shards import Noted, Reads, open_shards
 from bough.weights.slots import FinishesLoading, Owner, Slot, owners_of
 from bough.weights.stored import Stored, stored_bytes
 
@@ -38,25 +39,65 @@ def load_weights(
     progress: Progress | None = None,
     names: Callable[[str], str | None] | None = None,
     left_out: str = "",
+    rank: int = 0,
 ) -> None:
     """Fills every slot of `model`. Raises one WeightsError that lists all missing, extra, misshaped and mistyped tensors.
 
     Modules are filled in their order, and each one finishes as soon as it has all of its tensors. `names` turns the
     checkpoint's names of tensors into those that `mapping` knows; None: no layer's. `left_out`: as in `Mapping.fit`.
+    `rank`: this one's number, whose file is read where the checkpoint was cut into those of single ranks.
     """
     owners = owners_of(model)
     slots = {name: slot for owner in owners for name, slot in owner.slots.items()}
-    source = (
-        open_safetensors(checkpoint.files) if checkpoint.kind == "safetensors" else nullcontext(open_gguf(checkpoint))
-    )
-    with source as tensors:
-        fit = mapping.fit(tensors if names is None else _renamed(tensors, names), slots, left_out)
-        if fit.problems:
-            raise _misfit(fit, checkpoint)
+    with open_tensors(checkpoint, rank) as tensors:
+        fit = _fit(tensors, slots, mapping, checkpoint, names, left_out)
         with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:
             _all(readers, _check, [pair for pair in fit.pairs if pair[0].check is not None])
             fills = _fills(owners, fit.pairs)
             _all(readers, _Counted(fit.pairs, progress).fill if progress else _Fill.run, fills)
+
+
+@torch.no_grad()
+def trace_reads(
+    model: nn.Module,
+    mapping: Mapping,
+    checkpoint: Checkpoint,
+    tensors: dict[str, Stored],
+    names: Callable[[str], str | None] | None = None,
+    left_out: str = "",
+) -> Reads:
+    """What `load_weights` would read of a checkpoint's tensors. `model` stays unfinished, and may be on the meta device."""
+    reads = Reads()
+    noted: dict[str, Stored] = {name: Noted(stored, reads) for name, stored in tensors.items()}
+    slots = {name: slot for owner in owners_of(model) for name, slot in owner.slots.items()}
+    for slot, stored in _fit(noted, slots, mapping, checkpoint, names, left_out).pairs:
+        if slot.check is not None:
+            slot.check(stored)
+        slot.put(stored)
+    return reads
+
+
+def open_tensors(checkpoint: Checkpoint, rank: int = 0) -> AbstractContextManager[dict[str, Stored]]:
+    """All tensors of a checkpoint by name, readable inside the `with`. `rank`: as in `load_weights`."""
+    if checkpoint.shards is not None:
+        return open_shards(checkpoint.shards, checkpoint.path, rank)
+    if checkpoint.kind == "safetensors":
+        return open_safetensors(checkpoint.files)
+    return nullcontext(open_gguf(checkpoint))
+
+
+def _fit(
+    tensors: dict[str, Stored],
+    slots: dict[str, Slot],
+    mapping: Mapping,
+    checkpoint: Checkpoint,
+    names: Callable[[str], str | None] | None,
+    left_out: str,
+) -> Fit:
+    fit = mapping.fit(tensors if names is None else _renamed(tensors, names), slots, left_out)
+    if fit.problems:
+        raise _misfit(fit, checkpoint)
+    return fit
 
 
 def _all(readers: ThreadPoolExecutor, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from bough.config.gguf_header import BLOCK_SIZES
 
-_ITEM_BYTES: Final = {
+ITEM_BYTES: Final = {
     "F64": 8,
     "I64": 8,
     "F32": 4,
@@ -33,7 +33,7 @@ _ITEM_BYTES: Final = {
     "F8_E8M0": 1,
     "BOOL": 1,
 }
-DENSE_KINDS: Final = frozenset(_ITEM_BYTES)
+DENSE_KINDS: Final = frozenset(ITEM_BYTES)
 """Types of single numbers; all others are GGUF's blocks."""
 _CHUNK_WEIGHTS: Final = 4 * 1024 * 1024
 
@@ -63,6 +63,23 @@ class Stored(Protocol):
         ...
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """A tensor on disk of whose rows single parts can be read."""
+
+    def read_part(self, start: int, stop: int, *inner: slice) -> Tensor:
+        """As `read`; `inner`: what is wanted of the dimensions after the first, in their order."""
+        ...
+
+
+def read_part(stored: Stored, start: int, stop: int, *inner: slice) -> Tensor:
+    """Rows `start` to `stop`, and `inner` of the dimensions after the first. What is not wanted is not read, where the
+    tensor can be divided."""
+    if isinstance(stored, Divisible):
+        return stored.read_part(start, stop, *inner)
+    return stored.read(start, stop)[(slice(None), *inner)]
+
+
 def is_packed(stored: Stored) -> bool:
     """Whether the tensor is in a block format (a few bits a weight, with scales)."""
     return stored.kind not in DENSE_KINDS
@@ -72,7 +89,7 @@ def stored_bytes(stored: Stored) -> int:
     """How much of the file it takes."""
     weights = math.prod(stored.shape)
     if not is_packed(stored):
-        return weights * _ITEM_BYTES[stored.kind]
+        return weights * ITEM_BYTES[stored.kind]
     per_block, block_bytes = BLOCK_SIZES.get(stored.kind, (1, 1))
     return weights // per_block * block_bytes
 
@@ -94,8 +111,11 @@ def copy_into(target: Tensor, stored: Stored, rows: slice | None = None, cols: s
     step = max(1, _CHUNK_WEIGHTS // weights_a_row) if is_packed(stored) else max(1, stop - start)
     for at in range(start, stop, step):
         end = min(at + step, stop)
-        part = stored.read(at, end)
-        target[at - start : end - start].copy_(part if cols is None else part[..., cols])
+        if cols is None or len(stored.shape) < 2:
+            part = stored.read(at, end)
+        else:
+            part = read_part(stored, at, end, *[slice(None)] * (len(stored.shape) - 2), cols)
+        target[at - start : end - start].copy_(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +140,9 @@ class RowRange:
 
     def read(self, start: int, stop: int) -> Tensor:
         return self.base.read(self.start + start, self.start + stop)
+
+    def read_part(self, start: int, stop: int, *inner: slice) -> Tensor:
+        return read_part(self.base, self.start + start, self.start + stop, *inner)
 
     def blocks(self, start: int, stop: int) -> Tensor:
         return self.base.blocks(self.start + start, self.start + stop)
@@ -146,7 +169,7 @@ class ColumnRange:
         return (self.base.shape[0], self.stop - self.start, *self.base.shape[2:])
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self.base.read(start, stop)[:, self.start : self.stop]
+        return read_part(self.base, start, stop, slice(self.start, self.stop))
 
     def blocks(self, start: int, stop: int) -> Tensor:
         raise ValueError(f"{self.name}: blocks are not cut along columns")
@@ -172,7 +195,10 @@ class Item:
         return self.base.shape[1:]
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self.base.read(self.index, self.index + 1)[0, start:stop]
+        return read_part(self.base, self.index, self.index + 1, slice(start, stop))[0]
+
+    def read_part(self, start: int, stop: int, *inner: slice) -> Tensor:
+        return read_part(self.base, self.index, self.index + 1, slice(start, stop), *inner)[0]
 
     def blocks(self, start: int, stop: int) -> Tensor:
         return self.base.blocks(self.index, self.index + 1).view(self.shape[0], -1)[start:stop]
@@ -274,7 +300,12 @@ class Turned:
         return (self.base.shape[1], self.base.shape[0])
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self.base.read(0, self.base.shape[0])[:, start:stop].T
+        return read_part(self.base, 0, self.base.shape[0], slice(start, stop)).T
+
+    def read_part(self, start: int, stop: int, *inner: slice) -> Tensor:
+        (rows,) = inner
+        first, last, _ = rows.indices(self.base.shape[0])
+        return read_part(self.base, first, last, slice(start, stop)).T
 
     def blocks(self, start: int, stop: int) -> Tensor:
         raise ValueError(f"{self.name}: blocks are not turned")

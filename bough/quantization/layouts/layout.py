@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bough.core.errors import WeightsError
 from bough.kernels.packed_linear import Codes
-from bough.weights.stored import Stored, read_all
+from bough.weights.stored import Stored, read_all, read_part
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
 INT32 = frozenset({"I32", "U32"})
@@ -107,24 +107,16 @@ def _aligned(wanted: tuple[int, int], total: int, spans: Iterable[StoredSpan | N
 
 def read_region(spec: TensorSpec, region: Region, stored: Stored, device: torch.device) -> Tensor:
     """The region's part of a tensor, on the device, in the shape that `spec` says."""
-    if stored.shape != spec.shape and len(stored.shape) != len(spec.shape):
-        return _cut(read_all(stored).reshape(spec.shape), spec, region, ()).to(device)
-    first = slice(None)
-    for span, (start, stop) in ((spec.rows, region.rows), (spec.cols, region.cols)):
-        if span is not None and span.dim == 0:
-            first = span.at(start, stop)
     if not spec.shape:
-        return read_all(stored).to(device)
-    begin, end, _ = first.indices(spec.shape[0])
-    return _cut(stored.read(begin, end), spec, region, (0,)).to(device)
-
-
-def _cut(tensor: Tensor, spec: TensorSpec, region: Region, done: tuple[int, ...]) -> Tensor:
+        return read_all(stored).reshape(()).to(device)
+    wanted = [slice(0, extent) for extent in spec.shape]
     for span, (start, stop) in ((spec.rows, region.rows), (spec.cols, region.cols)):
-        if span is not None and span.dim not in done:
+        if span is not None:
             at = span.at(start, stop)
-            tensor = tensor.narrow(span.dim, at.start, min(at.stop, tensor.shape[span.dim]) - at.start)
-    return tensor
+            wanted[span.dim] = slice(at.start, min(at.stop, spec.shape[span.dim]))
+    if len(stored.shape) != len(spec.shape):
+        return read_all(stored).reshape(spec.shape)[tuple(wanted)].to(device)
+    return read_part(stored, wanted[0].start, wanted[0].stop, *wanted[1:]).to(device)
 
 
 def scale_check(spec: TensorSpec) -> Callable[[Stored], None] | None:

@@ -15,9 +15,10 @@ from bough.compress.awq import fold_scales, folds_of
 from bough.compress.calibrate import Calibration, Rounding
 from bough.compress.gptq import rounded_in_turn
 from bough.compress.grid import clipped_grid, output_error, plain_grid
-from bough.compress.open_model import OpenModel, source_tensors
+from bough.compress.open_model import OpenModel
 from bough.compress.texts import Judge, cut_text
 from bough.config.hf import open_checkpoint
+from bough.weights.load import open_tensors
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -72,7 +73,7 @@ def test_folded_scales_change_no_answer(case: str, tmp_path: Path) -> None:
     sizes |= {"num_key_value_heads": 4} if case == "GPTNeoX" else {}
     make_tiny(case, tmp_path, **sizes)
     checkpoint = open_checkpoint(str(tmp_path))
-    with source_tensors(checkpoint) as tensors:
+    with open_tensors(checkpoint) as tensors:
         opened = OpenModel(checkpoint, tensors, CPU)
         before = logits(opened)
         weights = {name: opened.weight(name) for name in opened.tensors}
@@ -96,7 +97,7 @@ def test_both_methods_beat_rounding_to_the_nearest(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path))
     found: dict[str, float] = {}
     for method in ("nearest", "gptq", "awq"):
-        with source_tensors(checkpoint) as tensors:
+        with open_tensors(checkpoint) as tensors:
             opened = OpenModel(checkpoint, tensors, CPU)
             chosen = frozenset(name for name in opened.tensors if name.endswith("_proj.weight"))
             judge = Judge(opened, TEXTS)
