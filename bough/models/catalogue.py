@@ -131,6 +131,8 @@ GROUPS: Final = (
         "tests/models/test_state_families.py",
         {
             "Qwen3NextForCausalLM": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+            "Qwen3_5ForCausalLM": "the text part of Qwen/Qwen3.5-27B",
+            "Qwen3_5MoeForCausalLM": "the text part of Qwen/Qwen3.5-35B-A3B",
         },
     ),
     FamilyGroup(
@@ -151,6 +153,8 @@ GROUPS: Final = (
             "Qwen2_5_VLForConditionalGeneration": "Qwen/Qwen2.5-VL-7B-Instruct",
             "Qwen3VLForConditionalGeneration": "Qwen/Qwen3-VL-8B-Instruct",
             "Qwen3VLMoeForConditionalGeneration": "Qwen/Qwen3-VL-30B-A3B-Instruct",
+            "Qwen3_5ForConditionalGeneration": "Qwen/Qwen3.5-27B",
+            "Qwen3_5MoeForConditionalGeneration": "Qwen/Qwen3.5-35B-A3B",
         },
     ),
     FamilyGroup(
@@ -203,8 +207,9 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
   window are freed while a request runs, and a cached prefix needs its last window only, see
   [KV groups](decisions/kv_groups.md).
 - **Latents** (MLA) keep `kv_lora_rank + qk_rope_head_dim` numbers per token and layer, on every rank.
-- Recurrent and hybrid models (Mamba, Qwen3-Next, Jamba ...) are not served yet, nor are DeepSeek V3.2's sparse attention,
-  ChatGLM 1 to 3 and Baichuan.
+- **States**: layers of recurrent and hybrid models keep one state per request instead of KV of every token. A cached
+  prefix ends where a state was saved; what does not work with states is in [KV groups](decisions/kv_groups.md).
+- DeepSeek V3.2's sparse attention, ChatGLM 1 to 3 and Baichuan are not served yet.
 """
 
 

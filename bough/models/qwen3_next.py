@@ -3,6 +3,8 @@ beside a shared expert with a gate of its own."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from bough.config import reading
 from bough.config.fields import Fields
 from bough.config.model_facts import GatedDelta, HeadNorms, Mixer, ModelFacts, NormFacts, OutputGate
@@ -22,15 +24,16 @@ def read(config: Fields) -> ModelFacts:
         renormalise=config.flag("norm_topk_prob", default=True),
         shared_intermediate=config.count("shared_expert_intermediate_size"),
     )
-    return reading.decoder(config, mixers(config), sparse_layers(config, experts), norm=_norm(config))
+    return reading.decoder(config, mixers(config), sparse_layers(config, experts), norm=read_norm(config))
 
 
-def _norm(config: Fields) -> NormFacts:
+def read_norm(config: Fields) -> NormFacts:
     return reading.rms_norm(config, offset=1.0)
 
 
-def mixers(config: Fields) -> list[Mixer]:
-    """By `layer_types`; without them every `full_attention_interval`th layer has attention."""
+def mixers(config: Fields, **rope: Any) -> list[Mixer]:
+    """By `layer_types`; without them every `full_attention_interval`th layer has attention. `rope`: further options of
+    `reading.same_rope`."""
     width = reading.head_dim(config, 256)
     if config.flag("attention_bias"):
         raise ConfigError(
@@ -41,8 +44,8 @@ def mixers(config: Fields) -> list[Mixer]:
     attention = reading.gqa(
         config,
         width=width,
-        ropes=reading.same_rope(config, width),
-        head_norms=HeadNorms(norm=_norm(config)),
+        ropes=reading.same_rope(config, width, **rope),
+        head_norms=HeadNorms(norm=read_norm(config)),
         gate=OutputGate(),
     )
     every = config.count("full_attention_interval", default=4)

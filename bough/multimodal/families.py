@@ -29,6 +29,8 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen2_5_VLForConditionalGeneration": partial(QwenProcessor, patch=14, kind="2.5"),
     "Qwen3VLForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
+    "Qwen3_5ForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
+    "Qwen3_5MoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,

@@ -34,6 +34,7 @@ from bough.core.sampling import SamplingParams
 from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 from bough.engine.attention import attention_factory
 from bough.engine.loop import Loop
+from bough.layers.attention import Attention
 from bough.layers.batch import AttentionSpec, Model, attention_specs
 from bough.layers.decoder import Decoder
 from bough.layers.states import state_shapes
@@ -146,7 +147,8 @@ class Mailbox:
 def _media_limits(model: Model, setup: Setup) -> MediaLimits | None:
     if not isinstance(model, Decoder) or model.tower is None:
         return None
-    axes = max((len(layer.attn.rope.sections) for layer in model.layers), default=0)  # type: ignore[union-attr]
+    attends = [layer.attn for layer in model.layers if isinstance(layer.attn, Attention)]
+    axes = max((len(each.rope.sections) for each in attends if each.rope is not None), default=0)
     return MediaLimits(
         num_rows=setup.media_rows, step_tokens=setup.step_patches, axes=axes,
         atomic=setup.atomic_media, most_atomic=setup.chunk_tokens,

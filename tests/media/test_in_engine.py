@@ -4,6 +4,7 @@ computed, and pages are shared by content."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -27,6 +28,10 @@ SETUPS = {
 }
 
 
+STATEFUL = ("qwen3_5", "qwen3_5_moe")
+"""Some of their layers keep a state."""
+
+
 @cache
 def prompts(name: str) -> tuple[Prompt, ...]:
     processor = load(name).processor
@@ -47,15 +52,17 @@ def expected(name: str) -> list[list[int]]:
 
 
 def engine_of(name: str, setup: Setup) -> InProcess:
-    return InProcess(load(name).model, VOCAB, setup)
+    return InProcess(load(name).model, VOCAB, replace(setup, num_snapshots=64))
 
 
 def answers(engine: InProcess, asked: tuple[Prompt, ...], **extra: object) -> list[Answer]:
     return engine.finish([prompt.submit(engine, GREEDY, **extra) for prompt in asked])
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "setup"),
+    [(name, setup) for name in NAMES for setup in SETUPS if name not in STATEFUL or setup != "drafts"],
+)
 def test_answers_are_transformers_and_again_from_the_cache(name: str, setup: str) -> None:
     engine = engine_of(name, SETUPS[setup])
     assert [answer.tokens for answer in answers(engine, prompts(name))] == expected(name)
@@ -79,7 +86,7 @@ def test_the_image_counts() -> None:
         assert expected(name)[0] != expected(name)[3], name
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_after_retractions(name: str) -> None:
     engine = engine_of(name, Setup(chunk_tokens=7, page_size=4, media_rows=64))
     ids = [prompt.submit(engine, GREEDY) for prompt in prompts(name)]

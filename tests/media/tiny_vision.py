@@ -57,6 +57,13 @@ DEEP = {
     **VISION, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 56, "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 2],
 }  # fmt: skip
+FLAT = {name: value for name, value in DEEP.items() if name != "deepstack_visual_indexes"}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {**TURNS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+"""Layers that keep states; half of a head is rotated."""
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(
         "Qwen2VL",
@@ -81,6 +88,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": Family("Qwen3VL", {**TEXT, "rope_parameters": TURNS}, DEEP, PIXELS, TOKENS, WHOLE),
     "qwen3_vl_moe": Family(
         "Qwen3VLMoe", {**TEXT, **EXPERTS, "rope_parameters": TURNS}, DEEP, PIXELS, TOKENS
+    ),
+    "qwen3_5": Family("Qwen3_5", {**TEXT, **DELTA}, FLAT, PIXELS, TOKENS, WHOLE),
+    "qwen3_5_moe": Family(
+        "Qwen3_5Moe", {**TEXT, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 24}, FLAT, PIXELS, TOKENS
     ),
 }  # fmt: skip
 

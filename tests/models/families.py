@@ -334,6 +334,8 @@ GATED_SHARED = {
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", {**DELTA, **GATED_SHARED}),
     "qwen3_next-dense": ("Qwen3Next", {**DELTA, **GATED_SHARED, "mlp_only_layers": [0, 2]}),
+    "qwen3_5": ("Qwen3_5", DELTA),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **GATED_SHARED}),
 }
 
 

@@ -80,7 +80,9 @@ def make_tiny(case: str, folder: Path, **changes: Any) -> PreTrainedModel:
     """Saves a checkpoint into `folder` and returns the model it was saved from, in fp32. `case`: one of `CASES`, or the
     beginning of the names of a family's classes."""
     prefix, extra = CASES.get(case, (case, {}))
-    text = "Text" if prefix in ("Gemma3", "Llama4") else ""  # the other classes are those of models that also see
+    text = (
+        "Text" if prefix in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
+    )  # the other classes are those of models that also see
     config_class = getattr(transformers, f"{prefix}{text}Config")
     model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
     config = config_class(**{"attn_implementation": "eager", **SIZES, **extra, **changes})
