@@ -59,8 +59,8 @@ def decide(
         frees_windows=pooling is None,
     )
     check_servable(config, checkpoint, facts, pooling)
-    if facts.through_transformers or facts.state_mixers:
-        # Modules with experts, and the plan of a step's states, look at values on the host, which no graph can hold.
+    if facts.through_transformers:
+        # Modules with experts look at values on the host, which no graph can hold.
         config = replace(config, device=replace(config.device, cuda_graph=False))
     if pooling is not None:
         config = pooling_settings(config, pooling, checkpoint, facts, device.kind)

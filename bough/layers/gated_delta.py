@@ -64,19 +64,15 @@ class GatedDeltaNet(StateLayer):
         return step_rows(*self._heads(self.conv.ones(mixed_NC, states[0], at_N)), g_NH, b_NH, states[1], at_N)
 
     def _heads(self, mixed_LC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[L, H, K] queries and keys of length 1, queries scaled; [L, H, V] values."""
+        """[L, G, K] queries and keys, [L, H, V] values: views."""
         facts = self.facts
-        keys = facts.num_key_heads * facts.key_dim
-        q, k, v = mixed_LC[:, :keys], mixed_LC[:, keys : 2 * keys], mixed_LC[:, 2 * keys :]
-        q, k = (_unit(each.reshape(len(each), facts.num_key_heads, facts.key_dim)) for each in (q, k))
-        repeats = facts.num_value_heads // facts.num_key_heads
-        if repeats > 1:
-            q, k = q.repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1)
-        return q * facts.key_dim**-0.5, k, v.reshape(len(v), facts.num_value_heads, facts.value_dim)
-
-
-def _unit(x_LHK: Tensor) -> Tensor:
-    return x_LHK * torch.rsqrt(x_LHK.square().sum(-1, keepdim=True) + 1e-6)
+        keys, values = facts.num_key_heads * facts.key_dim, facts.num_value_heads * facts.value_dim
+        q, k, v = mixed_LC.split_with_sizes((keys, keys, values), 1)
+        return (
+            q.view(len(q), facts.num_key_heads, facts.key_dim),
+            k.view(len(k), facts.num_key_heads, facts.key_dim),
+            v.view(len(v), facts.num_value_heads, facts.value_dim),
+        )
 
 
 def _times(heads: slice, width: int) -> slice:

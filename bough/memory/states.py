@@ -15,6 +15,10 @@ Shapes = tuple[tuple[int, ...], ...]
 """Of what one layer keeps of a row."""
 
 
+COPIED_BYTES = 64 << 20
+"""States that are copied at once, at most, unless those of one layer are larger."""
+
+
 class StatePool:
     """In float32: state 0 is that of a row that begins, then come those of slots and one for padding, then snapshots."""
 
@@ -48,5 +52,7 @@ class StatePool:
 
     def _copy(self, source: I64, target: I64) -> None:
         source_N, target_N = upload(source, self.device), upload(target, self.device)
-        for each in self._alike:
-            each[:, target_N] = each[:, source_N]
+        for alike in self._alike:
+            layer_bytes = len(source) * alike[0, 0].nbytes
+            for layers in torch.split(alike, max(1, COPIED_BYTES // layer_bytes)):
+                layers.index_copy_(1, target_N, layers.index_select(1, source_N))

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from bough.core.step import MOST_LEVELS, NO_PROPOSER
+from bough.memory.states import StatePool
 from bough.runner.capture import capture
 from bough.runner.forward import Extent, Forward
 from bough.runner.inputs import Sizes, StepLayout, StepTensors
 from bough.runner.proposing import Bounds, Read
+from bough.runner.states import lone_tokens
 
 Kind = Literal["sampled", "logits"]
 """`sampled` ends in tokens; `logits` ends in logits, for steps whose rows need more than a plain draw."""
@@ -100,11 +102,20 @@ class Graphs:
     """The captured graphs of one runner."""
 
     def __init__(
-        self, forward: Forward, *, max_tokens: int, context_length: int, spare_slot: int, column_pages: int = 1
+        self,
+        forward: Forward,
+        *,
+        max_tokens: int,
+        context_length: int,
+        spare_slot: int,
+        column_pages: int = 1,
+        states: StatePool | None = None,
     ) -> None:
-        """`column_pages`: page-table writes that a column takes."""
+        """`column_pages`: page-table writes that a column takes. `states`: of layers that keep one. How many tokens of a row
+        advance its state is known on the host alone, so there are graphs only of steps whose rows have one token each."""
         self._forward = forward
         self._column_pages = column_pages
+        self._states = states
         self._sizes = token_sizes(max_tokens)
         self._context_length = context_length
         self._spare_slot = spare_slot
@@ -166,6 +177,8 @@ class Graphs:
             return None
         width = 1 << (size.width - 1).bit_length()
         decode = size.max_query <= width
+        if self._states is not None and max(size.max_query, width) > 1:
+            return None
         rows = samples = tokens
         if not decode:
             rows = next((most for most in (1, 8, 64, 512) if size.rows <= most < tokens), tokens)
@@ -227,7 +240,8 @@ class Graphs:
     def _run(self, tensors: StepTensors, extent: Extent, key: GraphKey) -> tuple[Tensor, Read | None]:
         forward = self._forward
         read = forward.reading(key.proposals)
-        hidden = forward.hidden(tensors, extent, tensors.sample_at_L, read=read)
+        states = None if self._states is None else lone_tokens(self._states, tensors.token_slots_T)
+        hidden = forward.hidden(tensors, extent, tensors.sample_at_L, read=read, states=states)
         if read is not None:
             read.sampled_LD = hidden
         logits = forward.model.logits(hidden)

@@ -33,7 +33,7 @@ from bough.runner.items import StepItems, items_of
 from bough.runner.moves import Mover
 from bough.runner.proposing import Bounds, Proposer, Read
 from bough.runner.staging import Stage, Stages
-from bough.runner.states import states_of
+from bough.runner.states import load_states, save_states, states_of
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, RichSamples, Shaper, apply_masks
 from bough.sampler.state import Samples, SlotParams
@@ -99,13 +99,14 @@ class ModelRunner:
         self.graphs: Graphs | None = None
         if states is not None:
             self.forward.narrows = False  # the last layer may keep a state, of all tokens
-        elif graph_max_tokens and device.is_async:
+        if graph_max_tokens and device.is_async:
             self.graphs = Graphs(
                 self.forward,
                 max_tokens=graph_max_tokens,
                 context_length=limits.context_length,
                 spare_slot=limits.num_slots,
                 column_pages=max(1, limits.layout.column_pages),
+                states=states,
             )
 
     @without_gradients
@@ -125,6 +126,8 @@ class ModelRunner:
         samples = self.params.gather(step)
         states = self.hidden.of(step)
         media = self._media(step.media) if step.media is not None else None
+        if self.states is not None:
+            load_states(step, self.states)
         items = items_of(step, self.params.setups)
         is_plain = not len(step.prompt_logprobs) and states is None and media is None and items is None
         if self.graphs is not None and is_plain:
@@ -170,6 +173,8 @@ class ModelRunner:
         room = stage.room(captured.layout.num_bytes)
         self.packer.pack(step, samples, captured.layout, room.array, writes_table=writes_table)
         captured.replay(room.tensor)
+        if self.states is not None:
+            save_states(step, self.states)
         launched = LaunchedStep(self, step, samples, captured.tensors, stage)
         launched.read = captured.read
         if is_plain:
@@ -195,7 +200,7 @@ class ModelRunner:
         items: StepItems | None,
     ) -> Launched:
         tensors = self.packer.upload(step, samples, stage)
-        kept = None if self.states is None else states_of(step, self.states)
+        kept = None if self.states is None else states_of(step, self.states, tensors.token_slots_T)
         extent = Extent(
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),
@@ -217,6 +222,8 @@ class ModelRunner:
         launched.read = self.forward.reading(step.proposals)
         wanted = at if self.samples else None
         hidden = self.forward.hidden(tensors, extent, wanted, read=launched.read, media=media, items=items, states=kept)
+        if self.states is not None:
+            save_states(step, self.states)
         if not self.samples:
             return launched
         if states is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bough.core.step import Step
 from bough.layers.batch import BatchStates, StatePhase
@@ -11,16 +12,40 @@ from bough.memory.states import StatePool
 from bough.memory.transfer import upload
 
 
-def states_of(step: Step, pool: StatePool) -> BatchStates:
-    """Loads the states of rows that enter, and lays out the step's tokens. A row whose state is saved behind some of its
-    tokens is cut there; its parts are in phases that follow one another."""
+def load_states(step: Step, pool: StatePool) -> None:
+    """Gives rows that enter their states. Before the step's forward pass."""
     made = step.states
     if made is not None and len(made.load_slots):
         pool.load(made.load_slots, made.load_from)
+
+
+def save_states(step: Step, pool: StatePool) -> None:
+    """Saves states that are wanted behind the last token of a row. After the forward pass."""
+    made = step.states
+    if made is not None and len(made.save_rows):
+        ends = made.save_after == step.num_query[made.save_rows]
+        if ends.any():
+            pool.save(step.slots[made.save_rows[ends]], made.save_to[ends])
+
+
+def lone_tokens(pool: StatePool, token_slots_T: Tensor) -> BatchStates:
+    """For steps whose rows have one token each, padding included: nothing of it depends on values on the host."""
+    return BatchStates(pool.layers, all_ones_N=token_slots_T + 1)
+
+
+def states_of(step: Step, pool: StatePool, token_slots_T: Tensor) -> BatchStates:
+    """Lays out the step's tokens. A row whose state is saved behind some of its tokens is cut there; its parts are in phases
+    that follow one another."""
+    if step.num_rows == step.num_tokens:
+        return lone_tokens(pool, token_slots_T)
+    made = step.states
     cuts: dict[int, list[tuple[int, int]]] = {}
     if made is not None and len(made.save_rows):
-        to = pool.snapshots(made.save_to).tolist()
-        for row, after, place in zip(made.save_rows.tolist(), made.save_after.tolist(), to, strict=True):
+        within = made.save_after < step.num_query[made.save_rows]
+        to = pool.snapshots(made.save_to[within]).tolist()
+        for row, after, place in zip(
+            made.save_rows[within].tolist(), made.save_after[within].tolist(), to, strict=True
+        ):
             cuts.setdefault(row, []).append((after, place))
     starts = np.cumsum(step.num_query) - step.num_query
     phases = [_Phase()]

@@ -10,12 +10,12 @@ from bough.kernels.delta_rule import scan_row, step_rows
 
 
 def made(length: int, heads: int = 3, keys: int = 8, values: int = 5) -> list[Tensor]:
-    """Queries, keys, values, decays and rates of a row, and a state."""
+    """Queries, keys, values, decays and rates of a row, and a state. One key head serves all value heads."""
     torch.manual_seed(length)
-    q, k = torch.randn(2, length, heads, keys)
+    q, k = torch.randn(2, length, 1, keys)
     return [
-        q / keys**0.5,
-        torch.nn.functional.normalize(k, dim=-1),
+        q,
+        k,
         torch.randn(length, heads, values),
         -3 * torch.rand(length, heads),
         torch.rand(length, heads),
@@ -25,11 +25,13 @@ def made(length: int, heads: int = 3, keys: int = 8, values: int = 5) -> list[Te
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     state, read = state.double(), []
+    q, k = (torch.nn.functional.normalize(each.double(), dim=-1).expand(-1, len(state), -1) for each in (q, k))
+    q = q / q.shape[-1] ** 0.5
     for at in range(len(q)):
         state = state * g[at].double().exp()[:, None, None]
-        kept = torch.einsum("hkv,hk->hv", state, k[at].double())
-        state = state + torch.einsum("hk,hv->hkv", k[at].double(), b[at].double()[:, None] * (v[at].double() - kept))
-        read.append(torch.einsum("hkv,hk->hv", state, q[at].double()))
+        kept = torch.einsum("hkv,hk->hv", state, k[at])
+        state = state + torch.einsum("hk,hv->hkv", k[at], b[at].double()[:, None] * (v[at].double() - kept))
+        read.append(torch.einsum("hkv,hk->hv", state, q[at]))
     return torch.stack(read).float(), state.float()
 
 

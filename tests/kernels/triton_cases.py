@@ -34,6 +34,7 @@ from bough.kernels.attention import plan as planning, reference as attention_ref
 from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, LastRows, SpanTensors, TreeMask
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.causal_conv import reference as conv_reference, triton as conv
+from bough.kernels.delta_rule import reference as delta_reference, triton as delta
 from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
 from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
@@ -1199,6 +1200,9 @@ def state_cases(bed: Bed) -> Cases:
         yield f"ssd {length}x{shape}", partial(_ssd, bed, length, *shape)
     for length, (channels, states) in bed.cover(lengths, ((512, 16), (77, 8)) if bed.large else ((40, 16), (7, 3))):
         yield f"selective_scan {length}x{channels}x{states}", partial(_selective, bed, length, channels, states)
+    nets = ((4, 8, 128, 128), (2, 6, 64, 96)) if bed.large else ((1, 2, 16, 16), (2, 4, 8, 40))
+    for length, sizes in bed.cover(lengths, nets):
+        yield f"delta_rule {length}x{sizes}", partial(_delta, bed, length, *sizes)
 
 
 def _advanced(ours: Any, theirs: Any, state: Tensor, at: Tensor | None) -> None:
@@ -1246,6 +1250,26 @@ def _ssd(bed: Bed, length: int, heads: int, width: int, groups: int, states: int
     ]
     constant = [-bed.normal(heads).exp(), bed.normal(heads)]
     _scanned(bed, ssd, ssd_reference, row, constant, [heads, width, states])
+
+
+def _delta(bed: Bed, length: int, groups: int, heads: int, keys: int, values: int) -> None:
+    sizes = [groups * keys, groups * keys, heads * values]
+    q, k, v = bed.normal(length, sum(sizes)).split(sizes, 1)  # as they leave the convolution
+    row = (
+        q.unflatten(1, (groups, keys)),
+        k.unflatten(1, (groups, keys)),
+        v.unflatten(1, (heads, values)),
+        -3 * bed.normal(length, heads).sigmoid(),
+        bed.normal(length, heads).sigmoid(),
+    )
+    one = bed.normal(heads, keys, values)
+    _advanced(partial(delta.scan_row, *row), partial(delta_reference.scan_row, *row), one, None)
+    ones = tuple(each[:3] for each in row)
+    at = bed.ints([5, 1, 0][: min(length, 3)], torch.int64)
+    _advanced(
+        partial(delta.step_rows, *ones), partial(delta_reference.step_rows, *ones),
+        bed.normal(7, heads, keys, values), at,
+    )  # fmt: skip
 
 
 def _selective(bed: Bed, length: int, channels: int, states: int) -> None:

@@ -3,6 +3,7 @@ snapshots."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from bough.core.errors import ConfigError
 from bough.engine.decide import check_servable
 from bough.models.load import build_model
 from bough.models.registry import facts_of
+from bough.runner.graphs import Graphs
 
 
 @pytest.mark.parametrize("case", STATES)
@@ -74,6 +76,49 @@ def test_no_setting_changes_the_answer(tmp_path: Path) -> None:
         engine = InProcess(model, SIZES["vocab_size"], setup)
         answers += [engine.generate(PROMPTS), engine.generate(PROMPTS)]
     assert all(each == answers[0] for each in answers)
+
+
+class Rerun:
+    """What a captured graph does: computes the same from what its inputs are now."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self.result = run()
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.result[0].copy_(self._run()[0])
+
+
+def test_decode_steps_as_graphs_compute_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps padded to captured sizes, with states found by slot: the same answers, also from snapshots."""
+    made: list[Rerun] = []
+
+    def capture(run: Callable[[], Any], pool: object) -> tuple[Rerun, Any]:
+        made.append(Rerun(run))
+        return made[-1], made[-1].result
+
+    monkeypatch.setattr("bough.runner.graphs.capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    prefix, extra = STATES["qwen3_next"]
+    make_tiny(prefix, tmp_path, **extra)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), context_length=128)
+    prompts = [*PROMPTS, PROMPTS[0][:9]]
+    for setup in (
+        Setup(context_length=128, page_size=4, chunk_tokens=24),
+        Setup(context_length=128, page_size=4, overlap=False, state_interval=4, num_snapshots=3),
+    ):
+        expected = InProcess(model, SIZES["vocab_size"], setup).generate(prompts)
+        engine = InProcess(model, SIZES["vocab_size"], setup)
+        runner = engine.runner
+        runner.graphs = Graphs(
+            runner.forward, max_tokens=64, context_length=128, spare_slot=runner.limits.num_slots, states=runner.states
+        )
+        assert engine.generate(prompts) == expected
+        assert engine.generate_with_a_retraction(prompts) == expected
+        assert sum(each.num_replays for each in made) > 100, "most steps decode"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """The gated delta rule: what heads read from matrices that decay and that each token corrects at its key.
 
 in: queries, keys, values, rates and states. out: what is read, and the states behind the last token. never: projections,
-norms, or whose states they are.
+norms of what is read, or whose states they are.
 
-For each head with state S [K, V]: S <- exp(g) S; S <- S + k (b (v - S^T k))^T; the token reads S^T q. All in float32.
+For each head with state S [K, V], with q and k divided by their lengths and q by sqrt(K): S <- exp(g) S;
+S <- S + k (b (v - S^T k))^T; the token reads S^T q. All in float32. Each
+of G key heads serves H / G neighbouring value heads.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from bough.kernels.choices import standard
 _IMPLEMENTATIONS = standard(__name__)
 
 
-def scan_row(q_LHK: Tensor, k_LHK: Tensor, v_LHV: Tensor, g_LH: Tensor, b_LH: Tensor, state_HKV: Tensor) -> Tensor:
+def scan_row(q_LGK: Tensor, k_LGK: Tensor, v_LHV: Tensor, g_LH: Tensor, b_LH: Tensor, state_HKV: Tensor) -> Tensor:
     """[L, H, V]: what the L tokens of a row read, one after the other. The state is advanced in place."""
-    read: Tensor = _IMPLEMENTATIONS.pick("scan_row", q_LHK.device)(q_LHK, k_LHK, v_LHV, g_LH, b_LH, state_HKV)
+    read: Tensor = _IMPLEMENTATIONS.pick("scan_row", q_LGK.device)(q_LGK, k_LGK, v_LHV, g_LH, b_LH, state_HKV)
     return read
 
 
 def step_rows(
-    q_RHK: Tensor, k_RHK: Tensor, v_RHV: Tensor, g_RH: Tensor, b_RH: Tensor, states_SHKV: Tensor, at_R: Tensor
+    q_RGK: Tensor, k_RGK: Tensor, v_RHV: Tensor, g_RH: Tensor, b_RH: Tensor, states_SHKV: Tensor, at_R: Tensor
 ) -> Tensor:
     """[R, H, V]: what one token of each row reads. The rows' states, `at_R`, are advanced in place."""
-    read: Tensor = _IMPLEMENTATIONS.pick("step_rows", q_RHK.device)(q_RHK, k_RHK, v_RHV, g_RH, b_RH, states_SHKV, at_R)
+    read: Tensor = _IMPLEMENTATIONS.pick("step_rows", q_RGK.device)(q_RGK, k_RGK, v_RHV, g_RH, b_RH, states_SHKV, at_R)
     return read

@@ -9,9 +9,14 @@ CHUNK_TOKENS = 64
 """Tokens whose corrections are found together, by a triangular system: more cost quadratically, fewer make more launches."""
 
 
-def scan_row(q_LHK: Tensor, k_LHK: Tensor, v_LHV: Tensor, g_LH: Tensor, b_LH: Tensor, state_HKV: Tensor) -> Tensor:
-    read = torch.empty_like(v_LHV)
-    for first in range(0, len(q_LHK), CHUNK_TOKENS):
+LEAST_SQUARE = 1e-6
+"""Added to the square of a query's or key's length, which may be 0."""
+
+
+def scan_row(q_LGK: Tensor, k_LGK: Tensor, v_LHV: Tensor, g_LH: Tensor, b_LH: Tensor, state_HKV: Tensor) -> Tensor:
+    read = torch.empty(v_LHV.shape, dtype=v_LHV.dtype, device=v_LHV.device)
+    q_LHK, k_LHK = _by_value_head(q_LGK, k_LGK, v_LHV.shape[1])
+    for first in range(0, len(read), CHUNK_TOKENS):
         part = slice(first, first + CHUNK_TOKENS)
         q, k, v, g, b = (each[part].transpose(0, 1) for each in (q_LHK, k_LHK, v_LHV, g_LH, b_LH))
         read[part] = _chunk(q, k, v, g, b, state_HKV).transpose(0, 1)
@@ -34,11 +39,22 @@ def _chunk(q_HLK: Tensor, k_HLK: Tensor, v_HLV: Tensor, g_HL: Tensor, b_HL: Tens
 
 
 def step_rows(
-    q_RHK: Tensor, k_RHK: Tensor, v_RHV: Tensor, g_RH: Tensor, b_RH: Tensor, states_SHKV: Tensor, at_R: Tensor
+    q_RGK: Tensor, k_RGK: Tensor, v_RHV: Tensor, g_RH: Tensor, b_RH: Tensor, states_SHKV: Tensor, at_R: Tensor
 ) -> Tensor:
+    q_RHK, k_RHK = _by_value_head(q_RGK, k_RGK, v_RHV.shape[1])
     state_RHKV = states_SHKV[at_R] * g_RH.exp()[:, :, None, None]
     kept_RHV = (k_RHK[:, :, None, :] @ state_RHKV).squeeze(2)
     added_RHV = b_RH[:, :, None] * (v_RHV - kept_RHV)
     state_RHKV += k_RHK[:, :, :, None] * added_RHV[:, :, None, :]
     states_SHKV[at_R] = state_RHKV
     return (q_RHK[:, :, None, :] @ state_RHKV).squeeze(2)
+
+
+def _by_value_head(q_LGK: Tensor, k_LGK: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """[L, H, K]: of length 1, queries scaled."""
+    q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + LEAST_SQUARE) for each in (q_LGK, k_LGK))
+    q *= q.shape[-1] ** -0.5
+    repeats = num_heads // q.shape[1]
+    if repeats > 1:
+        q, k = q.repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1)
+    return q, k
