@@ -112,8 +112,7 @@ class DraftFacts:
             return model.num_parameters()
         total = 0
         for layer in model.layers:
-            total += 2 * hidden + sum(mixer.num_parameters(hidden) for mixer in layer.mixers)
-            total += 0 if layer.ffn is None else layer.ffn.num_parameters(hidden)
+            total += 2 * hidden + layer.num_parameters(hidden)
         match self.kind:
             case Eagle3(target_hidden=width, vocab=vocab, num_taps=taps):
                 return total + hidden * (width * taps + (vocab or 0) + 3) + hidden * model.mixers[0].projected

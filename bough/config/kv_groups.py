@@ -39,7 +39,7 @@ def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: i
     """Groups for requests of up to `context` tokens, and columns of `page_size` of them."""
     if layout.cp > 1:
         return all_in_one(facts, layout, _if_windows(facts, context, "ranks share the tokens of each sequence"))
-    lifetimes = [lifetime_of(mixer, context) for mixer in facts.kv_mixers]
+    lifetimes = lifetimes_of(facts, context)
     kinds = sorted(dict.fromkeys(lifetimes), key=lambda each: isinstance(each, Window))
     if not any(isinstance(kind, Window) for kind in kinds):
         return all_in_one(facts, layout)
@@ -81,7 +81,19 @@ def with_draft_layers(facts: ModelFacts, layout: Layout, draft: ModelFacts, page
 
 def _if_windows(facts: ModelFacts, context: int, because: str) -> str:
     """Why layers with windows keep all tokens; empty: there are none."""
-    return because if any(isinstance(lifetime_of(mixer, context), Window) for mixer in facts.kv_mixers) else ""
+    return because if any(isinstance(each, Window) for each in lifetimes_of(facts, context)) else ""
+
+
+def lifetimes_of(facts: ModelFacts, context: int) -> list[Lifetime]:
+    """By number of KV cache: how long it is needed, by its own layer and by those that read it, too."""
+    found: list[Lifetime] = []
+    for number, layer in enumerate(facts.layers):
+        readers = [other for other in facts.layers if other.kv_from == number]
+        read = {lifetime_of(mixer, context) for other in readers for mixer in other.mixers}
+        for mixer in layer.kv_mixers:
+            needed = {lifetime_of(mixer, context), *read}
+            found.append(needed.pop() if len(needed) == 1 else Grows())
+    return found
 
 
 def lifetime_of(mixer: Mixer, context: int) -> Lifetime:

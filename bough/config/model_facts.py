@@ -100,6 +100,10 @@ class Gqa:
     gate: OutputGate | None = None
     value_scale: float | None = None
     """Multiplies values."""
+    value_norm: NormFacts | None = None
+    """Of each head's value; it has no weights."""
+    values_are_keys: bool = False
+    """Values are what keys are before they are normed and rotated: one product gives both."""
 
     @property
     def value_dim(self) -> int:
@@ -116,17 +120,24 @@ class Gqa:
         """Values of a token's queries, keys and values together."""
         return self.num_heads * self.head_dim + sum(self.planes)
 
-    def num_parameters(self, hidden: int) -> int:
+    def num_parameters(self, hidden: int, *, own_kv: bool = True) -> int:
+        """`own_kv`: whether it makes keys and values, or reads another layer's."""
         read = self.num_heads * self.value_dim
-        biases = (self.projected if self.qkv_bias else 0) + (hidden if self.out_bias else 0)
+        projected = self.projected
+        if self.values_are_keys:
+            projected -= self.planes[1]
+        if not own_kv:
+            projected = self.num_heads * self.head_dim
+        biases = (projected if self.qkv_bias else 0) + (hidden if self.out_bias else 0)
         gate = 0 if self.gate is None else hidden * (read if self.gate.over == "value" else self.num_heads)
-        return hidden * (self.projected + read) + gate + biases + self._norm_parameters()
+        return hidden * (projected + read) + gate + biases + self._norm_parameters(own_kv)
 
-    def _norm_parameters(self) -> int:
+    def _norm_parameters(self, own_kv: bool) -> int:
         norms, sinks = self.head_norms, self.num_heads if self.sinks else 0
         if norms is None:
             return sinks
-        width = 2 * self.head_dim if norms.over == "head" else (self.num_heads + self.num_kv_heads) * self.head_dim
+        kv_heads = self.num_kv_heads if own_kv else 0
+        width = (1 + own_kv) * self.head_dim if norms.over == "head" else (self.num_heads + kv_heads) * self.head_dim
         return norms.norm.num_parameters(width) + sinks
 
     @property
@@ -276,6 +287,8 @@ class Dense:
     gated: bool = True
     """down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
     bias: bool = False
+    sparsity: float = 0.0
+    """This part of the gates becomes 0: those below a quantile of a normal distribution with their mean and deviation."""
 
     @property
     def inner_values(self) -> int:
@@ -314,6 +327,10 @@ class Scored:
     """Of "sparsemixer": how close, relative to the score."""
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap) first."""
+    logit_scale: float = 1.0
+    """Multiplies logits, before all else."""
+    expert_scales: bool = False
+    """Each expert has a learned factor of its weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +369,9 @@ class Moe:
         experts = (3 * hidden * self.intermediate + hidden) * self.num_experts
         if self.clamped is not None:
             experts += (2 * self.intermediate + hidden) * self.num_experts
-        biases = int(self.router_bias) + int(self.scored is not None and self.scored.bias != "")
+        biases = int(self.router_bias)
+        if self.scored is not None:
+            biases += int(self.scored.bias != "") + int(self.scored.expert_scales)
         shared = 3 * hidden * self.shared_intermediate
         gate = hidden if self.shared_intermediate and self.shared_gated else 0
         return experts + biases * self.num_experts + shared + gate
@@ -369,7 +388,17 @@ class LayerFacts:
     """One as a rule; several where a block mixes tokens in parallel."""
     ffn: FeedForward | None
     kv_from: int | None = None
-    """The layer whose keys and values this one reads instead of keeping its own; None: it keeps them."""
+    """The layer before it whose keys and values this one reads instead of keeping its own; None: it keeps them."""
+
+    def num_parameters(self, hidden: int) -> int:
+        """Weights of the mixers and of the feed-forward block."""
+        total = 0 if self.ffn is None else self.ffn.num_parameters(hidden)
+        for mixer in self.mixers:
+            if isinstance(mixer, Gqa):
+                total += mixer.num_parameters(hidden, own_kv=self.kv_from is None)
+            else:
+                total += mixer.num_parameters(hidden)
+        return total
 
     @property
     def kv_mixers(self) -> tuple[KvMixer, ...]:
@@ -390,6 +419,36 @@ class LearnedPositions:
     """Rows of the table..."""
     first: int = 0
     """...and the one that a text's first token takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInputs:
+    """Each layer has an embedding of its own of every token, which enters the stream behind its feed-forward block."""
+
+    vocab: int
+    """Tokens that have one; those of others are that of token 0."""
+    width: int
+    activation: Activation
+    """Of the gate that the stream gives it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUp:
+    """The stream is one of several (alternating updates): blocks compute one, and predict and correct the others by it."""
+
+    streams: int
+    active: int
+    """The one that blocks compute."""
+    scaled: bool
+    """Whether what enters the others is of the active one times a learned vector."""
+    laurel_rank: int
+    """Of the learned product that is added beside attention."""
+
+    def num_parameters(self, hidden: int) -> int:
+        """In each block."""
+        streams = self.streams
+        mixing = streams * hidden + streams**2 + streams**3 + 2 * hidden
+        return mixing + 2 * self.laurel_rank * hidden + hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,6 +486,8 @@ class ModelFacts:
     """What only encoders of BERT's kind have."""
     tower: TowerFacts | None = None
     """What turns media into embeddings; None: the model takes text only, or is served for text only."""
+    per_layer: PerLayerInputs | None = None
+    altup: AltUp | None = None
     deepstack: int = 0
     """Leading layers after which further features of the tower are added at media positions."""
     config: Mapping[str, Any]
@@ -452,6 +513,11 @@ class ModelFacts:
         return tuple(mixer for layer in self.layers for mixer in layer.state_mixers)
 
     @property
+    def shares_kv(self) -> bool:
+        """Whether some layers read the KV of others."""
+        return any(layer.kv_from is not None for layer in self.layers)
+
+    @property
     def bidirectional(self) -> bool:
         """Tokens see what comes after them, so a text can only be computed in one piece."""
         return any(not mixer.causal for mixer in self.mixers)
@@ -474,9 +540,12 @@ class ModelFacts:
         return self.positions is None and all(isinstance(mixer, Gqa) and mixer.sees_all for mixer in self.mixers)
 
     @property
-    def norm_parameters(self) -> int:
-        """Weights of a block's norms."""
-        return self.block_norms * self.norm.num_parameters(self.hidden)
+    def block_parameters(self) -> int:
+        """Weights of a block's norms, and of what else it has beside mixers and feed-forward."""
+        total = self.block_norms * self.norm.num_parameters(self.hidden)
+        if self.per_layer is not None:
+            total += 2 * self.hidden * self.per_layer.width + self.norm.num_parameters(self.hidden)
+        return total + (0 if self.altup is None else self.altup.num_parameters(self.hidden))
 
     def end_parameters(self, rows: int) -> int:
         """Weights before the first block and after the last, with `rows` of the vocabulary."""
@@ -487,13 +556,16 @@ class ModelFacts:
             total += 2 * self.embed_dim * self.hidden
         if self.positions is not None:
             total += self.positions.num_positions * self.hidden
+        if self.per_layer is not None:
+            mine = -(-self.per_layer.vocab * rows // self.vocab)
+            total += self.num_layers * self.per_layer.width * (mine + self.hidden) + self.per_layer.width
+        if self.altup is not None:
+            total += 2 * (self.altup.streams - 1) * self.hidden**2
         return total + (self.vocab if self.head_bias else 0)
 
     def num_parameters(self) -> int:
         """Weights of the model, by arithmetic on its shapes."""
         total = self.end_parameters(self.vocab) + (self.tower.num_parameters if self.tower is not None else 0)
         for layer in self.layers:
-            total += self.norm_parameters + sum(mixer.num_parameters(self.hidden) for mixer in layer.mixers)
-            if layer.ffn is not None:
-                total += layer.ffn.num_parameters(self.hidden)
+            total += self.block_parameters + layer.num_parameters(self.hidden)
         return total

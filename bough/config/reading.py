@@ -45,17 +45,28 @@ Ropes = tuple[RopeFacts | None, ...]
 
 
 def decoder(
-    fields: Fields, mixers: Sequence[Mixer], ffns: Sequence[FeedForward], *, norm: NormFacts, **extra: Any
+    fields: Fields,
+    mixers: Sequence[Mixer],
+    ffns: Sequence[FeedForward],
+    *,
+    norm: NormFacts,
+    kv_from: Sequence[int | None] | None = None,
+    **extra: Any,
 ) -> ModelFacts:
-    """A decoder with one mixer and one feed-forward block a layer. `extra`: further fields of `ModelFacts`."""
+    """A decoder with one mixer and one feed-forward block a layer. `kv_from`: by layer, as in `LayerFacts`. `extra`: further
+    fields of `ModelFacts`."""
     if "max_context" not in extra:
         extra["max_context"] = max_context(fields, mixers)
+    sources = kv_from or [None] * len(mixers)
     return ModelFacts(
         architecture=fields.architecture(),
         hidden=fields.count("hidden_size"),
         vocab=fields.count("vocab_size"),
         norm=norm,
-        layers=tuple(LayerFacts(mixers=(mixer,), ffn=ffn) for mixer, ffn in zip(mixers, ffns, strict=True)),
+        layers=tuple(
+            LayerFacts(mixers=(mixer,), ffn=ffn, kv_from=source)
+            for mixer, ffn, source in zip(mixers, ffns, sources, strict=True)
+        ),
         config=fields.raw,
         **{"tie_embeddings": fields.flag("tie_word_embeddings"), **extra},
     )
@@ -185,6 +196,21 @@ def windows(
 def checked_layer_types(fields: Fields, known: Sequence[str]) -> list[str] | None:
     """The config's `layer_types`; None: it has none. Raises `UnsupportedModel` for kinds that are not `known`."""
     return fields.words("layer_types", known, num_layers(fields))
+
+
+def shared_kv(fields: Fields, kinds: Sequence[str], *, default: int) -> list[int | None]:
+    """By layer: the one whose KV it reads. The last `num_kv_shared_layers` read that of the last layer before them of their
+    kind, by `kinds`."""
+    first = len(kinds) - fields.size("num_kv_shared_layers", default=default)
+    sources = {kind: layer for layer, kind in enumerate(kinds[: max(first, 0)])}
+    missing = sorted(set(kinds[max(first, 0) :]) - set(sources))
+    if missing:
+        raise ConfigError(
+            what=f"the model's config has {len(kinds) - first} num_kv_shared_layers of {len(kinds)} layers",
+            why=f"no layer of the kind {missing[0]} comes before them, whose KV they could read",
+            fix="check num_kv_shared_layers and layer_types",
+        )
+    return [None if layer < first else sources[kind] for layer, kind in enumerate(kinds)]
 
 
 def every_layer(_layer: int) -> bool:

@@ -10,7 +10,7 @@ from bough.config.fields import Fields
 from bough.core.errors import ConfigError, UnsupportedModel
 
 _SHARE: Final = "partial_rotary_factor"
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 _NEEDS: Final[dict[RopeKind, tuple[str, ...]]] = {
     "default": (),
@@ -19,6 +19,7 @@ _NEEDS: Final[dict[RopeKind, tuple[str, ...]]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 
 
@@ -43,6 +44,8 @@ class RopeFacts:
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
     truncate: bool = True
+    share: float = 1.0
+    """Of "proportional": this part of the pairs turns, as fast as if all did; the others stand still."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
@@ -100,8 +103,9 @@ def rope_facts(
         "original_max_position_embeddings",
         default=fields.whole("original_max_position_embeddings", default=max_position),
     )
+    share = params.positive(_SHARE, default=fields.positive(_SHARE, default=share))
     if rotary_dim is None:
-        rotary_dim = int(head_dim * params.positive(_SHARE, default=fields.positive(_SHARE, default=share)))
+        rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
             what=f"{rotary_dim} values of the model's heads can't be rotated in pairs",
@@ -124,6 +128,7 @@ def rope_facts(
         mscale_all_dim=params.number("mscale_all_dim", default=0.0),
         attention_factor=params.number("attention_factor") if params.has("attention_factor") else None,
         truncate=params.flag("truncate", default=True),
+        share=share if kind == "proportional" else 1.0,
         short_factor=params.numbers("short_factor") or (),
         long_factor=params.numbers("long_factor") or (),
         interleaved=interleaved,

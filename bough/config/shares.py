@@ -161,14 +161,12 @@ def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
     if facts.tower is not None and stage == 0:
         total += facts.tower.num_parameters  # every rank that begins the model holds all of it
     for layer in _held_layers(facts, layout, rank):
-        mixers = [rank_mixer(mixer, layout, rank) for mixer in layer.mixers]
-        total += facts.norm_parameters + sum(mixer.num_parameters(facts.hidden) for mixer in mixers)
-        if layer.ffn is not None:
-            mine = rank_ffn(layer.ffn, layout, rank)
-            total += mine.num_parameters(facts.hidden)
-            if isinstance(layer.ffn, Moe) and isinstance(mine, Moe):
-                # The router is whole on each rank, and knows nothing of copies.
-                total += facts.hidden * (layer.ffn.num_experts - mine.num_experts)
+        mixers = tuple(rank_mixer(mixer, layout, rank) for mixer in layer.mixers)
+        mine = None if layer.ffn is None else rank_ffn(layer.ffn, layout, rank)
+        total += facts.block_parameters + replace(layer, mixers=mixers, ffn=mine).num_parameters(facts.hidden)
+        if isinstance(layer.ffn, Moe) and isinstance(mine, Moe):
+            # The router is whole on each rank, and knows nothing of copies.
+            total += facts.hidden * (layer.ffn.num_experts - mine.num_experts)
     return total
 
 

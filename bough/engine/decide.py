@@ -103,6 +103,30 @@ def _check_stateful(config: Config, facts: ModelFacts, pooling: PoolingFacts | N
             )
 
 
+def _check_sharing(config: Config, facts: ModelFacts) -> None:
+    """What models can't do whose layers read others' KV, or inputs that are made with the embeddings."""
+    parallel = config.parallel
+    for asked, flag, why in (
+        (
+            parallel.pp_size > 1,
+            "--pp-size",
+            "layers read what others keep, or what is made with the embeddings, on the same rank",
+        ),
+        (
+            parallel.attn_cp_size > 1 and facts.shares_kv,
+            "--attn-cp-size",
+            "layers that read others' KV would have to gather it once more",
+        ),
+    ):
+        if asked:
+            raise ConfigError(
+                what=f"{flag} does not work with {facts.architecture}",
+                why=why,
+                fix=f"use --tp-size instead of {flag}",
+                param=flag.removeprefix("--").replace("-", "_"),
+            )
+
+
 def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
     """Raises `ConfigError` for what building the model would fail with, so that commands that only ask report it, too."""
     if facts.through_transformers:
@@ -130,6 +154,8 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
         )
     if stateful:
         _check_stateful(config, facts, pooling)
+    if facts.shares_kv or facts.per_layer is not None:
+        _check_sharing(config, facts)
     if config.model.dummy_routing == "uniform" and not any(isinstance(layer.ffn, Moe) for layer in facts.layers):
         raise ConfigError(
             what="dummy_routing is uniform, the model has no experts",

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 from bough.config.model_facts import Gqa, OutputGate, Temperature
 from bough.layers.batch import AttentionSpec, Batch, rotates
 from bough.layers.build import Build
-from bough.layers.head_norm import HeadNorm, HeadRows, make_head_norm
+from bough.layers.head_norm import HeadNorm, HeadRows, PlainHeadNorm, make_head_norm
 from bough.layers.linear import HeadsLinear, QKVLinear, RowLinear
 from bough.layers.norm import RMSNorm
 from bough.layers.rotary import Rope
@@ -67,14 +67,29 @@ class Attention(nn.Module):
     """Grouped-query attention over this rank's heads: projections, head norms, rotation, and the KV between them."""
 
     def __init__(
-        self, facts: Gqa, layer: int, hidden: int, rope: Rope | None, build: Build, *, in_dim: int | None = None
+        self,
+        facts: Gqa,
+        layer: int,
+        hidden: int,
+        rope: Rope | None,
+        build: Build,
+        *,
+        in_dim: int | None = None,
+        is_shared: bool = False,
     ) -> None:
         """`layer`: its place in the KV cache. `rope`: the tables of `facts.rope`, which layers share. `in_dim`: the width
-        of what it reads, if it is not that of the stream."""
+        of what it reads, if it is not that of the stream. `is_shared`: later layers read its KV, too."""
         super().__init__()
         self.facts = facts
         heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self.qkv = QKVLinear(in_dim or hidden, *heads, build, v_dim=facts.v_dim, bias=facts.qkv_bias)
+        self.qkv = QKVLinear(
+            in_dim or hidden,
+            *heads,
+            build,
+            v_dim=facts.v_dim,
+            bias=facts.qkv_bias,
+            values_are_keys=facts.values_are_keys,
+        )
         axis = build.mesh.heads
         self.share = axis.head_share(facts.num_heads, facts.num_kv_heads)
         mine = self.share.heads
@@ -92,6 +107,7 @@ class Attention(nn.Module):
             chunk=facts.chunk,
             sinks=None if self.sinks is None else self.sinks.weight,
             slopes=alibi_slopes(facts, build)[mine].contiguous() if facts.alibi is not None else None,
+            is_shared=is_shared,
         )
         self.q_norm: HeadNorm | None = None
         self.k_norm: HeadNorm | None = None
@@ -100,6 +116,7 @@ class Attention(nn.Module):
             self.q_norm = make_head_norm(norms, HeadRows(facts.num_heads, mine, width), build)
             kv_rows = HeadRows(facts.num_kv_heads, self.share.kv_heads, width, self.share.holders)
             self.k_norm = make_head_norm(norms, kv_rows, build)
+        self.v_norm = None if facts.value_norm is None else PlainHeadNorm(facts.value_norm.eps)
         self.norms_after_rope = facts.head_norms is not None and facts.head_norms.after_rope
         self.rope = rope
         self.gate = None if facts.gate is None else HeadGate(facts, facts.gate, hidden, mine, build)
@@ -127,6 +144,7 @@ class Attention(nn.Module):
             and self.facts.clip is None
             and self.facts.temperature is None
             and self.facts.value_scale is None
+            and self.v_norm is None
             and self.gate is None
         )
 
@@ -168,6 +186,8 @@ class Attention(nn.Module):
         norms = self.kernel_norms
         if norms is None and not self.norms_after_rope:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
+        if self.v_norm is not None:  # before keys are rotated, perhaps in place: values may be the same numbers
+            v_TKH = self.v_norm(v_TKH)
         if self.facts.value_scale is not None:
             v_TKH = v_TKH * self.facts.value_scale
         if self.facts.clip is not None:

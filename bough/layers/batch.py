@@ -33,6 +33,11 @@ class AttentionBackend(Protocol):
         """Writes k and v to their pages, then attends. Returns [T, num_heads * v_head_dim]."""
         ...
 
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
+        """Attends to what an earlier layer of the pass, that of `spec.layer`, has written: as `forward`, without writing.
+        Once that layer has been narrowed (`RotatingBackend.queries_at`), takes queries of the tokens that are left."""
+        ...
+
 
 class RotatingBackend(AttentionBackend, Protocol):
     """An attention backend that also norms and rotates queries and keys, in the pass that writes the KV."""
@@ -40,7 +45,7 @@ class RotatingBackend(AttentionBackend, Protocol):
     def queries_at(self, spec: AttentionSpec) -> Tensor | None:
         """int64 indices of the tokens whose queries a layer's forward takes, and whose results it gives; None: all.
 
-        Only the model's last layer may leave out others, which are not in `Batch.logits_at`.
+        Only the last layer that keeps KV may leave out others, which are not in `Batch.logits_at`.
         """
         ...
 

@@ -29,11 +29,19 @@ class ExpertChoice(nn.Module):
             # float32: rounding it changes which experts are chosen
             self.bias = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=build.device), requires_grad=False)
 
+        self.scales: nn.Parameter | None = None
+        if self.scored.expert_scales:
+            ones = torch.ones(facts.num_experts, dtype=torch.float32, device=build.device)
+            self.scales = nn.Parameter(ones, requires_grad=False)
+
     def slots(self) -> dict[str, Slot]:
-        return {} if self.bias is None else {"bias": Slot(tuple(self.bias.shape), partial(fill, self.bias))}
+        both = {"bias": self.bias, "scales": self.scales}
+        return {name: Slot(tuple(each.shape), partial(fill, each)) for name, each in both.items() if each is not None}
 
     def forward(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int32 [T, k])."""
+        if self.scored.logit_scale != 1.0:
+            logits_TE = logits_TE * self.scored.logit_scale
         if self.scored.softcap is not None:
             logits_TE = torch.tanh(logits_TE / self.scored.softcap) * self.scored.softcap
         if self.scored.by == "sparsemixer":
@@ -47,6 +55,8 @@ class ExpertChoice(nn.Module):
         if self.facts.renormalise:
             total_T1 = weights_Tk.sum(-1, keepdim=True)
             weights_Tk = weights_Tk / total_T1.clamp(min=max(self.scored.least_sum, _SOME))
+        if self.scales is not None:
+            weights_Tk = weights_Tk * self.scales[ids_Tk]
         return weights_Tk * self.facts.scale, ids_Tk.to(torch.int32)
 
     def _of_kept_groups(self, ranked_TE: Tensor) -> Tensor:

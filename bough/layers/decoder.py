@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
+from bough.layers.altup import AltUpStream, StreamEnds
 from bough.layers.attention import Attention
 from bough.layers.batch import Batch, Taps
 from bough.layers.build import Build
@@ -18,6 +19,7 @@ from bough.layers.embedding import Head, Table, VocabEmbedding
 from bough.layers.linear import ReplicatedLinear
 from bough.layers.norm import RMSNorm, make_norm
 from bough.layers.parts import Parts
+from bough.layers.per_layer import LayerInputs
 from bough.layers.place import place_weights
 from bough.layers.stream import Stream
 from bough.layers.tower import Tower
@@ -94,6 +96,14 @@ class Decoder(nn.Module):
         """Leading layers after which features of media are added."""
         self.tower: Tower | None = None
         """What turns media into embeddings, where the model has it and this rank computes it."""
+        self.inputs: LayerInputs | None = None
+        """What gives each layer an input of its own."""
+        if facts.per_layer is not None:
+            self.inputs = LayerInputs(facts, facts.per_layer, build)
+        self.streams: StreamEnds | None = None
+        """What makes several streams, and one of them again."""
+        if facts.altup is not None:
+            self.streams = StreamEnds(facts, facts.altup, build)
         self.run_blocks: RunBlocks = one_by_one
         """A device may have a quicker way (`layers/cpu_stack.py`)."""
 
@@ -108,15 +118,25 @@ class Decoder(nn.Module):
             x_TD = self.embed(batch)
         else:
             x_TD = self.pp.talk.receive(self.like.new_empty(batch.num_tokens, self.like.shape[1]), self.pp.rank - 1)
-        stream = Stream(x_TD, batch)
+        stream = self.begin(x_TD, batch)
         self.run_blocks(self, stream, batch)
         if self.is_last:
             return self.end(stream)
         self.pp.talk.send(stream.read(None), self.pp.rank + 1)
         return self.like
 
+    def begin(self, x_TD: Tensor, batch: Batch) -> Stream:
+        """The stream of a pass. `x_TD`: the embeddings, or what the stage before has sent."""
+        inputs_TLP = None if self.inputs is None else self.inputs(x_TD, batch)
+        if self.streams is not None:
+            return self.streams.open(x_TD, batch, inputs_TLP)
+        return Stream(x_TD, batch, layer_inputs_TLP=inputs_TLP)
+
     def end(self, stream: Stream) -> Tensor:
         """The hidden states of the tokens that are read."""
+        if self.streams is not None and isinstance(stream, AltUpStream):
+            hidden_LD = self.streams.close(stream)
+            return hidden_LD if self.norm is None else self.norm(hidden_LD)
         hidden_LD = stream.last(self.norm)
         return hidden_LD if self.project_out is None else self.project_out(hidden_LD)
 
@@ -133,7 +153,12 @@ class Decoder(nn.Module):
         """
         block, embed = self.layers[0], self.embed.tokens
         begins = isinstance(block, BeginsWithAttention) and isinstance(block.attn, Attention)
-        if not begins or not self.embed.is_plain or not isinstance(block.attn_norm, RMSNorm):
+        if (
+            not begins
+            or self.streams is not None
+            or not self.embed.is_plain
+            or not isinstance(block.attn_norm, RMSNorm)
+        ):
             return False
         assert isinstance(block.attn, Attention)
         weight, vocab = block.attn_norm.weight, embed.shape[0]

@@ -90,9 +90,20 @@ class GroupedLinear(_Weighted):
 class HeadsLinear(_Weighted):
     """Each rank computes its heads' outputs from all inputs."""
 
-    def __init__(self, in_dim: int, num_heads: int, head_dim: int, mine: slice, build: Build) -> None:
+    def __init__(
+        self,
+        in_dim: int,
+        num_heads: int,
+        head_dim: int,
+        mine: slice,
+        build: Build,
+        *,
+        part: str = "",
+        bias: bool = False,
+    ) -> None:
+        """`part`: the name of its weights, where they are one of several parts in other layers."""
         rows = slice(mine.start * head_dim, mine.stop * head_dim)
-        super().__init__((Part("", (num_heads * head_dim, in_dim), rows, ALL),), build, bias=False)
+        super().__init__((Part(part, (num_heads * head_dim, in_dim), rows, ALL),), build, bias=bias)
         self.head_dim = head_dim
 
     def slots(self) -> dict[str, Slot]:
@@ -158,24 +169,22 @@ class QKVLinear(_Weighted):
         v_dim: int | None = None,
         bias: bool = False,
         k_bias: bool = True,
+        values_are_keys: bool = False,
     ) -> None:
         """`v_dim`: V, the width of a head's value, if it is not that of its key. `k_bias`: whether checkpoints have a
-        bias of keys where there is one; otherwise it is zero."""
+        bias of keys where there is one; otherwise it is zero. `values_are_keys`: there are no weights of values, which are
+        the keys themselves, in the same memory."""
         heads, kv_heads, _ = build.mesh.heads.head_share(num_heads, num_kv_heads)
         v_dim = head_dim if v_dim is None else v_dim
 
         def part(name: str, count: int, mine: slice, width: int) -> Part:
             return Part(name, (count * width, hidden), slice(mine.start * width, mine.stop * width), ALL)
 
-        super().__init__(
-            (
-                part("q", num_heads, heads, head_dim),
-                part("k", num_kv_heads, kv_heads, head_dim),
-                part("v", num_kv_heads, kv_heads, v_dim),
-            ),
-            build,
-            bias=bias,
-        )
+        parts = [part("q", num_heads, heads, head_dim), part("k", num_kv_heads, kv_heads, head_dim)]
+        if not values_are_keys:
+            parts.append(part("v", num_kv_heads, kv_heads, v_dim))
+        super().__init__(tuple(parts), build, bias=bias)
+        self.values_are_keys = values_are_keys
         self.k_bias = k_bias
         if self.bias is not None and not k_bias:
             self.bias.data.zero_()
@@ -183,7 +192,7 @@ class QKVLinear(_Weighted):
         self.v_dim = v_dim
         self.num_heads: int = heads.stop - heads.start
         self.num_kv_heads: int = kv_heads.stop - kv_heads.start
-        self.width = self.num_heads * head_dim + self.num_kv_heads * (head_dim + v_dim)
+        self.width = self.num_heads * head_dim + self.num_kv_heads * (head_dim + (0 if values_are_keys else v_dim))
         """O: values of a token's product."""
 
     def slots(self) -> dict[str, Slot]:
@@ -215,6 +224,9 @@ class QKVLinear(_Weighted):
 
     def heads(self, product_TO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, N, H], [T, K, H], [T, K, V]: views of a product."""
+        if self.values_are_keys:
+            q_TNH, k_TKH = self._by_head(product_TO).split_with_sizes((self.num_heads, self.num_kv_heads), 1)
+            return q_TNH, k_TKH, k_TKH
         if self.v_dim != self.head_dim:
             split = self.num_heads * self.head_dim
             return self._by_head(product_TO[:, :split]), *self._keys_and_values(product_TO[:, split:])
@@ -228,6 +240,8 @@ class QKVLinear(_Weighted):
     def _keys_and_values(self, product_TO: Tensor) -> tuple[Tensor, Tensor]:
         """[T, K, H], [T, K, V]: views of a product without queries."""
         split = self.num_kv_heads * self.head_dim
+        if self.values_are_keys:
+            return self._by_head(product_TO), self._by_head(product_TO)
         v_TKV = product_TO[:, split:].view(product_TO.shape[0], -1, self.v_dim)
         return self._by_head(product_TO[:, :split]), v_TKV
 
@@ -249,6 +263,10 @@ class GateUpLinear(_Weighted):
     def forward(self, x: Input) -> Tensor:
         """activation(gate) * up -> [T, F]"""
         return self.matrix.gated(value_of(x), self.activation, self.bias)
+
+    def product(self, x_TD: Tensor) -> Tensor:
+        """[T, 2F]: gate, then up."""
+        return self.matrix.forward(x_TD, self.bias)
 
 
 def _fill_rows(target: Tensor, rows: slice, stored: Stored) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from statistics import NormalDist
 from typing import Final
 
 import torch
@@ -70,6 +71,39 @@ class GatedMlp(nn.Module):
         return out
 
 
+class SparseMlp(nn.Module):
+    """down(activation(relu(gate(x) - cut)) * up(x)): `cut` leaves the largest gates of a token, as many as there would be
+    above it if they were normally distributed."""
+
+    def __init__(self, facts: Dense, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.gate_up = GateUpLinear(hidden, facts.intermediate, build, activation=facts.activation, bias=facts.bias)
+        self.activation = ACTIVATIONS[facts.activation]
+        self.axis, self.width = build.mesh.tp, facts.intermediate
+        self.deviations = NormalDist().inv_cdf(facts.sparsity)
+        self.spread = build.spread
+        self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias, reduce=self.spread is None)
+        if self.spread is not None:
+            self.spread.blocks.append(self)
+
+    def forward(self, x: Input) -> Product | Tensor:
+        if self.spread is not None:
+            return self.spread.through(value_of(x), lambda x_ND: self.down(self._inner(x_ND)).value())
+        out: Product = self.down(self._inner(value_of(x)))
+        return out
+
+    def _inner(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up.product(x_TD).chunk(2, -1)
+        mean_T1 = self._mean(gate_TF)
+        deviation_T1 = self._mean((gate_TF - mean_T1).square()).sqrt()
+        return self.activation(F.relu(gate_TF - (mean_T1 + deviation_T1 * self.deviations))) * up_TF
+
+    def _mean(self, x_TF: Tensor) -> Tensor:
+        """[T, 1], over the inner units of all ranks."""
+        total_T1 = x_TF.sum(-1, keepdim=True)
+        return (total_T1 if self.axis.size == 1 else self.axis.talk.all_reduce(total_T1)) / self.width
+
+
 class Mlp(nn.Module):
     """down(activation(up(x)))"""
 
@@ -87,6 +121,13 @@ class Mlp(nn.Module):
             return self.spread.through(value_of(x), lambda x_ND: self.down(self.activation(self.up(x_ND))).value())
         out: Product = self.down(self.activation(self.up(x)))
         return out
+
+
+def make_mlp(facts: Dense, hidden: int, build: Build) -> GatedMlp | SparseMlp | Mlp:
+    """The feed-forward block that the facts describe."""
+    if not facts.gated:
+        return Mlp(facts, hidden, build)
+    return SparseMlp(facts, hidden, build) if facts.sparsity else GatedMlp(facts, hidden, build)
 
 
 def _scalar(build: Build) -> nn.Parameter:

@@ -128,12 +128,19 @@ class MixtureOfExperts(nn.Module):
             whole = build if plan.dispatch == "none" else replace(build, mesh=SINGLE)
             self.shared = SharedExpert(hidden, facts, whole, gate)
 
-    def forward(self, x: Input) -> Tensor:
-        """What is added to the stream. Norm, router and experts take one launch where the device has one for them."""
-        if isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and x.can_fuse and self._joins(x.num_tokens):
+    def forward(self, x: Input, by_TD: Tensor | None = None) -> Tensor:
+        """What is added to the stream. Norm, router and experts take one launch where the device has one for them.
+        `by_TD`: what the router reads, if it is not what experts read."""
+        if (
+            by_TD is None
+            and isinstance(x, Normed)
+            and isinstance(x.norm, RMSNorm)
+            and x.can_fuse
+            and self._joins(x.num_tokens)
+        ):
             return self.axis.talk.all_reduce(x.fuse(partial(self._after, x.norm, x.loc_T)))
         x_TD = value_of(x)
-        weights_Tk, ids_Tk = self._chosen(x_TD, x)
+        weights_Tk, ids_Tk = self._chosen(x_TD if by_TD is None else by_TD, x)
         if self.forced_ids is not None:
             ids_Tk = _without_padding(_lines(self.forced_ids, len(x_TD)), x)
         if self.chosen_E is not None:

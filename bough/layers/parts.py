@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from bough.config.model_facts import GatedDelta, LayerFacts, Mla, ModelFacts, Moe
+from bough.config.model_facts import GatedDelta, Gqa, LayerFacts, Mla, ModelFacts, Moe
 from bough.config.rope_facts import RopeFacts
 from bough.config.shares import stage_layers
 from bough.core.errors import ConfigError
@@ -12,10 +12,12 @@ from bough.layers.attention import Attention
 from bough.layers.build import Build
 from bough.layers.gated_delta import GatedDeltaNet
 from bough.layers.latent_attention import LatentAttention
-from bough.layers.mlp import GatedMlp, Mlp
+from bough.layers.mlp import make_mlp
 from bough.layers.moe import MixtureOfExperts
 from bough.layers.norm import LayerNorm, RMSNorm, make_norm
+from bough.layers.per_layer import LayerInputGate
 from bough.layers.rotary import Rope
+from bough.layers.shared_attention import SharedKvAttention
 
 
 class Parts:
@@ -39,17 +41,39 @@ class Parts:
         """A norm of the stream."""
         return make_norm(self.facts.norm, self.facts.hidden, self.build)
 
-    def attention(self, index: int, *, in_dim: int | None = None) -> Attention | LatentAttention | GatedDeltaNet:
+    def attention(
+        self, index: int, *, in_dim: int | None = None
+    ) -> Attention | SharedKvAttention | LatentAttention | GatedDeltaNet:
         """The attention of a layer that has nothing else, or what stands in its place. `in_dim`: as in `Attention`."""
         (mixer,) = self.layer(index).mixers
+        source = self.layer(index).kv_from
+        if source is not None:
+            assert isinstance(mixer, Gqa), "latents and states are not shared"
+            return SharedKvAttention(
+                mixer, self._kv_place(source), self.facts.hidden, self.rope(mixer.rope), self.build
+            )
         before = self.facts.layers[self.stage.start : index]
         if isinstance(mixer, GatedDelta):
             place = sum(len(layer.state_mixers) for layer in before)
             return GatedDeltaNet(mixer, place, self.facts.hidden, self.build)
-        place = self.build.first_layer + sum(len(layer.kv_mixers) for layer in before)
+        place = self._kv_place(index)
         if isinstance(mixer, Mla):
             return LatentAttention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build)
-        return Attention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build, in_dim=in_dim)
+        is_shared = any(layer.kv_from == index for layer in self.facts.layers)
+        rope = self.rope(mixer.rope)
+        return Attention(mixer, place, self.facts.hidden, rope, self.build, in_dim=in_dim, is_shared=is_shared)
+
+    def _kv_place(self, index: int) -> int:
+        """The number of a layer's KV cache."""
+        before = self.facts.layers[self.stage.start : index]
+        return self.build.first_layer + sum(len(layer.kv_mixers) for layer in before)
+
+    def layer_input_gate(self) -> LayerInputGate:
+        """What makes something of a layer's own input."""
+        own = self.facts.per_layer
+        if own is None:
+            raise ConfigError(what=f"{self.facts.architecture} has no inputs of single layers")
+        return LayerInputGate(self.facts, own, self.build)
 
     def feed_forward(self, index: int) -> nn.Module:
         """Dense or a mixture of experts, as the layer has it."""
@@ -59,8 +83,7 @@ class Parts:
         if isinstance(ffn, Moe):
             mixture = sum(isinstance(layer.ffn, Moe) for layer in self.facts.layers[:index])
             return MixtureOfExperts(ffn, self.facts.hidden, self.build, mixture)
-        kind = GatedMlp if ffn.gated else Mlp
-        return kind(ffn, self.facts.hidden, self.build)
+        return make_mlp(ffn, self.facts.hidden, self.build)
 
     def rope(self, facts: RopeFacts | None) -> Rope | None:
         if facts is None:

@@ -46,6 +46,23 @@ class Rope:
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         return apply_rope(q_TNH, k_TKH, *self.at(batch), interleaved=self.interleaved)
 
+    def queries(self, q_TNH: Tensor, norm: RMSNorm | None, positions_T: Tensor) -> Tensor:
+        """Norms each head of queries alone (None: not at all), then rotates it. Positions have one axis."""
+        none_T0H = q_TNH[:, :0]
+        if norm is None:
+            return apply_rope(q_TNH, none_T0H, positions_T, self.cos_sin_PR, interleaved=self.interleaved)[0]
+        return qk_norm_rope(
+            q_TNH,
+            none_T0H,
+            norm.weight,
+            norm.weight,
+            norm.eps,
+            positions_T,
+            self.cos_sin_PR,
+            offset=norm.offset,
+            interleaved=self.interleaved,
+        )[0]
+
     def after_norms(
         self, q_TNH: Tensor, k_TKH: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, batch: Batch
     ) -> tuple[Tensor, Tensor]:
@@ -160,6 +177,14 @@ def _longrope(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
     return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _wavelengths(facts, facts.theta)), magnitude
 
 
+def _proportional(facts: RopeFacts, num_positions: int) -> tuple[Tensor, float]:
+    """The fastest pairs turn, the others stand still."""
+    turning = int(facts.share * facts.rotary_dim // 2)
+    frequencies = 1.0 / _wavelengths(facts, facts.theta) / facts.factor
+    frequencies[turning:] = 0.0
+    return frequencies, 1.0
+
+
 _FREQUENCIES = {
     "default": _default,
     "linear": _linear,
@@ -167,4 +192,5 @@ _FREQUENCIES = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

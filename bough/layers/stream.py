@@ -113,11 +113,13 @@ Input = Tensor | Normed
 class Stream:
     """One forward pass's stream, from the embedding to the last norm."""
 
-    __slots__ = ("_at_L", "_batch", "_pending", "fuses", "residual_TD", "x_TD")
+    __slots__ = ("_at_L", "_batch", "_layer_inputs_TLP", "_pending", "fuses", "residual_TD", "x_TD")
 
-    def __init__(self, x_TD: Tensor, batch: Batch, *, fuses: bool = True) -> None:
+    def __init__(
+        self, x_TD: Tensor, batch: Batch, *, fuses: bool = True, layer_inputs_TLP: Tensor | None = None
+    ) -> None:
         """The stream begins as `x_TD`, which may be overwritten. Without `fuses` every norm and every product is computed
-        by itself, so that each can be seen."""
+        by itself, so that each can be seen. `layer_inputs_TLP`: what each layer gets of its own, in models that have it."""
         self.x_TD = x_TD
         """What was added last (perhaps [P, T, D] of several addends), if there is a `residual_TD`; else all of it."""
         self.residual_TD: Tensor | None = None
@@ -126,6 +128,7 @@ class Stream:
         self._batch = batch
         self._at_L: Tensor | None = None
         self._pending: list[ref[Normed]] = []
+        self._layer_inputs_TLP = layer_inputs_TLP
 
     @property
     def loc_T(self) -> Tensor | None:
@@ -167,6 +170,16 @@ class Stream:
         """The stream becomes `x`."""
         self._settle()
         self.x_TD, self.residual_TD = self.fit(value_of(x)), None
+
+    def scale(self, by: float | Tensor) -> None:
+        """Multiplies the stream."""
+        self._settle()
+        self.x_TD = self.fit(self._total()) * by
+
+    def layer_input(self, layer: int) -> Tensor:
+        """[T, P]: what a layer gets of its own, of the tokens that the stream has."""
+        assert self._layer_inputs_TLP is not None, "the model has them"
+        return self.fit(self._layer_inputs_TLP[:, layer])
 
     def tap(self) -> Tensor:
         """A copy of the stream as it is now, [T, D] or [L, D]."""

@@ -127,6 +127,16 @@ GROUPS: Final = (
         },
     ),
     FamilyGroup(
+        "Layers that share KV",
+        "tests/models/test_shared_kv_families.py",
+        {
+            "Gemma3nForCausalLM": "the text part of google/gemma-3n-E4B-it",
+            "Gemma3nForConditionalGeneration": "google/gemma-3n-E2B-it, google/gemma-3n-E4B-it",
+            "Gemma4ForCausalLM": "the text part of google/gemma-4-31B-it",
+            "Gemma4ForConditionalGeneration": "google/gemma-4-E2B-it, google/gemma-4-26B-A4B-it, google/gemma-4-31B-it",
+        },
+    ),
+    FamilyGroup(
         "Layers that keep a state",
         "tests/models/test_state_families.py",
         {
@@ -201,11 +211,13 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
 - **Heads**: `...ForSequenceClassification`, `...ForRewardModel` and bare `...Model` classes of these architectures pool,
   embed and score: see [embeddings](embeddings.md).
 - **Models that see** take images: see [multimodal](multimodal.md). `--language-model-only` serves them without their towers.
-  Gemma 3, Llama 4 and Mistral Small 3 answer texts by their language models; they take no pictures yet.
+  Llama 4, Gemma 3n and Gemma 4 answer texts by their language models; they take no pictures yet.
 - **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3) are read over.
 - **Windows** (Gemma, Mistral, gpt-oss, Llama 4's chunks ...) bound what attention reads and what is kept: pages behind a
   window are freed while a request runs, and a cached prefix needs its last window only, see
   [KV groups](decisions/kv_groups.md).
+- **Layers that share KV** (Gemma 3n, Gemma 4): those that read another layer's keys and values keep none. Such models are
+  not split by layers (`--pp-size`), nor by the tokens of a sequence (`--attn-cp-size`).
 - **Latents** (MLA) keep `kv_lora_rank + qk_rope_head_dim` numbers per token and layer, on every rank.
 - **States**: layers of recurrent and hybrid models keep one state per request instead of KV of every token. A cached
   prefix ends where a state was saved; what does not work with states is in [KV groups](decisions/kv_groups.md).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bough.config import reading
 from bough.config.fields import Fields
 from bough.config.model_facts import Gqa, ModelFacts
@@ -25,7 +27,7 @@ def attention_of(config: Fields) -> list[Gqa]:
     return reading.gqa(config, ropes=ropes, qkv_bias=bias, out_bias=bias, scale=scale)
 
 
-def multipliers(config: Fields) -> dict[str, float]:
+def multipliers(config: Fields) -> dict[str, Any]:
     """As fields of `ModelFacts`."""
     return {
         "embed_scale": config.number("embedding_multiplier", default=1.0),

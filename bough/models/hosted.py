@@ -120,6 +120,9 @@ class _Probe:
         width = v_TKH.shape[2]
         return q_TNH.new_zeros(len(q_TNH), spec.num_heads * width)
 
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
+        raise AssertionError("layers of transformers' modules bring keys and values, their own or others'")
+
 
 @torch.no_grad()
 def _probe(model: HostedModel, facts: ModelFacts, device: torch.device) -> None:

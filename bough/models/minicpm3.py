@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bough.config import reading
 from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
@@ -20,7 +22,7 @@ def read(config: Fields) -> ModelFacts:
     return reading.decoder(config, attention, ffns, norm=norm, tie_embeddings=tied, **scales)
 
 
-def multipliers(config: Fields, *, embed: float, depth: float, base: float) -> dict[str, float]:
+def multipliers(config: Fields, *, embed: float, depth: float, base: float) -> dict[str, Any]:
     """As fields of `ModelFacts`; what each is made of where the config doesn't say."""
     return {
         "embed_scale": config.number("scale_emb", default=embed),

@@ -10,7 +10,14 @@ from typing import Final
 
 from bough.weights.mapping import Mapping, Outside, Rule, renamed
 
-_TOWERS: Final = ("vision_tower", "vision_model", "multi_modal_projector")
+_TOWERS: Final = (
+    "vision_tower",
+    "vision_model",
+    "multi_modal_projector",
+    "audio_tower",
+    "embed_vision",
+    "embed_audio",
+)
 
 
 def text_weights(weights: Mapping) -> Mapping:

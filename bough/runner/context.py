@@ -159,6 +159,9 @@ class SharedContextAttention:
             parts.append(self._gathered.forward(spec, q_TNH[here:], k_TKH[here:], v_TKH[here:], self._loc_T))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def attend(self, spec: Spec, q_TNH: Tensor) -> Tensor:
+        raise AssertionError("models whose layers share KV are refused where ranks share contexts")
+
     def _over_all_ranks(self, alike: PartialAttention, spec: Spec, q_TNH: Tensor) -> Tensor:
         out_TNV, lse_TN = alike.forward(spec, q_TNH)
         every = self._axis.talk.all_gather(torch.cat((out_TNV, lse_TN.unsqueeze(-1)), -1))

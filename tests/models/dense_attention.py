@@ -34,7 +34,7 @@ class DenseAttention:
         )
 
     def forward(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        outputs, start = [], 0
+        start = 0
         for row, num_query in self.queries:
             part = slice(start, start + num_query)
             start += num_query
@@ -43,7 +43,14 @@ class DenseAttention:
                 old_k, old_v = self.kv[spec.layer, row]
                 k_SKH, v_SKH = torch.cat((old_k, k_SKH)), torch.cat((old_v, v_SKH))
             self.kv[spec.layer, row] = (k_SKH, v_SKH)
-            outputs.append(_attend(spec, q_TNH[part], k_SKH, v_SKH))
+        return self.attend(spec, q_TNH)
+
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
+        outputs, start = [], 0
+        for row, num_query in self.queries:
+            part = slice(start, start + num_query)
+            start += num_query
+            outputs.append(_attend(spec, q_TNH[part], *self.kv[spec.layer, row]))
         return torch.cat(outputs)
 
 

@@ -317,6 +317,61 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("MiniCPM3", {**LATENT_SIZES, "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 24}),
 }
 
+BY_TURNS = ["sliding_attention", "full_attention"]
+OWN_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120, "sliding_window": 9}
+GEMMA4 = {**OWN_INPUTS, "head_dim": 16, "global_head_dim": 32, "layer_types": [*BY_TURNS, *BY_TURNS]}
+SHARED_KV: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": (
+        "Gemma3n",
+        {
+            **OWN_INPUTS,
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "layer_types": [*BY_TURNS, *BY_TURNS, *BY_TURNS],
+            "num_kv_shared_layers": 3,
+            "laurel_rank": 8,
+            "intermediate_size": [80, 80, 80, 64, 64, 64],
+            "activation_sparsity_pattern": [0.9, 0.8, 0.0, 0.0, 0.7, 0.0],
+        },
+    ),
+    "gemma3n-three-streams": (
+        "Gemma3n",
+        {
+            **OWN_INPUTS,
+            "head_dim": 16,
+            "layer_types": [*BY_TURNS, *BY_TURNS],
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "attention_bias": True,
+        },
+    ),
+    "gemma4": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4-keys-are-values": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 20.0,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+}
+
 DELTA = {
     "head_dim": 16,
     "linear_num_key_heads": 2,

@@ -32,9 +32,20 @@ class NarrowingAttention(DenseAttention):
             return super().forward(spec, q_TNH, k_TKH, v_TKH)
         q_TNH = q_TNH if len(q_TNH) == len(at_L) else q_TNH[at_L]  # who can't project these alone gives all
         self.narrowed += 1
-        whole_TNH = q_TNH.new_full((len(k_TKH), *q_TNH.shape[1:]), 1e3)
-        whole_TNH[at_L] = q_TNH
-        return super().forward(spec, whole_TNH, k_TKH, v_TKH)[at_L]
+        return super().forward(spec, self._among_all(q_TNH, at_L), k_TKH, v_TKH)[at_L]
+
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
+        """Of layers behind the one that was narrowed, too."""
+        at_L = self.wanted
+        if at_L is None or len(q_TNH) == sum(count for _, count in self.queries):
+            return super().attend(spec, q_TNH)
+        return super().attend(spec, self._among_all(q_TNH, at_L))[at_L]
+
+    def _among_all(self, q_LNH: Tensor, at_L: Tensor) -> Tensor:
+        """The queries `at_L`, beside others that must not matter."""
+        whole_TNH = q_LNH.new_full((sum(count for _, count in self.queries), *q_LNH.shape[1:]), 1e3)
+        whole_TNH[at_L] = q_LNH
+        return whole_TNH
 
     def forward_rope(
         self,

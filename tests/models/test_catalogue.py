@@ -24,7 +24,9 @@ def test_every_architecture_is_on_it_once() -> None:
 
 
 def test_every_model_file_is_compared_with_transformers() -> None:
-    tables = (CASES, families.DENSE, families.EXPERTS, families.EARLIER, families.LATENTS, families.STATES)
+    tables = (
+        CASES, families.DENSE, families.EXPERTS, families.EARLIER, families.LATENTS, families.SHARED_KV, families.STATES,
+    )  # fmt: skip
     prefixes = {prefix for table in tables for prefix, _ in table.values()}
     compared = {ARCHITECTURES["GPT2LMHeadModel" if each == "GPT2" else f"{each}ForCausalLM"] for each in prefixes}
     renamed = {ARCHITECTURES[family.config["architectures"][0]] for family in FAMILIES.values()}

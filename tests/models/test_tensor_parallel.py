@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dense_attention import DenseAttention
-from families import DENSE, EARLIER, EXPERTS, LATENTS
+from families import DENSE, EARLIER, EXPERTS, LATENTS, SHARED_KV
 from gguf_files import write_gguf
 from quantised_files import quantise_checkpoint
 from tiny import make_tiny
@@ -73,13 +73,16 @@ def test_two_ranks_give_the_logits_of_one(case: str, tmp_path: Path) -> None:
 
 
 # What else is cut by head or by rank: norms of all heads together, with a key-value head that both ranks hold; norms of each
-# head; slopes; sinks and experts' biases; latents, which every rank keeps.
+# head; slopes; sinks and experts' biases; latents, which every rank keeps; means over all inner units; keys that are values.
 FAMILIES = {
     "olmo2": (DENSE["olmo2"], {"num_key_value_heads": 1}),
     "cohere": (DENSE["cohere-qk-norm"], {}),
     "bloom": (EARLIER["bloom"], {}),
     "gpt_oss": (EXPERTS["gpt_oss"], {}),
     "deepseek_v3": (LATENTS["deepseek_v3"], {}),
+    "gemma3n": (SHARED_KV["gemma3n"], {}),
+    "gemma4": (SHARED_KV["gemma4-keys-are-values"], {}),
+    "gemma4-experts": (SHARED_KV["gemma4-experts"], {}),
 }
 
 

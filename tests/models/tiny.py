@@ -81,7 +81,7 @@ def make_tiny(case: str, folder: Path, **changes: Any) -> PreTrainedModel:
     beginning of the names of a family's classes."""
     prefix, extra = CASES.get(case, (case, {}))
     text = (
-        "Text" if prefix in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
+        "Text" if prefix in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
     )  # the other classes are those of models that also see
     config_class = getattr(transformers, f"{prefix}{text}Config")
     model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
@@ -96,7 +96,9 @@ def make_tiny(case: str, folder: Path, **changes: Any) -> PreTrainedModel:
 def shake(model: PreTrainedModel) -> None:
     """Moves all weights: norms and biases start as ones and zeros, which would hide mistakes."""
     with torch.no_grad():
-        buffers = [(name, each) for name, each in model.named_buffers() if name.endswith("correction_bias")]
+        buffers = [
+            (name, each) for name, each in model.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))
+        ]
         for name, parameter in (*model.named_parameters(), *buffers):
             scale = 0.3 if parameter.dim() == 1 else 0.12 if "embed" not in name else 0.5
             parameter.add_(torch.randn_like(parameter) * scale)

@@ -122,6 +122,8 @@ class CpuAttention:
             self._steps = [self._line(*each) for each in of_lines]
         self.step_addresses = [ctypes.addressof(step) for step in self._steps]
         """By line."""
+        self._reading: dict[int, _Step] = {}
+        """By line: the step, without places for its tokens' KV."""
 
     def _line(self, page_table: Tensor, loc_T: Tensor, page_size: int) -> _Step:
         query_start, kv_len, slots = self._keep[:3]
@@ -153,6 +155,24 @@ class CpuAttention:
             return self._by_torch().forward(spec, q_TNH, k_TKH, v_TKH)
         layer, out = self._layer(spec, q_TNH, k_TKH, v_TKH)
         loaded.bough_attention(self.step_address(spec.layer), ctypes.addressof(layer))
+        return out
+
+    def attend(self, spec: Spec, q_TNH: Tensor) -> Tensor:
+        """Attends to KV that is in the pages: [T, N * V]."""
+        loaded, inputs = library(), self.inputs
+        kv_TKH = [
+            cache[0, :1].expand(len(q_TNH), -1, -1)
+            for cache in (inputs.k_caches[spec.layer], inputs.v_caches[spec.layer])
+        ]
+        if loaded is None or not self._covers(spec, q_TNH, *kv_TKH):
+            return self._by_torch().attend(spec, q_TNH)
+        of_layer = inputs.of_layer(spec.layer)
+        line = 0 if inputs.lines is None else inputs.lines.of_layer[spec.layer]
+        if line not in self._reading:
+            nowhere_T = torch.full_like(of_layer.loc_T, -1)
+            self._reading[line] = self._line(of_layer.page_table, nowhere_T, of_layer.page_size)
+        layer, out = self._layer(spec, q_TNH, *kv_TKH)
+        loaded.bough_attention(ctypes.addressof(self._reading[line]), ctypes.addressof(layer))
         return out
 
     def queries_at(self, spec: Spec) -> Tensor | None:

@@ -37,6 +37,8 @@ class AttentionSpec:
 
     latent: bool = False
     """The cache holds keys alone: a value is the first `v_head_dim` numbers of its key."""
+    is_shared: bool = False
+    """Later layers read this one's KV, too (`AttentionBackend.attend`)."""
 
     @property
     def is_plain(self) -> bool:

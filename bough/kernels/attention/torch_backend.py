@@ -60,6 +60,13 @@ class TorchAttention:
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
         k_scale, v_scale = inputs.scales(spec.layer)
         write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+        return self.attend(spec, q_TNH)
+
+    def attend(self, spec: Spec, q_TNH: Tensor) -> Tensor:
+        """Attends to KV that is in the pages: [T, N * V]."""
+        inputs = self._inputs.of_layer(spec.layer)
+        k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+        k_scale, v_scale = inputs.scales(spec.layer)
         shape = (q_TNH.shape[0], spec.num_heads, v_cache.shape[-1])
         out = q_TNH.new_empty(shape) if self._covers_all else q_TNH.new_zeros(shape)
         kind = (0 if inputs.lines is None else inputs.lines.of_layer[spec.layer], spec.window, spec.chunk, spec.causal)

@@ -178,10 +178,17 @@ class TritonAttention:
             prepared = self._kind(spec, q, v_TKH)
         return self._attend(spec, prepared, q, k, v_TKH, later)
 
-    def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        """`forward` for KV that is already in the pages."""
+    def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor | None = None, v_TKH: Tensor | None = None) -> Tensor:
+        """`forward` for KV that is already in the pages. With the step's keys and values at hand, rows without context are
+        attended to without pages, where that is faster."""
         q = q_TNH if q_TNH.stride(2) == 1 else q_TNH.contiguous()
-        return self._attend(spec, self._kind(spec, q, v_TKH), q, k_TKH, v_TKH)
+        prepared = self._kind(spec, q, v_TKH)
+        if k_TKH is not None and v_TKH is not None:
+            return self._attend(spec, prepared, q, k_TKH, v_TKH)
+        inputs = self._of_layer(spec)
+        out = q.new_empty(len(q), spec.num_heads, inputs.v_caches[spec.layer].shape[3])
+        self._launch(spec, inputs, prepared, q, out)
+        return out.flatten(1)
 
     def _attend(
         self,
@@ -298,8 +305,8 @@ class TritonAttention:
             made.append(triton.Workspace.make(num_chunks, each.shape.block_m, v_width, self._device))
         return made[-1]
 
-    def _kind(self, spec: Spec, q: Tensor, v: Tensor) -> _Prepared:
-        """The launches of layers like this one."""
+    def _kind(self, spec: Spec, q: Tensor, v: Tensor | None) -> _Prepared:
+        """The launches of layers like this one. `v`: the values of the step's tokens; None: they are in the pages alone."""
         inputs = self._step()
         v_width = inputs.v_caches[spec.layer].shape[3]
         kind = _kind_of(spec)
@@ -308,7 +315,7 @@ class TritonAttention:
         ):  # nodes stand up to so many positions before their places
             kind = replace(kind, window=kind.window + MOST_NODES)
         fresh_from = _NEVER
-        if inputs.host is not None and fresh.suits(spec, q, v):
+        if inputs.host is not None and v is not None and fresh.suits(spec, q, v):
             fresh_from = fresh.shortest(q, v, hopper=self._hopper)
         key = (kind, fresh_from, v_width)
         found = self._prepared.get(key)

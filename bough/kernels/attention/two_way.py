@@ -31,6 +31,8 @@ class TwoWaySpan(NamedTuple):
 class _Inner(Protocol):
     def forward(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor: ...
 
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor: ...
+
 
 class TwoWayAttention:
     """An attention backend around another one."""
@@ -42,7 +44,13 @@ class TwoWayAttention:
 
     def forward(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """[T, N * V]"""
-        out_TF = self._inner.forward(spec, q_TNH, k_TKH, v_TKH)
+        return self._both_ways(spec, q_TNH, self._inner.forward(spec, q_TNH, k_TKH, v_TKH))
+
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
+        """[T, N * V], of KV that is in the pages."""
+        return self._both_ways(spec, q_TNH, self._inner.attend(spec, q_TNH))
+
+    def _both_ways(self, spec: AttentionSpec, q_TNH: Tensor, out_TF: Tensor) -> Tensor:
         for span in self._spans:
             place = slice(span.token, span.token + span.length)
             out_TF[place] = self._read(spec, q_TNH[place], span).to(out_TF.dtype)

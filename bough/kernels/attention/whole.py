@@ -48,9 +48,20 @@ class WholeAttention:
         self._device = inputs.query_start_R1.device
         self._buckets: list[_Bucket] | None = None
         self._masks: dict[tuple[int, int | None, int | None, bool], Tensor | None] = {}
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        """By layer: keys and values that later layers read, too."""
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """[T, N * V]."""
+        if spec.is_shared:
+            self._kept[spec.layer] = k_TKH, v_TKH
+        return self._attend(spec, q_TNH, k_TKH, v_TKH)
+
+    def attend(self, spec: Spec, q_TNH: Tensor) -> Tensor:
+        """[T, N * V], of an earlier layer's keys and values."""
+        return self._attend(spec, q_TNH, *self._kept[spec.layer])
+
+    def _attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         ragged = _ragged_kernel() if _suits_ragged(spec, q_TNH, v_TKH) else None
         if ragged is not None:
             return ragged(spec, q_TNH, k_TKH, v_TKH, self._query_start, int(self._lengths.max()))
