@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bough.core.step import I32, NO_PROPOSER
@@ -129,6 +130,16 @@ class Bounds:
     """All of them take the likeliest token."""
 
 
+class _Ahead(NamedTuple):
+    """Where the tokens behind each row's KV stand, at P places: [P, R] each, rows perhaps padded."""
+
+    positions_PR: Tensor
+    kv_len_PR: Tensor
+    loc_PR: Tensor
+    inputs: AttentionInputs
+    """Of the first place."""
+
+
 @dataclass(slots=True)
 class Drafting:
     """A step at its end, as a proposer sees it."""
@@ -142,6 +153,7 @@ class Drafting:
     drawn_L: Tensor
     state: SlotState
     attend: Callable[[AttentionInputs], AttentionBackend]
+    _ahead: _Ahead | None = None
 
     @property
     def hidden_TD(self) -> Tensor:
@@ -207,8 +219,7 @@ class Drafting:
 
     def behind(self, ids_R: Tensor, place: int) -> Batch:
         """One token of each row, `place` positions behind its KV: 0 is that of its newest token."""
-        positions_R = self.rows.kv_len_R + place
-        inputs = self._row_inputs(positions_R, 1 + place)
+        inputs, positions_R = self._inputs_behind(place)
         return Batch(
             ids_T=ids_R,
             positions_T=positions_R,
@@ -216,6 +227,28 @@ class Drafting:
             num_tokens=len(ids_R),
             loc_T=inputs.loc_T if self.bounds.kv_len is None else None,
         )
+
+    def _inputs_behind(self, place: int) -> tuple[AttentionInputs, Tensor]:
+        """Of one token of each row, and its positions. They are computed for all places at once: one by one, a draft would
+        wait for some twenty tiny kernels."""
+        rows = self.rows
+        if self._ahead is None:
+            # Rows of the results begin at multiples of 16 bytes, as kernels expect of their arguments.
+            more = -len(rows.slots_R) % 4
+            slots = F.pad(rows.slots_R, (0, more), value=len(self.state.room) - 1)
+            places = torch.arange(max(1, self.count), device=slots.device)
+            positions = F.pad(rows.kv_len_R, (0, more)) + places[:, None]
+            kv_len, loc = self._kv_lengths(slots, positions), self._locations(slots, positions)
+            self._ahead = _Ahead(positions, kv_len, loc, self._row_inputs(rows.kv_len_R))
+        ahead, at = self._ahead, (place, slice(len(rows.slots_R)))
+        inputs = replace(
+            ahead.inputs,
+            kv_len_R=ahead.kv_len_PR[at],
+            loc_T=ahead.loc_PR[at],
+            max_kv=self.bounds.max_kv + 1 + place,
+            host=self._host_lengths(1 + place),
+        )
+        return inputs, ahead.positions_PR[at]
 
     def frontier(self, ids_RK: Tensor, seen_RK: Tensor, place: int, generation: int) -> Batch:
         """Nodes of trees that are being grown, K of each row, `place` positions behind its KV. They lie there behind those
@@ -307,18 +340,11 @@ class Drafting:
 
     def _row_inputs(self, positions_R: Tensor, more: int = 0) -> AttentionInputs:
         """Of one query token a row. It is not kept where the row has no page for it, and then does not see itself."""
-        given, rows, state = self.read.inputs, self.rows, self.state
+        given, slots = self.read.inputs, self.rows.slots_R
         assert given is not None, "the target's pass has been made"
-        slots = rows.slots_R
-        room = state.room[slots]
-        spare = slots == len(state.room) - 1
-        host = None
-        if self.bounds.kv_len is not None:
-            context = self.bounds.kv_len + np.int32(more - 1)
-            host = HostLengths(num_query_R=np.ones_like(context), context_R=context)
         return AttentionInputs(
             query_start_R1=torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device),
-            kv_len_R=torch.minimum(positions_R + 1, room).masked_fill(spare, 1).clamp_min(1).to(torch.int32),
+            kv_len_R=self._kv_lengths(slots, positions_R),
             slots_R=slots.to(torch.int32),
             page_table=given.page_table,
             loc_T=self._locations(slots, positions_R),
@@ -329,8 +355,19 @@ class Drafting:
             v_caches=given.v_caches,
             k_scales=given.k_scales,
             v_scales=given.v_scales,
-            host=host,
+            host=self._host_lengths(more),
         )
+
+    def _host_lengths(self, more: int) -> HostLengths | None:
+        if self.bounds.kv_len is None:
+            return None
+        context = self.bounds.kv_len + np.int32(more - 1)
+        return HostLengths(num_query_R=np.ones_like(context), context_R=context)
+
+    def _kv_lengths(self, slots_R: Tensor, positions: Tensor) -> Tensor:
+        """int32: KV tokens that queries at these positions see, as far as there are pages; one in spare slots."""
+        room, spare = self.state.room, slots_R == len(self.state.room) - 1
+        return torch.minimum(positions + 1, room[slots_R]).masked_fill(spare, 1).clamp_min(1).to(torch.int32)
 
     def _locations(self, slots_Q: Tensor, positions_Q: Tensor) -> Tensor:
         """int64 [Q]: where these positions of slots lie in the pages; -1 where there is no page for them."""
