@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _METHODS = {"eagle3": "EAGLE3", "medusa": "MEDUSA"}
 _ASKED_AT_ONCE = 2048
+_TURNS_SHARE = 1 / 3
+"""Of the time for answers, for user turns that the model writes: a turn has a third of an answer's tokens."""
 _SPOKEN_FOR = ("num_drafts", "medusa_layers", "answer_tokens", "max_length", "epochs", "batch_tokens", "held_back")
 
 
@@ -55,7 +57,12 @@ def parser() -> CommandParser:
     asked.add_argument(
         "--max-length", type=int, default=1024, help="of a prompt and its answer, tokens (default: 1024)"
     )
-    asked.add_argument("--temperature", type=float, default=0.7, help="of the answers (default: 0.7)")
+    asked.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.7], metavar="T",
+        help="of the answers; several take turns (default: 0.7)",
+    )  # fmt: skip
+    asked.add_argument("--max-answer-minutes", type=float, default=60.0,
+                       help="of answering; prompts that remain are left out (default: 60)")  # fmt: skip
     asked.add_argument("--save-answers", default="", metavar="FILE", help="keep prompts and answers, as token ids")
     asked.add_argument(
         "--answers", default="", metavar="FILE", help="learn from a file of --save-answers; nothing is asked"
@@ -70,6 +77,8 @@ def parser() -> CommandParser:
     )
     how.add_argument("--draft-vocab", type=int, default=0, help="tokens it can draft, the most frequent ones, by a matrix "
                      "of its own (default: all, by the model's head)")  # fmt: skip
+    how.add_argument("--token-map", type=int, default=0, metavar="N", help="draft only the N most frequent tokens, by the "
+                     "model's own head: nothing is stored for them but their ids (default: all)")  # fmt: skip
     how.add_argument("--medusa-layers", type=int, default=1, help="residual layers of a Medusa head (default: 1)")
     how.add_argument("--epochs", type=int, default=4, help="times that each answer is learned from (default: 4)")
     how.add_argument("--max-minutes", type=float, default=60.0, help="of training, answers not included (default: 60)")
@@ -104,13 +113,20 @@ def _check(arguments: Namespace) -> None:
     for name in _SPOKEN_FOR:
         if getattr(arguments, name) < 1:
             raise ConfigError(what=f"--{name.replace('_', '-')} must be at least 1", param=name)
-    for name in ("learning_rate", "max_minutes"):
+    for name in ("learning_rate", "max_minutes", "max_answer_minutes"):
         if not getattr(arguments, name) > 0:
             raise ConfigError(what=f"--{name.replace('_', '-')} must be above 0", param=name)
-    if not 0 <= arguments.temperature <= 2:
+    if not all(0 <= each <= 2 for each in arguments.temperature):
         raise ConfigError(what="--temperature must be between 0 and 2", param="temperature")
     if arguments.num_drafts > 16:
         raise ConfigError(what="--num-drafts must be at most 16", why="drafts that far away are hardly ever right")
+    if arguments.draft_vocab and arguments.token_map:
+        raise ConfigError(
+            what="--draft-vocab and --token-map can't be had together",
+            why="a head drafts by a matrix of its own, or by the model's",
+            fix="leave out one of them",
+            param="token_map",
+        )
     if not arguments.answers and arguments.answer_tokens >= arguments.max_length:
         raise ConfigError(
             what=f"--answer-tokens {arguments.answer_tokens} leave no room for a prompt",
@@ -140,7 +156,7 @@ def _samples(arguments: Namespace, checkpoint: Checkpoint) -> tuple[list[Sample]
         prompts = answering.prompts()
         random.Random(arguments.seed).shuffle(prompts)
         learned, kept = _split(prompts, arguments.held_back, "prompts")
-        held_back = answer_prompts(kept, answering.ask, 0.0, arguments.answer_tokens)
+        held_back = answer_prompts(kept, answering.ask, [0.0], arguments.answer_tokens)
         samples = answer_prompts(learned, answering.ask, arguments.temperature, arguments.answer_tokens)
     if not samples or not held_back:
         raise ConfigError(what="the model answers nothing", why="all its answers are empty", fix="name other prompts")
@@ -178,6 +194,8 @@ class _Answering:
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None, "an engine that was not started without one"
         self._prompts = Prompts(tokenizer, asked.seed)
+        self._began = time.monotonic()
+        self._ends = self._began + 60 * asked.max_answer_minutes
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,21 +210,32 @@ class _Answering:
         if count is None:
             count = 0 if found else 2000
         if count:
+            ends = self._ends
+            self._ends = self._began + _TURNS_SHARE * (ends - self._began)
             found += self._prompts.of_model(count, self.ask)
+            self._ends = ends
         most = asked.max_length - asked.answer_tokens
         short = [prompt for prompt in found if 0 < len(prompt) <= most]
         if len(short) < len(found):
             print(f"{len(found) - len(short)} prompts have more than {most} tokens, and are left out", flush=True)
         return short
 
-    def ask(self, prompts: Sequence[list[int]], temperature: float, most: int) -> list[list[int]]:
+    def ask(self, prompts: Sequence[list[int]], temperatures: Sequence[float], most: int) -> list[list[int]]:
+        """Answers to all prompts, or to the first of them, if there is no time for more."""
         answers: list[list[int]] = []
         began = time.monotonic()
         for begin in range(0, len(prompts), _ASKED_AT_ONCE):
+            if begin and time.monotonic() > self._ends:
+                print(f"time for answers is over: {len(prompts) - begin} prompts are left out", flush=True)
+                break
             some = list(prompts[begin : begin + _ASKED_AT_ONCE])
             params = [
-                {"temperature": temperature, "max_new_tokens": most, "sampling_seed": self._asked.seed + begin + number}
-                for number in range(len(some))
+                {
+                    "temperature": temperatures[number % len(temperatures)],
+                    "max_new_tokens": most,
+                    "sampling_seed": self._asked.seed + number,
+                }
+                for number in range(begin, begin + len(some))
             ]
             told = self._engine.generate(input_ids=some, sampling_params=params)
             assert isinstance(told, list), "as many answers as prompts"
@@ -229,15 +258,17 @@ def _train(
     from bough.training.write import write_head
 
     target = TrainingTarget(checkpoint, device, arguments.max_length + 1)
-    vocab, wanted = target.facts.vocab, arguments.draft_vocab
+    vocab, own = target.facts.vocab, bool(arguments.draft_vocab)
+    wanted = arguments.draft_vocab or arguments.token_map
     if wanted < 0 or wanted > vocab:
-        raise ConfigError(what=f"--draft-vocab {wanted} is not between 0 and {vocab:,}", param="draft_vocab")
+        name = "draft_vocab" if own else "token_map"
+        raise ConfigError(what=f"--{name.replace('_', '-')} {wanted} is not between 0 and {vocab:,}", param=name)
     ids_V = frequent_tokens(learned, vocab, wanted).to(device) if wanted else None
     trainee: Trainee
     if arguments.method == "eagle3":
-        trainee = Eagle3Trainee(target, ids_V)
+        trainee = Eagle3Trainee(target, ids_V, own_head=own)
     else:
-        trainee = MedusaTrainee(target, ids_V, arguments.num_drafts, arguments.medusa_layers)
+        trainee = MedusaTrainee(target, ids_V, arguments.num_drafts, arguments.medusa_layers, own_head=own)
     schedule = Schedule(
         num_drafts=arguments.num_drafts,
         epochs=arguments.epochs,
@@ -246,7 +277,7 @@ def _train(
         batch_tokens=arguments.batch_tokens,
         seed=arguments.seed,
     )
-    fit = HeadFit(target, trainee, ids_V, schedule)
+    fit = HeadFit(target, trainee, schedule)
     began = time.monotonic()
     loss = fit.run(learned, lambda said: print(said, flush=True))
     seconds = time.monotonic() - began

@@ -76,7 +76,9 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
 
 
 def mapped(draft: Checkpoint, facts: DraftFacts, path: str, vocab: int) -> DraftFacts:
-    """What drafts, kept to the tokens that a file lists; "": all. Raises `ConfigError` where that can't be."""
+    """What drafts, kept to the tokens that a file lists; "": those that it was trained for, else all. Raises `ConfigError`
+    where that can't be."""
+    path = path or _own_token_map(draft, facts)
     if not path:
         return facts
     match facts.kind:
@@ -92,6 +94,16 @@ def mapped(draft: Checkpoint, facts: DraftFacts, path: str, vocab: int) -> Draft
         fix="leave it out",
         param="speculative_token_map",
     )
+
+
+def _own_token_map(draft: Checkpoint, facts: DraftFacts) -> str:
+    """The file that the config of a head names beside it; "": none. Raises `ConfigError`."""
+    named = draft.config.get("token_map") if facts.method in ("EAGLE", "EAGLE3", "MEDUSA") else None
+    if named is None:
+        return ""
+    if not isinstance(named, str) or Path(named).name != named:
+        raise misfit(draft, f"{draft.name} has the token map {named!r}", "it is the name of a file beside its config")
+    return str(draft.path / named)
 
 
 def _read_tokens(path: str, vocab: int) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Trains a head on a model's answers, and says how many tokens a step yields with it. M places of a batch's answers, D
-width, V tokens that the head can draft."""
+"""Trains a head on a model's answers, and says how many tokens a step yields with it. B texts, T tokens of the longest, Q
+places of a batch's answers, M some of them, E the model's width, V tokens that the head can draft."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from bough.core.step import I64
 from bough.training.heads import Trainee
+from bough.training.recording import Recording
 from bough.training.samples import Sample
-from bough.training.target import TrainingTarget, Watched
+from bough.training.target import TrainingTarget
 
 Tell = Callable[[str], None]
-_AT_ONCE = 4096
-"""Places whose logits are held at a time."""
+_SAY_S = 5
+"""Between two lines about the loss; each waits for the device."""
 _LATER = 0.8
 """What a draft counts for, beside the one before it."""
 _WARM_UP = 0.03
@@ -61,68 +64,65 @@ def frequent_tokens(samples: Sequence[Sample], vocab: int, count: int) -> Tensor
     return torch.tensor(sorted(ranked[:count]))
 
 
-def batches(samples: Sequence[Sample], most_tokens: int, draw: random.Random) -> list[list[Sample]]:
-    """Texts of similar length together, in random order; each once."""
-    order = sorted(samples, key=lambda sample: (len(sample.ids), draw.random()))
-    made: list[list[Sample]] = []
-    for sample in order:
-        if made and (len(made[-1]) + 1) * len(sample.ids) <= most_tokens:
-            made[-1].append(sample)
+def batches(lengths: Sequence[int], most_tokens: int, draw: random.Random) -> list[list[int]]:
+    """Numbers of texts, those of similar length together, in random order; each once."""
+    order = sorted(range(len(lengths)), key=lambda number: (lengths[number], draw.random()))
+    made: list[list[int]] = []
+    for number in order:
+        if made and (len(made[-1]) + 1) * lengths[number] <= most_tokens:
+            made[-1].append(number)
         else:
-            made.append([sample])
+            made.append([number])
     draw.shuffle(made)
     return made
-
-
-def _places(group: Sequence[Sample], number: int, length: int) -> Tensor:
-    """Where draft `number` guesses a token of an answer, as indices of [B, T]: from the token before the answer's first on,
-    behind which the first draft is made."""
-    found = [
-        torch.arange(len(sample.prompt) - 1, len(sample.ids) - 2 - number) + row * length
-        for row, sample in enumerate(group)
-        if len(sample.answer) > 1 + number
-    ]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
 class HeadFit:
     """Trains one head for one model."""
 
-    def __init__(self, target: TrainingTarget, trainee: Trainee, ids_V: Tensor | None, schedule: Schedule) -> None:
+    def __init__(self, target: TrainingTarget, trainee: Trainee, schedule: Schedule) -> None:
         self._target = target
         self._trainee = trainee
-        self._ids_V = None if ids_V is None else ids_V.to(target.device)
         self._schedule = schedule
 
     def run(self, samples: Sequence[Sample], tell: Tell) -> float:
         """Returns the mean loss of the last tenth of the batches."""
         plan = self._schedule
         weights = list(self._trainee.parameters())
-        optimiser = torch.optim.AdamW(weights, lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        losses: list[float | Tensor] = []
+        optimiser = torch.optim.AdamW(
+            weights,
+            lr=plan.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=self._target.device.type == "cuda",
+        )
+        losses: list[Tensor] = []
         began = said = time.monotonic()
-        for done, group in self._all_batches(samples, began):
-            for choice in optimiser.param_groups:
-                choice["lr"] = plan.learning_rate * _rate_at(done)
-            loss = self._loss(group)
+        recording = self._record(samples)
+        for done, group in self._all_batches(recording, began):
+            optimiser.zero_grad(set_to_none=True)
+            loss = self.learn(recording, group)
             if loss is None:
                 continue
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            for choice in optimiser.param_groups:
+                choice["lr"] = plan.learning_rate * _rate_at(done)
             optimiser.step()
-            losses.append(loss.detach())
-            if time.monotonic() - said > 5:
+            losses.append(loss)
+            if time.monotonic() - said > _SAY_S:
                 said = time.monotonic()
                 tell(f"{done:4.0%}  loss {_mean(losses[-50:]):.3f}  {len(losses)} batches, {said - began:.0f} s")
         return _mean(losses[-max(1, len(losses) // 10) :]) if losses else math.nan
 
-    def _all_batches(self, samples: Sequence[Sample], began: float) -> Iterator[tuple[float, list[Sample]]]:
+    def _record(self, samples: Sequence[Sample]) -> Recording:
+        return Recording(self._target, samples, self._trainee.taps, self._target.spare_bytes())
+
+    def _all_batches(self, recording: Recording, began: float) -> Iterator[tuple[float, list[int]]]:
         """Batches of all epochs, as long as there is time, with the share of the training that is done."""
         plan = self._schedule
         draw = random.Random(plan.seed)
         for epoch in range(plan.epochs):
-            groups = batches(samples, plan.batch_tokens, draw)
+            groups = batches(recording.lengths.tolist(), plan.batch_tokens, draw)
             for number, group in enumerate(groups):
                 share = (epoch + number / len(groups)) / plan.epochs
                 done = max(share, (time.monotonic() - began) / (60 * plan.minutes))
@@ -130,33 +130,40 @@ class HeadFit:
                     return
                 yield done, group
 
-    def _loss(self, group: Sequence[Sample]) -> Tensor | None:
-        seen = self._target.watch([sample.ids for sample in group], self._trainee.taps)
-        length = seen.ids_BT.shape[1]
-        total: Tensor | None = None
-        weight = 0.0
-        for number, made in enumerate(self._trainee.drafts(seen, self._schedule.num_drafts)):
-            at_M = _places(group, number, length).to(made.device)
-            if len(at_M):
-                of_draft = self._cross_entropy(made.flatten(0, 1), seen, at_M, number) / len(at_M)
-                total = of_draft if total is None else total + _LATER**number * of_draft
-                weight += _LATER**number
-        return None if total is None else total / weight
+    def learn(self, recording: Recording, group: Sequence[int]) -> Tensor | None:
+        """Adds the gradients of a batch. Returns its loss, on the device; None: it has nothing to learn from.
 
-    def _cross_entropy(self, made: Tensor, seen: Watched, at_M: Tensor, number: int) -> Tensor:
-        """Of the target's distributions with the drafts', summed. Logits are computed again on the way back."""
-        target, hidden = self._target, seen.hidden_BTE.flatten(0, 1)
-
-        def piece(states_MD: Tensor, exact_ME: Tensor) -> Tensor:
-            wanted = target.logits(exact_ME)
-            if self._ids_V is not None:
-                wanted = wanted[:, self._ids_V]
-            found = self._trainee.logits(states_MD.to(target.dtype), number).float().log_softmax(-1)
-            return -(wanted.float().softmax(-1) * found).sum()
-
-        parts = (at_M[begin : begin + _AT_ONCE] for begin in range(0, len(at_M), _AT_ONCE))
-        sums = [checkpoint(piece, made[at], hidden[at + 1 + number], use_reentrant=False) for at in parts]
-        return torch.stack(sums).sum()
+        Draft j at token t is compared with the target at token t + 1 + j: the target's probabilities are computed once for
+        all drafts. Gradients of the states are added up piece by piece, so that only a piece's logits are held.
+        """
+        count, trainee = self._schedule.num_drafts, self._trainee
+        places, ago = _places(recording, group)
+        numbers = [int((ago >= number).sum()) for number in range(count)]
+        if not numbers[0]:
+            return None
+        seen = recording.of(group)
+        at_Q, ago_Q = (self._target.on_device(each) for each in (places, ago))
+        hidden_QE = seen.hidden_BTE.flatten(0, 1)[at_Q]
+        made = trainee.drafts(seen, count)
+        # Where a draft would begin before the answer does, any state serves: it counts for nothing.
+        reached = [
+            each.flatten(0, 1).index_select(0, (at_Q - 1 - number).clamp_min(0)) for number, each in enumerate(made)
+        ]
+        states = [each.detach().requires_grad_() for each in reached]
+        shares = [_LATER**number if counted else 0.0 for number, counted in enumerate(numbers)]
+        weights = [share / sum(shares) / max(1, counted) for share, counted in zip(shares, numbers, strict=True)]
+        total = torch.zeros((), device=at_Q.device)
+        for begin in range(0, len(places), size := self._target.places_at_once(trainee.tokens.count)):
+            part = slice(begin, begin + size)
+            wanted_MV = trainee.tokens.wanted(hidden_QE[part])
+            for number, (each, weight) in enumerate(zip(states, weights, strict=True)):
+                found_MV = trainee.logits(each[part].to(self._target.dtype), number).float()
+                of_place_M = F.cross_entropy(found_MV, wanted_MV, reduction="none")
+                loss = (of_place_M * (ago_Q[part] >= number)).sum() * weight
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        torch.autograd.backward(reached, [each.grad for each in states])
+        return total
 
     @torch.no_grad()
     def judge(self, samples: Sequence[Sample]) -> DraftJudgement:
@@ -164,8 +171,9 @@ class HeadFit:
         made behind the answer's own tokens: so all places can be looked at at once."""
         count = self._schedule.num_drafts
         reached, steps, tokens = [0] * count, 0, 0
-        for group in batches(samples, self._schedule.batch_tokens, random.Random(0)):
-            for sample, right in zip(group, self._right(group), strict=True):
+        recording = self._record(samples)
+        for group in batches(recording.lengths.tolist(), self._schedule.batch_tokens, random.Random(0)):
+            for sample, right in zip((samples[each] for each in group), self._right(recording, group), strict=True):
                 at, end = len(sample.prompt), len(sample.ids)
                 while at + 1 < end:  # token `at` is the newest
                     run = next((n for n in range(count) if at + 1 + n >= end or not right[n][at - 1]), count)
@@ -178,22 +186,27 @@ class HeadFit:
         by_position = tuple(round(each / max(1, steps), 3) for each in reached)
         return DraftJudgement(round(tokens / max(1, steps), 3), by_position, steps)
 
-    def _right(self, group: Sequence[Sample]) -> list[list[list[bool]]]:
+    def _right(self, recording: Recording, group: Sequence[int]) -> list[list[list[bool]]]:
         """By text and draft: whether the draft that is made behind a token is what the answer says there."""
-        seen = self._target.watch([sample.ids for sample in group], self._trainee.taps)
+        seen, trainee = recording.of(group), self._trainee
         (rows, length), drafts = seen.ids_BT.shape, []
-        for number, made in enumerate(self._trainee.drafts(seen, self._schedule.num_drafts)):
+        size = self._target.places_at_once(trainee.tokens.count)
+        for number, made in enumerate(trainee.drafts(seen, self._schedule.num_drafts)):
             states = made.flatten(0, 1).to(self._target.dtype)
-            parts = [
-                self._trainee.logits(states[begin : begin + _AT_ONCE], number).argmax(-1)
-                for begin in range(0, len(states), _AT_ONCE)
-            ]
-            guessed = torch.cat(parts)
-            if self._ids_V is not None:
-                guessed = self._ids_V[guessed]
-            wanted = seen.ids_BT.roll(-2 - number, 1)
-            drafts.append((guessed.view(rows, length) == wanted).cpu())
+            parts = [trainee.logits(part, number).argmax(-1) for part in torch.split(states, size)]
+            guessed = trainee.tokens.named(torch.cat(parts))
+            drafts.append((guessed.view(rows, length) == seen.ids_BT.roll(-2 - number, 1)).cpu())
         return torch.stack(drafts, 1).tolist()
+
+
+def _places(recording: Recording, group: Sequence[int]) -> tuple[I64, I64]:
+    """Where the target's probabilities are learned from, as indices of [B, T], and how far behind the answer's first token
+    each is: all tokens of answers, except for the last, behind which nothing is known."""
+    which = np.asarray(group)
+    lengths, prompts = recording.lengths[which], recording.prompts[which]
+    longest, counts = int(lengths.max()), lengths - 1 - prompts
+    ago = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(np.arange(len(which)) * longest + prompts, counts) + ago, ago
 
 
 def _rate_at(done: float) -> float:
@@ -203,5 +216,5 @@ def _rate_at(done: float) -> float:
     return max(_LEAST_RATE, 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP))))
 
 
-def _mean(losses: Sequence[float | Tensor]) -> float:
-    return float(sum(float(loss) for loss in losses) / len(losses))
+def _mean(losses: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(losses)).mean())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,18 @@ from torch import Tensor, nn
 from bough.config.model_facts import Dense, Gqa, Mixer
 from bough.core.errors import ConfigError
 from bough.layers.norm import RMSNorm
-from bough.training.target import TrainingTarget, Watched
+from bough.training.recording import Watched
+from bough.training.target import TrainingTarget
 
 Tensors = dict[str, Tensor]
+TOKEN_MAP = "token_map.json"
+"""Beside a head that drafts some tokens by the target's head: their ids, as `--speculative-token-map` takes them."""
+
+_UNSURE = 0.3
+"""Of the target's final norm, at the beginning of an EAGLE-3 head. With this and normed states, the loss for the default
+model was 4.4 after 60 batches of 512 tokens; with the norm as it is 4.8, and with states as they are 5.4."""
+_OTHER_STATES = 0.2
+"""Of random weights, for the states that it does not begin with."""
 
 
 class Trainee(Protocol):
@@ -28,6 +37,7 @@ class Trainee(Protocol):
 
     taps: tuple[int, ...]
     """The target's states that it reads, as in `DraftFacts`."""
+    tokens: DraftedTokens
 
     def drafts(self, seen: Watched, count: int) -> list[Tensor]:
         """[B, T, D] for each of `count` drafts, ready for `logits`."""
@@ -79,39 +89,78 @@ class DraftedTokens(nn.Module):
 
     ids_V: Tensor | None
 
-    def __init__(self, target: TrainingTarget, ids_V: Tensor | None, count: int) -> None:
-        """`count` matrices, if `ids_V` names tokens; None: all, by the target's head."""
+    def __init__(self, target: TrainingTarget, ids_V: Tensor | None, count: int, *, own: bool = True) -> None:
+        """`ids_V`: the tokens; None: all, by the target's head. `own`: `count` matrices are trained for them; otherwise the
+        target's head serves for them, too."""
         super().__init__()
         self._target = (target,)
         self.vocab = target.facts.vocab
         self.register_buffer("ids_V", ids_V, persistent=False)
+        self._rows = None if ids_V is None else target.rows(ids_V)
         self.own = nn.ParameterList()
-        if ids_V is not None:
+        if self._rows is not None and own:
             scale = 1.0 if target.model.head.scale is None else target.model.head.scale
-            begin = target.head_VE[ids_V].float() * scale
+            begin = self._rows.weight_VE.float() * scale
             self.own.extend(nn.Parameter(begin.clone()) for _ in range(count))
 
+    @property
+    def count(self) -> int:
+        """V"""
+        return self.vocab if self.ids_V is None else len(self.ids_V)
+
+    def named(self, places: Tensor) -> Tensor:
+        """The target's ids of tokens, by their places among those that can be drafted."""
+        return places if self.ids_V is None else self.ids_V[places]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some tokens are drafted by the target's head."""
+        return self.ids_V is not None and not len(self.own)
+
     def logits(self, states_MD: Tensor, number: int) -> Tensor:
-        return (
-            F.linear(states_MD, self.own[number].to(states_MD.dtype))
-            if len(self.own)
-            else self._target[0].head(states_MD)
-        )
+        if len(self.own):
+            return F.linear(states_MD, self.own[number].to(states_MD.dtype))
+        return self._target[0].head(states_MD, self._rows)
+
+    @torch.no_grad()
+    def wanted(self, hidden_ME: Tensor) -> Tensor:
+        """float32 [M, V]: the target's probabilities of these tokens, behind its own states."""
+        return self._target[0].head(hidden_ME, self._rows).float().softmax(-1)
 
     def stored(self, name: Callable[[int], str]) -> Tensors:
         """`name`: of each matrix."""
-        if self.ids_V is None:
+        if self.ids_V is None or not len(self.own):
             return {}
         ids = self.ids_V.cpu()
         known = torch.zeros(self.vocab, dtype=torch.bool).index_fill(0, ids, True)
         made = {name(number): weight.detach() for number, weight in enumerate(self.own)}
         return {**made, "d2t": ids - torch.arange(len(ids)), "t2d": known}
 
+    def config(self) -> dict[str, Any]:
+        ids = self.ids_V
+        if self.is_shared:
+            return {"draft_vocab_size": None, "token_map": TOKEN_MAP}
+        return {"draft_vocab_size": None if ids is None else len(ids)}
+
+
+class _Halves(NamedTuple):
+    """Matrices of an EAGLE-3 head in the target's precision, cast once per batch."""
+
+    fc: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
 
 class Eagle3Trainee(nn.Module):
     """EAGLE-3's head: states from between the target's layers, one block, trained on what it carries itself."""
 
-    def __init__(self, target: TrainingTarget, ids_V: Tensor | None) -> None:
+    def __init__(self, target: TrainingTarget, ids_V: Tensor | None, *, own_head: bool = True) -> None:
+        """`own_head`: of `DraftedTokens`."""
         super().__init__()
         facts, width, layers = target.facts, target.facts.hidden, target.facts.num_layers
         if layers < 3:
@@ -132,8 +181,11 @@ class Eagle3Trainee(nn.Module):
         self.gate, self.up = _matrix(sizes.intermediate, width), _matrix(sizes.intermediate, width)
         self.down = _matrix(width, sizes.intermediate)
         self.embed_norm, self.hidden_norm, self.mlp_norm, self.norm = (nn.Parameter(torch.ones(width)) for _ in "ehmn")
+        self.feature_norms = nn.ParameterList(torch.ones(width) for _ in self.taps)
         with torch.no_grad():
-            # It begins as what the latest of the states says about the next token.
+            # It begins as what the latest of the states says about the next token, but not so sure of it: it has to guess
+            # the token behind that one.
+            self.fc.mul_(_OTHER_STATES)
             self.fc[:, 2 * width :] += torch.eye(width)
             self.o.zero_()
             self.down.zero_()
@@ -141,54 +193,62 @@ class Eagle3Trainee(nn.Module):
             if facts.norm.kind == "rms" and facts.norm.weight and last is not None:
                 assert isinstance(last, RMSNorm), "the facts say so"
                 self.norm.copy_(last.weight.float().cpu() + facts.norm.offset)
-        self.tokens = DraftedTokens(target, ids_V, 1)
+            self.norm.mul_(_UNSURE)
+        self.tokens = DraftedTokens(target, ids_V, 1, own=own_head)
         self.to(target.device)
 
     def drafts(self, seen: Watched, count: int) -> list[Tensor]:
-        ids, target, length = seen.ids_BT, self._target[0], seen.ids_BT.shape[1]
-        at_T = torch.arange(length, device=ids.device)
-        carried = F.linear(torch.cat(seen.states, -1).to(self._compute), self.fc.to(self._compute)).float()
+        target, length = self._target[0], seen.ids_BT.shape[1]
+        half = _Halves(*(weight.to(target.dtype) for weight in self._matrices()))
+        features = [
+            _rms(state.float(), norm, self.eps) for state, norm in zip(seen.states, self.feature_norms, strict=True)
+        ]
+        carried = F.linear(torch.cat(features, -1).to(target.dtype), half.fc).float()
         # One place for each draft behind the text's end: nothing is learned there.
-        embeds = F.pad(target.embed(ids), (0, 0, 0, count))
+        embeds = F.pad(_rms(target.embed(seen.ids_BT).float(), self.embed_norm, self.eps), (0, 0, 0, count))
+        turns = _turns(length + count, self.sizes, target)
+        seen_by = torch.ones(length, length, dtype=torch.bool, device=carried.device).tril()
         keys: list[Tensor] = []
         values: list[Tensor] = []
         made = []
         for number in range(count):
-            carried = self._block(embeds[:, number + 1 : number + 1 + length], carried, at_T + number, keys, values)
+            normed = _rms(carried, self.hidden_norm, self.eps)
+            both = torch.cat((embeds[:, number + 1 : number + 1 + length], normed), -1).to(target.dtype)
+            turn = (turns[0][number : number + length], turns[1][number : number + length])
+            carried = carried + F.linear(self._attend(both, half, turn, keys, values, seen_by), half.o).float()
+            inner = _rms(carried, self.mlp_norm, self.eps).to(target.dtype)
+            inner = F.silu(F.linear(inner, half.gate)) * F.linear(inner, half.up)
+            carried = carried + F.linear(inner, half.down).float()
             made.append(_rms(carried, self.norm, self.eps))
         return made
 
-    @property
-    def _compute(self) -> torch.dtype:
-        return self._target[0].dtype
+    def _matrices(self) -> tuple[Tensor, ...]:
+        return self.fc, self.q, self.k, self.v, self.o, self.gate, self.up, self.down
 
-    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x.to(self._compute), weight.to(self._compute))
-
-    def _block(self, embeds: Tensor, x: Tensor, at_T: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        both = torch.cat((_rms(embeds.float(), self.embed_norm, self.eps), _rms(x, self.hidden_norm, self.eps)), -1)
-        x = x + self._linear(self._attend(both, at_T, keys, values), self.o).float()
-        normed = _rms(x, self.mlp_norm, self.eps)
-        inner = F.silu(self._linear(normed, self.gate)) * self._linear(normed, self.up)
-        return x + self._linear(inner, self.down).float()
-
-    def _attend(self, both: Tensor, at_T: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    def _attend(
+        self,
+        both: Tensor,
+        half: _Halves,
+        turn: tuple[Tensor, Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+        seen_by: Tensor,
+    ) -> Tensor:
         """Adds this draft's keys and values to those of the ones before it. A token sees the first ones of all tokens up to
         it, and of the others its own: the drafts that lead to it."""
         sizes, (rows, length) = self.sizes, both.shape[:2]
 
         def heads(weight: Tensor, count: int) -> Tensor:
-            return self._linear(both, weight).view(rows, length, count, sizes.head_dim).transpose(1, 2)
+            return F.linear(both, weight).view(rows, length, count, sizes.head_dim).transpose(1, 2)
 
         group = sizes.num_heads // sizes.num_kv_heads
-        q = _rotate(heads(self.q, sizes.num_heads), at_T, sizes.theta)
-        keys.append(_rotate(heads(self.k, sizes.num_kv_heads), at_T, sizes.theta).repeat_interleave(group, 1))
-        values.append(heads(self.v, sizes.num_kv_heads).repeat_interleave(group, 1))
+        q = _rotate(heads(half.q, sizes.num_heads), turn)
+        keys.append(_rotate(heads(half.k, sizes.num_kv_heads), turn).repeat_interleave(group, 1))
+        values.append(heads(half.v, sizes.num_kv_heads).repeat_interleave(group, 1))
         if len(keys) == 1:
             out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
         else:
-            hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-            first = (q @ keys[0].transpose(2, 3)).masked_fill(hidden, float("-inf"))
+            first = (q @ keys[0].transpose(2, 3)).masked_fill(~seen_by, float("-inf"))
             own = [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
             weights = (torch.cat((first, *own), -1).float() * sizes.head_dim**-0.5).softmax(-1).to(q.dtype)
             out = weights[..., :length] @ values[0]
@@ -207,11 +267,12 @@ class Eagle3Trainee(nn.Module):
             "midlayer.self_attn.v_proj": self.v, "midlayer.self_attn.o_proj": self.o,
             "midlayer.mlp.gate_proj": self.gate, "midlayer.mlp.up_proj": self.up, "midlayer.mlp.down_proj": self.down,
         }  # fmt: skip
+        names |= {f"fc_norm.{place}": norm for place, norm in enumerate(self.feature_norms)}
         made = {f"{name}.weight": weight.detach() for name, weight in names.items()}
         return made | self.tokens.stored(lambda _: "lm_head.weight")
 
     def config(self) -> dict[str, Any]:
-        facts, sizes, ids = self._target[0].facts, self.sizes, self.tokens.ids_V
+        facts, sizes = self._target[0].facts, self.sizes
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -227,8 +288,9 @@ class Eagle3Trainee(nn.Module):
             "rope_theta": sizes.theta,
             "max_position_embeddings": facts.max_context,
             "vocab_size": facts.vocab,
-            "draft_vocab_size": None if ids is None else len(ids),
+            "fc_norm": True,
             "tie_word_embeddings": False,
+            **self.tokens.config(),
             "torch_dtype": "bfloat16",
         }
 
@@ -238,7 +300,10 @@ class MedusaTrainee(nn.Module):
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, target: TrainingTarget, ids_V: Tensor | None, num_heads: int, num_layers: int) -> None:
+    def __init__(
+        self, target: TrainingTarget, ids_V: Tensor | None, num_heads: int, num_layers: int, *, own_head: bool = True
+    ) -> None:
+        """`own_head`: of `DraftedTokens`."""
         super().__init__()
         width = target.facts.hidden
         self._target = (target,)
@@ -247,7 +312,7 @@ class MedusaTrainee(nn.Module):
         self.blocks = nn.ModuleList(
             nn.ModuleList(_zero_linear(width) for _ in range(num_layers)) for _ in range(num_heads)
         )
-        self.tokens = DraftedTokens(target, ids_V, num_heads)
+        self.tokens = DraftedTokens(target, ids_V, num_heads, own=own_head)
         self.to(target.device)
 
     def drafts(self, seen: Watched, count: int) -> list[Tensor]:
@@ -274,7 +339,7 @@ class MedusaTrainee(nn.Module):
         return names | self.tokens.stored(lambda number: f"medusa_head.{number}.{self.num_layers}.weight")
 
     def config(self) -> dict[str, Any]:
-        facts, ids = self._target[0].facts, self.tokens.ids_V
+        facts = self._target[0].facts
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -282,8 +347,8 @@ class MedusaTrainee(nn.Module):
             "medusa_num_layers": self.num_layers,
             "hidden_size": facts.hidden,
             "vocab_size": facts.vocab,
-            "draft_vocab_size": None if ids is None else len(ids),
-            "original_lm_head": ids is None,
+            "original_lm_head": not len(self.tokens.own),
+            **self.tokens.config(),
             "torch_dtype": "bfloat16",
         }
 
@@ -303,9 +368,15 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def _rotate(x_BNTH: Tensor, at_T: Tensor, theta: float) -> Tensor:
-    half = x_BNTH.shape[-1] // 2
-    angles = at_T[:, None] / theta ** (torch.arange(half, device=at_T.device) / half)
-    cos, sin = angles.cos().to(x_BNTH.dtype), angles.sin().to(x_BNTH.dtype)
-    first, second = x_BNTH[..., :half], x_BNTH[..., half:]
+def _turns(length: int, sizes: HeadSizes, target: TrainingTarget) -> tuple[Tensor, Tensor]:
+    """[length, H / 2]: cosines and sines of each place."""
+    half = sizes.head_dim // 2
+    at = torch.arange(length, device=target.device)
+    angles = at[:, None] / sizes.theta ** (torch.arange(half, device=target.device) / half)
+    return angles.cos().to(target.dtype), angles.sin().to(target.dtype)
+
+
+def _rotate(x_BNTH: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = turn
+    first, second = x_BNTH.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -13,8 +13,8 @@ from bough.core.errors import ConfigError
 from bough.tokenizer import Tokenizer
 
 Message = dict[str, Any]
-Ask = Callable[[Sequence[list[int]], float, int], list[list[int]]]
-"""(prompts, temperature, tokens at most) -> the model's answers."""
+Ask = Callable[[Sequence[list[int]], Sequence[float], int], list[list[int]]]
+"""(prompts, temperatures that take turns, tokens at most) -> the model's answers, to the first prompts at least."""
 
 _MARK: Final = "\uf8ffhere\uf8ff"
 _QUESTIONS: Final = (
@@ -93,7 +93,7 @@ class Prompts:
         encode = self._tokenizer.encode
         begin, end = encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
         ends = {*self._tokenizer.eos_ids, *end[:1]}
-        turns = ask([begin] * count, 1.0, _TURN_TOKENS)
+        turns = ask([begin] * count, [1.0], _TURN_TOKENS)
         kept = ([*begin, *_until(turn, ends), *end] for turn in turns)
         return [prompt for prompt in kept if len(prompt) > len(begin) + len(end)]
 
@@ -153,10 +153,10 @@ def _read(path: Path) -> str:
         raise ConfigError(what=f"{path} can't be read", why=str(error), fix="name a text file in UTF-8") from None
 
 
-def answer_prompts(prompts: Sequence[list[int]], ask: Ask, temperature: float, most: int) -> list[Sample]:
+def answer_prompts(prompts: Sequence[list[int]], ask: Ask, temperatures: Sequence[float], most: int) -> list[Sample]:
     """Samples with an answer of two tokens at least: of less, nothing is to be learned."""
-    answers = ask(prompts, temperature, most)
-    return [Sample(list(p), list(a)) for p, a in zip(prompts, answers, strict=True) if len(a) > 1]
+    answers = ask(prompts, temperatures, most)
+    return [Sample(list(p), list(a)) for p, a in zip(prompts, answers, strict=False) if len(a) > 1]
 
 
 def save_samples(samples: Iterable[Sample], path: Path) -> None:

@@ -1,12 +1,13 @@
 """The model that heads are trained for: what it computes for whole texts, and its output head as a product that can be
-differentiated. B texts, T tokens of the longest, E the model's width, M places, V tokens that a head can draft."""
+differentiated. T tokens, E the model's width, M places, V tokens that a head can draft."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,16 +20,18 @@ from bough.layers.decoder import Decoder
 from bough.models.load import build_model
 from bough.models.registry import facts_of
 
+_SPARE_SHARE = 0.4
+"""Of the device's free memory: the rest is for activations and logits."""
+_HOST_BYTES = 2 << 30
+_LOGIT_BYTES = 512 << 20
+"""Of one tensor of logits, on a GPU."""
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """What a model has computed for texts, padded at their ends."""
 
-    ids_BT: Tensor
-    states: list[Tensor]
-    """[B, T, E] at each of the places that were asked for."""
-    hidden_BTE: Tensor
-    """After the final norm."""
+class HeadRows(NamedTuple):
+    """The output head of some tokens."""
+
+    weight_VE: Tensor
+    bias_V: Tensor | None
 
 
 class TrainingTarget:
@@ -59,14 +62,11 @@ class TrainingTarget:
             self.head_VE = columns.T.contiguous()
 
     @torch.no_grad()
-    def watch(self, texts: Sequence[Sequence[int]], taps: Sequence[int]) -> Watched:
-        """`taps`: as in `DraftFacts`."""
+    def compute(self, texts: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Tensor]:
+        """[T, E] at each of `taps` (as in `DraftFacts`), then after the final norm; texts lie one behind the other."""
         lengths = np.array([len(text) for text in texts], dtype=np.int32)
-        ids_T = torch.tensor([token for text in texts for token in text], device=self.device)
-        start = torch.from_numpy(np.cumsum(lengths) - lengths).to(self.device)
-        step = torch.arange(int(lengths.max()), device=self.device)
-        length_B = torch.from_numpy(lengths).to(self.device).long()
-        positions_T = torch.cat([step[:length] for length in lengths.tolist()])
+        ids_T = self.on_device(np.concatenate([np.array(text, dtype=np.int64) for text in texts]))
+        positions_T = self.on_device(np.concatenate([np.arange(length) for length in lengths]))
         read = Taps(tuple(sorted(set(taps))))
         batch = Batch(
             ids_T,
@@ -76,25 +76,36 @@ class TrainingTarget:
             taps=read if read.layers else None,
         )
         hidden_TE = self.model.forward(batch)
-        at_BT = start[:, None] + torch.minimum(step, length_B[:, None] - 1)
-        states = [read.states[read.layers.index(layer)][at_BT] for layer in taps]
-        ids_BT = torch.where(step < length_B[:, None], ids_T[at_BT], 0)
-        return Watched(ids_BT, states, hidden_TE[at_BT])
+        return [*(read.states[read.layers.index(layer)] for layer in taps), hidden_TE]
+
+    def spare_bytes(self) -> int:
+        """What may be kept on the device for the time of a training."""
+        if self.device.type != "cuda":
+            return _HOST_BYTES
+        return int(torch.cuda.mem_get_info(self.device)[0] * _SPARE_SHARE)
+
+    def places_at_once(self, num_tokens: int) -> int:
+        """Places whose float32 logits over `num_tokens` tokens are held at a time."""
+        return max(64, (_LOGIT_BYTES if self.device.type == "cuda" else _LOGIT_BYTES // 8) // (4 * num_tokens))
+
+    def on_device(self, values: npt.NDArray[Any]) -> Tensor:
+        """A copy; the device is not waited for."""
+        made = torch.from_numpy(values)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.embed.tokens.of(ids.flatten()).view(*ids.shape, -1)
 
-    @torch.no_grad()
-    def logits(self, hidden_ME: Tensor) -> Tensor:
-        return self.model.logits(hidden_ME)
-
-    def head(self, states_ME: Tensor) -> Tensor:
-        """The model's own head, on states of a head that is trained."""
+    def head(self, states_ME: Tensor, among: HeadRows | None = None) -> Tensor:
+        """The model's own head, on its states or on those of a head that is trained. `among`: of some tokens only."""
         head = self.model.head
-        out = F.linear(states_ME, self.head_VE.to(states_ME.dtype))
-        if head.bias is not None:
-            out = out + head.bias
+        rows_VE, bias = (self.head_VE, head.bias) if among is None else among
+        out = F.linear(states_ME, rows_VE.to(states_ME.dtype), None if bias is None else bias.to(states_ME.dtype))
         if head.scale is not None:
             out = out * head.scale
         return out if head.softcap is None else torch.tanh(out / head.softcap) * head.softcap
+
+    def rows(self, ids_V: Tensor) -> HeadRows:
+        bias = self.model.head.bias
+        return HeadRows(self.head_VE[ids_V], None if bias is None else bias[ids_V])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from bough.core.errors import ConfigError
-from bough.training.heads import Trainee
+from bough.training.heads import TOKEN_MAP, Trainee
 
 
 def check_out(out: Path) -> None:
@@ -31,5 +31,9 @@ def write_head(trainee: Trainee, out: Path, report: dict[str, Any]) -> int:
     }
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(trainee.config(), indent=2) + "\n")
+    if trainee.tokens.is_shared:
+        ids_V = trainee.tokens.ids_V
+        assert ids_V is not None, "some tokens only"
+        (out / TOKEN_MAP).write_text(json.dumps(ids_V.tolist()) + "\n")
     (out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     return sum(each.numel() * each.element_size() for each in tensors.values())

@@ -14,6 +14,7 @@ from bough.cli.main import USAGE_ERROR, main
 from bough.config.draft_facts import read_draft
 from bough.config.hf import open_checkpoint
 from bough.core.errors import ConfigError
+from bough.engine.draft import mapped
 from bough.models.registry import facts_of
 from bough.tokenizer import load_tokenizer
 from bough.training.samples import Prompts, Sample, load_samples, save_samples
@@ -48,11 +49,17 @@ def test_from_prompts_to_a_head(model: Path, tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "tokens per step on 2 prompts that were held back" in out
     assert f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {eagle}" in out
-    more = ["--method", "medusa", "--answers", str(kept), "--draft-vocab", "40"]
+    more = ["--method", "medusa", "--answers", str(kept), "--token-map", "40"]
     assert main(["train-draft", str(model), str(medusa), *common, *more]) == 0
     facts = facts_of(open_checkpoint(str(model)).config)
     assert read_draft("EAGLE3", open_checkpoint(str(eagle)), facts, None).taps == (2, 2, 1)
-    assert read_draft("MEDUSA", open_checkpoint(str(medusa)), facts, None).most_steps == 2
+    heads = open_checkpoint(str(medusa))
+    read = mapped(heads, read_draft("MEDUSA", heads, facts, None), "", facts.vocab)
+    assert read.most_steps == 2
+    assert len(read.tokens) == 40  # found beside it
+    (medusa / "config.json").write_text(json.dumps({**heads.config, "token_map": "../elsewhere.json"}))
+    with pytest.raises(ConfigError, match="name of a file beside its config"):
+        mapped(open_checkpoint(str(medusa)), read, "", facts.vocab)
     report = json.loads((medusa / "training.json").read_text())
     assert report["method"] == "MEDUSA"
     assert report["held_back"]["prompts"] == 2
@@ -64,7 +71,13 @@ def test_from_prompts_to_a_head(model: Path, tmp_path: Path, capsys: pytest.Capt
     [
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["--max-minutes", "0"], "--max-minutes must be above 0"),
-        (["--temperature", "3"], "between 0 and 2"),
+        (["--temperature", "0", "3"], "between 0 and 2"),
+        (["--max-answer-minutes", "0"], "--max-answer-minutes must be above 0"),
+        (["--draft-vocab", "9", "--token-map", "9"], "can't be had together"),
+        (
+            ["--answers", "{answers}", "--held-back", "1", "--token-map", "999"],
+            "--token-map 999 is not between 0 and 320",
+        ),
         (["--num-drafts", "17"], "at most 16"),
         (["--answer-tokens", "1024"], "leave no room for a prompt"),
         (["--answers", "a", "--prompts", "b"], "can't be had with --prompts"),
@@ -98,10 +111,10 @@ def test_prompts_are_as_the_chat_template_has_them(model: Path, tmp_path: Path) 
     prompts = Prompts(tokenizer, 0)
     encode, decode = tokenizer.encode, tokenizer.decode
 
-    def ask(begins: Sequence[list[int]], temperature: float, most: int) -> list[list[int]]:
+    def ask(begins: Sequence[list[int]], temperatures: Sequence[float], most: int) -> list[list[int]]:
         """A user turn that ends by itself, one that is cut, and an empty one."""
         assert {decode(begin, skip_special_tokens=False) for begin in begins} == {"<s>user: "}
-        assert temperature == 1
+        assert temperatures == [1.0]
         end = [tokenizer.eos_id or 0]
         return [encode("why?", add_special_tokens=False) + end + [5, 5], encode("long"), end]
 

@@ -19,6 +19,7 @@ from bough.core.sampling import SamplingParams
 from bough.models.load import build_model
 from bough.training.fit import HeadFit, Schedule, batches, frequent_tokens
 from bough.training.heads import Eagle3Trainee, MedusaTrainee, Trainee
+from bough.training.recording import Recording
 from bough.training.samples import Sample
 from bough.training.target import TrainingTarget
 from bough.training.write import write_head
@@ -61,19 +62,27 @@ def samples(folder: Path) -> list[Sample]:
     return [Sample(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def trainee_of(method: str, target: TrainingTarget, ids_V: torch.Tensor | None) -> Trainee:
+def trainee_of(method: str, target: TrainingTarget, ids_V: torch.Tensor | None, own_head: bool = True) -> Trainee:
     torch.manual_seed(3)
-    return Eagle3Trainee(target, ids_V) if method == "EAGLE3" else MedusaTrainee(target, ids_V, COUNT, 2)
+    if method == "EAGLE3":
+        return Eagle3Trainee(target, ids_V, own_head=own_head)
+    return MedusaTrainee(target, ids_V, COUNT, 2, own_head=own_head)
 
 
-@pytest.mark.parametrize("vocab", [0, 60])
+@pytest.mark.parametrize(("vocab", "own_head"), [(0, False), (60, True), (60, False)])
 @pytest.mark.parametrize("method", ["EAGLE3", "MEDUSA"])
 def test_a_trained_head_drafts_as_it_was_judged(
-    method: DraftMethod, vocab: int, folder: Path, target: TrainingTarget, samples: list[Sample], tmp_path: Path
+    method: DraftMethod,
+    vocab: int,
+    own_head: bool,
+    folder: Path,
+    target: TrainingTarget,
+    samples: list[Sample],
+    tmp_path: Path,
 ) -> None:
     ids_V = frequent_tokens(samples, 131, vocab) if vocab else None
-    trainee = trainee_of(method, target, ids_V)
-    fit = HeadFit(target, trainee, ids_V, SCHEDULE)
+    trainee = trainee_of(method, target, ids_V, own_head)
+    fit = HeadFit(target, trainee, SCHEDULE)
     before = fit.judge(samples)
     fit.run(samples, lambda _: None)
     with torch.no_grad():
@@ -106,10 +115,10 @@ def test_what_is_written_is_the_published_layout(folder: Path, target: TrainingT
 
 
 def test_batches_hold_every_sample_once_and_no_more_than_they_may() -> None:
-    samples = [Sample([1] * (1 + 7 * n % 90), [2, 3]) for n in range(50)]
-    made = batches(samples, 200, random.Random(5))
-    assert sorted(len(sample.ids) for group in made for sample in group) == sorted(len(s.ids) for s in samples)
-    assert all(len(group) * max(len(sample.ids) for sample in group) <= 200 for group in made)
+    lengths = [1 + 7 * n % 90 for n in range(50)]
+    made = batches(lengths, 200, random.Random(5))
+    assert sorted(number for group in made for number in group) == list(range(50))
+    assert all(len(group) * max(lengths[number] for number in group) <= 200 for group in made)
 
 
 def test_the_vocabulary_is_what_answers_have_most_often() -> None:
@@ -132,11 +141,46 @@ def test_other_families_are_trained_for(case: str, tmp_path: Path) -> None:
     other = TrainingTarget(open_checkpoint(str(tmp_path)), CPU, 256)
     given = [Sample([3, 5, number], [number % 7 + 3, 9, 11, 40, 5, 6]) for number in range(8)]
     trainee = trainee_of("EAGLE3", other, None)
-    first = HeadFit(
-        other, trainee, None, Schedule(num_drafts=2, epochs=1, minutes=1, learning_rate=1e-5, batch_tokens=99)
-    )
-    more = HeadFit(
-        other, trainee, None, Schedule(num_drafts=2, epochs=15, minutes=1, learning_rate=3e-3, batch_tokens=99)
-    )
+    first = HeadFit(other, trainee, Schedule(num_drafts=2, epochs=1, minutes=1, learning_rate=1e-5, batch_tokens=99))
+    more = HeadFit(other, trainee, Schedule(num_drafts=2, epochs=15, minutes=1, learning_rate=3e-3, batch_tokens=99))
     before = first.run(given, lambda _: None)
     assert more.run(given, lambda _: None) < before - 0.05
+
+
+def test_states_that_are_kept_are_those_that_are_computed(target: TrainingTarget, samples: list[Sample]) -> None:
+    """Whether or not there is memory for them, batches are the same; padding repeats a text's last token."""
+    kept, computed = (Recording(target, samples, (2, 1), budget) for budget in (1 << 30, 0))
+    assert kept.is_kept
+    assert not computed.is_kept
+    group = [5, 0, 9]
+    a, b = kept.of(group), computed.of(group)
+    assert torch.equal(a.ids_BT, b.ids_BT)
+    for one, other in zip((*a.states, a.hidden_BTE), (*b.states, b.hidden_BTE), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for row, number in enumerate(group):
+        ids = samples[number].ids
+        assert a.ids_BT[row].tolist() == ids + [ids[-1]] * (a.ids_BT.shape[1] - len(ids))
+
+
+def test_the_loss_is_the_mean_over_places_of_each_draft(target: TrainingTarget, samples: list[Sample]) -> None:
+    """Beside the formula, text by text, and however many places are computed at a time."""
+    trainee = trainee_of("MEDUSA", target, None)
+    for weight in trainee.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    some = [*samples[:3], Sample([4, 5], [6, 7])]
+    fit = HeadFit(target, trainee, SCHEDULE)
+    sums, counts = [0.0] * COUNT, [0] * COUNT
+    for sample in some:
+        (hidden_TE,) = target.compute([sample.ids], ())
+        seen = Recording(target, [sample], (), 0).of([0])
+        for number, made in enumerate(trainee.drafts(seen, COUNT)):
+            for at in range(len(sample.prompt) - 1, len(sample.ids) - 2 - number):
+                wanted = target.head(hidden_TE[at + 1 + number]).softmax(-1)
+                found = trainee.logits(made[0, at], number).log_softmax(-1)
+                sums[number] -= float((wanted * found.detach()).sum())
+                counts[number] += 1
+    shares = [0.8**number for number in range(COUNT)]
+    means = (share * total / count for share, total, count in zip(shares, sums, counts, strict=True))
+    loss = fit.learn(Recording(target, some, (), 1 << 30), range(len(some)))
+    assert loss is not None
+    assert float(loss) == pytest.approx(sum(means) / sum(shares), rel=1e-4)
