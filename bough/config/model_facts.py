@@ -102,6 +102,8 @@ class Gqa:
     """Multiplies values."""
     value_norm: NormFacts | None = None
     """Of each head's value; it has no weights."""
+    both_ways: bool = True
+    """Tokens of an item whose tower is `atomic` see each other in both directions here."""
     values_are_keys: bool = False
     """Values are what keys are before they are normed and rotated: one product gives both."""
 
@@ -427,6 +429,8 @@ class PerLayerInputs:
 
     vocab: int
     """Tokens that have one; those of others are that of token 0."""
+    media_token: int = 0
+    """The token whose embedding stands for media."""
     width: int
     activation: Activation
     """Of the gate that the stream gives it."""

@@ -107,6 +107,7 @@ class Attention(nn.Module):
             chunk=facts.chunk,
             sinks=None if self.sinks is None else self.sinks.weight,
             slopes=alibi_slopes(facts, build)[mine].contiguous() if facts.alibi is not None else None,
+            both_ways=facts.both_ways,
             is_shared=is_shared,
         )
         self.q_norm: HeadNorm | None = None

@@ -29,11 +29,11 @@ class LayerInputs(nn.Module):
         self.mean_scale = torch.tensor(2.0**-0.5, dtype=build.dtype).item()
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """[T, L, P]. `x_TD`: the embeddings. Tokens that stand for media have the vectors of token 0."""
+        """[T, L, P]. `x_TD`: the embeddings."""
         ids_T = batch.ids_T
         ids_T = ids_T.masked_fill(ids_T >= self.own.vocab, 0)
         if batch.media is not None:
-            ids_T = ids_T.index_fill(0, batch.media.at_M, 0)
+            ids_T = ids_T.index_fill(0, batch.media.at_M, self.own.media_token)
         made_TLP: Tensor = self.norm(self._by_layer(self.project(x_TD) * self.scale))
         return (made_TLP + self._by_layer(self.tokens.of(ids_T))) * self.mean_scale
 

@@ -40,6 +40,7 @@ class SharedKvAttention(nn.Module):
             softcap=facts.softcap,
             causal=facts.causal,
             chunk=facts.chunk,
+            both_ways=facts.both_ways,
         )
         self.q_norm: HeadNorm | None = None
         if facts.head_norms is not None:

@@ -133,7 +133,6 @@ GROUPS: Final = (
             "Gemma3nForCausalLM": "the text part of google/gemma-3n-E4B-it",
             "Gemma3nForConditionalGeneration": "google/gemma-3n-E2B-it, google/gemma-3n-E4B-it",
             "Gemma4ForCausalLM": "the text part of google/gemma-4-31B-it",
-            "Gemma4ForConditionalGeneration": "google/gemma-4-E2B-it, google/gemma-4-26B-A4B-it, google/gemma-4-31B-it",
         },
     ),
     FamilyGroup(
@@ -150,6 +149,7 @@ GROUPS: Final = (
         "tests/media",
         {
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
+            "Gemma4ForConditionalGeneration": "google/gemma-4-E2B-it, google/gemma-4-26B-A4B-it, google/gemma-4-31B-it",
             "Glm4vForConditionalGeneration": "zai-org/GLM-4.1V-9B-Thinking",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B, OpenGVLab/InternVL3_5-8B, and those in -hf",
@@ -211,7 +211,7 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
 - **Heads**: `...ForSequenceClassification`, `...ForRewardModel` and bare `...Model` classes of these architectures pool,
   embed and score: see [embeddings](embeddings.md).
 - **Models that see** take images: see [multimodal](multimodal.md). `--language-model-only` serves them without their towers.
-  Llama 4, Gemma 3n and Gemma 4 answer texts by their language models; they take no pictures yet.
+  Llama 4 and Gemma 3n answer texts by their language models; they take no pictures yet.
 - **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3) are read over.
 - **Windows** (Gemma, Mistral, gpt-oss, Llama 4's chunks ...) bound what attention reads and what is kept: pages behind a
   window are freed while a request runs, and a cached prefix needs its last window only, see

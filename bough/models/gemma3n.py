@@ -90,6 +90,7 @@ def _feed_forwards(config: Fields, count: int) -> list[Dense]:
 def layer_inputs(config: Fields) -> PerLayerInputs:
     return PerLayerInputs(
         vocab=config.count("vocab_size_per_layer_input", default=262_144),
+        media_token=config.size("pad_token_id", default=0),
         width=config.count("hidden_size_per_layer_input", default=256),
         activation=config.choice(reading.ACTIVATIONS, "hidden_activation", default="gelu_pytorch_tanh"),
     )

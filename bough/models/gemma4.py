@@ -80,6 +80,7 @@ def _attention(config: Fields, layer: int, kind: str, norm: NormFacts) -> Gqa:
         window=(window // 2 + 1 if both_ways else window) if slides else None,
         rope=rope_facts(config, width, default_theta=10_000.0 if slides else 1_000_000.0, layer_type=kind),
         causal=not both_ways,
+        both_ways=slides,
         head_norms=HeadNorms(norm=norm),
         value_norm=NormFacts(eps=norm.eps, weight=False),
         values_are_keys=keys_are_values,

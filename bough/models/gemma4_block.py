@@ -21,11 +21,13 @@ from bough.weights.slots import Slot
 
 
 class Scale(nn.Module):
-    """One learned number, by which a block's result is multiplied. Some checkpoints leave it out: it is 1."""
+    """One number, by which a block's result is multiplied. Some checkpoints leave it out: it is 1."""
+
+    weight: Tensor
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=build.dtype, device=build.device), requires_grad=False)
+        self.register_buffer("weight", torch.ones(1, dtype=build.dtype, device=build.device), persistent=False)
 
     def slots(self) -> dict[str, Slot]:
         return {"weight": Slot((1,), partial(fill, self.weight), optional=True)}

@@ -42,7 +42,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma3nForCausalLM": "bough.models.gemma3n",
     "Gemma4ForCausalLM": "bough.models.gemma4",
     "Gemma3nForConditionalGeneration": "bough.models.gemma3n_text",
-    "Gemma4ForConditionalGeneration": "bough.models.gemma4_text",
+    "Gemma4ForConditionalGeneration": "bough.models.gemma4_vl",
     "Phi3ForCausalLM": "bough.models.phi3",
     "MixtralForCausalLM": "bough.models.mixtral",
     "Qwen2MoeForCausalLM": "bough.models.qwen2_moe",

@@ -10,6 +10,7 @@ from bough.config.fields import Fields
 from bough.config.pixtral import is_pixtral
 from bough.multimodal.anyres import AnyresProcessor
 from bough.multimodal.gemma3 import Gemma3Processor
+from bough.multimodal.gemma4 import Gemma4Processor
 from bough.multimodal.glm4v import Glm4vProcessor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
@@ -32,6 +33,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen3_5ForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Qwen3_5MoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Gemma3ForConditionalGeneration": Gemma3Processor,
+    "Gemma4ForConditionalGeneration": Gemma4Processor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,

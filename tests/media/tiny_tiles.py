@@ -124,6 +124,24 @@ def _gemma3(tokenizer: Any, settings: dict[str, Any]) -> Any:
     return transformers.Gemma3Processor(Gemma3ImageProcessorPil(**settings), tokenizer, image_seq_length=4)
 
 
+def _gemma4(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    """Pixels by transformers; its `Gemma4Processor` wants a video processor, which needs torchvision, so that its rule is
+    written here: marks before and behind an image's placeholders."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    processor = Gemma4ImageProcessorPil(**settings)
+
+    def process(text: list[str], images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
+        found = dict(processor(images=images, return_tensors=return_tensors))
+        first, *rest = text[0].split("<|image|>")
+        for count, after in zip(found.pop("num_soft_tokens_per_image"), rest, strict=True):
+            first += "<|image>" + "<|image|>" * int(count) + "<image|>" + after
+        made = tokenizer([first], return_tensors=return_tensors)
+        return {**made, **found, "mm_token_type_ids": (made["input_ids"] == IMAGE).int()}
+
+    return process
+
+
 def _pixtral(merge: int) -> Callable[[Any, dict[str, Any]], Any]:
     """Pixels by transformers; its `PixtralProcessor` can't be imported without torchvision, so that its rule is written
     here: a mark behind each row, another behind the last."""
@@ -156,6 +174,17 @@ IDEFICS = {
     **{261 + 3 * row + column: f"<row_{row + 1}_col_{column + 1}>" for row in range(3) for column in range(3)},
 }  # fmt: skip
 IDEFICS_SETTINGS = {**HALF, "size": {"longest_edge": 44}, "max_image_size": {"longest_edge": 16}}
+GEMMA4 = {
+    **TEXT, "model_type": "gemma4_text", "sliding_window": 9, "global_head_dim": 32, "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": False,
+}  # fmt: skip
+GEMMA4_VISION = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 160,
+}  # fmt: skip
+GEMMA4_TOKENS = {"tie_word_embeddings": False, "image_token_id": IMAGE, "boi_token_id": 258, "eoi_token_id": 259}
+GEMMA4_MARKS = {IMAGE: "<|image|>", 258: "<|image>", 259: "<image|>"}
+GEMMA4_SETTINGS = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
 TILE_FAMILIES: dict[str, TileFamily] = {
     "llava": TileFamily(
         "Llava",
@@ -181,6 +210,31 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         _gemma3,
         {IMAGE: "<soft>", 258: "<start_of_image>", 259: "<end_of_image>"},
         "<start_of_image>",
+    ),
+    "gemma4": TileFamily(
+        "Gemma4",
+        {
+            "text_config": {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
+            "vision_config": GEMMA4_VISION, **GEMMA4_TOKENS,
+        },
+        GEMMA4_SETTINGS,
+        _gemma4,
+        GEMMA4_MARKS,
+        "<|image|>",
+    ),
+    "gemma4-both-ways": TileFamily(
+        "Gemma4",
+        {
+            "text_config": {
+                **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {**GEMMA4_VISION, "use_clipped_linears": True, "standardize": True}, **GEMMA4_TOKENS,
+        },
+        GEMMA4_SETTINGS,
+        _gemma4,
+        GEMMA4_MARKS,
+        "<|image|>",
     ),
     "llava_next": TileFamily(
         "LlavaNext",

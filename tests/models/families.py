@@ -318,8 +318,19 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 BY_TURNS = ["sliding_attention", "full_attention"]
-OWN_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120, "sliding_window": 9}
-GEMMA4 = {**OWN_INPUTS, "head_dim": 16, "global_head_dim": 32, "layer_types": [*BY_TURNS, *BY_TURNS]}
+OWN_INPUTS = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 120,
+    "sliding_window": 9,
+    "tie_word_embeddings": False,
+}
+GEMMA4 = {
+    **OWN_INPUTS,
+    "vocab_size_per_layer_input": 131,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": [*BY_TURNS, *BY_TURNS],
+}
 SHARED_KV: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": (
         "Gemma3n",

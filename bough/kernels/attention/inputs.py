@@ -37,6 +37,8 @@ class AttentionSpec:
 
     latent: bool = False
     """The cache holds keys alone: a value is the first `v_head_dim` numbers of its key."""
+    both_ways: bool = True
+    """Spans of tokens that see each other in both directions (`two_way.TwoWaySpan`) do so in this layer."""
     is_shared: bool = False
     """Later layers read this one's KV, too (`AttentionBackend.attend`)."""
 

@@ -51,7 +51,7 @@ class TwoWayAttention:
         return self._both_ways(spec, q_TNH, self._inner.attend(spec, q_TNH))
 
     def _both_ways(self, spec: AttentionSpec, q_TNH: Tensor, out_TF: Tensor) -> Tensor:
-        for span in self._spans:
+        for span in self._spans if spec.both_ways else ():
             place = slice(span.token, span.token + span.length)
             out_TF[place] = self._read(spec, q_TNH[place], span).to(out_TF.dtype)
         return out_TF
