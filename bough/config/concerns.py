@@ -188,6 +188,9 @@ class ParallelConfig:
     attn_cp_size: int = 1
     """Of the ranks that compute the same requests, groups that share their KV: each keeps every n-th token of a sequence,
     and computes a part of each long prompt."""
+    custom_all_reduce: bool = False
+    """GPUs of one machine sum small messages by reading one another's memory (CUDA IPC), and norm the sum in the same
+    kernel, instead of by NCCL. Where they can't, the log says why and NCCL sums."""
     enable_dp_attention: bool = False
     """Reads --dp-size as --attn-dp-size: replicas of attention within one engine instead of replicas of the engine."""
     load_balance_method: LoadBalance = "prefix"

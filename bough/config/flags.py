@@ -100,6 +100,7 @@ ALIASES: Mapping[str, Alias] = {
     "debug_tensor_dump_output_folder": Alias("tensor_dump_dir"),
     "disable_radix_cache": Alias("radix_cache", inverted=True),
     "disable_overlap_schedule": Alias("overlap_schedule", inverted=True),
+    "disable_custom_all_reduce": Alias("custom_all_reduce", inverted=True),
     "disable_cuda_graph": Alias("cuda_graph", inverted=True),
     "enforce_eager": Alias("cuda_graph", inverted=True),
     "enable_prefix_caching": Alias("radix_cache"),

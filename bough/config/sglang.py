@@ -21,8 +21,9 @@ _ACTING: Final = """
     admin_api_key allow_auto_truncate allowed_media_domains api_key attention_backend chat_template
     chunked_prefill_size completion_template config constrained_json_max_whitespace_cnt context_length
     crash_dump_folder cuda_graph_max_bs_decode debug_tensor_dump_output_folder decode_log_interval
-    default_chat_template_kwargs device disable_cuda_graph disable_overlap_schedule disable_priority_preemption
-    disable_radix_cache dist_init_addr download_dir dtype enable_cache_report enable_deterministic_inference
+    default_chat_template_kwargs device disable_cuda_graph disable_custom_all_reduce disable_overlap_schedule
+    disable_priority_preemption disable_radix_cache dist_init_addr download_dir dtype enable_cache_report
+    enable_deterministic_inference
     enable_metrics enable_priority_scheduling grammar_backend grpc_port fastapi_root_path host incremental_streaming_output
     is_embedding json_model_override_args kv_cache_dtype limit_mm_data_per_request load_format log_level log_requests
     log_requests_level

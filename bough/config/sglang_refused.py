@@ -137,7 +137,7 @@ REFUSALS: Final = (
         "collectives are chosen from what the machine has",
         "leave it out",
         """
-        enable_nccl_nvls enable_symm_mem disable_custom_all_reduce enable_mscclpp enable_torch_symm_mem pre_warm_nccl
+        enable_nccl_nvls enable_symm_mem enable_mscclpp enable_torch_symm_mem pre_warm_nccl
         boundary_reduction=auto enable_quant_communications enforce_disable_flashinfer_allreduce_fusion
         flashinfer_allreduce_fusion_backend= enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_prefill
         disable_aiter_allreduce_fusion_in_decode enable_fused_moe_sum_all_reduce nccl_port= dist_timeout=

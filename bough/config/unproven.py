@@ -21,6 +21,11 @@ class Unproven:
 
 UNPROVEN = (
     Unproven("NCCL between several GPUs", "world size 1", lambda p, gpu: gpu and p.tp_size * p.pp_size > 1),
+    Unproven(
+        "sums by reading other GPUs' memory (--custom-all-reduce)",
+        "two processes on one GPU",
+        lambda p, gpu: gpu and p.custom_all_reduce and p.tp_size > 1,
+    ),
     Unproven("stages (--pp-size) on GPUs", "processes of one machine, CPU", lambda p, gpu: gpu and p.pp_size > 1),
     Unproven("replicas (--dp-size) on GPUs", "processes of one machine, CPU", lambda p, gpu: gpu and p.dp_size > 1),
     Unproven(

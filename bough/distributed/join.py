@@ -12,6 +12,7 @@ from bough.config.layout import AxisName, Layout
 from bough.core.errors import ConfigError
 from bough.distributed.collectives import Collectives
 from bough.distributed.mesh import SINGLE, Axis, Mesh, make_mesh
+from bough.distributed.peers import open_peers
 from bough.distributed.process_group import ProcessGroups
 from bough.distributed.shared_memory import Patience, SharedMemoryCollectives, segment_bytes
 from bough.ipc.segment import Segment
@@ -82,10 +83,12 @@ def join_mesh(
     patience: Patience | None = None,
     timeout_s: float = 600.0,
     say: Callable[[str], None] | None = None,
+    peer_sums: bool = False,
 ) -> Mesh:
     """Meets the other ranks at the store, and waits for all of them.
 
-    `hosts`: the machine of each rank (None: all are on this one). `say` hears what was chosen for each axis.
+    `hosts`: the machine of each rank (None: all are on this one). `say` hears what was chosen for each axis. `peer_sums`:
+    GPUs of one machine sum small messages by reading one another's memory.
     """
     if not 0 <= rank < layout.size:
         raise ConfigError(what=f"rank {rank} is not among {layout.size} ranks", fix="check --tp-size")
@@ -99,6 +102,9 @@ def join_mesh(
         choice = choose(device.type, num_hosts, SharedMemoryCollectives.possible())
         if say is not None:
             say(f"{len(ranks)} ranks of {axis} talk by {choice.kind}: {choice.because}")
+        if choice.kind == "nccl" and peer_sums and num_hosts == 1:
+            base = groups.connect(ranks)
+            return open_peers(base, store, f"peers/{axis}/{ranks[0]}", place, len(ranks), device, timeout_s, say)
         if choice.kind != "shared memory":
             return groups.connect(ranks)
         return _share_memory(store, f"segment/{axis}/{ranks[0]}", place, len(ranks), patience, timeout_s)

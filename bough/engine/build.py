@@ -170,6 +170,7 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
                 layout, rank, store,
                 device=device.torch_device, hosts=nodes_of_ranks(parallel), patience=patience,
                 timeout_s=parallel.dist_timeout_s, say=_log.info if rank == 0 else None,
+                peer_sums=parallel.custom_all_reduce,
             )  # fmt: skip
     with start.phase("loading weights", 0.2, until=0.8) as tell:
         experts = plan_experts(parallel, facts)

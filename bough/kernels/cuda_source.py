@@ -68,7 +68,8 @@ def _driver() -> ctypes.CDLL:
         raise CudaSourceError(str(error)) from error
 
 
-def _check(result: int, doing: str) -> None:
+def check(result: int, doing: str) -> None:
+    """Raises `CudaSourceError` for what a call to the driver has returned, unless it went well."""
     if result:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))
@@ -172,7 +173,7 @@ def _encoded(
         (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1),
         0, swizzle, 3, 0,  # not interleaved, promoted to 256 bytes in L2, zeros outside
     )  # fmt: skip
-    _check(result, "describing a matrix to the copy engine")
+    check(result, "describing a matrix to the copy engine")
     return TensorMap(memory, address)
 
 
@@ -233,11 +234,24 @@ class _OnDevice:
 
     def __enter__(self) -> ctypes.CDLL:
         driver = _driver()
-        _check(driver.cuCtxPushCurrent_v2(self._context), "the device's context")
+        check(driver.cuCtxPushCurrent_v2(self._context), "the device's context")
         return driver
 
     def __exit__(self, *_: object) -> None:
         _driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def _primary_context(device: torch.device) -> ctypes.c_void_p:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    context = ctypes.c_void_p()
+    check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index), "the device's context")
+    return context
+
+
+def on_device(device: torch.device) -> _OnDevice:
+    """The driver, on a device: `with on_device(device) as driver`. Raises `CudaSourceError` if there is none."""
+    return _OnDevice(_primary_context(device))
 
 
 class CudaKernel:
@@ -246,17 +260,14 @@ class CudaKernel:
     def __init__(self, cubin: bytes, name: str, device: torch.device, threads: int, shared_bytes: int) -> None:
         self._threads = threads
         self._shared_bytes = shared_bytes
-        self._context = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), index), "the device's context")
+        self._context = _primary_context(device)
         with self._on_device() as driver:
             module = ctypes.c_void_p()
-            _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
-            _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
+            check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
+            check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
             raised = driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
-            _check(raised, f"{shared_bytes} bytes of shared memory for {name}")
+            check(raised, f"{shared_bytes} bytes of shared memory for {name}")
 
     def most_clusters(self, cluster: int) -> int:
         """How many clusters run at once; `cluster` is the size that the kernel was compiled for."""
@@ -265,7 +276,7 @@ class CudaKernel:
         found = ctypes.c_int()
         with self._on_device() as driver:
             result = driver.cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(config))
-        _check(result, "counting clusters")
+        check(result, "counting clusters")
         return found.value
 
     def launch(self, blocks: int, arguments: Sequence[Argument], stream: int, *, early: bool = True) -> None:
@@ -278,7 +289,7 @@ class CudaKernel:
         pointers = (ctypes.c_void_p * len(held))(*[each.address for each in held])
         with self._on_device() as driver:
             result = driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
-        _check(result, "launching")
+        check(result, "launching")
 
     def _on_device(self) -> _OnDevice:
         return _OnDevice(self._context)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from bough.config.model_facts import Activation
 from bough.distributed.mesh import Axis
+from bough.distributed.peers import SumsWithNorm
 from bough.layers.build import Build
 from bough.layers.norm import RMSNorm
-from bough.layers.stream import Input, Normed, Product, value_of
+from bough.layers.stream import Input, Normed, Product, Unsummed, value_of
 from bough.quantization.scheme import Matrix, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
@@ -134,6 +135,8 @@ class RowLinear(_Weighted):
         super().__init__((part,), build, bias=bias)
         self.axis = split_by
         self.reduce = reduce
+        self.talk = split_by.talk if reduce and isinstance(split_by.talk, SumsWithNorm) else None
+        """By which the sum over ranks may be made with the norm after it."""
 
     def forward(self, x_TF: Tensor) -> Product:
         """The product, which `Stream.add` may join with its addition."""
@@ -141,14 +144,22 @@ class RowLinear(_Weighted):
 
     def product(self, x_TF: Tensor) -> Tensor:
         """[T, D]"""
-        out_TD = self.matrix.forward(x_TF, self.bias if self.axis.rank == 0 else None)  # the sum holds it once
+        out_TD = self._part(x_TF)
         return self.axis.talk.all_reduce(out_TD) if self.reduce else out_TD
 
-    def onto(self, x_TF: Tensor, stream_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _part(self, x_TF: Tensor) -> Tensor:
+        return self.matrix.forward(x_TF, self.bias if self.axis.rank == 0 else None)  # the sum holds it once
+
+    def onto(self, x_TF: Tensor, stream_TD: Tensor) -> tuple[Tensor | Unsummed, Tensor | None]:
         """As `kernels.linear.linear_onto`: (what is added to the stream, perhaps in parts, and the stream), or (their sum,
         None). The stream may be overwritten."""
         if self.axis.size == 1 and self.bias is None:
             return self.matrix.onto(x_TF, stream_TD)
+        if self.talk is not None:
+            part_TD = self._part(x_TF)
+            if part_TD.shape == stream_TD.shape and self.talk.takes_norm(part_TD):
+                return Unsummed(part_TD, self.talk), stream_TD
+            return self.talk.all_reduce(part_TD), stream_TD
         return self.product(x_TF), stream_TD
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bough.config.model_facts import NormFacts
 from bough.kernels.norm import add_rms_norm, rms_norm
 from bough.layers.build import Build
-from bough.layers.stream import Product, value_of
+from bough.layers.stream import Product, Unsummed, value_of
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -45,6 +45,12 @@ class RMSNorm(nn.Module):
         """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends."""
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps, offset=self.offset)
 
+    def add_summed(self, x: Unsummed, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `add`, where x is still to be summed over ranks."""
+        if self.weight.dtype != residual_TD.dtype:
+            return self.add(x.value(), residual_TD)
+        return x.talk.add_norm(x.part_TD, residual_TD, self.weight, self.eps, self.offset)
+
 
 class LayerNorm(nn.Module):
     """(x - mean) / deviation * (offset + weight) + bias."""
@@ -73,6 +79,10 @@ class LayerNorm(nn.Module):
         """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends."""
         total_TD = residual_TD + (x_TD if x_TD.dim() == residual_TD.dim() else x_TD.sum(0))
         return self(total_TD), total_TD
+
+    def add_summed(self, x: Unsummed, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `add`, where x is still to be summed over ranks."""
+        return self.add(x.value(), residual_TD)
 
 
 def make_norm(facts: NormFacts, dim: int, build: Build) -> RMSNorm | LayerNorm:

@@ -13,6 +13,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from bough.distributed.peers import SumsWithNorm
 from bough.layers.batch import Batch
 
 R = TypeVar("R")
@@ -30,6 +31,10 @@ class Norm(Protocol):
         """(norm of x + residual, x + residual), where x may be [P, T, D] of several addends."""
         ...
 
+    def add_summed(self, x: Unsummed, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, where x is still to be summed over ranks."""
+        ...
+
 
 class Multiplies(Protocol):
     """A linear layer that ends a sublayer."""
@@ -38,9 +43,24 @@ class Multiplies(Protocol):
         """[T, D]"""
         ...
 
-    def onto(self, x_TF: Tensor, stream_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `kernels.linear.linear_onto`. The stream may be overwritten."""
+    def onto(self, x_TF: Tensor, stream_TD: Tensor) -> tuple[Tensor | Unsummed, Tensor | None]:
+        """As `kernels.linear.linear_onto`; what is added may be left to be summed over ranks. The stream may be
+        overwritten."""
         ...
+
+
+class Unsummed:
+    """A rank's part of what is added to the stream, not summed over the ranks yet: the sum may be made with its norm."""
+
+    __slots__ = ("part_TD", "talk")
+
+    def __init__(self, part_TD: Tensor, talk: SumsWithNorm) -> None:
+        self.part_TD = part_TD
+        self.talk = talk
+
+    def value(self) -> Tensor:
+        """[T, D], summed now."""
+        return self.talk.all_reduce(self.part_TD)
 
 
 class Product:
@@ -72,7 +92,7 @@ class Normed:
     def can_fuse(self) -> bool:
         """Whether `fuse` may be called: there is a sum to be made and normed, and nothing has needed it yet."""
         stream, norm = self.stream, self.norm
-        fresh = self._value_TD is None and stream.residual_TD is not None and stream.fuses
+        fresh = self._value_TD is None and stream.residual_TD is not None and stream.fuses and stream.unsummed is None
         return fresh and norm is not None and norm.fuses
 
     @property
@@ -113,7 +133,7 @@ Input = Tensor | Normed
 class Stream:
     """One forward pass's stream, from the embedding to the last norm."""
 
-    __slots__ = ("_at_L", "_batch", "_layer_inputs_TLP", "_pending", "fuses", "residual_TD", "x_TD")
+    __slots__ = ("_at_L", "_batch", "_layer_inputs_TLP", "_pending", "fuses", "residual_TD", "unsummed", "x_TD")
 
     def __init__(
         self, x_TD: Tensor, batch: Batch, *, fuses: bool = True, layer_inputs_TLP: Tensor | None = None
@@ -124,6 +144,8 @@ class Stream:
         """What was added last (perhaps [P, T, D] of several addends), if there is a `residual_TD`; else all of it."""
         self.residual_TD: Tensor | None = None
         """The stream without what was added last."""
+        self.unsummed: Unsummed | None = None
+        """What `x_TD` is a part of, while it is not summed over ranks."""
         self.fuses = fuses
         self._batch = batch
         self._at_L: Tensor | None = None
@@ -156,7 +178,10 @@ class Stream:
         self._settle()
         total_TD = self.fit(self._total())
         if isinstance(x, Product) and self.fuses and scale is None:
-            self.x_TD, self.residual_TD = x.linear.onto(x.x_TF, total_TD)
+            added, self.residual_TD = x.linear.onto(x.x_TF, total_TD)
+            if isinstance(added, Unsummed):
+                self.unsummed, added = added, added.part_TD
+            self.x_TD = added
             return
         x_TD = self.fit(value_of(x))
         self.x_TD, self.residual_TD = x_TD if scale is None else x_TD * scale, total_TD
@@ -169,7 +194,7 @@ class Stream:
     def replace(self, x: Tensor | Product | Normed) -> None:
         """The stream becomes `x`."""
         self._settle()
-        self.x_TD, self.residual_TD = self.fit(value_of(x)), None
+        self.x_TD, self.residual_TD, self.unsummed = self.fit(value_of(x)), None, None
 
     def scale(self, by: float | Tensor) -> None:
         """Multiplies the stream."""
@@ -195,6 +220,7 @@ class Stream:
         """The norm at a model's end (None: the stream itself), of the tokens that `Batch.logits_at` names."""
         at_L = self._batch.logits_at
         if at_L is not None and self._at_L is None:
+            self._sum()
             self.x_TD = self.x_TD.index_select(-2, at_L)
             if self.residual_TD is not None:
                 self.residual_TD = self.residual_TD.index_select(0, at_L)
@@ -206,6 +232,11 @@ class Stream:
             return self._total()
         if self.residual_TD is None:
             return norm(self.x_TD)
+        unsummed, self.unsummed = self.unsummed, None
+        if unsummed is not None:
+            normed_TD, self.x_TD = norm.add_summed(unsummed, self.residual_TD)
+            self.residual_TD = None
+            return normed_TD
         normed_TD, self.x_TD = norm.add(self.x_TD, self.residual_TD)
         self.residual_TD = None
         return normed_TD
@@ -228,7 +259,13 @@ class Stream:
                 held.value()
         self._pending.clear()
 
+    def _sum(self) -> None:
+        """Sums what was added last over the ranks, if that is still to be done."""
+        if self.unsummed is not None:
+            self.x_TD, self.unsummed = self.unsummed.value(), None
+
     def _total(self) -> Tensor:
+        self._sum()
         if self.residual_TD is not None:
             x_TD = self.x_TD
             self.x_TD = self.residual_TD + (x_TD if x_TD.dim() == self.residual_TD.dim() else x_TD.sum(0))

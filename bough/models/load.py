@@ -30,7 +30,7 @@ from bough.quantization.names import weight_name
 from bough.weights import mistral_names
 from bough.weights.dummy import fill_dummy
 from bough.weights.load import Progress, load_weights, trace_reads
-from bough.weights.shards import Reads
+from bough.weights.shards import TracedReads
 from bough.weights.stored import Stored
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def reads_of(
     mesh: Mesh = SINGLE,
     experts_plan: ExpertPlan = PLAIN_EXPERTS,
     spread: TokenSpread | None = None,
-) -> Reads:
+) -> TracedReads:
     """What a rank reads of its checkpoint's `tensors` when `build_model` builds its share. Takes no memory for weights."""
     facts, device = facts_of(checkpoint.config), torch.device("meta")
     architecture = _architecture(facts, None)

@@ -19,7 +19,7 @@ from bough.core.errors import WeightsError
 from bough.weights.from_gguf import open_gguf
 from bough.weights.from_safetensors import open_safetensors
 from bough.weights.mapping import Fit, Mapping
-from bough.weights.shards import Noted, Reads, open_shards
+from bough.weights.shards import Noted, TracedReads, open_shards
 from bough.weights.slots import FinishesLoading, Owner, Slot, owners_of
 from bough.weights.stored import Stored, stored_bytes
 
@@ -65,9 +65,9 @@ def trace_reads(
     tensors: dict[str, Stored],
     names: Callable[[str], str | None] | None = None,
     left_out: str = "",
-) -> Reads:
+) -> TracedReads:
     """What `load_weights` would read of a checkpoint's tensors. `model` stays unfinished, and may be on the meta device."""
-    reads = Reads()
+    reads = TracedReads()
     noted: dict[str, Stored] = {name: Noted(stored, reads) for name, stored in tensors.items()}
     slots = {name: slot for owner in owners_of(model) for name, slot in owner.slots.items()}
     for slot, stored in _fit(noted, slots, mapping, checkpoint, names, left_out).pairs:

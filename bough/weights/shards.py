@@ -29,7 +29,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)
-class Reads:
+class TracedReads:
     """What was read of a checkpoint, by tensor."""
 
     boxes: dict[str, list[Box]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Noted:
     """A tensor that notes what is read of it."""
 
     base: Stored
-    reads: Reads
+    reads: TracedReads
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ from bough.layers.spread import TokenSpread
 from bough.models.load import build_model, reads_of
 from bough.platform.facts import detect
 from bough.weights.load import open_tensors
-from bough.weights.shards import Reads
+from bough.weights.shards import TracedReads
 
 SPREADS: dict[str, list[str]] = {
     "llama": ["--tp-size", "2"],
@@ -111,7 +111,7 @@ def test_a_rank_reads_no_more_than_it_holds(case: str, tmp_path: Path) -> None:
 
 
 def test_parts_are_joined_and_kept_once() -> None:
-    reads = Reads()
+    reads = TracedReads()
     for box in (
         ((0, 2), (0, 4)),
         ((2, 5), (0, 4)),
