@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from bough.config.encoder_facts import EncoderFacts
 from bough.config.media_facts import TowerFacts
 from bough.config.rope_facts import RopeFacts
+from bough.config.state_facts import Mamba, Mamba2
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "xielu"]
 """quick_gelu is x * sigmoid(1.702 x), relu2 the square of relu; xielu has learned parameters of its own."""
@@ -268,9 +269,9 @@ class GatedDelta:
 
 KvMixer = Gqa | Mla
 """Keeps something of every token."""
-StateMixer = GatedDelta
+StateMixer = GatedDelta | Mamba | Mamba2
 """Keeps a state: of all tokens together."""
-Mixer = Gqa | Mla | GatedDelta
+Mixer = KvMixer | StateMixer
 """What lets tokens see one another."""
 
 

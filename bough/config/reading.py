@@ -46,17 +46,18 @@ Ropes = tuple[RopeFacts | None, ...]
 
 def decoder(
     fields: Fields,
-    mixers: Sequence[Mixer],
-    ffns: Sequence[FeedForward],
+    mixers: Sequence[Mixer | tuple[Mixer, ...]],
+    ffns: Sequence[FeedForward | None],
     *,
     norm: NormFacts,
     kv_from: Sequence[int | None] | None = None,
     **extra: Any,
 ) -> ModelFacts:
-    """A decoder with one mixer and one feed-forward block a layer. `kv_from`: by layer, as in `LayerFacts`. `extra`: further
-    fields of `ModelFacts`."""
+    """A decoder with one mixer (or a tuple of several, or of none) and one feed-forward block (or none) a layer. `kv_from`: by
+    layer, as in `LayerFacts`. `extra`: further fields of `ModelFacts`."""
+    every = [each if isinstance(each, tuple) else (each,) for each in mixers]
     if "max_context" not in extra:
-        extra["max_context"] = max_context(fields, mixers)
+        extra["max_context"] = max_context(fields, [mixer for each in every for mixer in each])
     sources = kv_from or [None] * len(mixers)
     return ModelFacts(
         architecture=fields.architecture(),
@@ -64,8 +65,8 @@ def decoder(
         vocab=fields.count("vocab_size"),
         norm=norm,
         layers=tuple(
-            LayerFacts(mixers=(mixer,), ffn=ffn, kv_from=source)
-            for mixer, ffn, source in zip(mixers, ffns, sources, strict=True)
+            LayerFacts(mixers=each, ffn=ffn, kv_from=source)
+            for each, ffn, source in zip(every, ffns, sources, strict=True)
         ),
         config=fields.raw,
         **{"tie_embeddings": fields.flag("tie_word_embeddings"), **extra},
@@ -254,12 +255,17 @@ def only_in_windows(ropes: Ropes, windows: Windows) -> Ropes:
     return tuple(None if window is None else rope for rope, window in zip(ropes, windows, strict=True))
 
 
+def activation(fields: Fields, *keys: str, default: str = "silu") -> Activation:
+    """The function inside feed-forward blocks. `keys`: what may hold its name."""
+    return fields.choice(ACTIVATIONS, *(keys or ("hidden_act",)), default=default)
+
+
 def dense(fields: Fields, *, activation_key: str = "hidden_act", default: str = "silu", **extra: Any) -> Dense:
     """The feed-forward block of dense layers. `default`: the activation where the config names none. `extra`: further
     fields of `Dense`."""
     return Dense(
         intermediate=fields.count("intermediate_size"),
-        activation=fields.choice(ACTIVATIONS, activation_key, default=default),
+        activation=activation(fields, activation_key, default=default),
         **extra,
     )
 
@@ -271,7 +277,7 @@ def moe(fields: Fields, *count_keys: str, renormalise: bool, **extra: Any) -> Mo
         experts_per_token=fields.count("num_experts_per_tok", "moe_k"),
         intermediate=fields.count("moe_intermediate_size", "intermediate_size"),
         renormalise=renormalise,
-        **{"activation": fields.choice(ACTIVATIONS, "hidden_act", default="silu"), **extra},
+        **{"activation": activation(fields), **extra},
     )
 
 

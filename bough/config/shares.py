@@ -23,6 +23,7 @@ from bough.config.model_facts import (
     StateMixer,
     state_values,
 )
+from bough.config.state_facts import Mamba, Mamba2
 from bough.core.errors import ConfigError
 
 _COARSEST_CUT = 64
@@ -104,6 +105,12 @@ def rank_mixer(mixer: Mixer, layout: Layout, rank: int) -> Mixer:
         case GatedDelta():
             share = head_share(mixer.num_value_heads, mixer.num_key_heads, layout.heads, layout.place(rank)["heads"])
             return replace(mixer, num_value_heads=width(share.heads), num_key_heads=width(share.kv_heads))
+        case Mamba2():
+            share = head_share(mixer.num_heads, mixer.num_groups, layout.heads, layout.place(rank)["heads"])
+            return replace(mixer, num_heads=width(share.heads), num_groups=width(share.kv_heads))
+        case Mamba():
+            channels = cut(mixer.inner, layout.heads, layout.place(rank)["heads"], "channels")
+            return replace(mixer, inner=width(channels))
 
 
 def rank_ffn(ffn: FeedForward, layout: Layout, rank: int) -> FeedForward:

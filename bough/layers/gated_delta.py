@@ -14,7 +14,7 @@ from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.linear import GroupedLinear, RowLinear
 from bough.layers.norm import make_norm
-from bough.layers.states import CausalConv, Held, PerHead, StateLayer
+from bough.layers.states import CausalConv, Held, PerHead, StateLayer, after, times
 from bough.layers.stream import Input, Product, value_of
 
 
@@ -32,12 +32,12 @@ class GatedDeltaNet(StateLayer):
         self.facts = held
         """Of this rank's heads."""
         keys, values = facts.num_key_heads * facts.key_dim, facts.num_value_heads * facts.value_dim
-        my_keys, my_values = _times(key_heads, facts.key_dim), _times(mine, facts.value_dim)
+        my_keys, my_values = times(key_heads, facts.key_dim), times(mine, facts.value_dim)
         widths = {"q": (keys, my_keys), "k": (keys, my_keys), "v": (values, my_values), "z": (values, my_values)}
         heads = (facts.num_value_heads, mine)
         self.mix = GroupedLinear(hidden, widths, facts.num_key_heads, build)
         self.rates = GroupedLinear(hidden, {"b": heads, "a": heads}, facts.num_key_heads, build)
-        channels = (my_keys, _after(my_keys, keys), _after(my_values, 2 * keys))
+        channels = (my_keys, after(my_keys, keys), after(my_values, 2 * keys))
         self.conv = CausalConv(facts.channels, facts.conv_width, build, mine=channels)
         self.a_log = PerHead(facts.num_value_heads, build, mine)
         self.dt_bias = PerHead(facts.num_value_heads, build, mine)
@@ -73,12 +73,3 @@ class GatedDeltaNet(StateLayer):
             k.view(len(k), facts.num_key_heads, facts.key_dim),
             v.view(len(v), facts.num_value_heads, facts.value_dim),
         )
-
-
-def _times(heads: slice, width: int) -> slice:
-    """The values of some heads."""
-    return slice(heads.start * width, heads.stop * width)
-
-
-def _after(part: slice, offset: int) -> slice:
-    return slice(part.start + offset, part.stop + offset)

@@ -74,10 +74,18 @@ class GroupedLinear(_Weighted):
     """Several products of the same inputs, of each of which a rank has its share. A checkpoint may store their rows in
     groups, a part of each product in every group."""
 
-    def __init__(self, in_dim: int, widths: dict[str, tuple[int, slice]], groups: int, build: Build) -> None:
+    def __init__(
+        self,
+        in_dim: int,
+        widths: dict[str, tuple[int, slice]],
+        groups: int,
+        build: Build,
+        *,
+        bias: bool = False,
+    ) -> None:
         """`widths`: by name, how many outputs the product has on all ranks, and which of them are this rank's."""
         parts = tuple(Part(name, (width, in_dim), mine, ALL) for name, (width, mine) in widths.items())
-        super().__init__(parts, build, bias=False)
+        super().__init__(parts, build, bias=bias)
         self.widths = [mine.stop - mine.start for _, mine in widths.values()]
         self.groups = groups
 
@@ -85,7 +93,11 @@ class GroupedLinear(_Weighted):
         return {name: replace(slot, head_rows=slot.shape[0] // self.groups) for name, slot in super().slots().items()}
 
     def forward(self, x: Input) -> list[Tensor]:
-        return list(torch.split(self.matrix.forward(value_of(x), self.bias), self.widths, -1))
+        return list(torch.split(self.whole(x), self.widths, -1))
+
+    def whole(self, x: Input) -> Tensor:
+        """The products side by side, [T, O]."""
+        return self.matrix.forward(value_of(x), self.bias)
 
 
 class HeadsLinear(_Weighted):

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from torch import nn
 
-from bough.config.model_facts import GatedDelta, Gqa, LayerFacts, Mla, ModelFacts, Moe
+from bough.config.model_facts import GatedDelta, Gqa, KvMixer, LayerFacts, Mla, ModelFacts, Moe, StateMixer
 from bough.config.rope_facts import RopeFacts
 from bough.config.shares import stage_layers
+from bough.config.state_facts import Mamba, Mamba2
 from bough.core.errors import ConfigError
 from bough.layers.attention import Attention
 from bough.layers.build import Build
 from bough.layers.gated_delta import GatedDeltaNet
 from bough.layers.latent_attention import LatentAttention
+from bough.layers.mamba import Mamba2Mixer, MambaMixer
 from bough.layers.mlp import make_mlp
 from bough.layers.moe import MixtureOfExperts
 from bough.layers.norm import LayerNorm, RMSNorm, make_norm
 from bough.layers.per_layer import LayerInputGate
 from bough.layers.rotary import Rope
 from bough.layers.shared_attention import SharedKvAttention
+from bough.layers.states import StateLayer
+
+TokenMixer = Attention | SharedKvAttention | LatentAttention | StateLayer
+"""What lets tokens see one another: called with (normed stream, `Batch`), gives what is added to the stream."""
 
 
 class Parts:
@@ -41,27 +47,32 @@ class Parts:
         """A norm of the stream."""
         return make_norm(self.facts.norm, self.facts.hidden, self.build)
 
-    def attention(
-        self, index: int, *, in_dim: int | None = None
-    ) -> Attention | SharedKvAttention | LatentAttention | GatedDeltaNet:
+    def attention(self, index: int, *, in_dim: int | None = None) -> TokenMixer:
         """The attention of a layer that has nothing else, or what stands in its place. `in_dim`: as in `Attention`."""
-        (mixer,) = self.layer(index).mixers
-        source = self.layer(index).kv_from
-        if source is not None:
-            assert isinstance(mixer, Gqa), "latents and states are not shared"
-            return SharedKvAttention(
-                mixer, self._kv_place(source), self.facts.hidden, self.rope(mixer.rope), self.build
-            )
-        before = self.facts.layers[self.stage.start : index]
-        if isinstance(mixer, GatedDelta):
-            place = sum(len(layer.state_mixers) for layer in before)
-            return GatedDeltaNet(mixer, place, self.facts.hidden, self.build)
-        place = self._kv_place(index)
-        if isinstance(mixer, Mla):
-            return LatentAttention(mixer, place, self.facts.hidden, self.rope(mixer.rope), self.build)
-        is_shared = any(layer.kv_from == index for layer in self.facts.layers)
-        rope = self.rope(mixer.rope)
-        return Attention(mixer, place, self.facts.hidden, rope, self.build, in_dim=in_dim, is_shared=is_shared)
+        (_,) = self.layer(index).mixers
+        return self.mixer(index, 0, in_dim=in_dim)
+
+    def mixer(self, index: int, number: int, *, in_dim: int | None = None) -> TokenMixer:
+        """One of a layer's mixers, by its number among them."""
+        layer, hidden, build = self.layer(index), self.facts.hidden, self.build
+        before = layer.mixers[:number]
+        state = sum(isinstance(each, StateMixer) for each in before)
+        state += sum(len(each.state_mixers) for each in self.facts.layers[self.stage.start : index])
+        kv = self._kv_place(index) + sum(isinstance(each, KvMixer) for each in before)
+        match layer.mixers[number]:
+            case GatedDelta() as mixer:
+                return GatedDeltaNet(mixer, state, hidden, build)
+            case Mamba2() as mixer:
+                return Mamba2Mixer(mixer, state, hidden, build)
+            case Mamba() as mixer:
+                return MambaMixer(mixer, state, hidden, build)
+            case Mla() as mixer:
+                return LatentAttention(mixer, kv, hidden, self.rope(mixer.rope), build)
+            case Gqa() as mixer if layer.kv_from is not None:
+                return SharedKvAttention(mixer, self._kv_place(layer.kv_from), hidden, self.rope(mixer.rope), build)
+            case Gqa() as mixer:
+                rope, is_shared = self.rope(mixer.rope), any(each.kv_from == index for each in self.facts.layers)
+                return Attention(mixer, kv, hidden, rope, build, in_dim=in_dim, is_shared=is_shared)
 
     def _kv_place(self, index: int) -> int:
         """The number of a layer's KV cache."""

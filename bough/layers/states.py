@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bough.kernels.causal_conv import conv_ones, conv_row
 from bough.layers.batch import Batch
 from bough.layers.build import Build
+from bough.weights.dummy import DummyDraw
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -100,9 +101,9 @@ class CausalConv(nn.Module):
 
     def slots(self) -> dict[str, Slot]:
         shape = (self.channels, 1, self.weight.shape[1])
-        slots = {"weight": Slot(shape, partial(_fill_parts, self.weight.unsqueeze(1), self.mine))}
+        slots = {"weight": Slot(shape, partial(fill_parts, self.weight.unsqueeze(1), self.mine))}
         if self.bias is not None:
-            slots["bias"] = Slot((self.channels,), partial(_fill_parts, self.bias, self.mine))
+            slots["bias"] = Slot((self.channels,), partial(fill_parts, self.bias, self.mine))
         return slots
 
     def row(self, x_LC: Tensor, state_CW: Tensor) -> Tensor:
@@ -115,23 +116,48 @@ class CausalConv(nn.Module):
 
 
 class PerHead(nn.Module):
-    """Numbers by head, in float32."""
+    """Numbers by head, or by channel, in float32."""
 
-    def __init__(self, count: int, build: Build, mine: slice | None = None) -> None:
-        """`count`: heads of the model; `mine`: those of this rank; None: all."""
+    def __init__(self, count: int, build: Build, mine: slice | None = None, width: int | None = None) -> None:
+        """`count`: heads of the model; `mine`: those of this rank; None: all. `width`: numbers of each; None: one."""
         super().__init__()
-        self.count = count
         self.mine = slice(0, count) if mine is None else mine
-        held = torch.empty(self.mine.stop - self.mine.start, dtype=torch.float32, device=build.device)
+        inner = () if width is None else (width,)
+        self.shape = (count, *inner)
+        held = torch.empty(self.mine.stop - self.mine.start, *inner, dtype=torch.float32, device=build.device)
         self.weight = nn.Parameter(held, requires_grad=False)
 
     def slots(self) -> dict[str, Slot]:
-        return {"weight": Slot((self.count,), partial(_fill_parts, self.weight, (self.mine,)))}
+        return {"weight": Slot(self.shape, partial(fill_parts, self.weight, (self.mine,)))}
 
 
-def _fill_parts(target: Tensor, parts: Sequence[slice], stored: Stored) -> None:
+class DecayRates(PerHead):
+    """Rates at which states decay, by head or by channel: negative. Checkpoints have the logarithms of their sizes."""
+
+    def slots(self) -> dict[str, Slot]:
+        return {"weight": Slot(self.shape, self._fill)}
+
+    def _fill(self, stored: Stored) -> None:
+        fill_parts(self.weight, (self.mine,), stored)
+        self.weight.copy_(-self.weight.exp())
+
+    def draw_dummies(self, name: str, draw: DummyDraw) -> None:
+        self.weight.fill_(-1.0)
+
+
+def fill_parts(target: Tensor, parts: Sequence[slice], stored: Stored) -> None:
     """Copies some rows of a tensor, part after part."""
     first = 0
     for part in parts:
         copy_into(target[first : first + part.stop - part.start], stored, part)
         first += part.stop - part.start
+
+
+def times(heads: slice, width: int) -> slice:
+    """The values of some heads, each of which has `width`."""
+    return slice(heads.start * width, heads.stop * width)
+
+
+def after(part: slice, offset: int) -> slice:
+    """The part, `offset` further on."""
+    return slice(part.start + offset, part.stop + offset)

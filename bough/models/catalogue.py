@@ -139,6 +139,8 @@ GROUPS: Final = (
         "Layers that keep a state",
         "tests/models/test_state_families.py",
         {
+            "BambaForCausalLM": "ibm-ai-platform/Bamba-9B-v2",
+            "GraniteMoeHybridForCausalLM": "ibm-granite/granite-4.0-h-small, ibm-granite/granite-4.0-micro",
             "Qwen3NextForCausalLM": "Qwen/Qwen3-Next-80B-A3B-Instruct",
             "Qwen3_5ForCausalLM": "the text part of Qwen/Qwen3.5-27B",
             "Qwen3_5MoeForCausalLM": "the text part of Qwen/Qwen3.5-35B-A3B",

@@ -20,9 +20,10 @@ def read(config: Fields) -> ModelFacts:
     )  # fmt: skip
 
 
-def attention_of(config: Fields) -> list[Gqa]:
+def attention_of(config: Fields, *, rotated: bool = True) -> list[Gqa]:
+    """`rotated`: whether positions are."""
     bias = config.flag("attention_bias")
-    ropes = reading.same_rope(config, reading.head_dim(config))
+    ropes = reading.same_rope(config, reading.head_dim(config)) if rotated else (None,) * reading.num_layers(config)
     scale = config.number("attention_multiplier", default=1.0)
     return reading.gqa(config, ropes=ropes, qkv_bias=bias, out_bias=bias, scale=scale)
 

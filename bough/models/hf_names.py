@@ -75,3 +75,49 @@ BLOCK_SPARSE_EXPERTS: Final = in_layers(
         "block_sparse_moe.experts.*.w2": "mlp.experts.*.down",
     }
 )
+JAMBA_BLOCK: Final[tuple[Rule, ...]] = (
+    *in_layers(
+        {
+            "input_layernorm": "attn_norm",
+            "pre_ff_layernorm": "mlp_norm",
+            "feed_forward.down_proj": "mlp.down",
+        }
+    ),
+    Fuse(
+        "layers.*.mlp.gate_up",
+        gate="model.layers.*.feed_forward.gate_proj",
+        up="model.layers.*.feed_forward.up_proj",
+    ),
+    Rename("model.final_layernorm", "norm"),
+)
+"""Norms and feed-forward blocks of Jamba and of models with its names."""
+
+
+def mamba2(source: str, target: str) -> tuple[Rule, ...]:
+    """A layer of Mamba 2, under transformers' names below `source`."""
+    return (
+        Split(f"{source}.in_proj", f"{target}.mix", parts=("z", "x", "b", "c", "dt")),
+        Rename(f"{source}.conv1d", f"{target}.conv"),
+        Rename(f"{source}.norm", f"{target}.norm"),
+        Rename(f"{source}.out_proj", f"{target}.out"),
+        Exact(f"{source}.A_log", f"{target}.rates.weight"),
+        Exact(f"{source}.dt_bias", f"{target}.step_bias.weight"),
+        Exact(f"{source}.D", f"{target}.skip.weight"),
+    )
+
+
+def mamba(source: str, target: str) -> tuple[Rule, ...]:
+    """A layer of Mamba, under transformers' names below `source`."""
+    return (
+        Split(f"{source}.in_proj", f"{target}.mix", parts=("x", "z")),
+        Rename(f"{source}.conv1d", f"{target}.conv"),
+        Rename(f"{source}.x_proj", f"{target}.select"),
+        Rename(f"{source}.out_proj", f"{target}.out"),
+        Rename(f"{source}.dt_layernorm", f"{target}.norms.dt"),
+        Rename(f"{source}.b_layernorm", f"{target}.norms.b"),
+        Rename(f"{source}.c_layernorm", f"{target}.norms.c"),
+        Exact(f"{source}.dt_proj.weight", f"{target}.steps.weight"),
+        Exact(f"{source}.dt_proj.bias", f"{target}.step_bias.weight"),
+        Exact(f"{source}.A_log", f"{target}.rates.weight"),
+        Exact(f"{source}.D", f"{target}.skip.weight"),
+    )

@@ -88,6 +88,8 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "FlexOlmoForCausalLM": "bough.models.flex_olmo",
     "GraniteMoeForCausalLM": "bough.models.granite_moe",
     "GraniteMoeSharedForCausalLM": "bough.models.granite_moe",
+    "BambaForCausalLM": "bough.models.bamba",
+    "GraniteMoeHybridForCausalLM": "bough.models.granite_moe_hybrid",
     "MiniMaxM2ForCausalLM": "bough.models.minimax_m2",
     "PhimoeForCausalLM": "bough.models.phimoe",
     "PhiMoEForCausalLM": "bough.models.phimoe",

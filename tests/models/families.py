@@ -397,7 +397,25 @@ GATED_SHARED = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 24,
 }
+MAMBA2 = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+GRANITE4 = {
+    **MAMBA2,
+    "mamba_n_groups": 1,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "shared_intermediate_size": 56,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [1], **BIASES}),
+    "bamba-limits": (
+        "Bamba",
+        {**MAMBA2, "attn_layer_indices": [3], "mamba_proj_bias": True, "time_step_limit": [0.3, 0.9]},
+    ),
+    "granite4": ("GraniteMoeHybrid", {**GRANITE4, **LOCAL_EXPERTS}),
+    "granite4-dense": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"}),
     "qwen3_next": ("Qwen3Next", {**DELTA, **GATED_SHARED}),
     "qwen3_next-dense": ("Qwen3Next", {**DELTA, **GATED_SHARED, "mlp_only_layers": [0, 2]}),
     "qwen3_5": ("Qwen3_5", DELTA),

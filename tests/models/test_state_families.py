@@ -16,7 +16,7 @@ from tiny import SIZES, make_tiny
 
 from bough.config.concerns import Config, ModelConfig
 from bough.config.hf import open_checkpoint
-from bough.core.errors import ConfigError
+from bough.core.errors import ConfigError, UnsupportedModel
 from bough.engine.decide import check_servable
 from bough.models.load import build_model
 from bough.models.registry import facts_of
@@ -135,3 +135,20 @@ def test_what_states_do_not_allow_is_refused(concern: str, changes: dict[str, An
     config = replace(config, **{concern: replace(getattr(config, concern), **changes)})
     with pytest.raises(ConfigError, match=f"{flag} does not work with Qwen3NextForCausalLM"):
         check_servable(config, checkpoint, facts_of(checkpoint.config), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"mamba_n_heads": 5}, "5 Mamba heads of 16 inputs, which are not 96"),
+        ({"mamba_n_groups": 4}, "6 Mamba heads in 4 groups"),
+        ({"time_step_limit": [0.0]}, "time_step_limit"),
+        ({"mamba_d_state": 0}, "mamba_d_state"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+    ],
+)
+def test_broken_configs_are_named(changes: dict[str, Any], error: str, tmp_path: Path) -> None:
+    prefix, extra = STATES["bamba"]
+    make_tiny(prefix, tmp_path, **extra)
+    with pytest.raises((ConfigError, UnsupportedModel), match=error):
+        facts_of({**open_checkpoint(str(tmp_path)).config, **changes})

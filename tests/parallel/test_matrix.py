@@ -23,10 +23,11 @@ LONG = pytest.mark.long
 DENSE_MODELS = ("llama", "gemma3", "olmo2", "bloom", "cohere-qk-norm")
 """Grouped queries; windows and norms around each half; norms over all heads; slopes and a plain feed-forward; a norm per
 head and blocks whose halves read the same stream."""
-EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next")
+EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next", "granite4")
 """Softmax over experts; a gated shared expert; sinks, windows and experts with biases; chunks, temperatures and a weight on
-the input; latents, scored groups and shared experts; layers that keep states."""
-STATE_MODELS = ("qwen3_next",)
+the input; latents, scored groups and shared experts; layers that keep states; those of Mamba 2, with a norm
+across ranks."""
+STATE_MODELS = ("qwen3_next", "granite4")
 """Their states can't be shared by position."""
 SPREADS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},
@@ -45,7 +46,7 @@ NEEDS_EXPERTS = ("ep", "tp x ep", "pp x ep", "cp x dp attention x ep")
 SHORT = {
     ("llama", "cp"), ("gemma3", "tp x pp"), ("olmo2", "dp attention"), ("bloom", "tp"), ("qwen2_moe", "pp x ep"),
     ("gpt_oss", "cp x dp attention x ep"), ("llama4", "tp x ep"), ("deepseek_v3", "ep"), ("cohere-qk-norm", "pp"),
-    ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"),
+    ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"), ("granite4", "tp"),
 }  # fmt: skip
 """Each model once, and each way of spreading once, in `make test`."""
 CASES = [

@@ -1,0 +1,114 @@
+"""Layers of Mamba's kind, which keep a state of each request instead of something of each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """Of all tokens before, each head keeps a matrix, which decays by a rate and to which each token adds a product of two
+    vectors. Inputs and vectors first pass a short convolution over the last tokens."""
+
+    num_heads: int
+    head_dim: int
+    """Inputs of a head."""
+    num_groups: int
+    """Heads of a group, which are neighbours, share the vectors B and C..."""
+    state_dim: int
+    """...of this width."""
+    conv_width: int
+    """Tokens that the convolution sees, a token's own included."""
+    conv_bias: bool = True
+    in_bias: bool = False
+    out_bias: bool = False
+    step_limits: tuple[float, float] | None = None
+    """Steps are clamped to these; None: they are not."""
+    norm_eps: float | None
+    """Of an RMS norm over each group's outputs; None: there is none."""
+    norm_first: bool = False
+    """Outputs are normed before they are multiplied by their gates."""
+    scales: tuple[float, float, float, float, float] | None = None
+    """Multiply what is projected: gates, inputs, B, C and steps; None: nothing does."""
+
+    causal: ClassVar[bool] = True
+    keys_turn: ClassVar[bool] = False
+    num_kv_heads: ClassVar[int] = 0
+    planes: ClassVar[tuple[int, ...]] = ()
+    """It keeps nothing of single tokens."""
+    rope: ClassVar[None] = None
+
+    @property
+    def inner(self) -> int:
+        """Inputs of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Values of a token that pass the convolution: inputs, B and C."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's gates, inputs, B, C and steps together."""
+        return self.inner + self.channels + self.num_heads
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
+        return (self.channels, self.conv_width - 1), (self.num_heads, self.head_dim, self.state_dim)
+
+    def num_parameters(self, hidden: int) -> int:
+        total = hidden * (self.projected + self.inner) + self.channels * self.conv_width + 3 * self.num_heads
+        total += self.channels if self.conv_bias else 0
+        total += self.projected if self.in_bias else 0
+        total += hidden if self.out_bias else 0
+        return total + (self.inner if self.norm_eps is not None else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """Of all tokens before, each channel keeps a vector, whose numbers decay each by a rate of its own. Inputs first pass a
+    short convolution over the last tokens; from them steps and the vectors B and C are made."""
+
+    inner: int
+    """Channels."""
+    state_dim: int
+    """Numbers that a channel keeps; the width of B and C."""
+    step_rank: int
+    """Steps of all channels are made from this many values."""
+    conv_width: int
+    """Tokens that the convolution sees, a token's own included."""
+    conv_bias: bool = True
+    bias: bool = False
+    """Of the first and the last projection."""
+    norm_eps: float | None = None
+    """Of RMS norms of B, C and what steps are made from; None: there are none."""
+    norm_weights: bool = True
+    """Whether those have weights."""
+
+    causal: ClassVar[bool] = True
+    keys_turn: ClassVar[bool] = False
+    num_heads: ClassVar[int] = 1
+    num_kv_heads: ClassVar[int] = 0
+    planes: ClassVar[tuple[int, ...]] = ()
+    """It keeps nothing of single tokens."""
+    rope: ClassVar[None] = None
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's inputs and gates together."""
+        return 2 * self.inner
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What is kept of a request: the last inputs of the convolution, and the channels' vectors."""
+        return (self.inner, self.conv_width - 1), (self.inner, self.state_dim)
+
+    def num_parameters(self, hidden: int) -> int:
+        made = self.step_rank + 2 * self.state_dim
+        total = self.inner * (3 * hidden + made + self.step_rank + self.conv_width + self.state_dim + 2)
+        total += self.inner if self.conv_bias else 0
+        total += 2 * self.inner + hidden if self.bias else 0
+        return total + (made if self.norm_eps is not None and self.norm_weights else 0)

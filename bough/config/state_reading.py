@@ -1,0 +1,80 @@
+"""What the readers of configs with layers of Mamba's kind share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from bough.config.fields import Fields
+from bough.config.state_facts import Mamba2
+from bough.core.errors import ConfigError
+
+_SILU: Final = {"silu": None, "swish": None}
+KINDS: Final = {"mamba": "state", "linear_attention": "state", "attention": "attention", "full_attention": "attention"}
+"""Names of kinds of layers in configs, old and new."""
+
+
+def mamba2(fields: Fields, *, inner: int | None = None, norm_eps: float | None, **extra: Any) -> Mamba2:
+    """A layer of Mamba 2, under any of the names that families give its sizes. `inner`: inputs of all heads, if the
+    config states them. `extra`: further fields of `Mamba2`."""
+    check_silu(fields, "mamba_hidden_act", "hidden_act")
+    heads = fields.count("mamba_n_heads", "mamba_num_heads", "num_heads")
+    groups = fields.count("mamba_n_groups", "n_groups", default=1)
+    width_keys = ("mamba_d_head", "mamba_head_dim", "head_dim")
+    stated = fields.any(*width_keys) not in (None, "auto")
+    if inner is None:
+        inner = fields.count("mamba_expand", "expand", default=2) * fields.count("hidden_size")
+    width = fields.count(*width_keys) if stated else inner // heads
+    if width * heads != inner:
+        raise ConfigError(
+            what=f"the model's config has {heads} Mamba heads of {width} inputs, which are not {inner}",
+            why="a layer's inputs are those of all of its heads",
+            fix="check the number of heads, their width, and by how much layers expand the model's width",
+        )
+    if heads % groups:
+        raise ConfigError(
+            what=f"the model's config has {heads} Mamba heads in {groups} groups",
+            why="each group must have the same number of heads",
+            fix="check the number of heads and of groups",
+        )
+    return Mamba2(
+        num_heads=heads,
+        head_dim=width,
+        num_groups=groups,
+        state_dim=fields.count("mamba_d_state", "ssm_state_size", "state_size"),
+        conv_width=fields.count("mamba_d_conv", "conv_kernel", default=4),
+        conv_bias=fields.flag("mamba_conv_bias", "use_conv_bias", default=True),
+        step_limits=_step_limits(fields),
+        norm_eps=norm_eps,
+        **extra,
+    )
+
+
+def check_silu(fields: Fields, *keys: str) -> None:
+    """Raises `UnsupportedModel` if another function than SiLU follows the convolution."""
+    fields.choice(_SILU, *keys, default="silu")
+
+
+def _step_limits(fields: Fields) -> tuple[float, float] | None:
+    """What steps are clamped to; None: they are positive, and that is all."""
+    stated = fields.any("time_step_limit", "mamba_dt_limit")
+    if stated is None:
+        return None
+    limits = [_number(each) for each in stated] if isinstance(stated, list | tuple) else []
+    if len(limits) != 2 or None in limits:
+        raise ConfigError(
+            what=f"the model's time_step_limit {stated!r} makes no sense",
+            why="it must be two numbers, of which the second may be infinite",
+            fix="check config.json",
+        )
+    low, high = (each for each in limits if each is not None)
+    return None if low <= 0.0 and high == math.inf else (low, high)
+
+
+def _number(value: object) -> float | None:
+    """A number, perhaps an infinite one as transformers writes it: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        value = value.get("__float__")
+    if value in ("Infinity", "inf"):
+        return math.inf
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
