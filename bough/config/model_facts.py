@@ -292,6 +292,8 @@ class Dense:
     bias: bool = False
     sparsity: float = 0.0
     """This part of the gates becomes 0: those below a quantile of a normal distribution with their mean and deviation."""
+    gate_scale: float | None = None
+    """Multiplies gates before their activation."""
 
     @property
     def inner_values(self) -> int:

@@ -53,8 +53,8 @@ def decoder(
     kv_from: Sequence[int | None] | None = None,
     **extra: Any,
 ) -> ModelFacts:
-    """A decoder with one mixer (or a tuple of several, or of none) and one feed-forward block (or none) a layer. `kv_from`: by
-    layer, as in `LayerFacts`. `extra`: further fields of `ModelFacts`."""
+    """A decoder with one mixer (or a tuple of several, or of none) and one feed-forward block (or none) a layer. `kv_from`:
+    by layer, as in `LayerFacts`. `extra`: further fields of `ModelFacts`."""
     every = [each if isinstance(each, tuple) else (each,) for each in mixers]
     if "max_context" not in extra:
         extra["max_context"] = max_context(fields, [mixer for each in every for mixer in each])

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from bough.config import reading
 from bough.config.fields import Fields
-from bough.config.state_facts import Mamba2
+from bough.config.model_facts import ModelFacts, NormFacts, StateMixer
+from bough.config.state_facts import Mamba, Mamba2
 from bough.core.errors import ConfigError
 
 _SILU: Final = {"silu": None, "swish": None}
 KINDS: Final = {"mamba": "state", "linear_attention": "state", "attention": "attention", "full_attention": "attention"}
 """Names of kinds of layers in configs, old and new."""
+UNBOUNDED_CONTEXT: Final = 131_072
+"""Tokens of a context where a config states no limit, as nothing in the model has one."""
 
 
 def mamba2(fields: Fields, *, inner: int | None = None, norm_eps: float | None, **extra: Any) -> Mamba2:
@@ -46,6 +50,39 @@ def mamba2(fields: Fields, *, inner: int | None = None, norm_eps: float | None, 
         conv_bias=fields.flag("mamba_conv_bias", "use_conv_bias", default=True),
         step_limits=_step_limits(fields),
         norm_eps=norm_eps,
+        **extra,
+    )
+
+
+def mamba(fields: Fields, **extra: Any) -> Mamba:
+    """A layer of Mamba, under any of the names that families give its sizes. `extra`: further fields of `Mamba`."""
+    check_silu(fields, "hidden_act")
+    hidden = fields.count("hidden_size")
+    inner = fields.count("mamba_expand", "expand", default=2) * hidden
+    if not fields.has("mamba_expand"):
+        inner = fields.count("intermediate_size", default=inner)
+    rank_keys = ("mamba_dt_rank", "time_step_rank")
+    stated = fields.any(*rank_keys) not in (None, "auto")
+    return Mamba(
+        inner=inner,
+        state_dim=fields.count("mamba_d_state", "state_size", default=16),
+        step_rank=fields.count(*rank_keys) if stated else -(-hidden // 16),
+        conv_width=fields.count("mamba_d_conv", "conv_kernel", default=4),
+        conv_bias=fields.flag("mamba_conv_bias", "use_conv_bias", default=True),
+        **extra,
+    )
+
+
+def pure(fields: Fields, state: StateMixer, **extra: Any) -> ModelFacts:
+    """A model of nothing but such layers, with Mamba's names. `extra`: further fields of `ModelFacts`."""
+    count = reading.num_layers(fields)
+    return reading.decoder(
+        fields,
+        [state] * count,
+        [None] * count,
+        norm=NormFacts(eps=fields.number("layer_norm_epsilon", default=1e-5)),
+        block_norms=1,
+        max_context=fields.count("max_position_embeddings", default=UNBOUNDED_CONTEXT),
         **extra,
     )
 

@@ -104,3 +104,17 @@ class AfterNormBlock(nn.Module):
         stream.replace(stream.norm(self.attn_norm))
         stream.add(self.mlp(stream.plain()))
         stream.replace(stream.norm(self.mlp_norm))
+
+
+class OnePartBlock(nn.Module):
+    """Mamba's and Nemotron-H's: one part, which mixes tokens or is a feed-forward block, of the normed stream."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.norm = parts.norm()
+        self.mixes = bool(parts.layer(layer).mixers)
+        self.part = parts.attention(layer) if self.mixes else parts.feed_forward(layer)
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        x = stream.norm(self.norm)
+        stream.add(self.part(x, batch) if self.mixes else self.part(x))

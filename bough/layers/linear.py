@@ -15,6 +15,7 @@ from bough.layers.build import Build
 from bough.layers.norm import RMSNorm
 from bough.layers.stream import Input, Normed, Product, Unsummed, value_of
 from bough.quantization.scheme import Matrix, Part
+from bough.quantization.unquantized import GATES
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -276,16 +277,29 @@ class GateUpLinear(_Weighted):
     """The gated half of a feed-forward block, activation included."""
 
     def __init__(
-        self, hidden: int, intermediate: int, build: Build, *, activation: Activation, bias: bool = False
+        self,
+        hidden: int,
+        intermediate: int,
+        build: Build,
+        *,
+        activation: Activation,
+        bias: bool = False,
+        gate_scale: float | None = None,
     ) -> None:
+        """`gate_scale`: multiplies gates before their activation."""
         rows = build.mesh.tp.slice(intermediate, "inner units")
         shape = (intermediate, hidden)
         super().__init__((Part("gate", shape, rows, ALL), Part("up", shape, rows, ALL)), build, bias=bias)
         self.activation: Activation = activation
+        self.gate_scale = gate_scale
 
     def forward(self, x: Input) -> Tensor:
         """activation(gate) * up -> [T, F]"""
-        return self.matrix.gated(value_of(x), self.activation, self.bias)
+        if self.gate_scale is None:
+            return self.matrix.gated(value_of(x), self.activation, self.bias)
+        both_T2F = self.matrix.forward(value_of(x), self.bias)
+        both_T2F[:, : self.parts[0].num_rows] *= self.gate_scale
+        return GATES[self.activation](both_T2F)
 
     def product(self, x_TD: Tensor) -> Tensor:
         """[T, 2F]: gate, then up."""

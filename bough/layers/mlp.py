@@ -58,7 +58,14 @@ class GatedMlp(nn.Module):
 
     def __init__(self, facts: Dense, hidden: int, build: Build) -> None:
         super().__init__()
-        self.gate_up = GateUpLinear(hidden, facts.intermediate, build, activation=facts.activation, bias=facts.bias)
+        self.gate_up = GateUpLinear(
+            hidden,
+            facts.intermediate,
+            build,
+            activation=facts.activation,
+            bias=facts.bias,
+            gate_scale=facts.gate_scale,
+        )
         self.spread = build.spread
         self.down = RowLinear(facts.intermediate, hidden, build, bias=facts.bias, reduce=self.spread is None)
         if self.spread is not None:

@@ -140,7 +140,13 @@ GROUPS: Final = (
         "tests/models/test_state_families.py",
         {
             "BambaForCausalLM": "ibm-ai-platform/Bamba-9B-v2",
+            "FalconH1ForCausalLM": "tiiuae/Falcon-H1-7B-Instruct",
+            "FalconMambaForCausalLM": "tiiuae/falcon-mamba-7b-instruct",
             "GraniteMoeHybridForCausalLM": "ibm-granite/granite-4.0-h-small, ibm-granite/granite-4.0-micro",
+            "JambaForCausalLM": "ai21labs/AI21-Jamba-Mini-1.7, ai21labs/AI21-Jamba-Reasoning-3B",
+            "Mamba2ForCausalLM": "mistralai/Mamba-Codestral-7B-v0.1",
+            "MambaForCausalLM": "state-spaces/mamba-2.8b-hf",
+            "NemotronHForCausalLM": "nvidia/NVIDIA-Nemotron-Nano-9B-v2, nvidia/Nemotron-H-8B-Reasoning-128K",
             "Qwen3NextForCausalLM": "Qwen/Qwen3-Next-80B-A3B-Instruct",
             "Qwen3_5ForCausalLM": "the text part of Qwen/Qwen3.5-27B",
             "Qwen3_5MoeForCausalLM": "the text part of Qwen/Qwen3.5-35B-A3B",

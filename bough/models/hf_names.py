@@ -91,6 +91,13 @@ JAMBA_BLOCK: Final[tuple[Rule, ...]] = (
     Rename("model.final_layernorm", "norm"),
 )
 """Norms and feed-forward blocks of Jamba and of models with its names."""
+BACKBONE: Final[tuple[Rule, ...]] = (
+    Rename("backbone.embeddings", "embed.tokens"),
+    Rename("backbone.layers.*.norm", "layers.*.norm"),
+    Rename("backbone.norm_f", "norm"),
+    Rename("lm_head", "head"),
+)
+"""Ends and norms of Mamba and of models with its names."""
 
 
 def mamba2(source: str, target: str) -> tuple[Rule, ...]:

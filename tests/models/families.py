@@ -408,12 +408,47 @@ GRANITE4 = {
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
+FALCON_H1 = {
+    **MAMBA2,
+    "mamba_d_ssm": 60,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [0.9, 0.6],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.7,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 1.5,
+}
+PURE_MAMBA2 = {"state_size": 8, "num_heads": 6, "head_dim": 16, "chunk_size": 16}
+NEMOTRON_H = {
+    "time_step_min": 1e-9,
+    "head_dim": 16,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+}
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [1], **BIASES}),
     "bamba-limits": (
         "Bamba",
         {**MAMBA2, "attn_layer_indices": [3], "mamba_proj_bias": True, "time_step_limit": [0.3, 0.9]},
     ),
+    "falcon_h1": ("FalconH1", FALCON_H1),
+    "falcon_h1-norm": (
+        "FalconH1",
+        {**FALCON_H1, **BIASES, "attention_in_multiplier": 1.0, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
+    "falcon_mamba": ("FalconMamba", {"state_size": 8, "use_bias": True}),
+    "jamba": ("Jamba", {"mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 1, "num_experts": 4}),
+    "jamba-dense": ("Jamba", {"attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 1}),
+    "mamba": ("Mamba", {"state_size": 8}),
+    "mamba-untied": ("Mamba", {"time_step_rank": 5, "use_bias": True, "tie_word_embeddings": False}),
+    "mamba2": ("Mamba2", {**PURE_MAMBA2, "n_groups": 1}),
+    "mamba2-bias": ("Mamba2", {**PURE_MAMBA2, "n_groups": 2, "use_bias": True, "use_conv_bias": False}),
+    "nemotron_h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-M*-M"}),
     "granite4": ("GraniteMoeHybrid", {**GRANITE4, **LOCAL_EXPERTS}),
     "granite4-dense": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"}),
     "qwen3_next": ("Qwen3Next", {**DELTA, **GATED_SHARED}),

@@ -20,14 +20,14 @@ from bough.config.shares import rank_kv_values, rank_parameters, rank_state_valu
 
 LONG = pytest.mark.long
 
-DENSE_MODELS = ("llama", "gemma3", "olmo2", "bloom", "cohere-qk-norm")
+DENSE_MODELS = ("llama", "gemma3", "olmo2", "bloom", "cohere-qk-norm", "falcon_h1-norm", "mamba2", "falcon_mamba")
 """Grouped queries; windows and norms around each half; norms over all heads; slopes and a plain feed-forward; a norm per
 head and blocks whose halves read the same stream."""
 EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next", "granite4")
 """Softmax over experts; a gated shared expert; sinks, windows and experts with biases; chunks, temperatures and a weight on
 the input; latents, scored groups and shared experts; layers that keep states; those of Mamba 2, with a norm
 across ranks."""
-STATE_MODELS = ("qwen3_next", "granite4")
+STATE_MODELS = ("qwen3_next", "granite4", "falcon_h1-norm", "mamba2", "falcon_mamba")
 """Their states can't be shared by position."""
 SPREADS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},
@@ -86,7 +86,7 @@ def check_bytes(engine: ThreadEngine) -> None:
     """Each rank holds what was planned for it, which is less than all."""
     facts, layout = engine.decided.facts, engine.layout
     plan = engine.decided.resolved.plan
-    tables = 4 * 4 * facts.max_context * max(mixer.head_dim for mixer in facts.kv_mixers)
+    tables = 4 * 4 * facts.max_context * max((mixer.head_dim for mixer in facts.kv_mixers), default=0)
     held = [each for each in engine.held if each is not None]
     num_states = 2 + 8 + 2 * 8  # of rows that begin, of padding, of slots, and snapshots
     for rank, each in enumerate(held):
