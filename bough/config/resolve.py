@@ -122,6 +122,8 @@ class ModelPlanFacts:
     `kv_values_per_token` that are of a rank's part of the key-value heads."""
     state_values: int = 0
     """Values of a request's state, in layers that keep one, on the rank with the most."""
+    table_values: int = 0
+    """Values for each position in tables of rotary positions, which every rank has in float32."""
     tapped_values: int = 0
     """Values of a token that are kept beside the stream, for what drafts from them."""
     most_draft_steps: int | None = None
@@ -573,7 +575,7 @@ def memory_facts(
         device=machine.device,
         total_bytes=machine.total_bytes,
         free_bytes=machine.free_bytes,
-        weight_bytes=math.ceil((packed_bytes + dense * ITEM_BYTES[dtype]) * share),
+        weight_bytes=math.ceil((packed_bytes + dense * ITEM_BYTES[dtype]) * share) + 4 * model.table_values * longest,
         kv_bytes_per_token=kv_values * ITEM_BYTES[kv_dtype],
         groups=kv.groups,
         kv_note=kv.because,

@@ -90,6 +90,7 @@ def plan_facts(
         vocab_size=facts.vocab,
         tower=facts.tower,
         state_values=max(rank_state_values(facts, layout, rank) for rank in range(layout.size)),
+        table_values=sum(rope.rotary_dim for rope in {mixer.rope for mixer in facts.mixers} if rope is not None),
         weight_share=largest_share(facts, layout),
         kv=partial(_groups if frees_windows else _one_group, facts, layout),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import STATES
+from families import SHARED_KV, STATES
 from in_process import InProcess, Setup
 from tiny import make_tiny
 
@@ -37,10 +37,15 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3", "gemma2", "mistral", "qwen3_moe", "qwen3_next"])
+FAMILIES = [
+    "llama", "qwen3", "gemma3", "gemma2", "mistral", "qwen3_moe", "qwen3_next", "gemma3n", "gemma4", "gemma4-experts",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp(request.param)
-    prefix, extra = STATES.get(request.param, (request.param, {}))
+    prefix, extra = {**STATES, **SHARED_KV}.get(request.param, (request.param, {}))
     reference = make_tiny(prefix, folder, **{**extra, **SIZES}).cuda()
     expected = []
     for prompt in PROMPTS:
