@@ -9,7 +9,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.inputs import AttentionSpec
+from bough.kernels.attention.inputs import AttentionSpec, LatentMaps, RawLatents
 
 __all__ = [
     "AttentionBackend",
@@ -17,12 +17,16 @@ __all__ = [
     "Batch",
     "BatchMedia",
     "BatchStates",
+    "LatentBackend",
+    "LatentMaps",
     "Model",
+    "RawLatents",
     "RotatingBackend",
     "StatePhase",
     "Taps",
     "attention_specs",
     "rotates",
+    "takes_latents",
 ]
 
 
@@ -71,6 +75,18 @@ class RotatingBackend(AttentionBackend, Protocol):
 def rotates(backend: AttentionBackend) -> TypeGuard[RotatingBackend]:
     """Asked by every layer of every step: `isinstance` of a protocol takes a hundred times as long."""
     return hasattr(backend, "forward_rope")
+
+
+class LatentBackend(RotatingBackend, Protocol):
+    """An attention backend that decides, row by row, whether to read latents as they are or what each head makes of them."""
+
+    def forward_latent(self, spec: AttentionSpec, raw: RawLatents, maps: LatentMaps) -> Tensor:
+        """Norms, rotates and writes latents to their pages, then attends. Returns [T, N * V], or of `queries_at` alone."""
+        ...
+
+
+def takes_latents(backend: AttentionBackend) -> TypeGuard[LatentBackend]:
+    return hasattr(backend, "forward_latent")
 
 
 @dataclass(slots=True)

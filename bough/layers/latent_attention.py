@@ -1,7 +1,8 @@
 """Attention over latents (MLA). What is kept of a token is one vector, from which each head would make its key and value.
 
 A head's product that would make keys is applied to its query instead, and the one that would make values to what it has
-read ("absorbed"): heads then read the latents as they are, as one shared key whose first numbers are the value too.
+read ("absorbed"): heads then read the latents as they are, as one shared key whose first numbers are the value too. Backends
+that know latents may make keys and values of them where that is faster.
 
 T tokens, D width, N heads, R width of a latent, E width of the rotated part, C width of the rest of a head's query, V width
 of a head's value.
@@ -10,14 +11,15 @@ of a head's value.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bough.config.model_facts import Mla
 from bough.layers.attention import growth
-from bough.layers.batch import AttentionSpec, Batch, rotates
+from bough.layers.batch import AttentionSpec, Batch, RawLatents, rotates, takes_latents
 from bough.layers.build import Build
 from bough.layers.linear import HeadsLinear, ReplicatedLinear, RowLinear
-from bough.layers.norm import make_norm
+from bough.layers.norm import RMSNorm, make_norm
 from bough.layers.rotary import Rope
 from bough.layers.stream import Input, Normed, Product, value_of
 from bough.quantization.scheme import Matrix, Part
@@ -66,18 +68,35 @@ class LatentAttention(nn.Module):
         q_TNH = self.q_up(query_TP).view(len(x_TD), self.num_heads, self.facts.head_dim)
         if self.facts.temperature is not None:
             q_TNH = q_TNH * growth(self.facts.temperature, batch.positions_T)[:, None, None].to(q_TNH.dtype)
+        kv_TX = self.kv_down(x_TD)
+        norm = self.kv_norm
+        if self.rope is not None and isinstance(norm, RMSNorm) and takes_latents(backend):
+            raw = RawLatents(
+                q_TNH, kv_TX, norm.weight, norm.eps, norm.offset, *self.rope.at(batch), self.rope.interleaved
+            )  # fmt: skip
+            read_TF = backend.forward_latent(self.spec, raw, self.kv_up)
+        else:
+            read_TF = self._absorbed(q_TNH, kv_TX, batch)
+        if queries_at_L is not None and isinstance(x, Normed):
+            x.stream.narrow(queries_at_L)
+        out: Product = self.out(read_TF)
+        return out
+
+    def _absorbed(self, q_TNH: Tensor, kv_TX: Tensor, batch: Batch) -> Tensor:
+        """[T, N * V], or [L, N * V]: heads read latents as they are."""
         q_TNC, q_TNE = q_TNH.split_with_sizes((self.facts.nope_dim, self.facts.rope_dim), 2)
-        latent_TR, k_TE = self.kv_down(x_TD).split_with_sizes((self.facts.kv_rank, self.facts.rope_dim), 1)
+        latent_TR, k_TE = kv_TX.split_with_sizes((self.facts.kv_rank, self.facts.rope_dim), 1)
         k_T1E = k_TE.unsqueeze(1)
         if self.rope is not None:
             q_TNE, k_T1E = self.rope(q_TNE.contiguous(), k_T1E.contiguous(), batch)
-        q = torch.cat((self.kv_up.absorb(q_TNC), q_TNE), 2)
+        q_TNR = q_TNC.new_empty((*q_TNC.shape[:2], self.facts.kv_rank))
+        self.kv_up.absorb(q_TNC, q_TNR)
+        q = torch.cat((q_TNR, q_TNE), 2)
         k = torch.cat((self.kv_norm(latent_TR.contiguous()).unsqueeze(1), k_T1E), 2)
-        read_TF = backend.forward(self.spec, q, k, k[..., : self.facts.kv_rank])
-        if queries_at_L is not None and isinstance(x, Normed):
-            x.stream.narrow(queries_at_L)
-        out: Product = self.out(self.kv_up.values(read_TF.view(len(read_TF), self.num_heads, -1)))
-        return out
+        read_TF = batch.attention.forward(self.spec, q, k, k[..., : self.facts.kv_rank])
+        out_TNV = read_TF.new_empty((len(read_TF), self.num_heads, self.facts.v_dim))
+        self.kv_up.values(read_TF.view(len(read_TF), self.num_heads, -1), out_TNV)
+        return out_TNV.flatten(1)
 
 
 class Expansion(nn.Module):
@@ -86,7 +105,7 @@ class Expansion(nn.Module):
 
     def __init__(self, facts: Mla, heads: slice, build: Build) -> None:
         super().__init__()
-        self.nope_dim = facts.nope_dim
+        self.nope_dim, self.v_dim = facts.nope_dim, facts.v_dim
         self.build = build
         each = facts.nope_dim + facts.v_dim
         rows = slice(heads.start * each, heads.stop * each)
@@ -109,11 +128,14 @@ class Expansion(nn.Module):
         ones_RR = torch.eye(self.part.shape[1], dtype=self.weight.dtype, device=self.weight.device)
         self.weight.copy_(stored.forward(ones_RR).T.view(self.weight.shape))
 
-    def absorb(self, q_TNC: Tensor) -> Tensor:
-        """[T, N, R]: queries that read latents as they would read the keys made of them."""
-        return torch.bmm(q_TNC.transpose(0, 1), self.weight[:, : self.nope_dim]).transpose(0, 1)
+    def absorb(self, q_TNC: Tensor, out_TNR: Tensor) -> None:
+        """As `LatentMaps` says, and so below."""
+        torch.bmm(q_TNC.transpose(0, 1), self.weight[:, : self.nope_dim], out=out_TNR.transpose(0, 1))
 
-    def values(self, read_TNR: Tensor) -> Tensor:
-        """[T, N * V]: what heads read, from sums of latents."""
+    def values(self, read_TNR: Tensor, out_TNV: Tensor) -> None:
         up_NRV = self.weight[:, self.nope_dim :].transpose(1, 2)
-        return torch.bmm(read_TNR.transpose(0, 1), up_NRV).transpose(0, 1).flatten(1)
+        torch.bmm(read_TNR.transpose(0, 1), up_NRV, out=out_TNV.transpose(0, 1))
+
+    def expand(self, latents_SR: Tensor) -> tuple[Tensor, Tensor]:
+        both = F.linear(latents_SR, self.weight.flatten(0, 1)).view(-1, *self.weight.shape[:2])
+        return both[..., : self.nope_dim], both[..., self.nope_dim :]

@@ -30,8 +30,21 @@ from torch import Tensor
 from bough.config.model_facts import ClampedGate
 from bough.core.kv import Window
 from bough.kernels.activation import reference as activation_reference, triton as activation
-from bough.kernels.attention import plan as planning, reference as attention_reference, triton_backend as backend
-from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths, LastRows, SpanTensors, TreeMask
+from bough.kernels.attention import (
+    expanded,
+    plan as planning,
+    reference as attention_reference,
+    triton_backend as backend,
+)
+from bough.kernels.attention.inputs import (
+    AttentionInputs,
+    AttentionSpec,
+    HostLengths,
+    LastRows,
+    RawLatents,
+    SpanTensors,
+    TreeMask,
+)
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.causal_conv import reference as conv_reference, triton as conv
 from bough.kernels.delta_rule import reference as delta_reference, triton as delta
@@ -607,6 +620,99 @@ def _tail(bed: Bed, spec: AttentionSpec, dtype: torch.dtype) -> None:
         earlier = replace(spec, layer=spec.layer - 1)
         runner.prepare(inputs)
         assert runner.queries_at(earlier) is None
+
+
+def latent_cases(bed: Bed) -> Cases:
+    caches = (None, FLOAT8) if bed.large else (None,)
+    for dtype, cache, interleaved, tail in bed.cover(bed.dtypes, caches, (False, True), (False, True)):
+        name = f"latents {dtype} cache {cache} interleaved {interleaved} tail {tail}"
+        yield name, partial(_latents, bed, dtype, cache or dtype, interleaved=interleaved, tail=tail)
+
+
+class Maps:
+    """Makes keys and values of latents by one matrix a head."""
+
+    def __init__(self, weight_NXR: Tensor, v_dim: int) -> None:
+        self.weight = weight_NXR
+        self.v_dim = v_dim
+
+    def absorb(self, q_TNC: Tensor, out_TNR: Tensor) -> None:
+        weight = self.weight[:, : -self.v_dim].float()
+        out_TNR.copy_(torch.einsum("tnc,ncr->tnr", q_TNC.float(), weight))
+
+    def values(self, read_TNR: Tensor, out_TNV: Tensor) -> None:
+        weight = self.weight[:, -self.v_dim :].float()
+        out_TNV.copy_(torch.einsum("tnr,nvr->tnv", read_TNR.float(), weight))
+
+    def expand(self, latents_SR: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.einsum("sr,nxr->snx", latents_SR.float(), self.weight.float()).to(latents_SR.dtype)
+        return both[..., : -self.v_dim], both[..., -self.v_dim :]
+
+
+def _latents(bed: Bed, dtype: torch.dtype, cache: torch.dtype, *, interleaved: bool, tail: bool) -> None:
+    """Rows that read latents as they are and rows that have keys and values made of them, against the former alone."""
+    heads, rank, rotated, nope, v_dim = (16, 512, 64, 128, 128) if bed.large else (3, 16, 8, 12, 10)
+    spec = layer_of(heads, 1, rank + rotated, v_head_dim=rank, latent=True)
+    rows = _ragged(bed)
+    rows += [(1500, 0), (300, 2500), (70, 0), (1, 3), (2100, 700)] if bed.large else [(40, 0), (30, 45), (1, 3)]
+    bed.rng.shuffle(rows)
+    with small_shapes(bed), thresholds(bed):
+        inputs = attention_inputs(bed, rows, spec, 32 if bed.large else 4, cache, pad_rows=bed.rng.choice((0, 0, 2)))
+        tokens = inputs.num_tokens
+        q = bed.normal(tokens, heads, nope + rotated, dtype=dtype)
+        kv = bed.normal(tokens, rank + rotated, dtype=dtype)
+        norm_weight = bed.normal(rank, dtype=dtype)
+        positions = bed.ints([bed.rng.randrange(50) for _ in range(tokens)], torch.int64)
+        cos_sin = bed.normal(50, rotated)
+        maps = Maps(bed.normal(heads, nope + v_dim, rank, dtype=dtype, scale=rank**-0.5), v_dim)
+
+        latent = norm_reference.rms_norm(kv[:, :rank], norm_weight, 1e-5)
+        turned, k = rotary_reference.apply_rope(
+            q[..., nope:].contiguous(), kv[:, None, rank:].contiguous(), positions, cos_sin, interleaved=interleaved
+        )
+        key = torch.cat((latent[:, None], k), 2)
+        absorbed = q.new_empty((tokens, heads, rank))
+        maps.absorb(q[..., :nope], absorbed)
+        read = attention_reference.forward(spec, inputs, torch.cat((absorbed, turned), 2), key, key[..., :rank])
+        want = q.new_empty((tokens, heads, v_dim))
+        maps.values(read.view(tokens, heads, rank), want)
+        written = inputs.k_caches[0].clone()
+        inputs.k_caches[0].flatten(0, 2)[inputs.loc_T[inputs.loc_T >= 0]] = 0.0
+
+        runner = backend.TritonAttention(bed.device)
+        at = bed.ints(sorted(bed.rng.sample(range(sum(row[0] for row in rows)), 2)), torch.int64)
+        if tail:
+            ends = np.cumsum([row[0] for row in rows])
+            owner = [int(np.searchsorted(ends, int(each), side="right")) for each in at]
+            lengths = [sum(rows[row]) - int(ends[row]) + int(each) + 1 for row, each in zip(owner, at, strict=True)]
+            few = replace(
+                inputs, query_start_R1=bed.ints(range(len(at) + 1)), kv_len_R=bed.ints(lengths),
+                slots_R=inputs.slots_R[owner], loc_T=bed.ints([0] * len(at), torch.int64), max_query=1, host=None,
+            )  # fmt: skip
+            inputs.tail = LastRows(at, lambda: few)
+
+        def attend() -> Tensor:
+            runner.prepare(inputs)
+            raw = RawLatents(q.clone(), kv, norm_weight, 1e-5, 0.0, positions, cos_sin, interleaved)
+            return runner.forward_latent(spec, raw, maps)
+
+        got = same_twice(attend)
+        close(got, want.flatten(1)[at] if tail else want.flatten(1), dtype)
+        close(inputs.k_caches[0].float(), written.float(), dtype)
+
+
+@contextmanager
+def thresholds(bed: Bed) -> Iterator[None]:
+    """Bounds from which keys and values are made of latents, so that small inputs have such rows too."""
+    chosen = {"PIECE": 1024} if bed.large else {"FRESH_FROM": 5, "LONG_FROM": 6, "PIECE": 16}
+    before = {name: vars(expanded)[name] for name in chosen}
+    try:
+        for name, value in chosen.items():
+            setattr(expanded, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(expanded, name, value)
 
 
 @contextmanager
@@ -1289,6 +1395,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "attention": attention_cases,
     "shared": shared_cases,
     "tail": tail_cases,
+    "latent": latent_cases,
     "rope": rope_cases,
     "plan": plan_cases,
     "sampling": sampling_cases,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,39 @@ class AttentionSpec:
 
 
 Spec = AttentionSpec
+
+
+class LatentMaps(Protocol):
+    """What would make each head's keys (C numbers) and values (V) of latents (R), applied from either side."""
+
+    v_dim: int
+
+    def absorb(self, q_TNC: Tensor, out_TNR: Tensor) -> None:
+        """Fills `out_TNR` with queries that read latents as `q_TNC` would read the keys made of them."""
+        ...
+
+    def values(self, read_TNR: Tensor, out_TNV: Tensor) -> None:
+        """Fills `out_TNV` with what heads read, from sums of latents."""
+        ...
+
+    def expand(self, latents_SR: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [S, N, C] and values [S, N, V]."""
+        ...
+
+
+class RawLatents(NamedTuple):
+    """What a layer with latents projects: queries whose last numbers are not rotated yet, and of each token a latent that is
+    not normed yet with a key that is not rotated yet."""
+
+    q_TNH: Tensor
+    """May be written to."""
+    kv_TX: Tensor
+    norm_R: Tensor
+    eps: float
+    offset: float
+    positions_T: Tensor
+    cos_sin_PE: Tensor
+    interleaved: bool
 
 
 @dataclass(slots=True)

@@ -56,6 +56,7 @@ def _attend_blocks(
     high,
     norm,
     q,
+    q_rest,
     position,
     k_cache,
     v_cache,
@@ -81,6 +82,7 @@ def _attend_blocks(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    LATENT: tl.constexpr,
     H: tl.constexpr,
     VH: tl.constexpr,
     PAGE: tl.constexpr,
@@ -90,7 +92,8 @@ def _attend_blocks(
 ):
     """Online softmax over KV tokens low .. end (a whole number of blocks); `high` is the running maximum, base 2.
 
-    The caches are pointers to the KV head, or with TMA descriptors of [tokens, heads * width].
+    The caches are pointers to the KV head, or with TMA descriptors of [tokens, heads * width]. With LATENT a value is the
+    first VH numbers of its key, which are read once: `q` has as many, `q_rest` has those for the rest of a key.
     """
     dim = tl.arange(0, BLOCK_H)
     v_dim = tl.arange(0, BLOCK_V)
@@ -101,6 +104,15 @@ def _attend_blocks(
         tokens = n + tl.arange(0, BLOCK_N)
         if TMA:
             k = tl.trans(k_cache.load([here * PAGE + n % PAGE, kv_head * H]))
+        elif LATENT:
+            at = _locations(here, n, PAGE, BLOCK_N)
+            inside = (tokens < kv_high)[:, None]
+            if BLOCK_V != VH:
+                inside = inside & (v_dim < VH)[None, :]
+            latent = tl.load(k_cache + at[:, None] * k_token + v_dim[None, :], mask=inside, other=0.0).to(q.dtype)
+            inside = (tokens < kv_high)[None, :] & (dim < H - VH)[:, None]
+            rest = tl.load(k_cache + at[None, :] * k_token + VH + dim[:, None], mask=inside, other=0.0).to(q.dtype)
+            k = tl.trans(latent)
         else:
             at = _locations(here, n, PAGE, BLOCK_N)
             k_at = k_cache + at[None, :] * k_token + dim[:, None]
@@ -112,7 +124,10 @@ def _attend_blocks(
                 k = tl.load(k_at, mask=(dim < H)[:, None], other=0.0)
             else:
                 k = tl.load(k_at)
-        score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
+        score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if LATENT:
+            score = tl.dot(q_rest, rest, score, input_precision=PRECISION)
+        score = score * scale_log2
         if SOFTCAP:
             bounded = 2.0 * tl.sigmoid(score * (2.0 / (_LOG2E * softcap))) - 1.0
             score = bounded * (softcap * _LOG2E)
@@ -150,6 +165,8 @@ def _attend_blocks(
             v = v_cache.load([here * PAGE + n % PAGE, kv_head * VH])
             if MASKED:
                 v = tl.where(there[:, None], v, 0.0)
+        elif LATENT:
+            v = latent
         else:
             v_at = v_cache + at[:, None] * v_token + v_dim[None, :]
             if MASKED and BLOCK_V != VH:
@@ -243,6 +260,7 @@ def _attention_kernel(
     TWO_PHASE: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    LATENT: tl.constexpr,
     TOKENS_PER_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -287,10 +305,16 @@ def _attention_kernel(
             query = (token + row // G).to(tl.int64)
         head = kv_head * G + row % G
         slope = tl.load(slopes + head, mask=valid, other=0.0) * _LOG2E if SLOPED else 0.0
-        q_mask = valid[:, None]
-        if BLOCK_H != H:
-            q_mask = q_mask & (dim < H)[None, :]
-        q_tile = tl.load(q + query[:, None] * q_token + head[:, None] * q_head + dim[None, :], mask=q_mask, other=0.0)
+        q_at = q + query[:, None] * q_token + head[:, None] * q_head
+        if LATENT:
+            q_tile = tl.load(q_at + v_dim[None, :], mask=valid[:, None] & (v_dim < VH)[None, :], other=0.0)
+            q_rest = tl.load(q_at + VH + dim[None, :], mask=valid[:, None] & (dim < H - VH)[None, :], other=0.0)
+        else:
+            q_mask = valid[:, None]
+            if BLOCK_H != H:
+                q_mask = q_mask & (dim < H)[None, :]
+            q_tile = tl.load(q_at + dim[None, :], mask=q_mask, other=0.0)
+            q_rest = q_tile
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         norm = tl.zeros([BLOCK_M], tl.float32)
         high = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -324,25 +348,25 @@ def _attention_kernel(
                 full_start = kv_low + (tl.maximum(edge - kv_low, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
                 full_start = tl.minimum(tl.maximum(full_start, low), high_end)
                 acc, high, norm = _attend_blocks(
-                    acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_start, kv_high,
+                    acc, high, norm, q_tile, q_rest, where, k_base, v_base, kv_head, table, low, full_start, kv_high,
                     scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
-                    True, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H,
-                    BLOCK_V,
+                    True, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT, H, VH, PAGE, BLOCK_N,
+                    BLOCK_H, BLOCK_V,
                 )  # fmt: skip
                 low = full_start
             full_end = tl.minimum(tl.maximum(full_end, low), high_end)
             acc, high, norm = _attend_blocks(
-                acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, full_end, kv_high,
+                acc, high, norm, q_tile, q_rest, where, k_base, v_base, kv_head, table, low, full_end, kv_high,
                 scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
-                False, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH, PAGE, BLOCK_N, BLOCK_H,
-                BLOCK_V,
+                False, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT, H, VH, PAGE, BLOCK_N,
+                BLOCK_H, BLOCK_V,
             )  # fmt: skip
             low = full_end
         acc, high, norm = _attend_blocks(
-            acc, high, norm, q_tile, where, k_base, v_base, kv_head, table, low, high_end, kv_high,
+            acc, high, norm, q_tile, q_rest, where, k_base, v_base, kv_head, table, low, high_end, kv_high,
             scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
-            True, CAUSAL and not GROUPED, TREE and not GROUPED, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, H, VH,
-            PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+            True, CAUSAL and not GROUPED, TREE and not GROUPED, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT,
+            H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
         )  # fmt: skip
 
         first = head_start // per_chunk
@@ -477,6 +501,7 @@ def attend(
     zero_padding: bool = False,
     after_plan: bool = False,
     tree: TreeMask | None = None,
+    latent: bool = False,
 ) -> None:
     """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous). `q_TNH` must have their tokens, those
     behind it need not.
@@ -484,7 +509,7 @@ def attend(
     `shared` is (float32 [levels, F, N, V], float32 [levels, F, N]), F as in `SpanTensors.num_tokens`: a plan of spans leaves
     its results and log-sum-exps (base 2) there and doesn't touch `out_TNV`; a plan of rows merges what it finds there. With
     `zero_padding` tokens of no row become zero. `after_plan`: the plan may just have been queued, so this launch must not
-    start before it ends.
+    start before it ends. `latent`: `v_cache` is the first part of `k_cache`'s numbers.
     """
     _, num_heads, width = q_TNH.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -544,10 +569,11 @@ def attend(
         TWO_PHASE=shape.block_m >= 64,
         PRECISION="ieee" if q_TNH.dtype == torch.float32 else "tf32",
         TMA=tma,
+        LATENT=latent,
         TOKENS_PER_TILE=plan.tokens_per_tile,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        BLOCK_H=power_of_two(width, 16),
+        BLOCK_H=power_of_two(width - v_width if latent else width, 16),
         BLOCK_V=power_of_two(v_width, 16),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

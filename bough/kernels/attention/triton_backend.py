@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bough.core.step import SpanCosts
-from bough.kernels.attention import decode_hopper, fresh, plan, triton
-from bough.kernels.attention.inputs import AttentionInputs, LastRows, Spec
+from bough.kernels.attention import decode_hopper, expanded, fresh, latent, plan, triton
+from bough.kernels.attention.inputs import AttentionInputs, LastRows, LatentMaps, RawLatents, Spec
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.launching import num_sms, power_of_two, shared_bytes_per_sm
 from bough.kernels.rotary.triton import rope_and_write, rope_queries, write_kv
@@ -35,8 +35,6 @@ arithmetic, so that groups of few rows are not paid for with empty tiles."""
 MOST_NODES = 64
 """Query tokens of a row whose drafts form a tree."""
 _LARGE_STEP = 1024
-_LATENT_BYTES = 2048
-"""Keys and values of a head together are larger in attention over latents alone (576 and 512 numbers, rounded up)."""
 _NEVER = 2**30
 """No row is as long: all of them are left to the paged kernel."""
 
@@ -78,7 +76,15 @@ class _Prepared:
     """(first token, tokens) of rows whose attention needs no pages."""
     all_fresh_from: int
     """From this token on there are no others."""
+    long: list[expanded.LongRow]
+    """Rows with a context of which keys and values are made (latents)."""
     just_planned: bool = True
+
+    @property
+    def end(self) -> int:
+        """Behind the last token of `fresh` and `long` rows, of which there are some."""
+        ends = [first + length for first, length in self.fresh]
+        return max([*ends, *(each.first + each.length for each in self.long)])
 
 
 class TritonAttention:
@@ -177,6 +183,42 @@ class TritonAttention:
             self.prepare(tail.inputs())
             prepared = self._kind(spec, q, v_TKH)
         return self._attend(spec, prepared, q, k, v_TKH, later)
+
+    def forward_latent(self, spec: Spec, raw: RawLatents, maps: LatentMaps) -> Tensor:
+        """Norms, rotates and writes latents to their pages, then attends. Returns [T, N * V], or of `queries_at` alone.
+
+        Rows with many queries attend to keys and values that are made of the latents, others to the latents.
+        """
+        inputs = self._of_layer(spec)
+        cache = inputs.k_caches[spec.layer]
+        k_scale, _ = inputs.scales(spec.layer)
+        rank = cache.shape[3] - raw.cos_sin_PE.shape[1]
+        tail = self._tail(spec)
+        prepared = None if tail is not None else self._kind(spec, raw.q_TNH, raw.kv_TX, expands=True)
+        front = 0 if prepared is None else prepared.all_fresh_from
+        q, k = latent.norm_rope_write(
+            raw.q_TNH, raw.kv_TX, raw.norm_R, raw.positions_T, raw.cos_sin_PE, inputs.loc_T, cache,
+            front=front, eps=raw.eps, offset=raw.offset, scale=k_scale, interleaved=raw.interleaved,
+        )  # fmt: skip
+        q_TNH, nope = raw.q_TNH, raw.q_TNH.shape[2] - raw.cos_sin_PE.shape[1]
+        if tail is not None:
+            q_TNH = _of_tail(q_TNH, tail)
+            q = q_TNH.new_empty((*q_TNH.shape[:2], cache.shape[3]))
+            q[..., rank:] = q_TNH[..., nope:]
+            self.prepare(tail.inputs())
+            inputs, front = self._of_layer(spec), len(q)
+            prepared = self._kind(spec, q_TNH, raw.kv_TX)
+        assert prepared is not None
+        out_TNV = q.new_empty((inputs.num_tokens, spec.num_heads, maps.v_dim))
+        if front:
+            maps.absorb(q_TNH[:front, :, :nope], q[..., :rank])
+            read_TNR = q.new_empty((front, spec.num_heads, rank))
+            self._launch(spec, inputs, prepared, q, read_TNR)
+            maps.values(read_TNR, out_TNV[:front])
+        if prepared.fresh or prepared.long:
+            seen_TX = _as_read(k, cache.dtype, k_scale).squeeze(1)
+            expanded.attend(spec, inputs, maps, q_TNH, seen_TX, prepared.fresh, prepared.long, k_scale, out_TNV)
+        return out_TNV.flatten(1)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor | None = None, v_TKH: Tensor | None = None) -> Tensor:
         """`forward` for KV that is already in the pages. With the step's keys and values at hand, rows without context are
@@ -291,10 +333,10 @@ class TritonAttention:
                 zero_padding=is_rows and each is prepared.rows[0],
                 after_plan=prepared.just_planned and place == 0,
                 tree=inputs.tree,
+                latent=spec.latent,
             )
-        if not prepared.rows and prepared.fresh:
-            last = max(first + length for first, length in prepared.fresh)
-            out[last:].zero_()
+        if not prepared.rows and (prepared.fresh or prepared.long):
+            out[prepared.end :].zero_()
         prepared.just_planned = False
 
     def _workspace(self, each: Plan, v_width: int) -> triton.Workspace:
@@ -305,8 +347,9 @@ class TritonAttention:
             made.append(triton.Workspace.make(num_chunks, each.shape.block_m, v_width, self._device))
         return made[-1]
 
-    def _kind(self, spec: Spec, q: Tensor, v: Tensor | None) -> _Prepared:
-        """The launches of layers like this one. `v`: the values of the step's tokens; None: they are in the pages alone."""
+    def _kind(self, spec: Spec, q: Tensor, v: Tensor | None, *, expands: bool = False) -> _Prepared:
+        """The launches of layers like this one. `v`: the values of the step's tokens; None: they are in the pages alone.
+        `expands`: latents may be left to `expanded`."""
         inputs = self._step()
         v_width = inputs.v_caches[spec.layer].shape[3]
         kind = _kind_of(spec)
@@ -314,14 +357,19 @@ class TritonAttention:
             inputs.tree is not None and kind.window is not None
         ):  # nodes stand up to so many positions before their places
             kind = replace(kind, window=kind.window + MOST_NODES)
-        fresh_from = _NEVER
-        if inputs.host is not None and v is not None and fresh.suits(spec, q, v):
+        fresh_from = long_from = _NEVER
+        if inputs.host is not None and spec.latent:
+            if expands and inputs.tree is None:
+                fresh_from = expanded.FRESH_FROM
+                long_from = _NEVER if inputs.shared is not None else expanded.LONG_FROM
+        elif inputs.host is not None and v is not None and fresh.suits(spec, q, v):
             fresh_from = fresh.shortest(q, v, hopper=self._hopper)
         key = (kind, fresh_from, v_width)
         found = self._prepared.get(key)
         if found is None:
-            width = power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
-            found = self._prepared[key] = _plan_step(inputs, kind, width * q.dtype.itemsize, fresh_from)
+            width = spec.head_dim if spec.latent else power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
+            token = TokenBytes(width * q.dtype.itemsize, spec.latent)
+            found = self._prepared[key] = _plan_step(inputs, kind, token, fresh_from, long_from)
         return found
 
 
@@ -346,40 +394,57 @@ def _as_read(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return (held.to(dtype).float() * scale).to(x.dtype)
 
 
-def _plan_step(inputs: AttentionInputs, kind: Kind, bytes_per_token: int, fresh_from: int) -> _Prepared:
-    """Which launches the step needs: host lengths, where known, leave out those without rows."""
-    decode = shape_for(_decode_shape(inputs, kind), kind.group, bytes_per_token)
+def _plan_step(
+    inputs: AttentionInputs, kind: Kind, token: TokenBytes, fresh_from: int, long_from: int = _NEVER
+) -> _Prepared:
+    """Which launches the step needs: host lengths, where known, leave out those without rows. Rows with a context and at
+    least `long_from` queries are left to `expanded`."""
+    decode = shape_for(_decode_shape(inputs, kind), kind.group, token)
     most_decode = decode.block_m // kind.group
     fresh_rows: list[tuple[int, int]] = []
+    long_rows: list[expanded.LongRow] = []
     has_decode, has_longer = True, inputs.max_query > most_decode
+    all_fresh_from = inputs.num_tokens
     if inputs.host is not None:
         has_decode = has_longer = False
         start = 0
-        for length, before in zip(inputs.host.num_query_R.tolist(), inputs.host.context_R.tolist(), strict=True):
+        lengths = zip(inputs.host.num_query_R.tolist(), inputs.host.context_R.tolist(), strict=True)
+        for row, (length, before) in enumerate(lengths):
             is_fresh = before == 0 and length >= fresh_from
+            is_long = before > 0 and length >= long_from
             if is_fresh:
                 fresh_rows.append((start, length))
+            elif is_long:
+                long_rows.append(expanded.LongRow(row, start, length, before))
             has_decode |= length <= most_decode
-            has_longer |= length > most_decode and not is_fresh
+            has_longer |= length > most_decode and not is_fresh and not is_long
             start += length
+        elsewhere = [*fresh_rows, *((each.first, each.length) for each in long_rows)]
+        all_fresh_from = _all_from(elsewhere, inputs.num_tokens)
     shared, covered_2R = None, None
     if inputs.shared is not None and kind.window is None and (has_decode or has_longer):
-        shared, covered_2R = plan.plan_spans(inputs, kind, shape_for(SHARED, kind.group, bytes_per_token))
+        shared, covered_2R = plan.plan_spans(inputs, kind, shape_for(SHARED, kind.group, token))
     rows: list[Plan] = []
     if has_decode:
         rows.append(plan.plan_rows(inputs, kind, decode, most_query=most_decode, covered_2R=covered_2R))
     if has_longer:
-        longer = shape_for(PREFILL if inputs.num_tokens >= _LARGE_STEP else EXTEND, kind.group, bytes_per_token)
-        least = most_decode + 1
+        longer = shape_for(PREFILL if inputs.num_tokens >= _LARGE_STEP else EXTEND, kind.group, token)
         rows.append(
-            plan.plan_rows(inputs, kind, longer, least_query=least, fresh_from=fresh_from, covered_2R=covered_2R)
-        )
-    all_fresh_from = inputs.num_tokens
-    for first, length in reversed(fresh_rows):
-        if first + length != all_fresh_from:
+            plan.plan_rows(
+                inputs, kind, longer, least_query=most_decode + 1, most_query=long_from - 1, fresh_from=fresh_from,
+                covered_2R=covered_2R,
+            )
+        )  # fmt: skip
+    return _Prepared(rows, shared, fresh_rows, all_fresh_from, long_rows)
+
+
+def _all_from(rows: list[tuple[int, int]], end: int) -> int:
+    """The first token from which on, up to `end`, all belong to `rows`."""
+    for first, length in sorted(rows, reverse=True):
+        if first + length != end:
             break
-        all_fresh_from = first
-    return _Prepared(rows, shared, fresh_rows, all_fresh_from)
+        end = first
+    return end
 
 
 def _decode_shape(inputs: AttentionInputs, kind: Kind) -> Shape:
@@ -390,20 +455,26 @@ def _decode_shape(inputs: AttentionInputs, kind: Kind) -> Shape:
     return MANY_DECODE if many and shared_bytes_per_sm(device) >= _MANY_BYTES else DECODE
 
 
-@cache
-def shape_for(shape: Shape, group: int, bytes_per_token: int) -> Shape:
-    """The shape with tiles that hold at least one token of `group` heads, and KV blocks that fit into shared memory.
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """Of KV that a head reads of a token: K and V, widths rounded up to powers of two, or a latent."""
 
-    `bytes_per_token`: K and V of one head, widths rounded up to powers of two.
-    """
-    block_m = max(shape.block_m, 1 << (group - 1).bit_length())
+    num_bytes: int
+    latent: bool = False
+
+
+@cache
+def shape_for(shape: Shape, group: int, token: TokenBytes) -> Shape:
+    """The shape with tiles that hold at least one token of `group` heads, and KV blocks that fit into shared memory."""
+    least_m = 1 << (group - 1).bit_length()
+    block_m = max(shape.block_m, least_m)
     block_n = shape.block_n
-    if bytes_per_token > 512:
-        block_m = max(min(block_m, 64), 1 << (group - 1).bit_length())
-        block_n = max(16, 1 << (block_n * 512 // bytes_per_token).bit_length() - 1)
-    if bytes_per_token > _LATENT_BYTES:
-        # A tile's queries and sums of 1024 and 512 numbers must fit into registers, beside two blocks of latents.
-        block_m = max(min(block_m, 32), 1 << (group - 1).bit_length())
-        warps = 8 if block_m >= 32 else 4
-        return replace(shape, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=2)
+    if token.latent:
+        # A tile's queries and sums of 512 numbers must fit into registers, beside blocks of latents in shared memory.
+        block_m = max(min(block_m, 32), least_m, 16)
+        warps, stages = (8, 2) if block_m >= 32 else (4, 3)
+        return replace(shape, block_m=block_m, block_n=32, num_warps=warps, num_stages=stages, ctas_per_sm=2)
+    if token.num_bytes > 512:
+        block_m = max(min(block_m, 64), least_m)
+        block_n = max(16, 1 << (block_n * 512 // token.num_bytes).bit_length() - 1)
     return replace(shape, block_m=block_m, block_n=block_n)

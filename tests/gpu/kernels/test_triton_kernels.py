@@ -14,6 +14,7 @@ PARTS = {
     "attention": 16,
     "shared": 2,
     "tail": 1,
+    "latent": 4,
     "moe": 3,
     "packed": 4,
     "packed_moe": 4,
