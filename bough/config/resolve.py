@@ -38,6 +38,9 @@ PENALISED_AT_ONCE = 1 << 22
 GATHERED_KEYS = 1 << 16
 """Maximum number of keys that attention in plain torch copies out of their pages at the same time, unless one row has
 more."""
+MOST_UNPACKED_EXPERTS = 2048 * MIB
+"""Maximum size of a layer's gate and up matrices, of all experts and as 16-bit floats, that are dequantised together for
+steps of many tokens (Hopper). gpt-oss-20b has 1,013 MiB, Qwen3-30B-A3B 768."""
 ATTENTION_MASK_BYTES = 96 * MIB
 """Memory of the masks of attention in plain torch."""
 ROOMY_BYTES = 120 * GIB
@@ -111,6 +114,8 @@ class ModelPlanFacts:
     """Width of the widest feed-forward activation of a token (experts per token x their width, for mixtures)."""
     attention_width: int
     """Query, key and value widths together."""
+    expert_values: int = 0
+    """Values of the gate and up matrices of all experts of the largest mixture."""
     vocab_size: int
     kv_page_multiple: int = 1
     tower: TowerFacts | None = None
@@ -556,6 +561,8 @@ def memory_facts(
     unpacked = 0
     if packed_bytes and machine.device == "cuda":  # with many tokens, one weight at a time is dequantised
         unpacked = max(2 * model.ffn_size, model.attention_width) * model.hidden_size * ITEM_BYTES[dtype] // ranks
+        experts = model.expert_values * ITEM_BYTES[dtype] // ranks
+        unpacked = max(unpacked, experts if experts <= MOST_UNPACKED_EXPERTS else 0)
 
     kept_bytes, tower_bytes = 0, 0
     if model.tower is not None:

@@ -13,7 +13,7 @@ from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import ModelFacts, Moe
 from bough.config.resolve import MachineFacts, ModelPlanFacts
 from bough.config.shares import largest_share, rank_state_values
 from bough.models.registry import find_architecture
@@ -87,6 +87,14 @@ def plan_facts(
         hidden_size=facts.hidden,
         ffn_size=max((layer.ffn.inner_values for layer in facts.layers if layer.ffn is not None), default=0),
         attention_width=max(mixer.projected for mixer in facts.mixers),
+        expert_values=max(
+            (
+                2 * layer.ffn.num_experts * layer.ffn.intermediate * facts.hidden
+                for layer in facts.layers
+                if isinstance(layer.ffn, Moe)
+            ),
+            default=0,
+        ),
         vocab_size=facts.vocab,
         tower=facts.tower,
         state_values=max(rank_state_values(facts, layout, rank) for rank in range(layout.size)),

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import Moe, Scored
+from bough.kernels.moe import Scoring, topk_scored
 from bough.layers.build import Build
 from bough.layers.norm import fill
 from bough.weights.slots import Slot
-
-_SOME = 1e-20
-"""Keeps a sum of scores from being 0."""
 
 
 class ExpertChoice(nn.Module):
@@ -23,6 +21,15 @@ class ExpertChoice(nn.Module):
         super().__init__()
         self.facts = facts
         self.scored = facts.scored or Scored(by="softmax")
+        self.scoring = Scoring(
+            sigmoid=self.scored.by == "sigmoid",
+            groups=self.scored.groups,
+            kept_groups=self.scored.kept_groups,
+            best_two=self.scored.group_by == "best two",
+            renormalise=facts.renormalise,
+            least_sum=self.scored.least_sum,
+            scale=facts.scale,
+        )
         self.bias: nn.Parameter | None = None
         if self.scored.bias:
             shape = (1, facts.num_experts) if self.scored.bias == "row" else (facts.num_experts,)
@@ -38,36 +45,20 @@ class ExpertChoice(nn.Module):
         both = {"bias": self.bias, "scales": self.scales}
         return {name: Slot(tuple(each.shape), partial(fill, each)) for name, each in both.items() if each is not None}
 
-    def forward(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights float32 [T, k], ids int32 [T, k])."""
+    def forward(self, logits_TE: Tensor, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(weights float32 [T, k], ids int32 [T, k]); of tokens whose `loc_T` is negative, ids are -1."""
         if self.scored.logit_scale != 1.0:
             logits_TE = logits_TE * self.scored.logit_scale
         if self.scored.softcap is not None:
             logits_TE = torch.tanh(logits_TE / self.scored.softcap) * self.scored.softcap
         if self.scored.by == "sparsemixer":
-            return sparse_mixer(logits_TE, self.scored.margin)
-        scores_TE = logits_TE.sigmoid() if self.scored.by == "sigmoid" else logits_TE.softmax(-1)
-        ranked_TE = scores_TE if self.bias is None else scores_TE + self.bias
-        if self.scored.groups > 1:
-            ranked_TE = self._of_kept_groups(ranked_TE)
-        ids_Tk = ranked_TE.topk(self.facts.experts_per_token, dim=-1).indices
-        weights_Tk = scores_TE.gather(1, ids_Tk)
-        if self.facts.renormalise:
-            total_T1 = weights_Tk.sum(-1, keepdim=True)
-            weights_Tk = weights_Tk / total_T1.clamp(min=max(self.scored.least_sum, _SOME))
+            weights_Tk, ids_Tk = sparse_mixer(logits_TE, self.scored.margin)
+            return weights_Tk, ids_Tk if loc_T is None else ids_Tk.masked_fill((loc_T < 0)[:, None], -1)
+        bias_E = None if self.bias is None else self.bias.view(-1)
+        weights_Tk, ids_Tk = topk_scored(logits_TE, self.facts.experts_per_token, self.scoring, bias_E, loc_T)
         if self.scales is not None:
             weights_Tk = weights_Tk * self.scales[ids_Tk]
-        return weights_Tk * self.facts.scale, ids_Tk.to(torch.int32)
-
-    def _of_kept_groups(self, ranked_TE: Tensor) -> Tensor:
-        """Experts of other groups are at -infinity."""
-        groups = self.scored.groups
-        by_group = ranked_TE.view(len(ranked_TE), groups, -1)
-        best = by_group.topk(2 if self.scored.group_by == "best two" else 1, dim=-1).values.sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
-            1, best.topk(self.scored.kept_groups, dim=-1).indices, True
-        )
-        return by_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+        return weights_Tk, ids_Tk
 
 
 def sparse_mixer(logits_TE: Tensor, margin: float) -> tuple[Tensor, Tensor]:

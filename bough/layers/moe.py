@@ -155,10 +155,10 @@ class MixtureOfExperts(nn.Module):
 
     def _chosen(self, x_TD: Tensor, of: Input) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int32 [T, k]). Padding chooses none, so that no expert is read for it."""
-        if self.choose is not None:
-            weights_Tk, ids_Tk = self.choose(self.router(x_TD.float()))
-            return weights_Tk, _without_padding(ids_Tk, of)
         loc_T = of.loc_T if isinstance(of, Normed) else None
+        if self.choose is not None:
+            weights_Tk, ids_Tk = self.choose(self.router(x_TD.float()), loc_T)
+            return weights_Tk, ids_Tk
         return topk_softmax(self.router(x_TD), self.experts_per_token, self.renormalise, loc_T)
 
     def _joins(self, num_tokens: int) -> bool:

@@ -51,13 +51,14 @@ from bough.kernels.delta_rule import reference as delta_reference, triton as del
 from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
 from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
-from bough.kernels.moe import Biases, reference as moe_reference, triton as moe
+from bough.kernels.moe import Biases, Scoring, clamped_gate, reference as moe_reference, triton as moe
 from bough.kernels.moe.grouping import group_tokens, round_rows, sum_parts
 from bough.kernels.norm import reference as norm_reference, triton as norm
 from bough.kernels.packed_linear import reference as packed_reference, triton as packed
 from bough.kernels.packed_linear.codes import Codes
 from bough.kernels.packed_linear.weight import FORMATS
 from bough.kernels.packed_moe import reference as packed_moe_reference, triton as packed_moe
+from bough.kernels.packed_moe.unpacked import add_biases, clamped_rows
 from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.rotary import reference as rotary_reference, triton as rotary
 from bough.kernels.sampling import reference as sampling_reference, triton as sampling
@@ -1036,6 +1037,39 @@ def moe_cases(bed: Bed) -> Cases:
         shapes = [(1, 8, 2, 64, 32), (7, 8, 3, 48, 40), (40, 5, 2, 64, 64)]
     for dtype, shape, limit in bed.cover(bed.dtypes, shapes, (4096, 16)):
         yield f"experts {shape} {dtype} one program up to {limit}", partial(_moe, bed, shape, dtype, limit)
+    sizes = ((256, 8, 4), (64, 1, 1), (160, 1, 1)) if bed.large else ((16, 4, 2), (12, 1, 1))
+    for size, sigmoid, best_two in bed.cover(sizes, (False, True), (False, True)):
+        yield f"scored {size} sigmoid {sigmoid} {best_two}", partial(_scored, bed, size, sigmoid, best_two)
+    yield "clamped rows", partial(_clamped, bed)
+
+
+def _scored(bed: Bed, size: tuple[int, int, int], sigmoid: bool, best_two: bool) -> None:
+    (experts, groups, kept), tokens, k = size, 50 if bed.large else 6, 6 if bed.large else 3
+    scoring = Scoring(sigmoid, groups, kept, best_two, bed.rng.random() < 0.5, bed.rng.choice((0.0, 0.3)), 2.5)
+    logits, bias = bed.normal(tokens, experts), bed.normal(experts) if bed.rng.random() < 0.7 else None
+    loc = bed.ints(np.arange(tokens) % 3 - 1, torch.int64) if bed.rng.random() < 0.5 else None
+    weights, ids = moe.topk_scored(logits, k, scoring, bias, loc)
+    want_weights, want_ids = moe_reference.topk_scored(logits, k, scoring, bias, loc)
+    assert torch.equal(ids, want_ids)
+    close(weights, want_weights, torch.float32)
+
+
+def _clamped(bed: Bed) -> None:
+    experts, inner, height = 5, 70, 64
+    dtype = bed.dtypes[0]
+    ids = bed.ints([[bed.rng.randrange(-1, experts)] for _ in range(90)])
+    x = bed.normal(90, 2 * inner, dtype=dtype)
+    grouping, rows, _ = group_tokens(x, ids, experts, height, fp8=False)
+    bias = bed.normal(experts, 2 * inner, dtype=dtype)
+    got = clamped_rows(rows, bias, grouping, height, ClampedGate(alpha=1.7, limit=1.0))
+    here = ids[:, 0] >= 0
+    want = clamped_gate(x[here].float() + bias[ids[here, 0].long()].float(), 1.7, 1.0).to(dtype)
+    close(got[grouping.places_Tk[here, 0].long()], want, dtype)
+    out = bed.normal(90, 2 * inner)
+    weights = bed.normal(90, 1)
+    added = out.clone()
+    add_biases(added, bias.float(), weights, ids)
+    close(added - out, torch.where(here[:, None], weights * bias.float()[ids[:, 0].long()], 0.0), dtype)
 
 
 def _moe(bed: Bed, shape: tuple[int, int, int, int, int], dtype: torch.dtype, limit: int) -> None:

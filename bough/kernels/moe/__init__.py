@@ -26,6 +26,34 @@ def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | N
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores choose experts, and what weighs them."""
+
+    sigmoid: bool
+    """Of each logit; otherwise a softmax over all of them."""
+    groups: int
+    kept_groups: int
+    """Only experts of the `kept_groups` best groups of neighbours can be chosen..."""
+    best_two: bool
+    """...groups being compared by the sum of their two best scores, or by their best one."""
+    renormalise: bool
+    least_sum: float
+    """Weights are divided by their sum, or by this if it is larger."""
+    scale: float
+    """Multiplies weights, last."""
+
+
+def topk_scored(
+    logits_TE: Tensor, k: int, scoring: Scoring, bias_E: Tensor | None = None, loc_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, k], ids int32 [T, k]) of float32 logits: the k experts of the largest scores + bias, in
+    descending order, weighed by their scores. `loc_T` as of `topk_softmax`."""
+    choose = _IMPLEMENTATIONS.pick("topk_scored", logits_TE.device)
+    out: tuple[Tensor, Tensor] = choose(logits_TE, k, scoring, bias_E, loc_T)
+    return out
+
+
 def fused_experts(
     x_TD: Tensor,
     gate_up_E2FD: Tensor,

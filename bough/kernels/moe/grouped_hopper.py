@@ -153,12 +153,15 @@ def can_serve(weights: Weights) -> bool:
     """Whether the kernel takes these weights."""
     stacks = (weights.gate_up_E2FD, weights.down_EDF)
     dtype = torch.float8_e4m3fn if weights.is_fp8 else torch.bfloat16
-    item = dtype.itemsize
     if any(each.dtype != dtype or not each.is_contiguous() or not can_map(each.flatten(0, 1)) for each in stacks):
         return False
-    least = LEAST_STEPS * _ROW_BYTES
     _, width, inner = weights.down_EDF.shape
-    return width % 8 == inner % 8 == 0 and min(width, inner) * item >= least
+    return takes(width, inner, dtype)
+
+
+def takes(width: int, inner: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes experts of these sizes."""
+    return width % 8 == inner % 8 == 0 and min(width, inner) * dtype.itemsize >= LEAST_STEPS * _ROW_BYTES
 
 
 def experts(

@@ -24,6 +24,35 @@ def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | N
     return weights.contiguous(), ids.to(torch.int32)
 
 
+_SOME = 1e-20
+"""Keeps a sum of scores from being 0."""
+
+
+def topk_scored(
+    logits_TE: Tensor, k: int, scoring: moe.Scoring, bias_E: Tensor | None = None, loc_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    scores_TE = logits_TE.sigmoid() if scoring.sigmoid else logits_TE.softmax(-1)
+    ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if scoring.groups > 1:
+        ranked_TE = _of_kept_groups(ranked_TE, scoring)
+    ids_Tk = ranked_TE.topk(k, dim=-1).indices
+    weights_Tk = scores_TE.gather(1, ids_Tk)
+    if scoring.renormalise:
+        total_T1 = weights_Tk.sum(-1, keepdim=True)
+        weights_Tk = weights_Tk / total_T1.clamp(min=max(scoring.least_sum, _SOME))
+    if loc_T is not None:
+        ids_Tk = ids_Tk.masked_fill((loc_T < 0)[:, None], -1)
+    return weights_Tk * scoring.scale, ids_Tk.to(torch.int32)
+
+
+def _of_kept_groups(ranked_TE: Tensor, scoring: moe.Scoring) -> Tensor:
+    """Experts of other groups are at -infinity."""
+    by_group = ranked_TE.view(len(ranked_TE), scoring.groups, -1)
+    best = by_group.topk(2 if scoring.best_two else 1, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(scoring.kept_groups, dim=-1).indices, True)
+    return by_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+
+
 def fused_experts(
     x_TD: Tensor,
     gate_up_E2FD: Tensor,

@@ -18,7 +18,7 @@ from bough.kernels.activation.triton import gated
 from bough.kernels.choices import facts_of
 from bough.kernels.launching import Launcher, cdiv, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import weight_tile
-from bough.kernels.moe import Biases, Routing, clamped_gate, grouped_hopper, lone_hopper, reference
+from bough.kernels.moe import Biases, Routing, Scoring, clamped_gate, grouped_hopper, lone_hopper, reference
 
 _ONE_LAUNCH_PAIRS = 4096
 """Up to here one launch sorts all (token, expert) pairs."""
@@ -67,6 +67,81 @@ def _topk_kernel(
 
 
 _TOPK = Launcher(_topk_kernel)
+
+
+@triton.jit
+def _scored_kernel(
+    logits,
+    bias,
+    weights,
+    ids,
+    loc,
+    stride,
+    least_sum,
+    scale,
+    PADDED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    choice = tl.arange(0, BLOCK_K)
+    trigger(PDL)
+    wait(PDL)
+    value = tl.load(logits + token * stride + expert, mask=expert < E, other=float("-inf"))
+    if SIGMOID:
+        score = tl.sigmoid(value)
+    else:
+        score = tl.exp(value - tl.max(value, 0))
+        score = score / tl.sum(score, 0)
+    left = score
+    if BIASED:
+        left += tl.load(bias + expert, mask=expert < E, other=0.0)
+    left = tl.where(expert < E, left, float("-inf"))
+    if GROUPS > 1:
+        by_group = tl.reshape(left, [GROUPS, BLOCK // GROUPS])
+        rank = tl.max(by_group, 1)
+        if BEST_TWO:
+            at = tl.argmax(by_group, 1)
+            member = tl.arange(0, BLOCK // GROUPS)
+            others = tl.where(member[None, :] == at[:, None], float("-inf"), by_group)
+            rank += tl.max(others, 1)
+        group = tl.arange(0, GROUPS)
+        dropped = group >= 0
+        for _ in tl.static_range(KEPT):
+            best = tl.max(tl.where(dropped, rank, float("-inf")), 0)
+            first = tl.min(tl.where(dropped & (rank == best), group, GROUPS), 0)
+            dropped = dropped & (group != first)
+        by_group = tl.where(dropped[:, None], float("-inf"), by_group)
+        left = tl.reshape(by_group, [BLOCK])
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    weight = tl.zeros([BLOCK_K], tl.float32)
+    free = expert < E
+    for place in tl.static_range(K):
+        best = tl.max(left, 0)
+        first = tl.min(tl.where((left == best) & free, expert, BLOCK), 0)
+        chosen = tl.where(choice == place, first, chosen)
+        weight = tl.where(choice == place, tl.sum(tl.where(expert == first, score, 0.0), 0), weight)
+        free = free & (expert != first)
+        left = tl.where(expert == first, float("-inf"), left)
+    if RENORMALISE:
+        weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
+    if PADDED:
+        chosen = tl.where(tl.load(loc + token) < 0, -1, chosen)
+    tl.store(weights + token * K + choice, weight * scale, mask=choice < K)
+    tl.store(ids + token * K + choice, chosen, mask=choice < K)
+
+
+_SCORED = Launcher(_scored_kernel)
 
 
 @triton.jit
@@ -245,6 +320,30 @@ def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | N
             (loc_T is not None, experts, k, renormalise, power_of_two(experts), power_of_two(k)),
             num_warps=1 if experts <= 256 else 4,
         )
+    return weights, ids
+
+
+def topk_scored(
+    logits_TE: Tensor, k: int, scoring: Scoring, bias_E: Tensor | None = None, loc_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits_TE.shape
+    if scoring.groups > 1 and experts & (experts - 1):  # groups are rows of a block, whose sides are powers of two
+        return reference.topk_scored(logits_TE, k, scoring, bias_E, loc_T)
+    logits = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
+    if tokens:
+        _SCORED.launch(
+            (tokens, 1),
+            (logits, logits if bias_E is None else bias_E, weights, ids, ids if loc_T is None else loc_T),
+            (logits.stride(0),),
+            (max(scoring.least_sum, 1e-20), scoring.scale),
+            (
+                loc_T is not None, bias_E is not None, scoring.sigmoid, scoring.groups, scoring.kept_groups,
+                scoring.best_two, scoring.renormalise, experts, k, power_of_two(experts), power_of_two(k),
+            ),
+            num_warps=1 if experts <= 256 else 4,
+        )  # fmt: skip
     return weights, ids
 
 

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Packed experts on a GPU: tokens are sorted by expert as in `moe.triton`, then two grouped products decode weights as
-they stream. On Hopper, few tokens go through `hopper`, and many of e4m3 with a scale per row through `moe.grouped_hopper`.
+they stream. On Hopper, few tokens go through `hopper`, many of e4m3 with a scale per row through `moe.grouped_hopper`, and
+many of other codes through `unpacked`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -25,7 +26,7 @@ from bough.kernels.packed_linear import Codes, PackedWeight
 from bough.kernels.packed_linear.codes import activation_order, can_stack, stack
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, last_scale, lay_out, stack_laid_out
 from bough.kernels.packed_linear.gguf_triton import DeviceBlocks, add_blocks, stack_blocks
-from bough.kernels.packed_moe import PackedExperts, hopper
+from bough.kernels.packed_moe import PackedExperts, hopper, unpacked
 from bough.kernels.packed_moe.reference import with_biases
 
 _GATES = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
@@ -297,6 +298,11 @@ def packed_experts(
     if _takes_hopper(x, held, pairs, activation, clamp):
         parts = _by_hopper(x, held, ids, clamp)
         _combine(parts, weights, ids, out, held.num_experts)
+        return out
+    plain = held.orders == (None, None) and (held.biases is None) == (clamp is None)
+    if plain and unpacked.suits(x, held.gate_up, held.down, held.num_experts, pairs, activation):
+        stacks = cast(DeviceCodes, held.gate_up), cast(DeviceCodes, held.down)
+        unpacked.experts(x, *stacks, held.num_experts, held.biases, clamp, weights, ids, out)
         return out
     shape = _shape_for(pairs, held.num_experts)
     order = _sorted(ids, held.num_experts, shape.block_t)
