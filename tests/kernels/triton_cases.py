@@ -1277,9 +1277,13 @@ def packed_moe_cases(bed: Bed) -> Cases:
     for dtype in bed.dtypes if bed.large else bed.dtypes[:1]:
         for shape, name in bed.pairs(shapes, names):
             yield f"packed experts {shape} {name} {dtype}", partial(_packed_moe, bed, shape, name, dtype)
-    for name in ("float4", "int4 ordered"):
-        shape = (40, 16, 4, 512, 352) if bed.large else (3, 3, 2, 64, 32)
+    clamped = [(40, 16, 4, 512, 352), (1400, 8, 2, 512, 352)] if bed.large else [(3, 3, 2, 64, 32)]
+    for shape, name in product(clamped, ("float4", "int4 ordered")):
         yield f"packed experts {shape} {name} clamped", partial(_clamped_experts, bed, shape, name, bed.dtypes[0])
+    if bed.large:
+        for name in ("float8 blocks", "int4 zeros", "float4"):
+            shape = (1400, 8, 2, 512, 384)
+            yield f"packed experts {shape} {name}", partial(_packed_moe, bed, shape, name, bed.dtypes[0])
 
 
 def _clamped_experts(bed: Bed, shape: tuple[int, int, int, int, int], name: str, dtype: torch.dtype) -> None:
