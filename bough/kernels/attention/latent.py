@@ -69,26 +69,27 @@ def _latent_kernel(
     DTYPE: tl.constexpr = k_out.dtype.element_ty
     if part == 0:
         dim = tl.arange(0, BLOCK_R)
-        inside = dim < R
-        x = tl.load(kv + token * kv_token + dim, mask=inside, other=0.0).to(tl.float32)
+        in_rank = dim < R
+        x = tl.load(kv + token * kv_token + dim, mask=in_rank, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 0) / R + eps)
-        factor = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32) + offset
+        factor = tl.load(weight + dim, mask=in_rank, other=0.0).to(tl.float32) + offset
         latent = (x * scale * factor).to(DTYPE)
         rotated = kv + token * kv_token + R
-        a = tl.load(rotated + first, mask=in_half, other=0.0).to(tl.float32)
-        b = tl.load(rotated + second, mask=in_half, other=0.0).to(tl.float32)
-        a, b = (a * cos - b * sin).to(DTYPE), (b * cos + a * sin).to(DTYPE)
+        k_a = tl.load(rotated + first, mask=in_half, other=0.0).to(tl.float32)
+        k_b = tl.load(rotated + second, mask=in_half, other=0.0).to(tl.float32)
+        turned_k_a = (k_a * cos - k_b * sin).to(DTYPE)
+        turned_k_b = (k_b * cos + k_a * sin).to(DTYPE)
         out = k_out + token * (R + E)
-        tl.store(out + dim, latent, mask=inside)
-        tl.store(out + R + first, a, mask=in_half)
-        tl.store(out + R + second, b, mask=in_half)
+        tl.store(out + dim, latent, mask=in_rank)
+        tl.store(out + R + first, turned_k_a, mask=in_half)
+        tl.store(out + R + second, turned_k_b, mask=in_half)
         at = tl.load(loc + token).to(tl.int64)
         if at >= 0:
             CACHE: tl.constexpr = cache.dtype.element_ty
             place = cache + at * cache_token
-            tl.store(place + dim, to_cache(latent, inverse_scale, SCALED, CACHE), mask=inside)
-            tl.store(place + R + first, to_cache(a, inverse_scale, SCALED, CACHE), mask=in_half)
-            tl.store(place + R + second, to_cache(b, inverse_scale, SCALED, CACHE), mask=in_half)
+            tl.store(place + dim, to_cache(latent, inverse_scale, SCALED, CACHE), mask=in_rank)
+            tl.store(place + R + first, to_cache(turned_k_a, inverse_scale, SCALED, CACHE), mask=in_half)
+            tl.store(place + R + second, to_cache(turned_k_b, inverse_scale, SCALED, CACHE), mask=in_half)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head < N)[:, None] & in_half[None, :]
