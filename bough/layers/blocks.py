@@ -37,10 +37,11 @@ class SandwichBlock(nn.Module):
         self.mlp_norm = parts.norm()
         self.mlp = parts.feed_forward(layer)
         self.after_mlp_norm = parts.norm()
+        self.scale = parts.facts.residual_scale
 
     def forward(self, stream: Stream, batch: Batch) -> None:
-        stream.add(self.after_attn_norm(self.attn(stream.norm(self.attn_norm), batch)))
-        stream.add(self.after_mlp_norm(self.mlp(stream.norm(self.mlp_norm))))
+        stream.add(self.after_attn_norm(self.attn(stream.norm(self.attn_norm), batch)), self.scale)
+        stream.add(self.after_mlp_norm(self.mlp(stream.norm(self.mlp_norm))), self.scale)
 
 
 class PostNormBlock(nn.Module):

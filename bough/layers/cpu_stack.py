@@ -88,9 +88,8 @@ def parts_of(block: nn.Module) -> BlockParts | None:
 def _plain(block: PreNormBlock | SandwichBlock, attn: Attention, mlp: GatedMlp) -> bool:
     """Whether the block does nothing that `BlockParts` can't say."""
     norms = (block.attn_norm, block.mlp_norm, *((attn.q_norm,) if attn.q_norm is not None else ()))
-    scaled = isinstance(block, PreNormBlock) and block.scale is not None
     known = mlp.gate_up.activation in ("silu", "gelu_tanh") and all(isinstance(norm, RMSNorm) for norm in norms)
-    return known and attn.is_plain and not scaled
+    return known and attn.is_plain and block.scale is None
 
 
 def _packed(linear: QKVLinear | RowLinear | GateUpLinear) -> Packed | None:

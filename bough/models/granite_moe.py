@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bough.config import reading
 from bough.config.fields import Fields
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import Gqa, ModelFacts
 from bough.models.granite import attention_of, multipliers
 from bough.models.hf_names import ATTENTION, ENDS, NORMS, in_layers
 from bough.models.makers import pre_norm
@@ -12,7 +12,10 @@ from bough.weights.mapping import Mapping, Split, Stacked
 
 
 def read(config: Fields) -> ModelFacts:
-    attention = attention_of(config)
+    return with_experts(config, attention_of(config))
+
+
+def with_experts(config: Fields, attention: list[Gqa]) -> ModelFacts:
     shared = config.size("shared_intermediate_size", default=0)
     experts = reading.moe(
         config, "num_local_experts", renormalise=True, shared_intermediate=shared, shared_gated=False

@@ -40,6 +40,20 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             **BIASES,
         },
     ),
+    "granite_swa": (
+        "GraniteSWA",
+        {
+            **WINDOWS,
+            "attention_multiplier": 0.2,
+            "layer_rope_theta": [10000.0, 0.0, 500.0, 10000.0],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, **BIASES},
+    ),
+    "hyperclovax-pre-norm": ("HyperCLOVAX", {"use_post_norm": False, "residual_multiplier": 0.6}),
     "olmo": ("Olmo", {"clip_qkv": 0.8}),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
@@ -134,6 +148,28 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
     ),
     "granite_moe-shared": ("GraniteMoeShared", {**LOCAL_EXPERTS, "shared_intermediate_size": 56}),
+    "granite_moe_swa": (
+        "GraniteMoeSWA",
+        {**LOCAL_EXPERTS, **WINDOWS, "shared_intermediate_size": 56, "attention_multiplier": 0.2},
+    ),
+    "mellum": (
+        "Mellum",
+        {
+            **SOME_EXPERTS,
+            **WINDOWS,
+            "head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 500000.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "minimax_m2": ("MiniMaxM2", {**LOCAL_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
     "phimoe": ("Phimoe", {**LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}),
     "gpt_oss": (
