@@ -79,7 +79,7 @@ def _mlp_reads(mlp: nn.Module, name: str) -> tuple[tuple[str, ...], tuple[str, .
         return (f"{name}.gate_up.gate", f"{name}.gate_up.up"), ()
     if isinstance(mlp, Mlp):
         return (f"{name}.up",), ()
-    if not isinstance(mlp, MixtureOfExperts) or mlp.facts.clamped is not None:
+    if not isinstance(mlp, MixtureOfExperts) or mlp.facts.clamped is not None or not mlp.facts.gated:
         return (), ()
     experts = range(mlp.experts.num_experts)
     reads = [f"{name}.experts.{expert}.{part}" for expert in experts for part in ("gate", "up")]
@@ -97,7 +97,7 @@ def _between(attn: nn.Module, mlp: nn.Module, prefix: str) -> Iterator[Fold]:
         yield Fold((f"{prefix}attn.out",), producer=f"{prefix}attn.qkv.v", repeat=repeat)
     if isinstance(mlp, GatedMlp):
         yield Fold((f"{prefix}mlp.down",), producer=f"{prefix}mlp.gate_up.up")
-    if isinstance(mlp, MixtureOfExperts) and mlp.facts.clamped is None:
+    if isinstance(mlp, MixtureOfExperts) and mlp.facts.clamped is None and mlp.facts.gated:
         for expert in range(mlp.experts.num_experts):
             here = f"{prefix}mlp.experts.{expert}"
             yield Fold((f"{here}.down",), producer=f"{here}.up")

@@ -14,7 +14,7 @@ from bough.config.model_facts import Activation
 from bough.kernels.moe import Routing
 from bough.quantization.read import LayerKind
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
-from bough.quantization.unquantized import GATES, BiasedExperts, DenseExperts, DenseMatrix
+from bough.quantization.unquantized import GATES, DenseExperts, DenseMatrix, dense_experts
 
 
 class Grams:
@@ -117,6 +117,6 @@ class Recording:
         return RecordingMatrix(name, self.grams, parts, dtype, device)
 
     def experts(self, name: str, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
-        if shape.clamped is not None:
-            return BiasedExperts(shape, dtype, device)
+        if shape.clamped is not None or not shape.gated:
+            return dense_experts(shape, dtype, device)
         return RecordingExperts(name, self.grams, shape, dtype, device)

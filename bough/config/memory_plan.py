@@ -27,6 +27,9 @@ CPU_POOL_TOKENS = 65_536
 CPU_POOL_SHARE = 0.25
 """The default pool on a CPU: two contexts, more (up to 65,536 tokens) while it stays within 512 MiB, and never more than
 a quarter of the free memory, since other programs live there too."""
+FREE_POOL_TOKENS = 4 * 1024 * 1024
+"""Tokens of all requests of a model whose layers keep nothing of single tokens, and of its cached prefixes: enough not to
+bound them, at a few bytes of host memory each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +315,8 @@ def _cpu_default_room(facts: PlanFacts, left: int) -> tuple[int, str]:
 def _pages_in(room: int, facts: PlanFacts) -> int:
     """Pages that fit `room` besides the padding page, in whole columns."""
     if facts.kv_bytes_per_token == 0:
-        return _round_down(facts.max_total_tokens or max(facts.model_context, CPU_POOL_TOKENS), 1) // facts.page_size
+        most = FREE_POOL_TOKENS if facts.state_bytes else CPU_POOL_TOKENS
+        return (facts.max_total_tokens or max(facts.model_context, most)) // facts.page_size
     height = facts.kv.column_pages
     return max(0, room // facts.page_bytes - 1) // height * height
 

@@ -364,6 +364,8 @@ class Moe:
     """The weight multiplies what the expert reads, instead of what it gives. For one expert per token."""
     clamped: ClampedGate | None = None
     """How experts' gates are computed, if not by `activation`; their products then have biases."""
+    gated: bool = True
+    """As of `Dense`, of all experts."""
 
     @property
     def inner_values(self) -> int:
@@ -371,13 +373,14 @@ class Moe:
         return self.experts_per_token * self.intermediate
 
     def num_parameters(self, hidden: int) -> int:
-        experts = (3 * hidden * self.intermediate + hidden) * self.num_experts
+        matrices = 3 if self.gated else 2
+        experts = (matrices * hidden * self.intermediate + hidden) * self.num_experts
         if self.clamped is not None:
             experts += (2 * self.intermediate + hidden) * self.num_experts
         biases = int(self.router_bias)
         if self.scored is not None:
             biases += int(self.scored.bias != "") + int(self.scored.expert_scales)
-        shared = 3 * hidden * self.shared_intermediate
+        shared = matrices * hidden * self.shared_intermediate
         gate = hidden if self.shared_intermediate and self.shared_gated else 0
         return experts + biases * self.num_experts + shared + gate
 

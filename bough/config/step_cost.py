@@ -236,7 +236,7 @@ class FleetModel:
             return self._product_s(mine.num_parameters(self.facts.hidden), tokens)
         hidden, constants = self.facts.hidden, self.constants
         chosen = ffn.experts_per_token / ffn.num_experts
-        expert = 3 * hidden * mine.intermediate
+        expert = (3 if ffn.gated else 2) * hidden * mine.intermediate
         touched = mine.num_experts * (1 - (1 - chosen) ** tokens)
         operations = self.hardware.operations_s if self.weight_bytes >= 2 else self.hardware.fp8_operations_s
         skew = constants.imbalance if self.layout.ep > 1 else 1.0

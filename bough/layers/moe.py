@@ -17,7 +17,8 @@ from bough.layers.build import Build
 from bough.layers.choice import ExpertChoice
 from bough.layers.dispatch import Routed, make_dispatch
 from bough.layers.expert_table import ExpertTable
-from bough.layers.linear import GateUpLinear, ReplicatedLinear, RowLinear
+from bough.layers.linear import ColumnLinear, GateUpLinear, ReplicatedLinear, RowLinear
+from bough.layers.mlp import ACTIVATIONS
 from bough.layers.norm import RMSNorm
 from bough.layers.stream import Input, Normed, value_of
 from bough.quantization.scheme import ExpertShape, ExpertWeights
@@ -51,6 +52,7 @@ class Experts(nn.Module):
             units,
             facts.activation,
             facts.clamped,
+            facts.gated,
             adds_bias=build.mesh.units.rank == 0,
         )
         self.build = build
@@ -165,6 +167,7 @@ class MixtureOfExperts(nn.Module):
         """Whether experts are chosen and computed together: not where they are forced (of one token, any do)."""
         facts = self.facts
         plain = self.choose is None and not (facts.router_bias or facts.clamped or facts.weighs_input)
+        plain = plain and facts.gated
         whole = self.shared is None and self.experts.has_all and not self.spreads
         return plain and whole and (self.forced_ids is None or num_tokens == 1)
 
@@ -222,12 +225,17 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.gate = gate
         self.scale = facts.shared_scale
-        self.gate_up = GateUpLinear(hidden, facts.shared_intermediate, build, activation=facts.activation)
+        if facts.gated:
+            self.gate_up = GateUpLinear(hidden, facts.shared_intermediate, build, activation=facts.activation)
+        else:
+            self.up = ColumnLinear(hidden, facts.shared_intermediate, build)
+        self.activation = None if facts.gated else ACTIVATIONS[facts.activation]
         self.down = RowLinear(facts.shared_intermediate, hidden, build, reduce=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weight_T1 = None if self.gate is None else torch.sigmoid(self.gate(x_TD))
-        out_TD: Tensor = self.down(self.gate_up(x_TD)).value()
+        inner_TF = self.gate_up(x_TD) if self.activation is None else self.activation(self.up(x_TD))
+        out_TD: Tensor = self.down(inner_TF).value()
         if self.scale != 1.0:
             out_TD = out_TD * self.scale
         return out_TD if weight_T1 is None else weight_T1 * out_TD

@@ -150,7 +150,7 @@ GROUPS: Final = (
             "JambaForCausalLM": "ai21labs/AI21-Jamba-Mini-1.7, ai21labs/AI21-Jamba-Reasoning-3B",
             "Mamba2ForCausalLM": "mistralai/Mamba-Codestral-7B-v0.1",
             "MambaForCausalLM": "state-spaces/mamba-2.8b-hf",
-            "NemotronHForCausalLM": "nvidia/NVIDIA-Nemotron-Nano-9B-v2, nvidia/Nemotron-H-8B-Reasoning-128K",
+            "NemotronHForCausalLM": "nvidia/NVIDIA-Nemotron-Nano-9B-v2, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
             "Qwen3NextForCausalLM": "Qwen/Qwen3-Next-80B-A3B-Instruct",
             "Qwen3_5ForCausalLM": "the text part of Qwen/Qwen3.5-27B",
             "Qwen3_5MoeForCausalLM": "the text part of Qwen/Qwen3.5-35B-A3B",

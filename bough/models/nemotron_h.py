@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron Nano 2: layers of one part each, which is Mamba 2, attention without positions, or a feed-forward
-block of squared ReLU."""
+"""Nemotron-H, Nemotron Nano 2 and 3: layers of one part each, which is Mamba 2, attention without positions, or a
+feed-forward block or experts of squared ReLU without gates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Final
 
 from bough.config import reading
 from bough.config.fields import Fields
-from bough.config.model_facts import FeedForward, Mixer, ModelFacts, NormFacts
+from bough.config.model_facts import FeedForward, Mixer, ModelFacts, Moe, NormFacts
 from bough.config.state_reading import mamba2
 from bough.core.errors import ConfigError, UnsupportedModel
 from bough.models.hf_names import BACKBONE, mamba2 as mamba2_names
 from bough.models.makers import one_part
-from bough.weights.mapping import Fuse, Mapping, Outside, Rename
+from bough.weights.mapping import Exact, Fuse, Mapping, Outside, Rename
 
 _LETTERS: Final = {"M": "state", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS: Final = {
@@ -35,17 +35,34 @@ def read(config: Fields) -> ModelFacts:
     )  # fmt: skip
     ffns: dict[str, FeedForward] = {"mlp": dense}
     if "moe" in kinds:
-        raise UnsupportedModel(
-            what="Nemotron-H with experts can't be served yet",
-            why="its experts have no gates, for which there are no kernels",
-            fix="choose a dense one, such as nvidia/NVIDIA-Nemotron-Nano-9B-v2",
-        )
+        ffns["moe"] = _experts(config)
     return reading.decoder(
         config,
         [mixers.get(kind, ()) for kind in kinds],
         [ffns.get(kind) for kind in kinds],
         norm=NormFacts(eps=eps),
         block_norms=1,
+    )
+
+
+def _experts(config: Fields) -> Moe:
+    if config.has("moe_latent_size"):
+        raise UnsupportedModel(
+            what="Nemotron-H with a moe_latent_size can't be served yet",
+            why="its experts read a projection of the stream",
+            fix="choose one without, such as nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        )
+    if config.flag("mlp_bias"):
+        raise UnsupportedModel(
+            what="Nemotron-H with experts and mlp_bias can't be served",
+            why="its shared expert would have biases, which no published checkpoint has",
+            fix="choose a checkpoint without",
+        )
+    return reading.grouped_sigmoid(
+        config,
+        shared_intermediate=config.count("moe_shared_expert_intermediate_size"),
+        activation=reading.activation(config, "mlp_hidden_act", default="relu2"),
+        gated=False,
     )
 
 
@@ -83,6 +100,12 @@ WEIGHTS = Mapping(
     Rename("backbone.layers.*.mixer.o_proj", "layers.*.part.out"),
     Rename("backbone.layers.*.mixer.up_proj", "layers.*.part.up"),
     Rename("backbone.layers.*.mixer.down_proj", "layers.*.part.down"),
+    Rename("backbone.layers.*.mixer.gate", "layers.*.part.router"),
+    Exact("backbone.layers.*.mixer.gate.e_score_correction_bias", "layers.*.part.choose.bias"),
+    Rename("backbone.layers.*.mixer.experts.*.up_proj", "layers.*.part.experts.*.up"),
+    Rename("backbone.layers.*.mixer.experts.*.down_proj", "layers.*.part.experts.*.down"),
+    Rename("backbone.layers.*.mixer.shared_experts.up_proj", "layers.*.part.shared.up"),
+    Rename("backbone.layers.*.mixer.shared_experts.down_proj", "layers.*.part.shared.down"),
     Outside("mtp"),
 )
 make = one_part

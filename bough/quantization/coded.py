@@ -20,7 +20,7 @@ from bough.quantization.loading import PartLoader, Source, dequantised, draw_par
 from bough.quantization.packed_matrix import PackedMatrix
 from bough.quantization.read import LayerKind, Rules
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
-from bough.quantization.unquantized import BiasedExperts, DenseExperts, DenseMatrix, expert_parts
+from bough.quantization.unquantized import DenseMatrix, check_gated, dense_experts, expert_parts
 from bough.weights.dummy import DummyDraw
 from bough.weights.mapping import Mapping as Names
 from bough.weights.slots import Slot
@@ -71,7 +71,8 @@ class Coded:
             for expert in range(shape.num_experts)
         ]
         if all(source.form is None for each in sources for source in each):
-            return (DenseExperts if shape.clamped is None else BiasedExperts)(shape, dtype, device)
+            return dense_experts(shape, dtype, device)
+        check_gated(shape)
         made = CodedExperts if self._keep_packed else DequantisedExperts
         return made(shape, sources, dtype, device)
 

@@ -19,7 +19,7 @@ from bough.kernels.packed_moe import PackedExperts, expert_tensors, group_expert
 from bough.quantization.packed_matrix import PackedMatrix
 from bough.quantization.read.rules import LayerKind
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
-from bough.quantization.unquantized import BiasedExperts, DenseExperts, expert_parts
+from bough.quantization.unquantized import BiasedExperts, DenseExperts, check_gated, expert_parts
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, copy_into
 
@@ -42,6 +42,7 @@ class GgufPacked:
         return GgufMatrix(parts, dtype, device, exact=self.exact)
 
     def experts(self, name: str, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+        check_gated(shape)
         if shape.clamped is not None:
             return BiasedExperts(shape, dtype, device)
         return GgufExperts(shape, dtype, device, exact=self.exact)

@@ -93,6 +93,8 @@ class ExpertShape:
     activation: Activation
     clamped: ClampedGate | None = None
     """In place of `activation`; products then have biases."""
+    gated: bool = True
+    """Whether experts have gates; otherwise they are down(activation(up(x)))."""
     adds_bias: bool = True
     """Whether this rank adds the last product's bias: one of those that split an expert does."""
 

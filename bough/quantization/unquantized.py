@@ -7,13 +7,15 @@ from functools import partial
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bough.config.gguf_header import BLOCK_SIZES
 from bough.config.model_facts import Activation
+from bough.core.errors import ConfigError
 from bough.kernels.activation import gelu_mul, gelu_tanh_mul, relu2_mul, relu_mul, silu_mul
 from bough.kernels.linear import linear, linear_after_norm, linear_onto, linear_silu_mul
-from bough.kernels.moe import Biases, Routing, biased_experts, fused_experts, routed_experts
+from bough.kernels.moe import Biases, Routing, biased_experts, fused_experts, plain_experts, routed_experts
 from bough.quantization.read.rules import LayerKind
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
 from bough.weights.slots import Slot
@@ -28,6 +30,14 @@ GATES: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     "relu": relu_mul,
     "relu2": relu2_mul,
 }
+
+
+PLAIN_ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Of experts without gates."""
 
 
 class Unquantized:
@@ -45,7 +55,7 @@ class Unquantized:
         return DenseMatrix(parts, dtype, device)
 
     def experts(self, name: str, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
-        return (DenseExperts if shape.clamped is None else BiasedExperts)(shape, dtype, device)
+        return dense_experts(shape, dtype, device)
 
 
 class DenseMatrix(Matrix):
@@ -90,14 +100,11 @@ class DenseMatrix(Matrix):
         return torch.nn.functional.embedding(ids_T, self.weight)
 
 
-def expert_parts(shape: ExpertShape) -> tuple[Part, Part, Part]:
-    """gate, up and down of one expert."""
+def expert_parts(shape: ExpertShape) -> tuple[Part, ...]:
+    """gate (if there is one), up and down of one expert."""
     inner, outer, units = shape.intermediate, shape.hidden, shape.units
-    return (
-        Part("gate", (inner, outer), units, slice(None)),
-        Part("up", (inner, outer), units, slice(None)),
-        Part("down", (outer, inner), slice(None), units),
-    )
+    firsts = tuple(Part(name, (inner, outer), units, slice(None)) for name in ("gate", "up")[not shape.gated :])
+    return (*firsts, Part("down", (outer, inner), slice(None), units))
 
 
 class DenseExperts(ExpertWeights):
@@ -161,6 +168,49 @@ class BiasedExperts(DenseExperts):
 
     def routed(self, x_TD: Tensor, residual_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         return ExpertWeights.routed(self, x_TD, residual_TD, routing)
+
+
+class UngatedExperts(ExpertWeights):
+    """All experts' weights in two tensors, without gates."""
+
+    def __init__(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape = shape
+        count, units, hidden = shape.num_experts, shape.num_units, shape.hidden
+        self.up_EFD = nn.Parameter(torch.empty(count, units, hidden, dtype=dtype, device=device), requires_grad=False)
+        self.down_EDF = nn.Parameter(torch.empty(count, hidden, units, dtype=dtype, device=device), requires_grad=False)
+
+    def weight_slots(self) -> dict[str, Slot]:
+        parts = expert_parts(self.shape)
+        return {
+            f"{expert}.{part.slot_name('weight')}": Slot(part.shape, partial(_fill, target, part), kinds=PLAIN_KINDS)
+            for expert, targets in enumerate(self.expert_tensors())
+            for part, target in zip(parts, targets, strict=True)
+        }
+
+    def forward(self, x_TD: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
+        act = PLAIN_ACTIVATIONS[self.shape.activation]
+        return plain_experts(x_TD, self.up_EFD, self.down_EDF, weights_Tk, ids_Tk, act)
+
+    def expert_tensors(self) -> list[list[Tensor]]:
+        return [list(each) for each in zip(self.up_EFD, self.down_EDF, strict=True)]
+
+
+def dense_experts(shape: ExpertShape, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+    """Experts as plain tensors, of the kind that the shape describes."""
+    if not shape.gated:
+        return UngatedExperts(shape, dtype, device)
+    return (DenseExperts if shape.clamped is None else BiasedExperts)(shape, dtype, device)
+
+
+def check_gated(shape: ExpertShape) -> None:
+    """Raises `ConfigError` for experts without gates, of which there are no packed ones."""
+    if not shape.gated:
+        raise ConfigError(
+            what="experts without gates can't be quantized",
+            why="there are no kernels for packed ones",
+            fix="choose a checkpoint whose experts are in bfloat16",
+        )
 
 
 def bias_slots(shape: ExpertShape, gate_up_bias_E2F: Tensor, down_bias_ED: Tensor) -> dict[str, Slot]:

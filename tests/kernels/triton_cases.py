@@ -1102,6 +1102,8 @@ def _moe(bed: Bed, shape: tuple[int, int, int, int, int], dtype: torch.dtype, li
     biases = Biases(bed.normal(experts, 2 * inner, dtype=dtype), bed.normal(experts, width, dtype=dtype))
     inputs = (x, gate_up, down, biases, weights, ids, 1.7, 0.8)
     close(moe.biased_experts(*inputs), moe_reference.biased_experts(*inputs), dtype)
+    plain = (x, gate_up[:, :inner].contiguous(), down, weights, ids, lambda inside: inside.relu().square())
+    close(same_twice(lambda: moe.plain_experts(*plain)), moe_reference.plain_experts(*plain), dtype)
 
 
 def grouping_cases(bed: Bed) -> Cases:

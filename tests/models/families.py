@@ -484,6 +484,17 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-untied": ("Mamba", {"time_step_rank": 5, "use_bias": True, "tie_word_embeddings": False}),
     "mamba2": ("Mamba2", {**PURE_MAMBA2, "n_groups": 1}),
     "mamba2-bias": ("Mamba2", {**PURE_MAMBA2, "n_groups": 2, "use_bias": True, "use_conv_bias": False}),
+    "nemotron_h-moe": (
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            "hybrid_override_pattern": "MEM*E-",
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 20,
+            "moe_shared_expert_intermediate_size": 28,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "nemotron_h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-M*-M"}),
     "granite4": ("GraniteMoeHybrid", {**GRANITE4, **LOCAL_EXPERTS}),
     "granite4-dense": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"}),

@@ -22,13 +22,22 @@ from bough.models.load import build_model
 from bough.models.registry import facts_of
 from bough.runner.graphs import Graphs
 
+LONG = {
+    "bamba-limits", "falcon_h1-norm", "granite4-dense", "jamba-dense", "mamba-untied", "mamba2-bias", "nemotron_h",
+    "qwen3_next-dense",
+}  # fmt: skip
+"""Further variants of families, which `make test` shows once."""
 
-@pytest.mark.parametrize("case", STATES)
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in STATES])
 def test_answers_as_transformers_does(case: str, tmp_path: Path) -> None:
     check_family(*STATES[case], tmp_path, cached=28)  # in whole pages of 4
 
 
-@pytest.mark.parametrize("case", ["qwen3_next"])
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3_next", "mamba2-bias", *(pytest.param(case, marks=pytest.mark.long) for case in ("granite4", "jamba"))],
+)
 def test_a_conversation_goes_on_from_snapshots(case: str, tmp_path: Path) -> None:
     """Turns that repeat what was said, a branch in the middle, and rows that lose their memory."""
     prefix, extra = STATES[case]

@@ -6,6 +6,7 @@ in: router logits, activations, stacked expert weights. out: weighted sums of ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -93,6 +94,21 @@ def biased_experts(
     """As `fused_experts`, with biases and `clamped_gate` in place of an activation, [T, D]."""
     out: Tensor = _IMPLEMENTATIONS.pick("biased_experts", x_TD.device)(
         x_TD, gate_up_E2FD, down_EDF, biases, topk_weights_Tk, topk_ids_Tk, alpha, limit
+    )
+    return out
+
+
+def plain_experts(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """sum over the token's experts e of weight * down_e(act(up_e(x))), [T, D]. Ids as of `fused_experts`."""
+    out: Tensor = _IMPLEMENTATIONS.pick("plain_experts", x_TD.device)(
+        x_TD, up_EFD, down_EDF, topk_weights_Tk, topk_ids_Tk, activation
     )
     return out
 

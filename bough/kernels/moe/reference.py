@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -92,6 +94,23 @@ def biased_experts(
         gate_up = x_TD[token] @ gate_up_E2FD[expert].T + biases.gate_up_E2F[expert]
         part = moe.clamped_gate(gate_up, alpha, limit) @ down_EDF[expert].T + biases.down_ED[expert]
         out.index_add_(0, token, part.float() * topk_weights_Tk[token, choice].float().unsqueeze(1))
+    return out.to(x_TD.dtype)
+
+
+def plain_experts(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    out = torch.zeros(x_TD.shape[0], down_EDF.shape[1], dtype=torch.float32, device=x_TD.device)
+    for expert in range(up_EFD.shape[0]):
+        token, choice = (topk_ids_Tk == expert).nonzero(as_tuple=True)
+        if token.numel():
+            part = activation(x_TD[token] @ up_EFD[expert].T) @ down_EDF[expert].T
+            out.index_add_(0, token, part.float() * topk_weights_Tk[token, choice].float().unsqueeze(1))
     return out.to(x_TD.dtype)
 
 

@@ -7,6 +7,7 @@ and `grouped_hopper` the many.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -507,6 +508,36 @@ def portable_experts(
     block = min(1024, power_of_two(width))
     combine_kernel[(tokens, cdiv(width, block))](
         parts, weights, ids, out, width, experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x_TD.device)
+    )
+    return out
+
+
+def plain_experts(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    topk_weights_Tk: Tensor,
+    topk_ids_Tk: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The activation between the grouped products is torch's."""
+    tokens, per_token = topk_ids_Tk.shape
+    experts, width, inner = down_EDF.shape
+    out = torch.empty((tokens, width), dtype=x_TD.dtype, device=x_TD.device)
+    if tokens == 0:
+        return out
+    x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    ids, weights = topk_ids_Tk.contiguous(), topk_weights_Tk.contiguous()
+    pairs = tokens * per_token
+    shape = shape_for(pairs, experts)
+    order = sort_pairs(ids, experts, shape.block_t) if tokens > 1 else Sorted(ids, ids, pairs, experts, is_sorted=False)
+    raw = torch.zeros((pairs, inner), dtype=x.dtype, device=x.device)
+    _product(x, up_EFD, raw, order, shape, per_token=per_token, act=None)
+    parts = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    _product(activation(raw), down_EDF, parts, order, shape, per_token=1, act=None)
+    block = min(1024, power_of_two(width))
+    combine_kernel[(tokens, cdiv(width, block))](
+        parts, weights, ids, out, width, experts, PER_TOKEN=per_token, BLOCK=block, **pdl_options(x.device)
     )
     return out
 

@@ -137,3 +137,9 @@ def test_a_plan_keeps_its_promises(facts: PlanFacts) -> None:
         assert plan.context_length == facts.context_length
     if facts.mem_fraction is not None:
         assert plan.weight_bytes + plan.kv_bytes <= facts.total_bytes * facts.mem_fraction + 1
+
+
+def test_states_alone_do_not_bound_the_tokens_of_requests() -> None:
+    plan = plan_memory(replace(H200_8B, kv_bytes_per_token=0, state_bytes=64 * MIB))
+    assert (plan.kv_bytes, plan.state_bytes) == (0, 64 * MIB)
+    assert plan.kv_tokens >= 1000 * 4096, "as many requests as states are kept of"
