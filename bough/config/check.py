@@ -10,7 +10,7 @@ from bough.config.experts import TRIVIAL
 from bough.config.flags import settings, show_value
 from bough.config.hosts import LEAST_SECRET
 from bough.config.layout import Layout
-from bough.config.speculation import MOST_DRAFT_TOKENS, ON_DEVICE, TREES, WINDOWED, draft_numbers
+from bough.config.speculation import KEEPS_KV, MOST_DRAFT_TOKENS, ON_DEVICE, TREES, WINDOWED, draft_numbers
 from bough.core.bounds import MOST_REPLICAS
 from bough.core.errors import ConfigError
 
@@ -349,6 +349,13 @@ def _speculative(config: Config) -> None:
             why="it has no attention of its own that could see less",
             fix=f"leave it out, or choose one of {', '.join(sorted(WINDOWED))}",
             param="speculative_draft_window_size",
+        )
+    if asked.speculative_draft_kv_cache_dtype != "auto" and asked.speculative_algorithm not in KEEPS_KV:
+        raise ConfigError(
+            what=f"--speculative-draft-kv-cache-dtype with --speculative-algorithm {asked.speculative_algorithm}",
+            why="what drafts has no layers that keep KV",
+            fix=f"leave it out, or choose one of {', '.join(sorted(KEEPS_KV))}",
+            param="speculative_draft_kv_cache_dtype",
         )
     if asked.speculative_token_map and asked.speculative_algorithm not in TREES:
         raise ConfigError(

@@ -285,6 +285,8 @@ class SpeculativeConfig:
     """Format of its weights; `dummy` makes random ones. auto: as --load-format."""
     speculative_draft_model_quantization: Quantization = "auto"
     """Weight scheme of what drafts, like --quantization."""
+    speculative_draft_kv_cache_dtype: KvDType = "auto"
+    """Type in which the KV of what drafts is cached; auto: as --kv-cache-dtype. MEDUSA keeps none."""
     speculative_token_map: str = ""
     """EAGLE, EAGLE3, NEXTN, MEDUSA: JSON file with the ids of frequent tokens. Heads that share the model's output head
     draft only these, which takes less time."""

@@ -185,6 +185,7 @@ VALUE_WORDS: Mapping[str, Mapping[str, Word]] = {
         **{name: Word("NEXTN", "that is its name here") for name in ("MTP", "mtp")},
     },
     "speculative_draft_model_quantization": {"unquant": Word("none")},
+    "speculative_draft_kv_cache_dtype": {"bf16": Word("bfloat16")},
     "log_requests_level": {
         level: Word("1", "texts are never logged; --dump-dir keeps whole requests") for level in ("2", "3")
     },

@@ -33,6 +33,8 @@ class KvPlan:
     """Numbers that a page holds, for each token of a column, on the rank where they are most."""
     because: str = ""
     """Why layers with windows keep all tokens; empty: they don't."""
+    draft_values: int = 0
+    """Of `values_per_token`, those of what drafts."""
 
 
 def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: int) -> KvPlan:
@@ -71,7 +73,8 @@ def all_in_one(facts: ModelFacts, layout: Layout, because: str = "", draft: Mode
     models = [facts] if draft is None or not draft.layers else [facts, draft]
     group = KvGroup(Grows(), (tuple(range(sum(len(model.kv_mixers) for model in models))),))
     values = [sum(rank_kv_values(model, layout, rank) for model in models) for rank in range(layout.size)]
-    return KvPlan((group,), max(values), because)
+    drafts = [sum(rank_kv_values(each, layout, rank) for each in models[1:]) for rank in range(layout.size)]
+    return KvPlan((group,), max(values), because, max(drafts))
 
 
 def with_draft_layers(facts: ModelFacts, layout: Layout, draft: ModelFacts, page_size: int, context: int) -> KvPlan:

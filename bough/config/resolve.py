@@ -13,7 +13,7 @@ from bough.config.kv_groups import KvPlan
 from bough.config.layout import Layout
 from bough.config.media_facts import TowerFacts
 from bough.config.memory_plan import GIB, MIB, SMALL_STEP, MemoryPlan, PlanFacts, plan_memory, show_bytes
-from bough.config.speculation import ON_DEVICE, draft_numbers, draft_tokens, drafts_of_row, drafts_of_step
+from bough.config.speculation import KEEPS_KV, ON_DEVICE, draft_numbers, draft_tokens, drafts_of_row, drafts_of_step
 from bough.core.errors import ConfigError
 from bough.core.kv import Grows, KvGroup, KvLayout
 
@@ -183,6 +183,11 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
         passes = settle("speculative_num_steps", passes, AUTO, Decision(numbers.steps, numbers.because))
         drafted = settle("speculative_num_draft_tokens", drafted, AUTO, Decision(numbers.tokens, numbers.because))
     topk = config.speculative.speculative_eagle_topk
+    if config.speculative.speculative_algorithm in KEEPS_KV:
+        drafted_in = config.speculative.speculative_draft_kv_cache_dtype
+        same = Decision(kv_dtype, "--kv-cache-dtype")
+        draft_kv = settle("speculative_draft_kv_cache_dtype", drafted_in, "auto", same)
+        config = replace(config, speculative=replace(config.speculative, speculative_draft_kv_cache_dtype=draft_kv))
     settled = replace(
         config.speculative, speculative_num_steps=0 if passes is AUTO else passes, speculative_num_draft_tokens=drafted,
         speculative_eagle_topk=1 if topk is AUTO else topk,
@@ -539,6 +544,7 @@ def memory_facts(
             param="context_length",
         )
     longest = model.context_length if context is AUTO else context
+    draft_kv_dtype = config.speculative.speculative_draft_kv_cache_dtype
     running = config.scheduler.max_running_requests
     rows = most_running(machine, model) if running is AUTO else running
     step_tokens, small_step = largest_step(chunk, unwatched, longest, rows), largest_step(SMALL_STEP, 0, longest, rows)
@@ -547,7 +553,8 @@ def memory_facts(
     else:
         kv_heads = -(-model.num_kv_heads // ranks)
         kv = KvPlan((KvGroup(Grows()),), model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads))
-    kv_values = kv.values_per_token * KvLayout(kv.groups, page_size).column_pages
+    drafted = kv.draft_values * ITEM_BYTES[kv_dtype if draft_kv_dtype == "auto" else draft_kv_dtype]
+    kv_bytes = (kv.values_per_token - kv.draft_values) * ITEM_BYTES[kv_dtype] + drafted
     share = 1 / ranks if model.weight_share is None else model.weight_share
     packed_bytes = model.packed_bytes if packed else 0
     dense = model.dense_params if packed else model.dense_params + model.packed_params
@@ -583,7 +590,7 @@ def memory_facts(
         total_bytes=machine.total_bytes,
         free_bytes=machine.free_bytes,
         weight_bytes=math.ceil((packed_bytes + dense * ITEM_BYTES[dtype]) * share) + 4 * model.table_values * longest,
-        kv_bytes_per_token=kv_values * ITEM_BYTES[kv_dtype],
+        kv_bytes_per_token=kv_bytes * KvLayout(kv.groups, page_size).column_pages,
         groups=kv.groups,
         kv_note=kv.because,
         activation_bytes=activations(step_tokens),

@@ -33,7 +33,8 @@ _ACTING: Final = """
     reasoning_parser revision sampling_defaults schedule_conservativeness schedule_policy served_model_name
     speculative_adaptive speculative_algorithm speculative_ngram_capacity speculative_ngram_external_corpus_max_tokens
     speculative_draft_load_format speculative_draft_model speculative_draft_model_path speculative_eagle_topk
-    speculative_draft_model_quantization speculative_draft_model_revision speculative_num_draft_tokens
+    speculative_draft_kv_cache_dtype speculative_draft_model_quantization speculative_draft_model_revision
+    speculative_num_draft_tokens
     speculative_draft_window_size speculative_token_map speculative_accept_threshold_single speculative_accept_threshold_acc
     speculative_use_rejection_sampling speculative_use_block_verification
     speculative_num_steps

@@ -46,7 +46,7 @@ REFUSALS: Final = (
         uno_lora_path= speculative_dflash_block_size= speculative_domino_candidate_pool_size=2048
         speculative_dspark_block_size= speculative_dspark_sps_table_path= speculative_dspark_confidence_sts_path=
         speculative_dspark_align_verify_tokens_to_graph_tier
-        speculative_draft_attention_backend= speculative_dsa_topk_backend=sgl-kernel speculative_draft_kv_cache_dtype=
+        speculative_draft_attention_backend= speculative_dsa_topk_backend=sgl-kernel
         speculative_draft_sink_size= speculative_moe_runner_backend=
         speculative_moe_a2a_backend= speculative_enable_w4a4_mxfp4_megamoe
         enable_multi_layer_eagle

@@ -18,6 +18,8 @@ ON_DEVICE: Final[frozenset[SpeculativeAlgorithm]] = frozenset(
     {"STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLASH"}
 )
 """Algorithms whose drafts are computed beside the model."""
+KEEPS_KV: Final[frozenset[SpeculativeAlgorithm]] = ON_DEVICE - {"MEDUSA"}
+"""Those that keep KV of their own, beside the model's."""
 TREES: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"EAGLE", "EAGLE3", "NEXTN", "MEDUSA"})
 """Those whose drafts may form trees."""
 WINDOWED: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"STANDALONE", "EAGLE", "EAGLE3"})

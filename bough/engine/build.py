@@ -307,7 +307,12 @@ def make_runner(
     if drafts is not None:  # whose layers come behind the model's
         held = range(held.start, held.stop + len(drafts.facts.model.kv_mixers))
         specs, ropes = specs + attention_specs(drafts.network), ropes + drafts.facts.model.ropes
-    shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
+    own = len(specs) if drafts is None else len(specs) - len(drafts.facts.model.kv_mixers)
+    drafted_dtype = DTYPES.get(config.speculative.speculative_draft_kv_cache_dtype)
+    shapes = [
+        KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent, drafted_dtype if at >= own else None)
+        for at, s in enumerate(specs)
+    ]
     scales = (scales or KvScales()).padded(len(specs))
     values = [
         k if spec.latent else v for spec, k, v in zip(specs, scales.keys, scales.values, strict=bool(scales.keys))

@@ -72,7 +72,15 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
         _same_tokens(target, draft)
     found = read_draft(drafts_by, draft, facts, whole)
     found = windowed(draft, found, asked.speculative_draft_window_size)
-    return Draft(draft, mapped(draft, found, asked.speculative_token_map, facts.vocab))
+    found = mapped(draft, found, asked.speculative_token_map, facts.vocab)
+    if found.tokens and config.parallel.tp_size > 1:
+        raise ConfigError(
+            what=f"{draft.name} can't draft with --tp-size {config.parallel.tp_size}",
+            why="it was trained for some tokens of the model's output head, of which each rank has a part",
+            fix="use --tp-size 1, or a head with an output head of its own (bough train-draft --draft-vocab)",
+            param="tp_size",
+        )
+    return Draft(draft, found)
 
 
 def mapped(draft: Checkpoint, facts: DraftFacts, path: str, vocab: int) -> DraftFacts:

@@ -29,6 +29,8 @@ class KVShape:
     v_dim: int
     latent: bool = False
     """Values are the first `v_dim` numbers of keys, and take no room of their own; keys are rotated behind them."""
+    dtype: torch.dtype | None = None
+    """None: the pool's."""
 
     @property
     def kept(self) -> int:
@@ -101,10 +103,11 @@ class KVPool:
                 place += 1
             below = next((made[other, place] for other in range(len(self.page_sizes)) if (other, place) in made), None)
             page = (num_pages, self.page_sizes[line], shape.num_kv_heads)
-            keys = self._store((*page, shape.k_dim), device, None if below is None else below[0])
+            dtype = shape.dtype or self.dtype
+            keys = self._store((*page, shape.k_dim), dtype, device, None if below is None else below[0])
             values = None
             if not shape.latent:
-                values = self._store((*page, shape.v_dim), device, None if below is None else below[1])
+                values = self._store((*page, shape.v_dim), dtype, device, None if below is None else below[1])
             made[line, place] = keys, values
             self.keys.append(keys)
             self.values.append(keys[..., : shape.v_dim] if values is None else values)
@@ -114,13 +117,13 @@ class KVPool:
         """Tokens of a page of the first line."""
         return self.page_sizes[0]
 
-    def _store(self, shape: tuple[int, ...], device: torch.device, alias: Tensor | None) -> Tensor:
+    def _store(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, alias: Tensor | None) -> Tensor:
         """Memory of this shape, or that of `alias` seen in it."""
         if alias is None:
-            made = _zeros(shape, self.dtype, device)
+            made = _zeros(shape, dtype, device)
             self.stores.append(made)
             return made
-        if math.prod(shape) != alias.numel():
+        if math.prod(shape) != alias.numel() or dtype != alias.dtype:
             raise ValueError(f"pages of {tuple(alias.shape[1:])} and of {shape[1:]} don't have equal bytes")
         return alias.view(shape)
 

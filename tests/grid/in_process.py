@@ -79,6 +79,8 @@ class Setup:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     """None: `dtype`."""
+    draft_kv_dtype: torch.dtype | None = None
+    """Of what drafts; None: `kv_dtype`."""
     k_scales: Sequence[float] = ()
     v_scales: Sequence[float] = ()
     device: str = "cpu"
@@ -206,7 +208,14 @@ class InProcess:
             groups=groups,
             num_snapshots=setup.num_snapshots if kept else None,
         )
-        shapes = [KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent) for s in specs]
+        own = len(specs) - (0 if proposer is None else proposer.proposer.num_layers)
+        shapes = [
+            KVShape(
+                s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent,
+                setup.draft_kv_dtype if at >= own else None,
+            )
+            for at, s in enumerate(specs)
+        ]  # fmt: skip
         pool = KVPool(
             shapes,
             self.limits.num_pages,

@@ -80,6 +80,7 @@ OTHER_FLAGS = {
     "speculative_use_block_verification": "other draws of the same odds, greedy alike: tests/unit/sampler",
     "speculative_draft_load_format": "which drafts there are, not which are right",
     "speculative_draft_model_quantization": "which drafts there are, not which are right",
+    "speculative_draft_kv_cache_dtype": "an axis of tests/grid/test_proposers.py",
     "speculative_eagle_topk": "tests/grid/test_proposers.py grows trees",
     "speculative_num_steps": "tests/sim drafts any number of them",
     "speculative_config": "vLLM's spelling of the other flags",

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from bough.config.concerns import AUTO
+from bough.config.kv_groups import KvPlan
 from bough.config.memory_plan import GIB, MIB
-from bough.config.resolve import MachineFacts, ModelPlanFacts, largest_step, resolve
+from bough.config.resolve import MachineFacts, ModelPlanFacts, Resolved, largest_step, resolve
 from bough.config.server_args import flat, load_config
 from bough.core.errors import ConfigError
+from bough.core.kv import Grows, KvGroup
 
 SMOL = ModelPlanFacts(
     name="", context_length=8192, checkpoint_dtype="bfloat16", dense_params=30_000_000, packed_bytes=70_000_000,
@@ -302,3 +304,20 @@ def test_quantised_weights_on_a_gpu() -> None:
         == "float32"
     )
     assert resolve(config(kv_cache_dtype="bfloat16"), H200, scaled).config.model.kv_cache_dtype == "bfloat16"
+
+
+def test_kv_of_what_drafts_counts_in_its_own_type() -> None:
+    model = replace(LLAMA, kv=lambda page_size, context: KvPlan((KvGroup(Grows()),), 33 * 2048, draft_values=2048))
+    asked = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
+
+    def of(**given: object) -> Resolved:
+        return resolve(config(**asked, **given), H200, model)
+
+    plain, small = of(), of(speculative_draft_kv_cache_dtype="fp8_e4m3")
+    assert plain.decisions["speculative_draft_kv_cache_dtype"].value == "bfloat16"
+    assert plain.config.speculative.speculative_draft_kv_cache_dtype == "bfloat16"
+    page = plain.plan.page_size
+    assert plain.plan.kv_bytes // (plain.plan.num_pages + 1) == 33 * 2048 * 2 * page
+    assert small.plan.kv_bytes // (small.plan.num_pages + 1) == (32 * 2 + 1) * 2048 * page
+    both = of(kv_cache_dtype="fp8_e4m3", speculative_draft_kv_cache_dtype="bf16")
+    assert both.plan.kv_bytes // (both.plan.num_pages + 1) == (32 + 2) * 2048 * page

@@ -98,6 +98,8 @@ def test_what_it_can_not_say(text: str, about: str) -> None:
             "speculative_algorithm": "NEXTN",
             "speculative_accept_threshold_acc": 0.5,
         },
+        {"speculative_draft_kv_cache_dtype": "fp8_e4m3", "speculative_algorithm": "NGRAM"},
+        {"speculative_draft_kv_cache_dtype": "fp8_e4m3", "speculative_algorithm": "MEDUSA"},
         {"speculative_draft_window_size": 100, "speculative_algorithm": "NEXTN"},
         {"speculative_draft_window_size": -1, "speculative_algorithm": "STANDALONE"},
         {"speculative_algorithm": "NGRAM", "is_embedding": True},
