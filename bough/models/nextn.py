@@ -36,6 +36,15 @@ _DEEPSEEK: Final = NextnNames(
     },
     ("model.layers.{layer}.shared_head.head", "model.layers.{layer}.embed_tokens"),
 )
+_BAILING: Final = NextnNames(
+    "model.layers.{layer}.",
+    {
+        "model.layers.{layer}.enorm": "embed_norm",
+        "model.layers.{layer}.hnorm": "hidden_norm",
+        "model.layers.{layer}.eh_proj": "fc",
+        "model.layers.{layer}.final_layernorm": "norm",
+    },
+)
 _MIMO: Final = NextnNames(
     "model.mtp_layers.{number}.",
     {
@@ -55,6 +64,7 @@ _QWEN_NEXT: Final = NextnNames(
     },
 )
 FAMILIES: Final[Lookup[str, NextnNames]] = {
+    "BailingMoeV2ForCausalLM": _BAILING,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Glm4MoeForCausalLM": _DEEPSEEK,
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,

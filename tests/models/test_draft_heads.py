@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import proposing
 import pytest
 import torch
 from in_process import DraftsOnDevice, InProcess, Setup
+from safetensors.torch import load_file, save_file
+from test_renamed_families import FAMILIES
 from tiny import make_tiny
 from torch import Tensor
 
@@ -197,7 +200,9 @@ def test_dflash(page_size: int, target: tuple[Path, Any, Model], tmp_path: Path)
     check_drafts(model, drafts, formulas, GREEDY, page_size=page_size, chunk_tokens=7)
 
 
+LING = FAMILIES["bailing2"]
 NEXTN = {
+    "Ling 2": (LING.prefix, LING.extra),
     "MiMo": ("Qwen2", {}),
     "DeepSeek-V3": (
         "DeepseekV3",
@@ -217,12 +222,28 @@ NEXTN = {
 }  # fmt: skip
 
 
+def rename_as_ling(folder: Path) -> None:
+    """A checkpoint of GLM-4.5 with a layer that drafts, by Ling's names."""
+    names = {**LING.names, r"shared_head\.norm": "final_layernorm"}
+    state = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("shared_head.head.weight", "3.embed_tokens.weight")):
+            for pattern, new in names.items():
+                name = re.sub(pattern, new, name)
+            state[name] = tensor
+    config = json.loads((folder / "config.json").read_text()) | LING.config
+    (folder / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
+    save_file(LING.change(state), folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize("family", NEXTN)
 def test_nextn(family: str, tmp_path: Path) -> None:
     """The last layer of a model of transformers' is taken for the one that drafts."""
     case, extra = NEXTN[family]
     whole = make_tiny(case, tmp_path, num_hidden_layers=4, **extra)
     parts = draft_files.nextn(tmp_path, whole, mimo=family == "MiMo")
+    if family == "Ling 2":
+        rename_as_ling(tmp_path)
     names = [name for name in parts if not name.startswith(("model.", "lm_head"))]
     embed_norm, hidden_norm, fc, last_norm = (parts[name] for name in names[:4])
     drafts_with = whole.model.layers[3]
