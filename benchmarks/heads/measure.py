@@ -60,7 +60,7 @@ def main() -> None:
     plain: dict[tuple[int, float], dict[str, Any]] = {}
     print("| head | batch | temperature | tokens per step | tok/s | beside off | same greedy answers |\n|" + "---|" * 7)
     for head in [None, *heads]:
-        settings: dict[str, Any] = {"device": asked.device, "context_length": 2048}
+        settings: dict[str, Any] = {"device": asked.device, "context_length": 2048, "max_total_tokens": 1 << 16}
         if asked.model != "default":
             settings["model_path"] = asked.model
         if head is not None:

@@ -29,6 +29,6 @@ train() {
 
 train "$eagle" --method eagle3 --num-drafts 5 --max-minutes "$eagle_minutes" \
   --sampled-prompts "$prompts" --texts docs --texts README.md --texts CONTRIBUTING.md --texts bough --text-prompts 2000 \
-  --answer-tokens 256 --temperature 0 0.7 --max-answer-minutes "$answer_minutes" --save-answers "$answers"
+  --answer-tokens 256 --temperature 0 0.7 --max-total-tokens 400000 --max-answer-minutes "$answer_minutes" --save-answers "$answers"
 train "$medusa" --method medusa --num-drafts 4 --medusa-layers 4 --max-minutes "$medusa_minutes" --answers "$answers"
 "$python" benchmarks/heads/measure.py "$out" --model "$model" --device "$device" --answers "$answers" --max-tokens 96

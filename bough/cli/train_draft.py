@@ -61,6 +61,8 @@ def parser() -> CommandParser:
         "--temperature", type=float, nargs="+", default=[0.7], metavar="T",
         help="of the answers; several take turns (default: 0.7)",
     )  # fmt: skip
+    asked.add_argument("--max-total-tokens", type=int, default=0, metavar="N",
+                       help="KV cache of the engine that answers, to leave memory to others (default: all)")  # fmt: skip
     asked.add_argument("--max-answer-minutes", type=float, default=60.0,
                        help="of answering; prompts that remain are left out (default: 60)")  # fmt: skip
     asked.add_argument("--save-answers", default="", metavar="FILE", help="keep prompts and answers, as token ids")
@@ -116,6 +118,8 @@ def _check(arguments: Namespace) -> None:
     for name in ("learning_rate", "max_minutes", "max_answer_minutes"):
         if not getattr(arguments, name) > 0:
             raise ConfigError(what=f"--{name.replace('_', '-')} must be above 0", param=name)
+    if arguments.max_total_tokens < 0:
+        raise ConfigError(what="--max-total-tokens must not be below 0", param="max_total_tokens")
     if not all(0 <= each <= 2 for each in arguments.temperature):
         raise ConfigError(what="--temperature must be between 0 and 2", param="temperature")
     if arguments.num_drafts > 16:
@@ -189,6 +193,8 @@ class _Answering:
 
         asked = self._asked
         settings: dict[str, Any] = {"revision": asked.revision} if asked.revision else {}
+        if asked.max_total_tokens:
+            settings["max_total_tokens"] = asked.max_total_tokens
         model = "" if asked.model == "default" else asked.model
         self._engine = Engine(model_path=model, device=asked.device, context_length=asked.max_length + 1, **settings)
         tokenizer = self._engine.tokenizer

@@ -44,7 +44,7 @@ def test_from_prompts_to_a_head(model: Path, tmp_path: Path, capsys: pytest.Capt
     kept, eagle, medusa = tmp_path / "kept.jsonl", tmp_path / "eagle", tmp_path / "medusa"
     common = ["--device", "cpu", "--epochs", "1", "--num-drafts", "2", "--held-back", "2", "--max-length", "250"]
     asked = ["--prompts", str(tmp_path / "asked.jsonl"), "--texts", str(tmp_path), "--sampled-prompts", "3"]
-    asked += ["--answer-tokens", "8", "--text-prompts", "3", "--save-answers", str(kept)]
+    asked += ["--answer-tokens", "8", "--text-prompts", "3", "--max-total-tokens", "2048", "--save-answers", str(kept)]
     assert main(["train-draft", str(model), str(eagle), *common, *asked]) == 0
     out = capsys.readouterr().out
     assert "tokens per step on 2 prompts that were held back" in out
@@ -73,6 +73,7 @@ def test_from_prompts_to_a_head(model: Path, tmp_path: Path, capsys: pytest.Capt
         (["--max-minutes", "0"], "--max-minutes must be above 0"),
         (["--temperature", "0", "3"], "between 0 and 2"),
         (["--max-answer-minutes", "0"], "--max-answer-minutes must be above 0"),
+        (["--max-total-tokens", "-1"], "--max-total-tokens must not be below 0"),
         (["--draft-vocab", "9", "--token-map", "9"], "can't be had together"),
         (
             ["--answers", "{answers}", "--held-back", "1", "--token-map", "999"],
