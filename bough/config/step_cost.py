@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bough.config.layout import Layout
@@ -185,7 +185,7 @@ class FleetModel:
         rank = stage * self.layout.tp
         total = constants.step_s + constants.row_s * load.rows
         for layer, count in self._stages[stage]:
-            seconds = constants.layer_s + self._mixers_s(layer.mixers, load, rank) + self._ffn_s(layer, load, rank)
+            seconds = constants.layer_s + self._mixers_s(layer, load, rank) + self._ffn_s(layer, load, rank)
             if load.tokens > constants.graph_tokens:
                 seconds = max(seconds, constants.eager_layer_s)
             total += count * (seconds + self._collectives_s(layer, load))
@@ -199,12 +199,13 @@ class FleetModel:
         read = parameters * self.weight_bytes / (self.hardware.read_bytes_s * self.constants.read_share)
         return max(read, 2 * tokens * parameters / (operations * self.constants.compute_share))
 
-    def _mixers_s(self, mixers: Sequence[Mixer], load: StepLoad, rank: int) -> float:
+    def _mixers_s(self, layer: LayerFacts, load: StepLoad, rank: int) -> float:
         total = 0.0
         tokens = load.tokens if load.tokens < 128 * self.layout.cp else load.tokens / self.layout.cp
-        for mixer in mixers:
+        for mixer in layer.mixers:
             mine = rank_mixer(mixer, self.layout, rank)
-            total += self._product_s(mine.num_parameters(self.facts.hidden), tokens)
+            weights = replace(layer, mixers=(mine,), ffn=None).num_parameters(self.facts.hidden)
+            total += self._product_s(weights, tokens)
             if isinstance(mine, StateMixer):  # a row's state is read and written, in float32
                 moved = 2 * 4 * state_values(mine) * load.rows
                 total += moved / (self.hardware.read_bytes_s * self.constants.attention_read_share)
