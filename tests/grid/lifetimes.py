@@ -52,6 +52,12 @@ LIFETIMES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "full_attention_interval": 3,
     },
+    "states beside KV": {
+        "architectures": ["FalconH1ForCausalLM"], **BASE, "mamba_d_ssm": 768, "mamba_n_heads": 12, "mamba_d_state": 64,
+    },
+    "states alone": {
+        "architectures": ["MambaForCausalLM"], **BASE, "hidden_size": 1024, "intermediate_size": 2048, "state_size": 16,
+    },
 }  # fmt: skip
 
 

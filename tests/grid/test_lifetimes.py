@@ -19,5 +19,5 @@ def test_what_is_held_is_what_was_planned(name: str, tmp_path: Path) -> None:
     assert held.weight_bytes == pytest.approx(plan.weight_bytes, rel=0.01)
     assert held.kv_bytes == pytest.approx(plan.kv_bytes, rel=0.01)
     assert held.state_bytes == pytest.approx(plan.state_bytes, rel=0.01)
-    assert bool(plan.state_bytes) == (name == "states")
+    assert bool(plan.state_bytes) == name.startswith("states")
     assert len(plan.groups) == (2 if name in ("windows", "chunks", "KV of other layers", "several streams") else 1)
