@@ -18,6 +18,11 @@ class TorchStore(dist.Store):  # type: ignore[name-defined,misc]
         self._store = store
         self._timeout_s = timeout_s
 
+    def clone(self) -> TorchStore:
+        """Another access to the same values, for another thread (NCCL's watchdog). It is this one, which threads may share:
+        of a new object torch would keep the half in C++ alone, whose calls lead nowhere once the half in Python is gone."""
+        return self
+
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value.encode() if isinstance(value, str) else value)
 
