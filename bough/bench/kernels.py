@@ -37,6 +37,7 @@ from bough.kernels.moe import Routing, fused_experts, routed_experts, topk_softm
 from bough.kernels.norm import add_rms_norm, reference as norm_reference
 from bough.kernels.rotary import reference as rotary_reference, rope_and_write
 from bough.kernels.sampling import argmax, reference as sampling_reference, sample
+from bough.kernels.segment_attention import reference as segment_reference, triton as segments
 from bough.kernels.step_start import SlotState, reference as start_reference, start_step
 
 BANDWIDTH = 4.2e12
@@ -270,6 +271,34 @@ def bench_prefill() -> Report:
         )
 
 
+SEGMENT_TILINGS = (
+    segments.SHORT,
+    segments.LONG,
+    segments.Tiling(128, 64, 4),
+    segments.Tiling(128, 128, 8),
+    segments.Tiling(64, 128, 4),
+)
+
+
+def bench_segments() -> Report:
+    """Towers' attention: an image of 6,256 patches whole and in windows, and eight tiles of 1,024."""
+    for head_dim in (80, 72, 64, 128):
+        for name, lengths in (("6256", [6256]), ("windows", [64] * 88 + [32] * 19 + [16]), ("8 x 1024", [1024] * 8)):
+            q, k, v = random(sum(lengths), 48, head_dim).split(16, 1)
+            timed = {
+                tiling: time_us([partial(segments.attend, q, k, v, tuple(lengths), 0.1, tiling)] * 2)
+                for tiling in (SEGMENT_TILINGS if head_dim == 80 else SEGMENT_TILINGS[:2])
+            }
+            library = time_us([partial(segment_reference.attend_segments, q, k, v, lengths, 0.1)] * 2)
+            took = timed[segments.tiling_for(max(lengths))]
+            flops = 4 * 16 * head_dim * sum(length**2 for length in lengths)
+            floor = max(flops / MATRIX_RATE, 4 * q.numel() * 2 / BANDWIDTH) * 1e6
+            note = " ".join(f"{_short(asdict(tiling))}:{us:.0f}" for tiling, us in timed.items())
+            yield Row(
+                "segments", f"{name} of {head_dim}", took, floor, library, f"{flops / took / 1e6:.0f} TFLOP/s; {note}"
+            )
+
+
 SPAN_SHAPES = (Shape(64, 64, 4, 3, 2), Shape(64, 64, 4, 2, 3), Shape(128, 64, 8, 3, 1), Shape(32, 64, 4, 3, 2))
 SPAN_CASES: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
     (4, ((2, 1024),)),
@@ -421,6 +450,7 @@ BENCHES: dict[str, Callable[[], Report]] = {
     "linear": bench_linear,
     "decode": bench_decode,
     "prefill": bench_prefill,
+    "segments": bench_segments,
     "shared": bench_shared,
     "sampling": bench_sampling,
     "moe": bench_moe,

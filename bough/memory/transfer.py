@@ -11,11 +11,19 @@ from torch import Tensor
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A device tensor with the array's values. On a GPU the copy is queued from pinned memory."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
+    """A device tensor with the array's values. On a GPU the copy is queued from pinned memory; on a CPU it may share the
+    array's memory, unless that is read-only."""
     if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+        # Torch warns of memory that it could not write to.
+        return torch.from_numpy(np.ascontiguousarray(array) if array.flags.writeable else array.copy())
+    pinned = torch.empty(array.shape, dtype=numpy_dtype(array.dtype), pin_memory=True)
+    np.copyto(pinned.numpy(), array)
+    return pinned.to(device, non_blocking=True)
+
+
+def numpy_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Torch's name of a dtype."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def download(tensor: Tensor) -> Tensor:

@@ -74,5 +74,5 @@ class GlmTower(Tower):
         rows, columns = ((torch.arange(size, device=table.device) + 0.5) / size * 2 - 1 for size in (h, w))
         at = torch.stack(torch.meshgrid(rows, columns, indexing="ij")[::-1], -1)[None]
         found = F.grid_sample(grid, at, mode="bicubic", align_corners=False, padding_mode="border")[0]
-        order = by_position(torch.arange(h * w).view(h, w), self.shapes.merge).to(table.device)
+        order = by_position(torch.arange(h * w, device=table.device).view(h, w), self.shapes.merge)
         return found.flatten(1).transpose(0, 1)[order].to(table.dtype)

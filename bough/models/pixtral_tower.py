@@ -85,11 +85,13 @@ class PixtralTower(Tower):
     def _angles(self, shapes: Sequence[tuple[int, ...]]) -> Tensor:
         """Even frequencies turn by row, odd ones by column."""
         width = self.facts.block.head_dim
-        frequencies = 1.0 / self.facts.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=self.device) / width
+        frequencies = 1.0 / self.facts.theta**exponents
         angles = []
         for h, w in shapes:
-            rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+            sides = (torch.arange(size, device=self.device) for size in (h, w))
+            rows, columns = torch.meshgrid(*sides, indexing="ij")
             turned = (rows.reshape(-1, 1) * frequencies[0::2], columns.reshape(-1, 1) * frequencies[1::2])
             angles.append(torch.cat(turned, -1))
         angles_TF = torch.cat(angles)
-        return torch.cat((angles_TF.cos(), angles_TF.sin()), -1).to(self.device)
+        return torch.cat((angles_TF.cos(), angles_TF.sin()), -1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from bough.layers.embedding import Table
 from bough.layers.linear import ReplicatedLinear
 from bough.layers.norm import make_norm
 from bough.layers.tower import Normaliser, PatchEmbedding, Tower, TowerBlock, TowerInput, alone
+from bough.memory.transfer import upload
 from bough.models.qwen_vision import QwenVision
 
 
@@ -97,11 +100,11 @@ class QwenTower(Tower):
         assert self.positions is not None, "the family has learned positions"
         table, side, merge = self.positions.weight, self.facts.grid_side, self.facts.merge
         total = torch.zeros(h * w, table.shape[1], dtype=torch.float32, device=table.device)
-        row_taps, column_taps = taps(h, side), taps(w, side)
+        row_taps, column_taps = taps(h, side, table.device), taps(w, side, table.device)
         for row, row_weight in row_taps:
             for column, column_weight in column_taps:
-                index = by_position(row[:, None] * side + column, merge).to(table.device)
-                weight = by_position(row_weight[:, None] * column_weight, merge).to(table.device, torch.float32)
+                index = by_position(row[:, None] * side + column, merge)
+                weight = by_position(row_weight[:, None] * column_weight, merge)
                 total = total + table[index] * weight[:, None]
         return total.to(table.dtype)
 
@@ -118,46 +121,49 @@ def cut_patches(values: Tensor, facts: QwenVision) -> Tensor:
 
 
 def plan_patches(grids: Sequence[tuple[int, ...]], facts: QwenVision, device: torch.device) -> TowerPlan:
-    """How patches of these grids are computed."""
+    """How patches of these grids are computed. Queues device work only."""
     merge = facts.merge
-    angles, lengths, window_lengths, orders = [], [], [], []
-    half = facts.block.head_dim // 2
-    frequencies = 1.0 / facts.theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    places, lengths, window_lengths, orders = [], [], [], []
     start = 0
     for t, h, w in grids:
-        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        places = torch.stack([by_position(each, merge) for each in (rows, columns)], -1).float()
-        angles.append((places[..., None] * frequencies).flatten(1).repeat(t, 1))
+        rows, columns = np.divmod(np.arange(h * w).reshape(h // merge, merge, w // merge, merge), w)
+        place_P2 = np.stack([rows, columns], -1).transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+        places.append(np.tile(place_P2, (t, 1)))
         lengths += [h * w] * t
         if facts.window:
+            order, sizes = windows(h // merge, w // merge, facts.window // merge)
             for _ in range(t):
-                order, sizes = windows(h // merge, w // merge, facts.window // merge)
                 orders.append(order + start)
                 window_lengths += [size * merge**2 for size in sizes]
                 start += len(order)
-    angles_TF = torch.cat(angles)
+    places_T2 = np.concatenate(places).astype(np.float32)
     order_M = None
     if facts.window:
-        order_M = torch.cat(orders)
-        angles_TF = angles_TF.view(-1, merge**2, half)[order_M].view(-1, half)
-        order_M = order_M.to(device)
-    cos_sin_TR = torch.cat((angles_TF.cos(), angles_TF.sin()), -1).to(device)
+        order = np.concatenate(orders)
+        places_T2 = places_T2.reshape(-1, merge**2, 2)[order].reshape(-1, 2)
+        order_M = upload(order, device)
+    half = facts.block.head_dim // 2
+    frequencies = 1.0 / facts.theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    angles_TF = (upload(places_T2, device)[..., None] * upload(frequencies.numpy(), device)).flatten(1)
+    cos_sin_TR = torch.cat((angles_TF.cos(), angles_TF.sin()), -1)
     return TowerPlan(cos_sin_TR, lengths, window_lengths, order_M)
 
 
-def windows(h: int, w: int, side: int) -> tuple[Tensor, list[int]]:
+def windows(h: int, w: int, side: int) -> tuple[npt.NDArray[np.int64], list[int]]:
     """The order of `h x w` positions in which those of a window lie together, and the windows' sizes. Equal ones follow one
-    another, so that they are computed together: nothing depends on the windows' order."""
-    index = torch.arange(h * w).view(h, w)
-    cut = [index[top : top + side, left : left + side] for top in range(0, h, side) for left in range(0, w, side)]
-    cut.sort(key=torch.numel, reverse=True)
-    return torch.cat([each.flatten() for each in cut]), [each.numel() for each in cut]
+    another, so that they can be computed together: nothing depends on the windows' order."""
+    row, column = np.divmod(np.arange(h * w), w)
+    across = -(-w // side)
+    window = row // side * across + column // side
+    sizes = np.bincount(window)
+    order = np.lexsort((window, -sizes[window]))
+    return order, sorted(sizes.tolist(), reverse=True)
 
 
-def taps(size: int, side: int) -> list[tuple[Tensor, Tensor]]:
+def taps(size: int, side: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Where `size` places fall among `side` learned ones, from end to end: the neighbours on both sides, and how much each
     counts."""
-    at = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
+    at = torch.arange(size, dtype=torch.float32, device=device) * (side - 1) / max(size - 1, 1)
     low = at.floor().long()
     part = at - low
     return [(low, 1 - part), ((low + 1).clamp(max=side - 1), part)]

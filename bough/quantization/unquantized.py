@@ -16,6 +16,7 @@ from bough.core.errors import ConfigError
 from bough.kernels.activation import gelu_mul, gelu_tanh_mul, relu2_mul, relu_mul, silu_mul
 from bough.kernels.linear import linear, linear_after_norm, linear_onto, linear_silu_mul
 from bough.kernels.moe import Biases, Routing, biased_experts, fused_experts, plain_experts, routed_experts
+from bough.kernels.pitch import empty_rows
 from bough.quantization.read.rules import LayerKind
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
 from bough.weights.slots import Slot
@@ -65,9 +66,7 @@ class DenseMatrix(Matrix):
         super().__init__()
         self.parts = tuple(parts)
         num_rows = sum(part.num_rows for part in parts)
-        self.weight = nn.Parameter(
-            torch.empty(num_rows, parts[0].num_cols, dtype=dtype, device=device), requires_grad=False
-        )
+        self.weight = nn.Parameter(empty_rows(num_rows, parts[0].num_cols, dtype, device), requires_grad=False)
 
     def weight_slots(self) -> dict[str, Slot]:
         slots, start = {}, 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,15 +27,10 @@ class TowerRunner:
 
     def encode(self, work: Sequence[Encode]) -> None:
         """Computes items, all of them in one pass, into their rows. Queues device work only."""
-        inputs = [TowerInput(upload(_writable(each.features), self.device), each.grid) for each in work]
+        inputs = [TowerInput(upload(each.features, self.device), each.grid) for each in work]
         out_MW = self.tower(inputs)
         rows = upload(np.concatenate([each.rows for each in work]).astype(np.int64), self.device)
         self.store_RW.index_copy_(0, rows, out_MW.to(self.store_RW.dtype))
-
-
-def _writable(features: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Torch warns of memory that it could not write to, though nothing does."""
-    return features if features.flags.writeable else features.copy()
 
 
 @dataclass(slots=True)

@@ -62,6 +62,7 @@ from bough.kernels.packed_moe.unpacked import add_biases, clamped_rows
 from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.rotary import reference as rotary_reference, triton as rotary
 from bough.kernels.sampling import reference as sampling_reference, triton as sampling
+from bough.kernels.segment_attention import reference as segment_reference, triton as segments
 from bough.kernels.selective_scan import reference as selective_reference, triton as selective
 from bough.kernels.ssd import reference as ssd_reference, triton as ssd
 from bough.kernels.step_end import reference as end_reference, triton as step_end
@@ -802,6 +803,26 @@ def _shared(bed: Bed, spec: AttentionSpec, page: int, tree: _Tree, dtype: torch.
         close(runner.attend(spec, q), expected, dtype)  # of a layer that brings no keys and values
 
 
+def segment_cases(bed: Bed) -> Cases:
+    dims = (64, 72, 80, 88, 96, 128) if bed.large else (8, 16, 24, 72, 80)
+    kinds = {"windows": [64, 64, 48, 32, 64], "short": [1, 5, 17, 64, 3], "mixed": [130, 1, 64, 65]}
+    if bed.large:
+        kinds = {"windows": [64] * 90 + [32] * 9 + [16], "long": [3000], "mixed": [1564, 1, 700, 64, 129, 6256]}
+    for dtype, dim, kind in bed.cover(bed.dtypes, dims, list(kinds)):
+        yield f"segments {kind} of {dim} {dtype}", partial(_segments, bed, dim, kinds[kind], dtype)
+
+
+def _segments(bed: Bed, head_dim: int, lengths: list[int], dtype: torch.dtype) -> None:
+    heads = 16 if bed.large else 2
+    q, k, v = bed.strided(sum(lengths), (heads, heads, heads), head_dim, dtype)
+    want = segment_reference.attend_segments(q.float(), k.float(), v.float(), lengths, head_dim**-0.5).to(dtype)
+    got = same_twice(lambda: segments.attend_segments(q, k, v, lengths, head_dim**-0.5))
+    close(got, want, dtype)
+    rotated = q.contiguous()  # as a rotation leaves it
+    for tiling in (segments.SHORT, segments.LONG):
+        close(segments.attend(rotated, k, v, tuple(lengths), head_dim**-0.5, tiling), want, dtype)
+
+
 def sampling_cases(bed: Bed) -> Cases:
     vocabs = (50, 5000, 128256) if bed.large else (50, 4500, 13_000)
     draws = bed.pairs((0.5, 4.0), (torch.float32, torch.bfloat16))
@@ -1438,6 +1459,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "latent": latent_cases,
     "rope": rope_cases,
     "plan": plan_cases,
+    "segments": segment_cases,
     "sampling": sampling_cases,
     "masks": mask_cases,
     "pages": page_cases,

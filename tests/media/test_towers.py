@@ -109,7 +109,7 @@ def test_windows_hold_every_position_once_and_only_neighbours(shape: tuple[int, 
 
 def test_taps_sum_to_one_and_reach_both_ends() -> None:
     for size in (1, 2, 5, 9):
-        (low, a), (high, b) = taps(size, 5)
+        (low, a), (high, b) = taps(size, 5, torch.device("cpu"))
         assert torch.allclose(a + b, torch.ones(size))
         assert int(low[0]) == 0
         assert size == 1 or int(low[-1]) == 4 or (int(high[-1]) == 4 and b[-1] > 0.99)

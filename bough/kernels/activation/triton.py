@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
+from bough.kernels.pitch import empty_rows
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def gated(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(x, out, x_stride, F, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(x, out, x_stride, out_stride, F, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < F
@@ -29,19 +29,20 @@ def _gated_kernel(x, out, x_stride, F, GELU: tl.constexpr, BLOCK: tl.constexpr, 
     wait(PDL)
     gate = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + F + col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * F + col, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + col, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
 
 
 def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
     x = x_T2F.reshape(-1, x_T2F.shape[-1])
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty((*x_T2F.shape[:-1], width), dtype=x.dtype, device=x.device)
+    out = empty_rows(rows, width, x.dtype, x.device)
     if rows:
         block = min(1024, power_of_two(width))
         grid = (rows, cdiv(width, block))
-        _gated_kernel[grid](x, out, x.stride(0), width, GELU=gelu, BLOCK=block, **pdl_options(x.device))
-    return out
+        strides = (x.stride(0), out.stride(0))
+        _gated_kernel[grid](x, out, *strides, width, GELU=gelu, BLOCK=block, **pdl_options(x.device))
+    return out if x_T2F.dim() == 2 else out.reshape(*x_T2F.shape[:-1], width)
 
 
 def silu_mul(x_T2F: Tensor) -> Tensor:

@@ -19,7 +19,17 @@ PARTS = {
     "packed": 4,
     "packed_moe": 4,
 }
-PARTS |= {"rope": 2, "sampling": 1, "masks": 1, "pages": 1, "start": 1, "plan": 3, "packed": 4, "packed_moe": 4}
+PARTS |= {
+    "rope": 2,
+    "segments": 2,
+    "sampling": 1,
+    "masks": 1,
+    "pages": 1,
+    "start": 1,
+    "plan": 3,
+    "packed": 4,
+    "packed_moe": 4,
+}
 """Most of the time goes into compiling: what is compiled side by side is done sooner."""
 
 

@@ -1,0 +1,52 @@
+"""Towers on a CUDA device: other kernels, the same features; nothing waits for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from prompts import noise
+from seeing import NAMES, Seeing, load
+from tiny_tiles import TILE_FAMILIES, Tiled, load_tiled
+
+from bough.core.step import Encode
+from bough.layers.decoder import Decoder
+from bough.models.load import build_model
+from bough.runner.encoder import TowerRunner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *TILE_FAMILIES])
+def test_a_tower_gives_what_it_gives_on_the_cpu_and_waits_for_nothing(name: str) -> None:
+    seen: Seeing | Tiled = load(name) if name in NAMES else load_tiled(name)
+    device = torch.device("cuda", torch.cuda.current_device())
+    here = build_model(seen.checkpoint, dtype=torch.float32, device=device, context_length=256)
+    assert isinstance(here, Decoder)
+    assert here.tower is not None
+    assert seen.model.tower is not None
+    work, rows = [], 0
+    for size in ((24, 40), (16, 16), (90, 70)):
+        array, items = seen.processor.image(Image.fromarray(noise(*size)), {})
+        assert len(items) == 1
+        at = np.arange(rows, rows + items[0].count, dtype=np.int32)
+        work.append(Encode(features=np.array(array), grid=items[0].grid, rows=at))
+        rows += items[0].count
+    cpu = TowerRunner(seen.model.tower, rows, torch.float32, torch.device("cpu"))
+    cuda = TowerRunner(here.tower, rows, torch.float32, device)
+    with torch.inference_mode():
+        cpu.encode(work)
+        cuda.encode(work)
+        first = cuda.store_RW.clone()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            cuda.encode(work)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert (first.cpu() - cpu.store_RW).abs().max() <= 1e-3
+    assert cpu.store_RW.std() > 0.1
+    assert torch.equal(first, cuda.store_RW)
