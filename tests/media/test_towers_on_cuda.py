@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from in_process import InProcess, Setup
 from PIL import Image
 from prompts import noise
 from seeing import NAMES, Seeing, load
+from test_in_engine import answers, expected, prompts
 from tiny_tiles import TILE_FAMILIES, Tiled, load_tiled
+from tiny_vision import VOCAB
 
 from bough.core.step import Encode
 from bough.layers.decoder import Decoder
@@ -50,3 +53,14 @@ def test_a_tower_gives_what_it_gives_on_the_cpu_and_waits_for_nothing(name: str)
     assert (first.cpu() - cpu.store_RW).abs().max() <= 1e-3
     assert cpu.store_RW.std() > 0.1
     assert torch.equal(first, cuda.store_RW)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_answers_are_transformers_with_graphs_and_without(name: str, graphs: bool) -> None:
+    model = build_model(load(name).checkpoint, dtype=torch.float32, device=torch.device("cuda"), context_length=256)
+    engine = InProcess(model, VOCAB, Setup(device="cuda", attention="triton", page_size=16, graphs=graphs))
+    for _ in range(2):
+        assert [answer.tokens for answer in answers(engine, prompts(name))] == expected(name)
+        for _ in range(8 if graphs else 0):
+            engine.runner.idle()  # captures what was missed

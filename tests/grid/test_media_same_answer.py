@@ -1,0 +1,254 @@
+"""Prompts with images: answers stay what transformers says, however the engine is set up and whatever else is asked for.
+
+Features are switched in pairs. Streams, tools and sessions through real processes are in tests/e2e/test_media.py, graphs in
+tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_process import Answer, InProcess, Setup
+from pairwise import pairwise_cover
+from PIL import Image
+from prompts import Prompt, make_prompt, noise, reference_inputs
+from seeing import load
+from test_tiles import prepared
+from tiny_tiles import load_tiled
+from tiny_vision import END, IMAGE, START, VOCAB, make_tokenizer
+from transformers import PreTrainedModel
+from whole_engine import PatientGrammars
+
+from bough.core.messages import LogprobSpec, Pause, Resume, ToEngine
+from bough.core.sampling import GrammarSpec, SamplingParams
+from bough.grammar import Grammars, Settings, Vocabulary
+from bough.layers.decoder import Decoder
+from bough.multimodal.placing import Placer
+from bough.tokenizer import load_tokenizer
+
+AXES: dict[str, list[Any]] = {
+    "asked": ["plain", "grammar", "scores", "several", "second turn"],
+    "company": ["alone", "with text", "cached", "retracted", "tiny pool"],
+    "family": ["qwen2_5_vl", "gemma3"],
+    "page_size": [16, 1, 5],
+    "chunk_tokens": [512, 11],
+    "overlap": [True, False],
+    "radix_cache": [True, False],
+    "attention": ["torch", "cpu"],
+    "drafts": ["none", "ngram", "known"],
+    "stream": [True, False],
+    "step_patches": [4096, 1],
+    "media_rows": [512, 48],
+}
+NEW = 12
+LETTERS = "abcdefgh"
+SPELLED = GrammarSpec(kind="regex", source=f"[{LETTERS[0]}-{LETTERS[-1]}]{{{NEW + 5}}}")
+TEXT = [7, 8, 9, 10, 30, 31]
+LATER = [40, 41, 42]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt for us and for transformers."""
+
+    prompt: Prompt
+    given: dict[str, torch.Tensor]
+    """What transformers takes beside ids."""
+
+    def further(self, more: list[int]) -> Case:
+        """With text behind it."""
+        ids = self.prompt.ids + more
+        positions = self.prompt.positions
+        if positions:
+            axes = np.frombuffer(positions, np.int32).reshape(3, -1)
+            rest = axes.max() + 1 + np.arange(len(more), dtype=np.int32)
+            positions = np.concatenate([axes, np.broadcast_to(rest, (3, len(more)))], 1).astype(np.int32).tobytes()
+        given = {
+            name: torch.cat([value, value.new_zeros(1, len(more))], 1) if name.endswith("type_ids") else value
+            for name, value in self.given.items()
+        }
+        return Case(Prompt(ids, self.prompt.items, positions, self.prompt.features), given)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model that sees: ours, theirs, and prompts."""
+
+    model: Decoder
+    theirs: PreTrainedModel
+    cases: tuple[Case, ...]
+    atomic: bool
+
+    def says(self, case: Case, **extra: Any) -> list[int]:
+        ids = torch.tensor([case.prompt.ids])
+        with torch.no_grad():
+            out = self.theirs.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+                eos_token_id=None, pad_token_id=0, **case.given, **extra,
+            )  # fmt: skip
+        answer: list[int] = out[0, len(case.prompt.ids) :].tolist()
+        return answer
+
+    def scores(self, case: Case, answer: list[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, of the prompt and of an answer."""
+        whole = case.further(answer)
+        with torch.no_grad():
+            logits = self.theirs(input_ids=torch.tensor([whole.prompt.ids]), **whole.given).logits[0]
+        found = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(whole.prompt.ids[1:])[:, None])
+        values: list[float] = found[:, 0].tolist()
+        return values
+
+
+def _qwen(name: str) -> Family:
+    seen = load(name)
+    mark = [START, IMAGE, END]
+    one, other = noise(24, 40), noise(24, 40, seed=1)
+    prompts = [
+        make_prompt(seen.processor, [5, 6, *mark, 9, 10, 11], [one]),
+        make_prompt(seen.processor, [5, 6, *mark, 9, *mark, 10], [one, noise(16, 16)]),
+        make_prompt(seen.processor, [5, 6, *mark, 9, 10, 11], [other]),
+        make_prompt(seen.processor, TEXT, []),
+    ]
+    cases = tuple(Case(prompt, reference_inputs(prompt, seen.tower)) for prompt in prompts)
+    return Family(seen.model, seen.reference, cases, atomic=False)
+
+
+def _gemma() -> Family:
+    tiled = load_tiled("gemma3")
+    mark, placer = tiled.family.mark, Placer(tiled.processor, tiled.tokenizer)
+    cases = []
+    for text, shapes in (
+        (f"a{mark}bcd", [(24, 40)]),
+        (f"a{mark}b{mark}", [(24, 40), (37, 20)]),
+        (f"a{mark}bcd", [(16, 16)]),
+    ):
+        images = [Image.fromarray(noise(*shape)) for shape in shapes]
+        media = [prepared("gemma3", image) for image in images]
+        alone = [each for each, _ in media]
+        placed = placer.place_spelled(tiled.tokenizer.encode(placer.spelled(text, alone), True), alone)
+        theirs = {
+            name: value
+            for name, value in tiled.theirs(text, images).items()
+            if name in ("pixel_values", "token_type_ids")
+        }
+        features = {each.features.path: array for each, array in media}
+        cases.append(Case(Prompt(placed.ids.tolist(), placed.items, b"", features), theirs))
+    cases.append(Case(Prompt(TEXT, (), b"", {}), {"token_type_ids": torch.zeros(1, len(TEXT), dtype=torch.int64)}))
+    return Family(tiled.model, tiled.reference, tuple(cases), atomic=True)
+
+
+@cache
+def family(name: str) -> Family:
+    return _gemma() if name == "gemma3" else _qwen(name)
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grammars]:
+    folder = tmp_path_factory.mktemp("letters")
+    make_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    made = Grammars(Settings(backend="xgrammar"), lambda: Vocabulary(tokenizer, VOCAB, tokenizer.eos_ids))
+    letters.extend(tokenizer.encode(each, False)[0] for each in LETTERS)
+    yield made
+    made.close()
+
+
+letters: list[int] = []
+"""Ids of LETTERS."""
+
+
+@cache
+def expected(name: str, asked: str) -> list[list[int]]:
+    """Transformers' answers to a family's prompts."""
+    made = family(name)
+    if asked == "grammar":
+        return [made.says(case, prefix_allowed_tokens_fn=lambda *_: letters) for case in made.cases]
+    if asked == "second turn":
+        return [made.says(second(name, number)) for number in range(len(made.cases))]
+    return [made.says(case) for case in made.cases]
+
+
+def second(name: str, number: int) -> Case:
+    """A prompt, what was answered, and more text."""
+    return family(name).cases[number].further(expected(name, "plain")[number] + LATER)
+
+
+def submitted(engine: InProcess, cases: list[Case], asked: str) -> list[int]:
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+    if asked == "grammar":
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=NEW, grammar=SPELLED)
+    extra = {"logprobs": LogprobSpec(start=1, top=2)} if asked == "scores" else {}
+    return [
+        case.prompt.submit(engine, sampling, **extra) for case in cases for _ in range(3 if asked == "several" else 1)
+    ]
+
+
+def answered(engine: InProcess, cases: list[Case], asked: str, company: str) -> list[Answer]:
+    if company == "alone":
+        return [answer for case in cases for answer in engine.finish(submitted(engine, [case], asked))]
+    if company == "cached":
+        engine.finish(submitted(engine, cases[::-1], "plain"))
+    if company != "retracted":
+        return engine.finish(submitted(engine, cases, asked))
+
+    def send(message: ToEngine) -> Callable[[], None]:
+        return lambda: engine.mailbox.incoming.append(message)
+
+    turns = {3: Pause(call=1, mode="retract"), 6: Resume(call=2), 11: Pause(call=3, mode="retract"), 13: Resume(call=4)}
+    found = engine.finish(submitted(engine, cases, asked), {turn: send(message) for turn, message in turns.items()})
+    assert engine.queues.counters.retractions >= len(cases), "nothing was thrown out"
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))
+def test_every_pair_of_features_keeps_the_answer(number: int, grammars: Grammars) -> None:
+    options = pairwise_cover(AXES)[number]
+    name, asked, company = options.pop("family"), options.pop("asked"), options.pop("company")
+    made = family(name)
+    count = 3 if company == "alone" else 4
+    cases = [second(name, at) if asked == "second turn" else made.cases[at] for at in range(count)]
+    if made.atomic:
+        options["atomic_media"] = True
+    if company == "tiny pool":
+        longest = max(len(case.prompt.ids) for case in cases) + NEW + 8
+        options["num_pages"] = -(-longest // options["page_size"]) + 3
+    wanted = expected(name, asked)[:count]
+    known = {tuple(case.prompt.ids): answer for case, answer in zip(cases, wanted, strict=True)}
+    engine = InProcess(made.model, VOCAB, Setup(**options), known, grammars=PatientGrammars(grammars))
+    found = answered(engine, cases, asked, company)
+    if asked == "several":
+        wanted = [answer for answer in wanted for _ in range(3)]
+    assert [answer.tokens for answer in found] == wanted
+    if asked == "scores":
+        for case, answer in zip(cases, found, strict=True):
+            assert answer.prompt_logprobs is not None
+            values = [each for each in answer.prompt_logprobs.logprobs if each is not None]
+            values += [each for part in answer.output_logprobs for each in part.logprobs if each is not None]
+            assert values == pytest.approx(made.scores(case, answer.tokens), abs=2e-4)
+    account = engine.queues.media
+    assert account is not None
+    assert account.store.num_available == account.store.num_blocks, "no request is left in the middle of an item"
+
+
+@pytest.mark.parametrize("name", AXES["family"])
+def test_the_image_counts(name: str) -> None:
+    """Prompts that differ by their images only have different scores, so that the others are no accident."""
+    made = family(name)
+    first, other = made.cases[0], made.cases[2]
+    assert first.prompt.ids == other.prompt.ids
+    behind = first.prompt.items[0].stop
+    scores = [np.array(made.scores(case, [50, 51, 52])[behind:]) for case in (first, other)]
+    assert np.abs(scores[0] - scores[1]).max() > 0.01
+
+
+def test_the_cover_has_every_pair() -> None:
+    rows = pairwise_cover(AXES)
+    for a, b in combinations(AXES, 2):
+        assert len({(row[a], row[b]) for row in rows}) == len(AXES[a]) * len(AXES[b])
