@@ -1,0 +1,227 @@
+"""Trains the tiny model that sees of `tests/golden/vision`: SmolVLM's classes, 1.2 million parameters, on rendered scenes.
+
+    python tests/media/train_vision.py FOLDER [--seconds 170] [--device cuda] [--scenes 60000] [--batch 256]
+
+Digits, shapes and colours are asked for in one to three turns. Prints the loss and how many answers about held-back scenes
+are right; the checkpoint is written in bfloat16 with its tokenizer and processor settings. Needs no more than transformers,
+tokenizers and Pillow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from renders import COLOURS, QUESTIONS, SHAPES, SIDE, Scene, draw_scene, render
+from torch import Tensor
+
+END, SAID, BEGIN, IMAGE = "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<image>"
+FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
+SPECIAL = (END, SAID, BEGIN, IMAGE, FAKE, GLOBAL)
+VOCAB = 384
+PATCH, SHUFFLE = 8, 2
+POSITIONS = (SIDE // PATCH // SHUFFLE) ** 2
+TEMPLATE = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content is string %}{{ message.content }}{% else %}"
+    "{%- for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{%- endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+ANSWERS = {"digit": tuple("0123456789"), "shape": SHAPES, "colour": tuple(COLOURS)}
+IGNORED = -100
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Bytes, and what of the questions and answers is worth a token."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=list(SPECIAL), show_progress=False,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    texts = [text for asked in QUESTIONS.values() for text in asked]
+    texts += [answer for given in ANSWERS.values() for answer in given] + ["user\n", "assistant\n"]
+    inner.train_from_iterator(sorted(texts) * 4, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=SAID, pad_token=END, chat_template=TEMPLATE
+    )
+
+
+def make_model(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.SmolVLMForConditionalGeneration:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    config = transformers.SmolVLMConfig(
+        text_config={
+            **sizes, "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "vocab_size": VOCAB, "max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+            "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+        },
+        vision_config={**sizes, "num_hidden_layers": 4, "patch_size": PATCH, "image_size": SIDE},
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE), scale_factor=SHUFFLE, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.SmolVLMForConditionalGeneration(config)
+
+
+class Talk:
+    """Conversations about a scene as token ids."""
+
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+        def encode(text: str) -> list[int]:
+            found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return found
+
+        image = FAKE + GLOBAL + IMAGE * POSITIONS + FAKE
+        self.pad: int = tokenizer.pad_token_id
+        self.begin = encode(f"{BEGIN}user\n{image}")
+        self.again = encode(f"{BEGIN}user\n")
+        self.asked = {q: encode(f"{q}{SAID}\n{BEGIN}assistant\n") for asked in QUESTIONS.values() for q in asked}
+        self.given = {a: encode(f"{a}{SAID}") for given in ANSWERS.values() for a in given}
+        self.after = encode("\n")
+
+    def turns(self, scene: Scene, rng: random.Random, most: int) -> tuple[list[int], list[int]]:
+        """(ids, what is learned at each)"""
+        kinds = rng.sample(list(QUESTIONS), rng.randint(1, most))
+        ids: list[int] = []
+        learned: list[int] = []
+        for number, kind in enumerate(kinds):
+            given = self.given[scene.answer(kind)]
+            before = (self.begin if not number else self.after + self.again) + self.asked[rng.choice(QUESTIONS[kind])]
+            ids += before + given
+            learned += [IGNORED] * len(before) + given
+        return ids, learned
+
+    def batch(self, scenes: Sequence[Scene], rng: random.Random, most: int) -> tuple[Tensor, Tensor]:
+        rows = [self.turns(scene, rng, most) for scene in scenes]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([row + [self.pad] * (width - len(row)) for row, _ in rows])
+        learned = torch.tensor([row + [IGNORED] * (width - len(row)) for _, row in rows])
+        return ids, learned
+
+
+def pixels_of(scenes: Sequence[Scene]) -> np.ndarray:
+    """uint8 [scenes, channels, height, width]"""
+    return np.stack([np.asarray(render(scene)).transpose(2, 0, 1) for scene in scenes])
+
+
+def render_all(scenes: Sequence[Scene]) -> Tensor:
+    cut = [scenes[at : at + 500] for at in range(0, len(scenes), 500)]
+    workers = len(os.sched_getaffinity(0))
+    if workers > 2 and len(cut) > 1:
+        with ProcessPoolExecutor(workers) as pool:
+            return torch.from_numpy(np.concatenate(list(pool.map(pixels_of, cut))))
+    return torch.from_numpy(np.concatenate([pixels_of(each) for each in cut]))
+
+
+def forward(model: Any, ids: Tensor, pixels: Tensor) -> Tensor:
+    """Logits."""
+    values = (pixels.float() / 255 - 0.5) / 0.5
+    out: Tensor = model(input_ids=ids, pixel_values=values[:, None]).logits
+    return out
+
+
+def right(model: Any, talk: Talk, scenes: Sequence[Scene], pixels: Tensor, device: torch.device) -> float:
+    """The part of answers (one about each scene) whose tokens are all the likeliest."""
+    rng, model = random.Random(5), model.eval()
+    ids, learned = (each.to(device) for each in talk.batch(scenes, rng, 1))
+    with torch.no_grad():
+        best = torch.cat([
+            forward(model, ids[at : at + 200], pixels[at : at + 200].to(device)).argmax(-1)
+            for at in range(0, len(ids), 200)
+        ])  # fmt: skip
+    same = (best[:, :-1] == learned[:, 1:]) | (learned[:, 1:] == IGNORED)
+    model.train()
+    return float(same.all(1).float().mean())
+
+
+def train(options: argparse.Namespace, begin: float) -> tuple[Any, Any, float]:
+    device = torch.device(options.device)
+    tokenizer = make_tokenizer()
+    model, talk = make_model(tokenizer).to(device), Talk(tokenizer)
+    print(f"{sum(each.numel() for each in model.parameters()):,} parameters", flush=True)
+    rng = random.Random(1)
+    scenes = [draw_scene(rng) for _ in range(options.scenes)]
+    held = [draw_scene(random.Random(f"held back {number}")) for number in range(400)]
+    pixels, held_pixels = render_all(scenes).to(device), render_all(held)
+    print(f"rendered after {time.perf_counter() - begin:.0f} s", flush=True)
+    decays = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() <= 1]
+    groups = [{"params": decays, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.98))
+    start, step, total, found = time.perf_counter(), 0, 0.0, 0.0
+    while (spent := (time.perf_counter() - start) / max(1e-3, options.seconds - (start - begin))) < 1:
+        chosen = rng.choices(range(len(scenes)), k=options.batch)
+        ids, learned = (each.to(device) for each in talk.batch([scenes[at] for at in chosen], rng, 3))
+        rate = options.rate * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent)))
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = forward(model, ids, pixels[torch.tensor(chosen, device=device)])
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), learned[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        total += float(loss.detach())
+        step += 1
+        if step % options.report == 0:
+            found = right(model, talk, held, held_pixels, device)
+            print(
+                f"step {step}: loss {total / options.report:.4f}, {found:.1%} right on held-back scenes, "
+                f"{spent:.0%} of the time", flush=True,
+            )  # fmt: skip
+            total = 0.0
+    model = model.to(torch.bfloat16).float()
+    found = right(model, talk, held, held_pixels, device)
+    print(
+        f"{step} steps of {options.batch}: {found:.1%} right on {len(held)} held-back scenes, in bfloat16", flush=True
+    )
+    return model, tokenizer, found
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).cpu().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}, indent=1) + "\n")
+    processor = {
+        "image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": False, "size": {"longest_edge": SIDE},
+        "max_image_size": {"longest_edge": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 1,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    begin = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=170, help="of rendering and training")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--scenes", type=int, default=60000, help="that are trained on")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--report", type=int, default=100, help="steps between two lines")
+    options = parser.parse_args(arguments)
+    model, tokenizer, found = train(options, begin)
+    save(model, tokenizer, options.folder)
+    return 0 if found >= 0.97 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
