@@ -179,7 +179,9 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         drafts = None if draft is None else load_draft(draft, model, config, resolved.plan, device, mesh, facts)
     with start.phase("laying out memory", 0.8):
         scales = kv_scales(checkpoint, config, facts, rank)
-        runner = make_runner(model, config, resolved.plan, device, facts, pooling, scales, drafts, mesh.cp)
+        runner = make_runner(
+            model, config, resolved.plan, device, facts, pooling, scales, drafts, mesh.cp, mesh.replica
+        )
     assert isinstance(model, torch.nn.Module)
     balancer = balance_rank(runner, model, mesh, config, facts) if experts.records else None
     states = runner.states if isinstance(runner, ModelRunner) else None
@@ -286,8 +288,10 @@ def make_runner(
     scales: KvScales | None = None,
     drafts: LoadedDraft | None = None,
     sharing_context: Axis = LONE,
+    same_requests: Axis = LONE,
 ) -> ModelRunner | PoolingRunner:
-    """The runner of one rank, with its memory. `sharing_context`: ranks that share the KV of sequences."""
+    """The runner of one rank, with its memory. `sharing_context`: ranks that share the KV of sequences; `same_requests`:
+    ranks that run the same steps."""
     assert isinstance(model, torch.nn.Module)
     stages, stage = (model.pp.size, model.pp.rank) if isinstance(model, Decoder) else (1, 0)
     if stages != config.parallel.pp_size:
@@ -353,6 +357,7 @@ def make_runner(
         if whole:
             attend = attention_factory("whole", device.torch_device)
         return PoolingRunner(model, pooling, pool, limits, attend, device)
+    sharing_media = same_requests if config.media.mm_enable_dp_encoder else LONE
     runner = ModelRunner(
         model,
         pool,
@@ -366,7 +371,7 @@ def make_runner(
         proposer=None if drafts is None else drafts.proposer,
         most_drafts=drafts_of_row(config.speculative) if drafts is not None else 0,
         tree_width=0 if drafts is None or (tree := tree_of(config.speculative)) is None else tree.steps + 1,
-        encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device),
+        encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device, sharing_media),
         states=states_pool(model, limits, device),
         context=context,
         rule=rule_of(config.speculative),

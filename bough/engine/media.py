@@ -10,6 +10,7 @@ from bough.config.model_facts import ModelFacts
 from bough.config.resolve import media_rows
 from bough.core.errors import ConfigError
 from bough.core.step import MediaLimits, RunnerLimits
+from bough.distributed.mesh import LONE, Axis
 from bough.layers.batch import Model
 from bough.layers.decoder import Decoder
 from bough.platform import Device
@@ -45,8 +46,10 @@ def _prefilled_at_once(config: Config) -> int:
     return size if size > 0 else 1 << 30
 
 
-def encoder_of(model: Model, limits: RunnerLimits, dtype: torch.dtype, device: Device) -> TowerRunner | None:
-    """What computes media on this rank; None: nothing does."""
+def encoder_of(
+    model: Model, limits: RunnerLimits, dtype: torch.dtype, device: Device, sharing: Axis = LONE
+) -> TowerRunner | None:
+    """What computes media on this rank; None: nothing does. `sharing`: ranks that a step's media are spread over."""
     if limits.media is None or not isinstance(model, Decoder) or model.tower is None:
         return None
-    return TowerRunner(model.tower, limits.media.num_rows, dtype, device.torch_device)
+    return TowerRunner(model.tower, limits.media.num_rows, dtype, device.torch_device, sharing)

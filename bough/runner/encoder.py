@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bough.core.step import Encode, StepMedia
+from bough.distributed.mesh import LONE, Axis
 from bough.kernels.attention.two_way import TwoWaySpan
 from bough.layers.batch import Batch, BatchMedia
 from bough.layers.tower import Tower, TowerInput
@@ -20,17 +21,53 @@ from bough.memory.transfer import upload
 class TowerRunner:
     """A tower and the store of its results."""
 
-    def __init__(self, tower: Tower, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tower: Tower, num_rows: int, dtype: torch.dtype, device: torch.device, sharing: Axis = LONE
+    ) -> None:
+        """`sharing`: ranks that all encode the same items at the same time, and may compute some of them each."""
         self.tower = tower
         self.device = device
+        self.sharing = sharing
         self.store_RW = torch.zeros(num_rows, tower.width, dtype=dtype, device=device)
+        self.num_computed = 0
+        """Items that this rank's tower has computed."""
 
     def encode(self, work: Sequence[Encode]) -> None:
-        """Computes items, all of them in one pass, into their rows. Queues device work only."""
+        """Puts what the tower gives for all items into their rows. Queues device work only."""
+        if self.sharing.size == 1 or len(work) == 1:  # one item is computed everywhere while one rank would compute it
+            self._keep(work, self._computed(work))
+            return
+        shares = spread_items([len(each.rows) for each in work], self.sharing.size)
+        mine = [work[number] for number in shares[self.sharing.rank]]
+        counts = [sum(len(work[number].rows) for number in share) for share in shares]
+        sent_LW = self.store_RW.new_zeros(max(counts), self.tower.width)
+        if mine:
+            sent_LW[: counts[self.sharing.rank]] = self._computed(mine)
+        all_NLW = self.sharing.talk.all_gather(sent_LW)
+        for share, count, part_LW in zip(shares, counts, all_NLW, strict=True):
+            if share:
+                self._keep([work[number] for number in share], part_LW[:count])
+
+    def _computed(self, work: Sequence[Encode]) -> Tensor:
+        """[positions of all items, W], all of them in one pass."""
         inputs = [TowerInput(upload(each.features, self.device), each.grid) for each in work]
-        out_MW = self.tower(inputs)
+        self.num_computed += len(work)
+        return self.tower(inputs).to(self.store_RW.dtype)  # type: ignore[no-any-return]
+
+    def _keep(self, work: Sequence[Encode], out_MW: Tensor) -> None:
         rows = upload(np.concatenate([each.rows for each in work]).astype(np.int64), self.device)
-        self.store_RW.index_copy_(0, rows, out_MW.to(self.store_RW.dtype))
+        self.store_RW.index_copy_(0, rows, out_MW)
+
+
+def spread_items(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Numbers of the items that each rank computes: the largest first, each where least is to be done so far."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        rank = loads.index(min(loads))
+        shares[rank].append(number)
+        loads[rank] += sizes[number]
+    return shares
 
 
 @dataclass(slots=True)

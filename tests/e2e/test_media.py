@@ -48,6 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("seeing")
     make_seeing("qwen3_vl", made)
     make_tokenizer(made)
+    config = json.loads((made / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 1024  # descriptions of tools are long, in single bytes
+    (made / "config.json").write_text(json.dumps(config))
     (made / "allowed").mkdir()
     (made / "allowed" / "a.png").write_bytes(PICTURE)
     return made
@@ -56,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     made = Server({
-        "model_path": str(folder), "dtype": "float32", "device": "cpu", "cpu_threads": 1, "context_length": 256,
+        "model_path": str(folder), "dtype": "float32", "device": "cpu", "cpu_threads": 1, "context_length": 1024,
         "custom_kernels": False, "allowed_local_media_path": str(folder / "allowed"),
         "allowed_media_domains": "127.0.0.1/32", "limit_mm_data_per_request": '{"image": 3}', "page_size": 4,
     })  # fmt: skip
@@ -164,6 +167,31 @@ def test_native_requests(server: Server) -> None:
     assert batch[2]["output_ids"] != one["output_ids"]
 
 
+def test_a_picture_with_tools_and_with_a_schema(client: openai.OpenAI) -> None:
+    """Whatever the picture, a required call fits its schema; whole and streamed it is the same one."""
+    parameters = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters, "strict": True}}
+    asked: dict[str, Any] = {
+        "tools": [tool], "tool_choice": "required", "max_tokens": 80, "parallel_tool_calls": False, "extra_body": {},
+    }  # fmt: skip
+    whole = say(client, image(data_url()), **asked)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    (call,) = whole.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)["unit"] in "CF") == ("look", True)
+    assert whole.usage.prompt_tokens_details.image_tokens == POSITIONS
+    news = say(client, image(data_url()), stream=True, **asked)
+    calls = [each for chunk in news for choice in chunk.choices for each in choice.delta.tool_calls or []]
+    assert "".join(each.function.arguments or "" for each in calls) == call.function.arguments
+    schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": parameters, "strict": True}}
+    said = say(client, image(data_url(OTHER)), response_format=schema, max_tokens=80, extra_body={})
+    assert json.loads(said.choices[0].message.content)["unit"] in "CF"
+
+
 def test_a_session_goes_on_from_a_picture(server: Server) -> None:
     session = httpx.post(f"{server.url}/open_session", json={"capacity_of_str_len": 4096}).json()
     text = "a<|vision_start|><|image_pad|><|vision_end|>b"
@@ -210,7 +238,7 @@ def test_what_else_is_refused(client: openai.OpenAI, server: Server) -> None:
     several = native(server, text="<|image_pad|><|image_pad|>", image_data=data_url())
     assert several["status"] == 400
     assert "2 image placeholders for 1" in several["error"]
-    long = native(server, text="x" * 250 + "<|image_pad|>", image_data=data_url())
+    long = native(server, text="x" * 1020 + "<|image_pad|>", image_data=data_url())
     assert long["status"] == 400
 
 

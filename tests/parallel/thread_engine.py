@@ -131,7 +131,9 @@ class ThreadEngine:
         spread = TokenSpread(mesh) if mesh.tokens.size > 1 else None
         experts = plan_experts(config.parallel, facts)
         model = load_model(checkpoint, config, plan, device, mesh, pooling, None, experts, spread)
-        runner = make_runner(model, config, plan, device, facts, pooling, sharing_context=mesh.cp)
+        runner = make_runner(
+            model, config, plan, device, facts, pooling, sharing_context=mesh.cp, same_requests=mesh.replica
+        )
         assert isinstance(runner, ModelRunner)
         assert isinstance(model, torch.nn.Module)
         self.held[rank] = of_rank(rank, model, runner.pool, runner.states)

@@ -1,0 +1,60 @@
+"""`--mm-enable-dp-encoder`: ranks compute whole images each, and all have the embeddings of all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from prompts import make_prompt, noise, reference_answer
+from seeing import load
+from thread_engine import ThreadEngine
+from tiny_vision import END, IMAGE, START
+
+from bough.runner.encoder import spread_items
+
+MARK = [START, IMAGE, END]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "spread"),
+    [
+        ("qwen2_5_vl", {"tp_size": 2}, True),
+        ("qwen2_5_vl", {"tp_size": 2}, False),
+        ("qwen3_vl", {"tp_size": 2, "attn_cp_size": 2}, True),
+        pytest.param("qwen2_vl", {"tp_size": 4, "attn_dp_size": 2}, True, marks=pytest.mark.long),
+    ],
+)
+def test_answers_are_transformers_and_each_rank_computes_its_part(
+    name: str, sizes: dict[str, int], spread: bool
+) -> None:
+    seen = load(name)
+    several = [noise(24, 40), noise(56, 64), noise(16, 16), noise(48, 24)]
+    prompts = [
+        make_prompt(seen.processor, [5, *MARK, 9, *MARK, *MARK, 7, *MARK, 8], several),
+        make_prompt(seen.processor, [5, *MARK, 9], [noise(24, 40, seed=1)]),
+    ]
+    with ThreadEngine(seen.checkpoint.path, **sizes, mm_enable_dp_encoder=spread) as engine:
+        for prompt in prompts:
+            engine.features |= prompt.features
+            request = engine.submit(prompt.ids, 8, media=prompt.items, positions=prompt.positions)
+            assert engine.answer(request) == reference_answer(seen.reference, prompt, seen.tower, 8)
+        encoders = [runner.encoder for runner in engine.runners.values() if runner.encoder is not None]
+    same = [each for each in encoders if each.num_computed]
+    if not spread:
+        assert [each.num_computed for each in same] == [5] * len(encoders), "every rank computes everything"
+        return
+    assert len(same) == sizes["tp_size"] // sizes.get("attn_dp_size", 1), "one replica was asked, all its ranks worked"
+    assert sum(each.num_computed for each in same) == 4 + len(same), "four are shared out, a lone one is not"
+    assert all(1 < each.num_computed < 5 for each in same)
+    for other in same[1:]:
+        assert torch.equal(other.store_RW, same[0].store_RW), "all ranks have all embeddings"
+    assert same[0].store_RW.any()
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8))
+def test_items_are_spread_evenly(sizes: list[int], ranks: int) -> None:
+    shares = spread_items(sizes, ranks)
+    assert sorted(number for share in shares for number in share) == list(range(len(sizes)))
+    loads = [sum(sizes[number] for number in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes)
+    assert shares == spread_items(list(sizes), ranks), "every rank comes to the same"
