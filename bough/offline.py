@@ -343,7 +343,7 @@ class Engine:
         facts = self._running.facts
         media = media_of(
             self.config, self._checkpoint, self.tokenizer,
-            kinds=facts.get("media", ()), context_length=facts["context_length"],
+            kinds=facts.get("media", ()), context_length=facts["context_length"], width=facts.get("media_width", 0),
         )  # fmt: skip
         engine_client = EngineClient.from_facts(
             self._running.endpoints, facts, self.tokenizer,

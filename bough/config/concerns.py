@@ -481,6 +481,9 @@ class MediaConfig:
     mm_encoder_step_tokens: int | Auto = AUTO
     """Patches (tower tokens) that one step computes at most, unless one item alone has more: more would make other
     requests wait longer for their tokens. auto: 16384 on a GPU, 4096 on a CPU."""
+    enable_mm_embeds: bool = False
+    """Take embeddings that clients have computed, in safetensors files, in place of images. They reach the model as they
+    are: only for clients that are trusted."""
     mm_enable_dp_encoder: bool = False
     """Spread the images of a step over the ranks that compute the same requests (--tp-size): each computes whole ones,
     balanced by size, and all get the embeddings. Without it every rank computes all of them."""

@@ -57,6 +57,8 @@ class MediaItem(Struct, frozen=True, kw_only=True):
     first: int = 0
     last: int = 0
     """The item is `features[first:last]`; 0 and 0: all of it."""
+    embedded: bool = False
+    """Its features are what a tower would give for it: nothing is computed."""
 
     @property
     def stop(self) -> int:

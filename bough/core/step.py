@@ -145,6 +145,8 @@ class Encode(Struct, kw_only=True):
     """As `core.media.MediaItem.grid`."""
     rows: I32
     """Of the embedding store: where what it gives for each of the item's positions goes."""
+    embedded: bool = False
+    """As `core.media.MediaItem.embedded`."""
 
 
 class StepMedia(Struct, kw_only=True):

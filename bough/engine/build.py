@@ -580,6 +580,7 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "dtype": resolved.config.model.dtype,
         "kv_join": resolved.config.cache.radix_cache and pooling is None and not limits.kv_stays,
         "media": list(facts.tower.kinds) if facts.tower is not None and pooling is None else [],
+        "media_width": facts.tower.width if facts.tower is not None else 0,
         "score_items": pooling is None and facts.takes_items and parallel.pp_size == parallel.attn_cp_size == 1,
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],

@@ -8,13 +8,14 @@ from typing import Any, Final
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.core.media import MediaKind
-from bough.multimodal.desk import Frames, MediaInput, RawPixels
+from bough.multimodal.desk import Embeddings, Frames, MediaInput, RawPixels
 
 NATIVE_MEDIA: Final[Mapping[str, MediaKind]] = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
 PARTS: Final[Mapping[str, tuple[MediaKind, str]]] = {
     "image_url": ("image", "image_url"),
     "input_image": ("image", "image_url"),
     "image": ("image", "image"),
+    "image_embeds": ("image", "image_embeds"),
     "video_url": ("video", "video_url"),
     "video": ("video", "video"),
     "audio_url": ("audio", "audio_url"),
@@ -57,6 +58,8 @@ def media_part(part: Mapping[str, Any], where: str, shared: Mapping[str, Any]) -
             fix='send {"url": "https://..."} or a data: URL',
             param=named,
         )
+    if field == "image_embeds":
+        return MediaInput(kind=kind, source=Embeddings(with_scheme(given)), param=named)
     return MediaInput(kind=kind, source=given, options=options, little_detail=detail == "low", param=named)
 
 
@@ -110,6 +113,8 @@ def _native(given: Any, kind: MediaKind, name: str, shared: Mapping[str, Any]) -
     options = dict(shared)
     if isinstance(given, Mapping) and "frames" in given:
         return MediaInput(kind=kind, source=_frames(given, name), options=options, param=name)
+    if isinstance(given, Mapping) and given.get("format") == "precomputed_embedding":
+        return MediaInput(kind=kind, source=_embeddings(given, name), param=name)
     if isinstance(given, Mapping):
         options |= {key: value for key, value in given.items() if key in _OPTIONS and value is not None}
         given = given.get("url", given.get(kind))
@@ -123,6 +128,18 @@ def _native(given: Any, kind: MediaKind, name: str, shared: Mapping[str, Any]) -
             param=name,
         )
     return MediaInput(kind=kind, source=with_scheme(given), options=options, param=name)
+
+
+def _embeddings(given: Mapping[str, Any], name: str) -> Embeddings:
+    data = given.get("data")
+    if not isinstance(data, str | bytes) or not data:
+        raise InvalidRequest(
+            what=f"{name} has a precomputed_embedding without data",
+            why="data must be a safetensors file: base64, or a URL",
+            fix="send both",
+            param=name,
+        )
+    return Embeddings(with_scheme(data) if isinstance(data, str) else data)
 
 
 def _frames(given: Mapping[str, Any], name: str) -> Frames:

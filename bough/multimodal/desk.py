@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -16,6 +17,7 @@ from bough.config.concerns import MediaConfig
 from bough.core.errors import BoughError, InvalidRequest
 from bough.core.media import MediaKind
 from bough.multimodal.door import Door
+from bough.multimodal.embeds import FORM, bad_embeddings
 from bough.multimodal.errors import MediaTooLarge, MediaUnsupported
 from bough.multimodal.feature_cache import FeatureCache
 from bough.multimodal.local import too_many_bytes
@@ -44,6 +46,13 @@ class RawPixels(Struct, frozen=True):
 
     raw: UnencodedPixels
     data: bytes
+
+
+class Embeddings(Struct, frozen=True):
+    """What a tower would give for an image, in a safetensors file (see `embeds`)."""
+
+    file: str | bytes
+    """A URL, or its bytes."""
 
 
 class Frames(Struct, frozen=True, kw_only=True):
@@ -76,8 +85,8 @@ class MediaInput(Struct, frozen=True, kw_only=True):
     """A medium as a request names it."""
 
     kind: MediaKind
-    source: str | bytes | RawPixels | Frames
-    """A URL, the bytes of a file, pixels, or a video's frames."""
+    source: str | bytes | RawPixels | Frames | Embeddings
+    """A URL, the bytes of a file, pixels, a video's frames, or embeddings."""
     options: Mapping[str, Any] = {}
     """Settings of the processor for this one."""
     little_detail: bool = False
@@ -88,8 +97,12 @@ class MediaInput(Struct, frozen=True, kw_only=True):
 class Desk:
     """One API process's. Everything runs in one event loop."""
 
-    def __init__(self, processor: Processor, door: Door, config: MediaConfig, workers: Workers) -> None:
+    def __init__(
+        self, processor: Processor, door: Door, config: MediaConfig, workers: Workers, *, width: int = 0
+    ) -> None:
+        """`width`: values of an embedding."""
         self.processor = processor
+        self._width = width
         self._door = door
         self._config = config
         self._workers = workers
@@ -191,6 +204,9 @@ class Desk:
 
     async def _prepare(self, work: Work, data: bytes) -> None:
         processed, features, descriptor = await self._workers.run(work, data)
+        if work.form == FORM and processed.shape[1] != self._width:
+            os.close(descriptor)
+            raise bad_embeddings(f"they are {processed.shape[1]} wide, those of this model {self._width}")
         prepared = Prepared(kind=work.kind, digest=work.digest, processed=processed, features=features)
         self._cache.add(prepared, descriptor)
 
@@ -202,6 +218,8 @@ class Desk:
             if each.kind != "video":
                 raise MediaUnsupported(what=f"frames are no {each.kind}", fix="send a video")
             return await self._load_frames(source)
+        if isinstance(source, Embeddings):
+            return await self._load_embeddings(source, each.kind)
         if isinstance(source, RawPixels):
             return _Loaded(data=self._checked(source), raw=source.raw)
         data = await self._door.read(source) if isinstance(source, str) else source
@@ -210,6 +228,20 @@ class Desk:
         if each.kind == "audio":
             return _Loaded(data=data, form=self._door.check_sound(data))
         return _Loaded(data=(await asyncio.to_thread(self._door.check, data)).data)
+
+    async def _load_embeddings(self, given: Embeddings, kind: MediaKind) -> _Loaded:
+        if not self._config.enable_mm_embeds:
+            raise InvalidRequest(
+                what="the request has embeddings in place of an image",
+                why="this server takes none: they would reach the model unseen",
+                fix="send the image, or start the server with --enable-mm-embeds",
+            )
+        if kind != "image":
+            raise MediaUnsupported(what=f"embeddings are taken for images, not for {kind}", fix=f"send the {kind}")
+        data = await self._door.read(given.file) if isinstance(given.file, str) else given.file
+        if len(data) > self._config.max_media_bytes:
+            raise too_many_bytes(self._config.max_media_bytes)
+        return _Loaded(data=data, form=FORM)
 
     async def _load_frames(self, frames: Frames) -> _Loaded:
         """Frames as one medium. Raises `MediaError`."""

@@ -107,9 +107,16 @@ def routed(ids: Ids, items: Sequence[MediaItem]) -> Ids:
 
 
 def media_of(
-    config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer | None, *, kinds: Sequence[str], context_length: int
+    config: Config,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    kinds: Sequence[str],
+    context_length: int,
+    width: int = 0,
 ) -> Media | None:
-    """What an API process prepares media with; None: the engine takes text only (`kinds` is empty)."""
+    """What an API process prepares media with; None: the engine takes text only (`kinds` is empty). `width`: values of an
+    embedding."""
     if not kinds:
         return None
     processor = processor_of(checkpoint.config)
@@ -123,5 +130,5 @@ def media_of(
         max_frames=media.max_video_frames,
     )  # fmt: skip
     workers.warm()
-    desk = Desk(processor, Door(media), media, workers)
+    desk = Desk(processor, Door(media), media, workers, width=width)
     return Media(desk, Placer(processor, tokenizer), longest=context_length)

@@ -230,6 +230,7 @@ def _items(places: Sequence[_Place], processor: Processor) -> tuple[MediaItem, .
                 features=each.features,
                 first=shape.first,
                 last=shape.last,
+                embedded=shape.embedded,
             )
         )
     return tuple(sorted(made, key=lambda item: item.start))

@@ -17,6 +17,7 @@ from msgspec import Struct
 from bough.core.errors import InvalidRequest
 from bough.core.media import Features, MediaItem, MediaKind
 from bough.core.messages import Ids
+from bough.multimodal.errors import MediaUnsupported
 
 if TYPE_CHECKING:  # only workers need Pillow
     from PIL.Image import Image
@@ -33,6 +34,7 @@ class ItemShape(Struct, frozen=True):
     cost: int
     first: int = 0
     last: int = 0
+    embedded: bool = False
 
 
 class Processed(Struct, frozen=True, kw_only=True):
@@ -135,6 +137,15 @@ class Processor(ABC):
     @abstractmethod
     def image(self, image: Image, options: Options) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
         """Features of an RGB image. Raises `MediaError` if the family can't take it."""
+
+    def embedded(self, count: int, grid: tuple[int, ...]) -> ItemShape:
+        """An image of `count` positions whose embeddings a client sends with its grid (empty: none was sent). Raises
+        `MediaError` if no image of this family is like that."""
+        raise MediaUnsupported(
+            what="this model takes no embeddings in place of images",
+            why="text stands between the positions of its images",
+            fix="send the image",
+        )
 
     def sample(self, info: VideoInfo, options: Options) -> list[int]:
         """Which frames of a video are taken, in order. Only for families that take video."""

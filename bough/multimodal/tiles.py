@@ -13,6 +13,7 @@ import numpy.typing as npt
 from bough.config.fields import Fields
 from bough.config.image_facts import ImageFacts
 from bough.core.media import MediaKind
+from bough.multimodal.embeds import bad_embeddings
 from bough.multimodal.processor import (
     ItemShape,
     Marker,
@@ -74,6 +75,11 @@ class TileProcessor(Processor):
         pixels = np.stack([np.asarray(tile) for tile in tiles])
         count = len(tiles) * self.positions_of_tile
         return pixels, (ItemShape((len(tiles), rows, columns), count, len(tiles) * self.patches),)
+
+    def embedded(self, count: int, grid: tuple[int, ...]) -> ItemShape:
+        if count != self.positions_of_tile or grid:
+            raise bad_embeddings(f"an image that is one tile has {self.positions_of_tile} positions, and no grid")
+        return ItemShape((1, 0, 0), count, 0, embedded=True)
 
     def marker(self, kind: MediaKind) -> Marker:
         return Marker((self.token,), self._insert, self.token)

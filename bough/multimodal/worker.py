@@ -17,10 +17,11 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from bough.ipc.features import write_features
+from bough.multimodal.embeds import FORM, bad_embeddings, read_embeddings
 from bough.multimodal.errors import MediaError, MediaUnsupported
 from bough.multimodal.families import processor_of
 from bough.multimodal.film import Film, StillFilm, open_film
-from bough.multimodal.processor import ItemShape, Processed, Processor, VideoInfo
+from bough.multimodal.processor import ItemShape, PlaceholderRun, Processed, Processor, VideoInfo
 from bough.multimodal.sound import read_sound
 from bough.multimodal.work import (
     MediaResult,
@@ -82,6 +83,8 @@ Features = tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]
 
 
 def _prepare(processor: Processor, work: Work, data: bytes, start: MediaWorkerStart) -> Features:
+    if work.form == FORM:
+        return _embedded(processor, data)
     if work.kind == "image":
         array, items = processor.image(_decode(data) if work.raw is None else _raw(data, work.raw), work.options)
         return array, items, ()
@@ -95,6 +98,16 @@ def _prepare(processor: Processor, work: Work, data: bytes, start: MediaWorkerSt
         film = open_film(data, work.form, start.max_pixels)
         indices = thinned(processor.sample(film.info, work.options), start.max_frames)
     return processor.video(film.info, indices, film.frames(indices), work.options)
+
+
+def _embedded(processor: Processor, data: bytes) -> Features:
+    """Embeddings that stand for an image, if one could have them."""
+    values, grid = read_embeddings(data)
+    item = processor.embedded(len(values), grid)
+    placed = processor.pieces("image", Processed(dtype="float32", shape=values.shape, items=(item,)))
+    if sum(piece.count for piece in placed if isinstance(piece, PlaceholderRun)) != len(values):
+        raise bad_embeddings("images of this model have another number of positions")
+    return values, (item,), ()
 
 
 def thinned(indices: list[int], most: int) -> list[int]:

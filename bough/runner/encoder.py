@@ -34,6 +34,14 @@ class TowerRunner:
 
     def encode(self, work: Sequence[Encode]) -> None:
         """Puts what the tower gives for all items into their rows. Queues device work only."""
+        for each in work:
+            if each.embedded:
+                self._keep([each], upload(each.features, self.device).to(self.store_RW.dtype))
+        work = [each for each in work if not each.embedded]
+        if work:
+            self._encode(work)
+
+    def _encode(self, work: Sequence[Encode]) -> None:
         if self.sharing.size == 1 or len(work) == 1:  # one item is computed everywhere while one rank would compute it
             self._keep(work, self._computed(work))
             return

@@ -349,7 +349,8 @@ class MediaStep:
         item, counters = media.items[number], self._account.counters
         rows, fresh = self._account.store.take(item.key, item.count, chunk.job_id, self._step)
         if fresh:
-            self._encode.append(Encode(features=media.features_of(item), grid=item.grid, rows=rows))
+            features = media.features_of(item)
+            self._encode.append(Encode(features=features, grid=item.grid, rows=rows, embedded=item.embedded))
             counters.tower_tokens += item.cost
         if item.start >= chunk.start:
             counters.items += 1

@@ -15,8 +15,16 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save
 from tiny_vision import make_seeing, make_tokenizer
+
+from bough.config.hf import open_checkpoint
+from bough.layers.decoder import Decoder
+from bough.layers.tower import TowerInput
+from bough.models.load import build_model
+from bough.multimodal.families import processor_of
 
 from .conftest import Server
 
@@ -62,6 +70,7 @@ def server(folder: Path) -> Iterator[Server]:
         "model_path": str(folder), "dtype": "float32", "device": "cpu", "cpu_threads": 1, "context_length": 1024,
         "custom_kernels": False, "allowed_local_media_path": str(folder / "allowed"),
         "allowed_media_domains": "127.0.0.1/32", "limit_mm_data_per_request": '{"image": 3}', "page_size": 4,
+        "enable_mm_embeds": True,
     })  # fmt: skip
     yield made
     made.end()
@@ -205,6 +214,46 @@ def test_a_session_goes_on_from_a_picture(server: Server) -> None:
     inside = native(server, text="c", session_params={"id": session, "rid": "one", "offset": 9}, rid="three")
     assert inside["status"] == 400
     assert "middle of an image" in inside["error"]
+
+
+def test_embeddings_of_a_picture_give_its_answer(client: openai.OpenAI, server: Server, folder: Path) -> None:
+    """What the tower gives, sent in place of the picture; in its place nothing else is taken."""
+    checkpoint = open_checkpoint(str(folder))
+    processor = processor_of(checkpoint.config)
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), context_length=64)
+    assert processor is not None
+    assert isinstance(model, Decoder)
+    assert model.tower is not None
+    pixels, (item,) = processor.image(Image.open(io.BytesIO(PICTURE)), {})
+    with torch.no_grad():
+        values = model.tower([TowerInput(torch.from_numpy(np.array(pixels)), item.grid)])
+
+    def packed(values: torch.Tensor, grid: tuple[int, ...] = item.grid) -> str:
+        return base64.b64encode(save({"embeddings": values.contiguous(), "grid": torch.tensor(grid)})).decode()
+
+    seen = say(client, image(data_url()))
+    sent = say(client, {"type": "image_embeds", "image_embeds": packed(values)})
+    assert sent.choices[0].message.content == seen.choices[0].message.content
+    assert sent.usage.prompt_tokens_details.image_tokens == POSITIONS
+    other = say(client, {"type": "image_embeds", "image_embeds": packed(-values)})
+    assert other.choices[0].message.content != seen.choices[0].message.content
+    text = "a<|vision_start|><|image_pad|><|vision_end|>b"
+    shown = native(server, text=text, image_data=data_url())
+    given = native(server, text=text, image_data={"format": "precomputed_embedding", "data": packed(values)})
+    assert given["output_ids"] == shown["output_ids"]
+    again = native(server, text=text, image_data={"format": "precomputed_embedding", "data": packed(values)})
+    assert again["meta_info"]["cached_tokens"] >= POSITIONS
+    for bad, why in (
+        (packed(values[:, 1:]), "wide"),
+        (packed(values, (1, 2, 2)), "are no image"),
+        (packed(values.long()), "not F32"),
+        ("AAAA", "no safetensors file"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why) as error:
+            say(client, {"type": "image_embeds", "image_embeds": bad})
+        assert error.value.param == "messages[0].content[0].image_embeds"
+    empty = native(server, text=text, image_data={"format": "precomputed_embedding"})
+    assert (empty["status"], "without data" in empty["error"]) == (400, True)
 
 
 BAD = {

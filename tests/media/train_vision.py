@@ -150,6 +150,7 @@ def right(model: Any, talk: Talk, scenes: Sequence[Scene], pixels: Tensor, devic
 
 def train(options: argparse.Namespace, begin: float) -> tuple[Any, Any, float]:
     device = torch.device(options.device)
+    torch.set_float32_matmul_precision("high")
     tokenizer = make_tokenizer()
     model, talk = make_model(tokenizer).to(device), Talk(tokenizer)
     print(f"{sum(each.numel() for each in model.parameters()):,} parameters", flush=True)
@@ -169,9 +170,8 @@ def train(options: argparse.Namespace, begin: float) -> tuple[Any, Any, float]:
         rate = options.rate * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent)))
         for group in optimiser.param_groups:
             group["lr"] = rate
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = forward(model, ids, pixels[torch.tensor(chosen, device=device)])
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), learned[:, 1:].flatten())
+        logits = forward(model, ids, pixels[torch.tensor(chosen, device=device)])
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), learned[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

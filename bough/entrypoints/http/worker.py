@@ -178,8 +178,9 @@ class Worker:
             await _cancel(waiting)
             raise
         media = media_of(
-            self._config, checkpoint, tokenizer, kinds=facts.get("media", ()), context_length=facts["context_length"]
-        )
+            self._config, checkpoint, tokenizer, kinds=facts.get("media", ()), context_length=facts["context_length"],
+            width=facts.get("media_width", 0),
+        )  # fmt: skip
         served = make_served(self._config, checkpoint, tokenizer, facts, media)
         replicas = self._endpoints.replicas(self._config.parallel.num_schedulers)
         pulse = Pulses([each.heartbeat for each in replicas])

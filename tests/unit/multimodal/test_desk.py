@@ -13,14 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.numpy import save
+from safetensors.torch import save as torch_save
 
 from bough.config.concerns import MediaConfig
 from bough.core.errors import InvalidRequest, Overloaded
 from bough.core.media import Features
 from bough.ipc.features import check_features, features_path, open_features, write_features
 from bough.multimodal import Door, MediaError, MediaTooLarge, MediaUnsupported
-from bough.multimodal.desk import Desk, Frames, MediaInput, RawPixels
+from bough.multimodal.desk import Desk, Embeddings, Frames, MediaInput, RawPixels
+from bough.multimodal.embeds import read_embeddings
 from bough.multimodal.families import processor_of
 from bough.multimodal.own import own_media
 from bough.multimodal.sound import wav_bytes
@@ -234,3 +238,69 @@ async def test_sounds_are_prepared_by_workers() -> None:
         desk.release([made])
     finally:
         desk.close()
+
+
+WIDTH = 6
+
+
+def embeddings(rows: int = 4, width: int = WIDTH, dtype: Any = np.float32, **more: Any) -> bytes:
+    values = np.random.default_rng(rows).standard_normal((rows, width))
+    return save({"embeddings": values.astype(dtype), **more})
+
+
+GRID = np.array([4, 4])
+BAD_EMBEDDINGS = {
+    "no file": (b"nonsense", "no safetensors file"),
+    "cut off": (embeddings(grid=GRID)[:-3], "no safetensors file"),
+    "no embeddings": (save({"grid": GRID}), "no 'embeddings'"),
+    "something else": (embeddings(grid=GRID, weight=GRID), "has 'weight'"),
+    "integers": (embeddings(dtype=np.int32, grid=GRID), "not F32, F16 or BF16"),
+    "doubles": (embeddings(dtype=np.float64, grid=GRID), "not F32, F16 or BF16"),
+    "one axis": (save({"embeddings": np.ones(24, np.float32), "grid": GRID}), r"the shape \[24\]"),
+    "nothing": (save({"embeddings": np.ones((0, WIDTH), np.float32), "grid": GRID}), "the shape"),
+    "not finite": (save({"embeddings": np.full((4, WIDTH), np.nan, np.float32), "grid": GRID}), "not finite"),
+    "too wide": (embeddings(width=WIDTH + 1, grid=GRID), "7 wide, those of this model 6"),
+    "no grid": (embeddings(), "are no image"),
+    "another grid": (embeddings(grid=np.array([4, 6])), "are no image"),
+    "odd grid": (embeddings(rows=3, grid=np.array([3, 4])), "are no image"),
+    "a video": (embeddings(rows=8, grid=np.array([2, 4, 4])), "are no image"),
+    "a grid of fractions": (embeddings(grid=np.ones(2, np.float32)), "grid is F32"),
+    "a grid of nothing": (embeddings(grid=np.array([0, 4])), r"grid is \[0, 4\]"),
+}
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+async def test_embeddings_stand_for_an_image(workers: Workers, kind: Any) -> None:
+    config = replace(MEDIA, enable_mm_embeds=True)
+    processor = processor_of(CONFIG)
+    assert processor is not None
+    desk = Desk(processor, Door(config), config, workers, width=WIDTH)
+    file = embeddings(dtype=kind, grid=np.array([1, 4, 4]))
+    (made,) = await desk.prepare([named(Embeddings(file))])
+    (item,) = made.processed.items
+    assert (item.grid, item.count, item.cost, item.embedded) == ((1, 4, 4), 4, 0, True)
+    values = np.random.default_rng(4).standard_normal((4, WIDTH)).astype(kind)
+    assert (open_features(made.features) == values).all()
+    url = "data:application/octet-stream;base64," + base64.b64encode(file).decode()
+    (again,) = await desk.prepare([named(Embeddings(url))])
+    assert again.digest == made.digest
+    for bad, why in BAD_EMBEDDINGS.values():
+        with pytest.raises(MediaError, match=why):
+            await desk.prepare([named(Embeddings(bad))])
+    with pytest.raises(MediaError, match="not for video"):
+        await desk.prepare([MediaInput(kind="video", source=Embeddings(file))])
+    small = Desk(processor, Door(config), replace(config, max_media_bytes=16), workers, width=WIDTH)
+    with pytest.raises(MediaError, match="16 bytes"):
+        await small.prepare([named(Embeddings(file))])
+
+
+async def test_embeddings_are_refused_unless_they_are_allowed(desk: Desk) -> None:
+    with pytest.raises(InvalidRequest, match="--enable-mm-embeds"):
+        await desk.prepare([named(Embeddings(embeddings(grid=GRID)))])
+
+
+def test_values_of_sixteen_bits_are_read_exactly() -> None:
+    values = torch.randn(4, WIDTH).to(torch.bfloat16)
+    found, grid = read_embeddings(torch_save({"embeddings": values, "grid": torch.tensor([4, 4], dtype=torch.int32)}))
+    assert torch.equal(torch.from_numpy(found), values.float())
+    assert grid == (4, 4)
