@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -193,7 +194,7 @@ def _packages() -> Iterator[Finding]:
         versions = ", ".join(f"{name} {installed(name) or 'missing'}" for name in ("torch", "transformers"))
         yield Finding("OK", f"Python {python_version()}, {versions}")
     for name, without in _USEFUL.items():
-        if importlib.util.find_spec(name) is None:
+        if name not in sys.modules and importlib.util.find_spec(name) is None:  # parts of a loaded one have no spec
             yield Finding("WARN", f"{name} is not installed: the server {without}", f"pip install {name}")
 
 
