@@ -54,13 +54,13 @@ def mamba2(fields: Fields, *, inner: int | None = None, norm_eps: float | None, 
     )
 
 
-def mamba(fields: Fields, **extra: Any) -> Mamba:
-    """A layer of Mamba, under any of the names that families give its sizes. `extra`: further fields of `Mamba`."""
+def mamba(fields: Fields, *, inner: int | None = None, **extra: Any) -> Mamba:
+    """A layer of Mamba, under any of the names that families give its sizes. `inner`: its channels, if the config states
+    them. `extra`: further fields of `Mamba`."""
     check_silu(fields, "hidden_act")
     hidden = fields.count("hidden_size")
-    inner = fields.count("mamba_expand", "expand", default=2) * hidden
-    if not fields.has("mamba_expand"):
-        inner = fields.count("intermediate_size", default=inner)
+    if inner is None:
+        inner = fields.count("mamba_expand", "expand", default=2) * hidden
     rank_keys = ("mamba_dt_rank", "time_step_rank")
     stated = fields.any(*rank_keys) not in (None, "auto")
     return Mamba(

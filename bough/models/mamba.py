@@ -13,6 +13,7 @@ from bough.weights.mapping import Mapping
 def read(config: Fields) -> ModelFacts:
     state = mamba(
         config,
+        inner=config.count("intermediate_size") if config.has("intermediate_size") else None,
         bias=config.flag("use_bias"),
         # Falcon's has norms without weights inside.
         norm_eps=config.number("mixer_rms_eps") if config.has("mixer_rms_eps") else None,
