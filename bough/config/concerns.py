@@ -30,7 +30,7 @@ DummyWeights = Literal["normal", "even"]
 ModelImpl = Literal["auto", "bough", "transformers"]
 DummyRouting = Literal["router", "uniform"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
+KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
 Quantization = Literal[
     "auto", "none", "gguf", "gguf-exact",
     "fp8", "fp8_block", "int8", "w8a16", "int4", "mxfp8", "mxfp4",
@@ -83,7 +83,8 @@ class ModelConfig:
     dummy weights take any format. `gguf` keeps a GGUF file's blocks packed; on a CPU `gguf-exact` does too and rounds no
     activations, at about half the speed. Other names say what the checkpoint must be."""
     kv_cache_dtype: KvDType = "auto"
-    """Type of cached keys and values. auto: FP8 on a GPU if the checkpoint has scales for it, else that of activations."""
+    """Type of cached keys and values. auto: FP8 on a GPU if the checkpoint has scales for it, else that of activations.
+    `int8` and `int4` keep a scale for every token and head, and need no calibration."""
     quantization_param_path: str = ""
     """JSON file with the scales of keys and values cached in 8 bits. Default: those of the checkpoint, or 1."""
     first_layer_table: Literal["auto", "on", "off"] = "auto"

@@ -7,13 +7,13 @@ the layers are cut is chosen such that a long request takes the least memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bough.config.layout import Layout
 from bough.config.model_facts import Gqa, Mixer, ModelFacts
-from bough.config.shares import rank_kv_values, rank_mixer, stage_layers
+from bough.config.shares import kv_vectors, rank_kv_values, rank_kv_vectors, rank_mixer, stage_layers
 from bough.core.kv import Grows, KvGroup, KvLayout, Lifetime, Window
 
 NOMINAL_TOKENS = 32_768
@@ -35,6 +35,10 @@ class KvPlan:
     """Why layers with windows keep all tokens; empty: they don't."""
     draft_values: int = 0
     """Of `values_per_token`, those of what drafts."""
+    vectors_per_token: int = 0
+    """Heads' keys and heads' values that a page holds, for each token of a column, on the rank where they are most..."""
+    even_vectors: bool = True
+    """...and whether pages of all lines hold equally many."""
 
 
 def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: int) -> KvPlan:
@@ -65,7 +69,19 @@ def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: i
     largest = max(len(layers) for layers in members)
     sizes = [n for n in range(1, largest + 1) if sum(-(-len(layers) // n) for layers in members) <= MOST_LINES]
     groups = made(min(sizes, key=cost))
-    return KvPlan(groups, _line_values(facts, layout, groups))
+    vectors = [  # by rank: of a page's tokens in a layer, by kind
+        {
+            kv_vectors(rank_mixer(facts.kv_mixers[layers[0]], layout, rank)) * max(parts) / each
+            for layers, each in zip(members, parts, strict=True)
+        }
+        for rank in range(layout.tp)
+    ]
+    return KvPlan(
+        groups,
+        _most_in_line(facts, layout, groups, lambda mixer: sum(mixer.planes)),
+        vectors_per_token=_most_in_line(facts, layout, groups, kv_vectors),
+        even_vectors=all(len(each) == 1 for each in vectors),
+    )
 
 
 def all_in_one(facts: ModelFacts, layout: Layout, because: str = "", draft: ModelFacts | None = None) -> KvPlan:
@@ -74,7 +90,8 @@ def all_in_one(facts: ModelFacts, layout: Layout, because: str = "", draft: Mode
     group = KvGroup(Grows(), (tuple(range(sum(len(model.kv_mixers) for model in models))),))
     values = [sum(rank_kv_values(model, layout, rank) for model in models) for rank in range(layout.size)]
     drafts = [sum(rank_kv_values(each, layout, rank) for each in models[1:]) for rank in range(layout.size)]
-    return KvPlan((group,), max(values), because, max(drafts))
+    vectors = [sum(rank_kv_vectors(model, layout, rank) for model in models) for rank in range(layout.size)]
+    return KvPlan((group,), max(values), because, max(drafts), vectors_per_token=max(vectors))
 
 
 def with_draft_layers(facts: ModelFacts, layout: Layout, draft: ModelFacts, page_size: int, context: int) -> KvPlan:
@@ -174,9 +191,9 @@ def _parts(
     return list(found.pop()) if len(found) == 1 else None
 
 
-def _line_values(facts: ModelFacts, layout: Layout, groups: Sequence[KvGroup]) -> int:
-    """Values that a page holds for each token of a column, on the rank where they are most: as many layers as the longest
-    line has there."""
+def _most_in_line(facts: ModelFacts, layout: Layout, groups: Sequence[KvGroup], kept_by: Callable[[Mixer], int]) -> int:
+    """What a page holds for each token of a column, on the rank where it is most: as many layers as the longest line has
+    there. `kept_by`: how much one layer keeps of a token."""
     most = 0
     for rank in range(layout.size):
         held = held_layers(facts, layout, layout.place(rank)["pp"])
@@ -184,6 +201,6 @@ def _line_values(facts: ModelFacts, layout: Layout, groups: Sequence[KvGroup]) -
             longest = max((len(line) for line in group.layers), default=0)
             first = next((layer for line in group.layers for layer in line), None)
             if first is not None:
-                kept = sum(rank_mixer(facts.kv_mixers[held.start + first], layout, rank).planes)
+                kept = kept_by(rank_mixer(facts.kv_mixers[held.start + first], layout, rank))
                 most = max(most, longest * kept // group.parts)
     return most

@@ -21,6 +21,11 @@ T = TypeVar("T")
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
+KV_CODE_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
+"""Of keys and values that are kept in whole numbers, by --kv-cache-dtype."""
+_RANGE_BYTES = 4
+"""Of the scale and the lowest number of a head's key, or value, that is kept so."""
+
 GRAPH_BYTES_PER_SIZE = 24 * MIB
 """What a captured graph keeps, beyond the buffers that all of them share."""
 SMALL_GRAPHS, MOST_GRAPHS = 512, 1280
@@ -118,6 +123,8 @@ class ModelPlanFacts:
     """Values of the gate and up matrices of all experts of the largest mixture."""
     vocab_size: int
     kv_page_multiple: int = 1
+    no_kv_codes: str = ""
+    """Why its keys and values can't be kept in whole numbers; empty: they can."""
     tower: TowerFacts | None = None
     """What turns media into embeddings, if the model does."""
     weight_share: float | None = None
@@ -553,8 +560,8 @@ def memory_facts(
     else:
         kv_heads = -(-model.num_kv_heads // ranks)
         kv = KvPlan((KvGroup(Grows()),), model.kv_values_per_token * kv_heads // max(1, model.num_kv_heads))
-    drafted = kv.draft_values * ITEM_BYTES[kv_dtype if draft_kv_dtype == "auto" else draft_kv_dtype]
-    kv_bytes = (kv.values_per_token - kv.draft_values) * ITEM_BYTES[kv_dtype] + drafted
+    if kv_dtype in KV_CODE_BITS or draft_kv_dtype in KV_CODE_BITS:
+        check_codes(kv, kv_dtype, model, shares_context=layout.cp > 1, draft=draft_kv_dtype)
     share = 1 / ranks if model.weight_share is None else model.weight_share
     packed_bytes = model.packed_bytes if packed else 0
     dense = model.dense_params if packed else model.dense_params + model.packed_params
@@ -590,7 +597,7 @@ def memory_facts(
         total_bytes=machine.total_bytes,
         free_bytes=machine.free_bytes,
         weight_bytes=math.ceil((packed_bytes + dense * ITEM_BYTES[dtype]) * share) + 4 * model.table_values * longest,
-        kv_bytes_per_token=kv_bytes * KvLayout(kv.groups, page_size).column_pages,
+        kv_bytes_per_token=kv_bytes(kv, kv_dtype, draft_kv_dtype) * KvLayout(kv.groups, page_size).column_pages,
         groups=kv.groups,
         kv_note=kv.because,
         activation_bytes=activations(step_tokens),
@@ -605,12 +612,42 @@ def memory_facts(
         context_length=None if context is AUTO else context,
         max_total_tokens=None if total is AUTO else total,
         mem_fraction=None if fraction is AUTO else fraction,
-        kv_item_bytes=ITEM_BYTES[kv_dtype],
+        kv_item_bytes=ITEM_BYTES.get(kv_dtype, 1),
         weight_dtype=dtype,
         tp_size=ranks,
         num_devices=machine.num_devices,
         host_free_bytes=machine.host_free_bytes,
     )
+
+
+def kv_bytes(kv: KvPlan, kv_dtype: str, draft_kv_dtype: str = "auto") -> int:
+    """Of a token of a column, in one line. `draft_kv_dtype`: of what drafts, where it differs."""
+    bits = KV_CODE_BITS.get(kv_dtype)
+    if bits is not None:
+        return kv.values_per_token * bits // 8 + kv.vectors_per_token * _RANGE_BYTES
+    drafted = kv.draft_values * ITEM_BYTES[kv_dtype if draft_kv_dtype == "auto" else draft_kv_dtype]
+    return (kv.values_per_token - kv.draft_values) * ITEM_BYTES[kv_dtype] + drafted
+
+
+def check_codes(kv: KvPlan, kv_dtype: str, model: ModelPlanFacts, *, shares_context: bool, draft: str) -> None:
+    """Raises ConfigError if keys and values of the model can't be kept in whole numbers. `draft`: the type for what
+    drafts."""
+    because = model.no_kv_codes
+    if draft not in ("auto", kv_dtype):
+        because = f"what drafts would keep them as {draft} beside {kv_dtype}: both, or neither, are in whole numbers"
+    elif shares_context:
+        because = "ranks that share the tokens of each sequence (--attn-cp-size) exchange floats"
+    elif not because and not kv.even_vectors:
+        because = (
+            "layers with windows have heads of another width than others, and the scales of a page differ in number"
+        )
+    if because:
+        raise ConfigError(
+            what=f"keys and values of {model.name or 'this model'} can't be kept as {kv_dtype}",
+            why=because,
+            fix="use --kv-cache-dtype fp8_e4m3, or leave it out",
+            param="kv_cache_dtype",
+        )
 
 
 def choose_workers(machine: MachineFacts) -> int:

@@ -191,6 +191,18 @@ def rank_state_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
     return sum(state_values(mixer) for mixer in mine if isinstance(mixer, StateMixer))
 
 
+def rank_kv_vectors(facts: ModelFacts, layout: Layout, rank: int) -> int:
+    """Heads' keys and heads' values among those, counted as vectors."""
+    held = _held_layers(facts, layout, rank)
+    vectors = sum(kv_vectors(rank_mixer(mixer, layout, rank)) for layer in held for mixer in layer.kv_mixers)
+    return -(-vectors // layout.cp)
+
+
+def kv_vectors(mixer: Mixer) -> int:
+    """Vectors that a token leaves in the KV cache: one for each head, in keys and in values."""
+    return len(mixer.planes) * mixer.num_kv_heads
+
+
 def _held_layers(facts: ModelFacts, layout: Layout, rank: int) -> list[LayerFacts]:
     return [facts.layers[each] for each in stage_layers(facts.num_layers, layout.pp, layout.place(rank)["pp"])]
 

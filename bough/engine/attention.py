@@ -43,7 +43,7 @@ def attention_factory(name: str, device: torch.device) -> AttentionFactory:
     )
 
 
-def span_costs(name: str, specs: Sequence[Spec], kv_bytes: int) -> SpanCosts | None:
+def span_costs(name: str, specs: Sequence[Spec], kv_bytes: float) -> SpanCosts | None:
     """What shared spans cost the layers of a model, by those that see all of their KV. `kv_bytes`: of one number."""
     spec = next((s for s in specs if s.window is None and s.chunk is None and s.causal), None)
     if spec is None:

@@ -28,7 +28,7 @@ from bough.config.layout import Layout
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import largest_step, num_snapshots
+from bough.config.resolve import KV_CODE_BITS, largest_step, num_snapshots
 from bough.config.shares import uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.config.unproven import unproven
@@ -328,7 +328,8 @@ def make_runner(
     # Each of the ranks that share contexts keeps its part of every page.
     kept = page_size // sharing_context.size
     groups = stage_groups(plan.groups, held)
-    pool = KVPool(shapes, num_pages, kept, kv_dtype, device.torch_device, scales.keys, values, groups)
+    bits = KV_CODE_BITS.get(config.model.kv_cache_dtype, 0)
+    pool = KVPool(shapes, num_pages, kept, kv_dtype, device.torch_device, scales.keys, values, groups, bits)
     device.reserve(plan.activation_bytes)
     running = config.scheduler.max_running_requests
     chunk, unwatched = config.scheduler.chunked_prefill_size, config.scheduler.unwatched_prefill_size
@@ -349,7 +350,7 @@ def make_runner(
         kv_stays=why_kv_stays(facts, groups, shares_context=context is not None),
         groups=groups,
         num_snapshots=num_snapshots(running) if facts.state_mixers and pooling is None else None,
-        spans=span_costs(backend, specs, pool.keys[0].itemsize) if specs and context is None else None,
+        spans=span_costs(backend, specs, bits / 8 or kv_dtype.itemsize) if specs and context is None else None,
         media=media_limits(facts, config, plan),
     )
     if pooling is not None:

@@ -18,7 +18,7 @@ from bough.config.model_facts import Gqa, Mixer, ModelFacts
 from bough.config.resolve import ModelPlanFacts
 from bough.config.speculation import ON_DEVICE
 from bough.core.errors import ConfigError
-from bough.engine.facts import plan_facts
+from bough.engine.facts import plan_facts, why_no_codes
 from bough.models.nextn import names_of
 from bough.models.registry import facts_of
 
@@ -175,6 +175,7 @@ def with_draft(
         packed_params=planned.packed_params + packed_params,
         kv_values_per_token=planned.kv_values_per_token + sum(sum(mixer.planes) for mixer in facts.model.kv_mixers),
         kv=partial(with_draft_layers, target, layout, facts.model),
+        no_kv_codes=planned.no_kv_codes or why_no_codes(facts.model),
         tapped_values=(len(facts.taps) + 1) * planned.hidden_size,
         most_draft_steps=facts.most_steps,
     )

@@ -12,4 +12,6 @@ DTYPES: Final = {
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.uint8,
+    "int4": torch.uint8,
 }

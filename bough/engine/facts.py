@@ -13,7 +13,7 @@ from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
-from bough.config.model_facts import ModelFacts, Moe
+from bough.config.model_facts import Gqa, ModelFacts, Moe
 from bough.config.resolve import MachineFacts, ModelPlanFacts
 from bough.config.shares import largest_share, rank_state_values
 from bough.models.registry import find_architecture
@@ -101,7 +101,18 @@ def plan_facts(
         table_values=sum(rope.rotary_dim for rope in {mixer.rope for mixer in facts.mixers} if rope is not None),
         weight_share=largest_share(facts, layout),
         kv=partial(_groups if frees_windows else _one_group, facts, layout),
+        no_kv_codes=why_no_codes(facts),
     )
+
+
+def why_no_codes(facts: ModelFacts) -> str:
+    """Why keys and values of a model can't be kept in whole numbers; empty: they can."""
+    for mixer in facts.kv_mixers:
+        if not isinstance(mixer, Gqa):
+            return "its layers keep latents, whose parts differ too much in size for one scale"
+        if mixer.head_dim % 2 or mixer.value_dim % 2:
+            return f"heads of {mixer.head_dim} and {mixer.value_dim} numbers are not split into halves"
+    return ""
 
 
 def _groups(facts: ModelFacts, layout: Layout, page_size: int, context: int) -> KvPlan:

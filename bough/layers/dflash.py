@@ -6,12 +6,11 @@ T tokens of a step, Q tokens of blocks, D width, N heads, K key-value heads, H w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from bough.config.draft_facts import Dflash, DraftFacts
+from bough.kernels.attention import AttentionInputs
 from bough.kernels.rotary import rope_and_write
 from bough.layers.attention import Attention
 from bough.layers.batch import Batch
@@ -38,17 +37,17 @@ class DflashBlock(nn.Module):
         stream.add(self.attn(stream.norm(self.attn_norm), batch))
         stream.add(self.mlp(stream.norm(self.mlp_norm)))
 
-    def keep(self, features_TD: Tensor, positions_T: Tensor, k_cache: Tensor, v_cache: Tensor, loc_T: Tensor) -> None:
+    def keep(self, features_TD: Tensor, positions_T: Tensor, inputs: AttentionInputs, loc_T: Tensor) -> None:
         """Writes the keys and values of the text: of the target's states, which pass no norm here."""
         attn = self.attn
         q_TNH, k_TKH, v_TKH = attn.qkv.heads(attn.qkv.product(features_TD))
-        norms, rope = attn.kernel_norms, attn.rope
+        norms, rope, layer = attn.kernel_norms, attn.rope, attn.spec.layer
         assert rope is not None, "read_draft knows no other"
         rope_and_write(
-            q_TNH[:0], k_TKH, v_TKH, positions_T, rope.cos_sin_PR, k_cache, v_cache, loc_T,
+            q_TNH[:0], k_TKH, v_TKH, positions_T, rope.cos_sin_PR, inputs.k_caches[layer], inputs.v_caches[layer], loc_T,
             None if norms is None else norms[0].weight, None if norms is None else norms[1].weight,
             1e-6 if norms is None else norms[1].eps, 0.0 if norms is None else norms[1].offset,
-            interleaved=rope.interleaved,
+            interleaved=rope.interleaved, ranges=inputs.ranges_of(layer),
         )  # fmt: skip
 
 
@@ -67,14 +66,13 @@ class DflashModel(nn.Module):
         self.norm = parts.norm()
         self._target = (target,)  # in a tuple: not a part of this one
 
-    def keep(self, states: list[Tensor], batch: Batch, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
+    def keep(self, states: list[Tensor], batch: Batch, inputs: AttentionInputs) -> None:
         """Writes what its layers will read of the step's tokens. `batch` says where."""
         features_TD = self.hidden_norm(self.fc(torch.cat(states, -1)))
         assert batch.loc_T is not None, "where keys and values go"
         for block in self.layers:
             assert isinstance(block, DflashBlock)
-            layer = block.attn.spec.layer
-            block.keep(features_TD, batch.positions_T, k_caches[layer], v_caches[layer], batch.loc_T)
+            block.keep(features_TD, batch.positions_T, inputs, batch.loc_T)
 
     def run(self, batch: Batch) -> Tensor:
         """[L, V]: logits at the places of blocks that `batch.logits_at` names."""

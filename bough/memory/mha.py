@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bough.core.kv import KvGroup
+from bough.kernels.kv_codes import Ranges, code_width, decode, encode
 from bough.kernels.pages import copy_pages
 from bough.kernels.pages.reference import copy_pages as gather_pages
 from bough.memory.transfer import upload
@@ -78,23 +79,30 @@ class KVPool:
         k_scales: Sequence[float] = (),
         v_scales: Sequence[float] = (),
         groups: Sequence[KvGroup] = (),
+        code_bits: int = 0,
     ) -> None:
         """`page_size`: tokens of a column. `k_scales`, `v_scales`: by layer, what keys and values are divided by before they
-        are kept; empty: 1. `groups`: empty: one line."""
+        are kept; empty: 1. `groups`: empty: one line. `code_bits`: of the codes that keys and values are kept as (see
+        `kernels.kv_codes`); 0: they are kept in `dtype`."""
+        if code_bits and any(shape.latent for shape in shapes):
+            raise ValueError("latents are not kept in codes")
+        self.code_bits = code_bits
         self.k_scales = tuple(k_scales)
         self.v_scales = tuple(v_scales)
         self.num_pages = num_pages
-        self.dtype = dtype
+        self.dtype = torch.uint8 if code_bits else dtype
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.ranges: list[Ranges] = []
+        """By layer, where keys and values are codes."""
         self.stores: list[Tensor] = []
-        """The memory of keys and values, each once, by page."""
+        """The memory of keys, values and ranges, each once, by page."""
         self.page_sizes = tuple(page_size // group.parts for group in groups for _ in group.layers) or (page_size,)
         """By line: tokens of a page."""
         self.line_of = _lines(groups, len(shapes))
         """By layer; None: there is one line."""
         self._shapes = tuple(shapes)
-        made: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        made: dict[tuple[int, int], list[Tensor]] = {}
         """By line and place in it, so that what aliases can be found."""
         for layer, shape in enumerate(shapes):
             line = 0 if self.line_of is None else self.line_of[layer]
@@ -103,14 +111,21 @@ class KVPool:
                 place += 1
             below = next((made[other, place] for other in range(len(self.page_sizes)) if (other, place) in made), None)
             page = (num_pages, self.page_sizes[line], shape.num_kv_heads)
-            dtype = shape.dtype or self.dtype
-            keys = self._store((*page, shape.k_dim), dtype, device, None if below is None else below[0])
-            values = None
-            if not shape.latent:
-                values = self._store((*page, shape.v_dim), dtype, device, None if below is None else below[1])
-            made[line, place] = keys, values
-            self.keys.append(keys)
-            self.values.append(keys[..., : shape.v_dim] if values is None else values)
+            widths = [shape.k_dim] if shape.latent else [shape.k_dim, shape.v_dim]
+            planes: list[tuple[tuple[int, ...], torch.dtype]]
+            if code_bits:
+                planes = [((*page, code_width(width, code_bits)), torch.uint8) for width in widths]
+                planes += [(page, torch.int32)] * 2
+            else:
+                planes = [((*page, width), shape.dtype or dtype) for width in widths]
+            kept = made[line, place] = [
+                self._store(size, kind, device, None if below is None else below[plane])
+                for plane, (size, kind) in enumerate(planes)
+            ]
+            self.keys.append(kept[0])
+            self.values.append(kept[0][..., : shape.v_dim] if shape.latent else kept[1])
+            if code_bits:
+                self.ranges.append(Ranges(kept[2], kept[3]))
 
     @property
     def page_size(self) -> int:
@@ -132,7 +147,7 @@ class KVPool:
         values = [
             values for values, shape in zip(self.values[layers], self._shapes[layers], strict=True) if not shape.latent
         ]
-        return [*self.keys[layers], *values]
+        return [*self.keys[layers], *values, *(each for pair in self.ranges[layers] for each in pair)]
 
     def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
         """Copies whole pages in every layer; all are read before any is written."""
@@ -146,7 +161,12 @@ class KVPool:
 
         `turns` says, for each layer, how keys turn; None: not at all.
         """
-        for shape, keys, values, turn in zip(self._shapes, self.keys, self.values, turns, strict=True):
+        for layer, (shape, keys, values, turn) in enumerate(
+            zip(self._shapes, self.keys, self.values, turns, strict=True)
+        ):
+            if self.code_bits:
+                self._move_codes(layer, source_M, target_M, turn)
+                continue
             if not shape.latent:
                 flat = _indexable(values.flatten(0, 1))
                 flat[target_M] = flat[source_M]
@@ -158,6 +178,25 @@ class KVPool:
                     turned = moved_MKH[piece].view(keys.dtype)[..., shape.v_dim if shape.latent else 0 :]
                     turn_pairs(turned, turn.angles_MR[piece], turn.interleaved)
             flat[target_M] = moved_MKH
+
+    def _move_codes(self, layer: int, source_M: Tensor, target_M: Tensor, turn: Turn | None) -> None:
+        """`move_tokens` in a layer of codes. Keys that turn are opened and encoded anew."""
+        ranges, keys = self.ranges[layer], self.keys[layer].flatten(0, 1)
+        for plane in (self.values[layer], *(ranges if turn is None else ranges[1:])):
+            flat = plane.flatten(0, 1)
+            flat[target_M] = flat[source_M]
+        codes_MKH = keys[source_M]
+        if turn is None:
+            keys[target_M] = codes_MKH
+            return
+        k_ranges = ranges.keys.flatten(0, 1)
+        ranges_MK = k_ranges[source_M]
+        for begin in range(0, len(codes_MKH), _TURNED_AT_ONCE):
+            piece = slice(begin, begin + _TURNED_AT_ONCE)
+            turned = decode(codes_MKH[piece], ranges_MK[piece], self._shapes[layer].k_dim)
+            turn_pairs(turned, turn.angles_MR[piece], turn.interleaved)
+            codes_MKH[piece], ranges_MK[piece] = encode(turned, self.code_bits)
+        keys[target_M], k_ranges[target_M] = codes_MKH, ranges_MK
 
 
 def turn_pairs(k_MKH: Tensor, angles_MR: Tensor, interleaved: bool = False) -> None:
@@ -182,7 +221,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-def kv_bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
-    return sum(shape.kept for shape in shapes) * dtype.itemsize

@@ -147,6 +147,7 @@ class Forward:
             v_caches=pool.values,
             k_scales=pool.k_scales,
             v_scales=pool.v_scales,
+            ranges=pool.ranges,
             shared=shared,
             host=extent.host,
             tree=tree,
@@ -330,5 +331,6 @@ def _rows_of(at: Tensor, tensors: StepTensors, inputs: AttentionInputs) -> Atten
         v_caches=inputs.v_caches,
         k_scales=inputs.k_scales,
         v_scales=inputs.v_scales,
+        ranges=inputs.ranges,
         lines=None if lines is None else replace(lines, locs=[loc_T[at] for loc_T in lines.locs]),
     )

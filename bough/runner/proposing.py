@@ -7,7 +7,7 @@ here reads from the device, and every shape is known before the step runs, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -193,12 +193,12 @@ class Drafting:
         spare = self.rows.slots_R == len(self.state.room) - 1
         return further.scatter_(0, self.rows.at_R.masked_fill(spare, num_tokens), last_R)[:num_tokens]
 
-    def keeping(self) -> tuple[Batch, Sequence[Tensor], Sequence[Tensor]]:
-        """Where keys and values of the step's tokens go: a batch that attends to nothing, and the caches by layer."""
+    def keeping(self) -> tuple[Batch, AttentionInputs]:
+        """Where keys and values of the step's tokens go: a batch that attends to nothing, and the caches."""
         given, tensors = self.read.inputs, self.tensors
         assert given is not None, "the target's pass has been made"
         batch = Batch(tensors.ids_T, tensors.positions_T, self.attend(given), loc_T=tensors.loc_T)
-        return batch, given.k_caches, given.v_caches
+        return batch, given
 
     def whole(self, ids_T: Tensor, last_layer: int | None) -> Batch:
         """All tokens of the step at their positions, under other ids. `last_layer` may leave out what no row ends with;
@@ -355,6 +355,7 @@ class Drafting:
             v_caches=given.v_caches,
             k_scales=given.k_scales,
             v_scales=given.v_scales,
+            ranges=given.ranges,
             host=self._host_lengths(more),
         )
 

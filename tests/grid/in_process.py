@@ -81,6 +81,8 @@ class Setup:
     """None: `dtype`."""
     draft_kv_dtype: torch.dtype | None = None
     """Of what drafts; None: `kv_dtype`."""
+    code_bits: int = 0
+    """Of the codes that keys and values are kept as; 0: floats."""
     k_scales: Sequence[float] = ()
     v_scales: Sequence[float] = ()
     device: str = "cpu"
@@ -225,6 +227,7 @@ class InProcess:
             setup.k_scales,
             setup.v_scales,
             groups,
+            setup.code_bits,
         )
         factory = attention_factory(setup.attention, device.torch_device)
         encoder = None

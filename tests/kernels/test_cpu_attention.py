@@ -18,6 +18,7 @@ from bough.kernels.attention import AttentionInputs, AttentionSpec, HostLengths,
 from bough.kernels.attention.cpu import CpuAttention, available
 from bough.kernels.attention.inputs import Lines
 from bough.kernels.attention.torch_backend import TorchAttention, group_rows
+from bough.kernels.kv_codes import Ranges, encode
 from tests.covers import cover
 
 BACKENDS = [TorchAttention, pytest.param(CpuAttention, marks=pytest.mark.skipif(not available(), reason="no compiler"))]
@@ -51,6 +52,7 @@ def make_case(
     share: int = 0,
     host: bool = False,
     seed: int = 0,
+    bits: int = 0,
 ) -> Case:
     """Rows of (queries, context). `share`: leading tokens whose pages the rows of context > share have in common."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,6 +78,10 @@ def make_case(
     cache_dtype = cache_dtype or dtype
     k_cache = make(num_pages, page_size, spec.num_kv_heads, spec.head_dim).to(cache_dtype)
     v_cache = make(num_pages, page_size, spec.num_kv_heads, v_dim).to(cache_dtype)
+    ranges = []
+    if bits:
+        (k_cache, k_ranges), (v_cache, v_ranges) = encode(k_cache, bits), encode(v_cache, bits)
+        ranges = [Ranges(k_ranges, v_ranges)]
     tokens = len(positions) + padding
     starts = torch.tensor(np.concatenate(([0], np.cumsum(num_query))), dtype=torch.int32)
     shared = None
@@ -100,6 +106,7 @@ def make_case(
         max_kv=int(kv_len.max()),
         k_caches=[k_cache],
         v_caches=[v_cache],
+        ranges=ranges,
         shared=shared,
         host=HostLengths(num_query, context) if host else None,
     )
@@ -118,14 +125,55 @@ def make_case(
 
 def check(case: Case, spec: Spec, backend: type, tolerance: float = 2e-5) -> None:
     caches = [c.clone() for c in (*case.inputs.k_caches, *case.inputs.v_caches)]
-    aside = replace(case.inputs, k_caches=[caches[0]], v_caches=[caches[1]], shared=None)
+    ranges = [Ranges(*(each.clone() for each in pair)) for pair in case.inputs.ranges]
+    aside = replace(case.inputs, k_caches=[caches[0]], v_caches=[caches[1]], ranges=ranges, shared=None)
     expected = reference.forward(spec, aside, case.q, case.k, case.v)
     actual = backend(case.inputs).forward(spec, case.q, case.k, case.v)
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     assert torch.equal(case.inputs.k_caches[0], caches[0]), "keys were written elsewhere"
     assert torch.equal(case.inputs.v_caches[0], caches[1])
+    for ours, theirs in zip(case.inputs.ranges, ranges, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("bits", "options", "more"),
+    [
+        (8, {}, {}),
+        (4, {}, {}),
+        (8, {"window": 21, "softcap": 4.0}, {"padding": 3}),
+        (4, {"chunk": 32, "v_head_dim": 32}, {"dtype": torch.bfloat16}),
+        (8, {}, {"share": 64, "page_size": 16}),
+        (4, {"num_heads": 24}, {"share": 128, "page_size": 16, "dtype": torch.float16}),
+        (4, {"head_dim": 48, "v_head_dim": 16}, {}),
+        (8, {"head_dim": 20}, {}),
+    ],
+)
+def test_caches_of_codes(backend: type, bits: int, options: dict[str, Any], more: dict[str, Any]) -> None:
+    """Codes, ranges and results are the reference's: in decodes, extends, prompts and shared spans."""
+    rows = [(1, 200), (1, 140), (1, 131), (7, 0), (33, 40), (2, 64), (1, 0)]
+    rows += [] if "share" in more else [(90, 130)]  # rows of several queries share nothing
+    spec = Spec(**options)
+    case = make_case(rows, spec, bits=bits, host=backend is TorchAttention, **more)
+    check(case, spec, backend, 2e-5 if case.q.dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_behind_windows_are_not_read(backend: type) -> None:
+    """Their pages are other rows' by then: ranges there may be no numbers."""
+    rows, spec = [(1, 9), (1, 200), (33, 40), (90, 130)], Spec(window=13)
+    case = make_case(rows, spec, bits=8, host=True)
+    expected = reference.forward(spec, case.inputs, case.q, case.k, case.v)
+    for slot, (_, context) in zip(case.inputs.slots_R.tolist(), rows, strict=True):
+        pages = case.inputs.page_table[slot, : Window(13).first_needed(context) // case.inputs.page_size].long()
+        for each in case.inputs.ranges[0]:
+            each[pages] = -1
+    actual = backend(case.inputs).forward(spec, case.q, case.k, case.v)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,6 +14,7 @@ from bough.kernels.attention.cpu import CpuAttention
 from bough.kernels.cpu_build import library
 from bough.kernels.decoder_stack import BlockParts, Packed
 from bough.kernels.decoder_stack.cpu import DecoderStack, covers
+from bough.kernels.kv_codes import Ranges, encode
 from bough.kernels.norm import reference as norm
 from bough.kernels.packed_linear import dequantise, pack
 from bough.kernels.rotary import reference as rotary
@@ -136,6 +137,33 @@ def test_without_rotation_and_with_other_caches() -> None:
         assert result is not None
         expected = by_reference(blocks, x, positions, aside)
         torch.testing.assert_close(result[0] + result[1], expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stack_over_codes(bits: int) -> None:
+    """The stack is its blocks one by one, whose attention is tested by itself."""
+    torch.manual_seed(0)
+    blocks = [make_block(layer, plain=False) for layer in range(2)]
+    case, _, positions = case_of([(1, 20), (5, 0), (1, 70)], 2)
+    inputs = case.inputs
+    inputs.k_caches, k_ranges = zip(*(encode(each, bits) for each in inputs.k_caches), strict=True)
+    inputs.v_caches, v_ranges = zip(*(encode(each, bits) for each in inputs.v_caches), strict=True)
+    inputs.ranges = [Ranges(*pair) for pair in zip(k_ranges, v_ranges, strict=True)]
+    kept = [each.clone() for each in (*inputs.k_caches, *inputs.v_caches, *k_ranges, *v_ranges)]
+    x = torch.randn(len(positions), WIDTH)
+    result = DecoderStack(blocks)(x, positions, CpuAttention(inputs))
+    assert result is not None
+    held = (*inputs.k_caches, *inputs.v_caches, *k_ranges, *v_ranges)
+    assert all(not torch.equal(a, b) for a, b in zip(kept, held, strict=True)), "the new tokens are kept in every plane"
+    for cache, old in zip(held, kept, strict=True):
+        cache.copy_(old)
+    stepwise = x
+    for block in blocks:
+        one = DecoderStack([block])(stepwise, positions, CpuAttention(inputs))
+        assert one is not None
+        stepwise = one[0] + one[1]
+    error = (result[0] + result[1] - stepwise).norm() / stepwise.norm()
+    assert error < 0.01, "sums of the stream are rounded otherwise, by which single codes may change"
 
 
 def test_other_dtypes_and_what_is_not_covered() -> None:

@@ -18,6 +18,7 @@ from bough.kernels.attention.cpu import CpuAttention
 from bough.kernels.cpu_build import library
 from bough.kernels.decoder_stack import BlockParts, Packed
 from bough.kernels.decoder_stack.cpu import DecoderStack
+from bough.kernels.kv_codes import Ranges
 from bough.kernels.packed_linear import cpu
 from tests.covers import cover
 from tests.kernels.test_cpu_attention import Spec
@@ -97,7 +98,8 @@ class Sequences:
     """Tokens whose keys and values lie in pages of their own; sequences that begin alike share those of their beginning."""
 
     spec: Spec
-    cache_dtype: torch.dtype
+    cache_dtype: torch.dtype | int
+    """A number: bits of codes."""
     lengths: tuple[int, ...]
     shared: int
 
@@ -116,10 +118,13 @@ class Sequences:
         per_row = -(-max(self.lengths) // PAGE)
         self.table = (torch.randperm(len(self.lengths) * per_row, generator=generator) + 1).int().view(-1, per_row)
         self.table[1:, : self.shared // PAGE] = self.table[0, : self.shared // PAGE]
-        self.caches: tuple[Tensor, Tensor] = (
-            torch.zeros(self.table.numel() + 1, PAGE, spec.num_kv_heads, spec.head_dim, dtype=self.cache_dtype),
-            torch.zeros(self.table.numel() + 1, PAGE, spec.num_kv_heads, v_dim, dtype=self.cache_dtype),
-        )
+        bits = self.cache_dtype if isinstance(self.cache_dtype, int) else 0
+        dtype = torch.uint8 if isinstance(self.cache_dtype, int) else self.cache_dtype
+        held = (self.table.numel() + 1, PAGE, spec.num_kv_heads)
+        self.caches = [
+            torch.zeros(*held, width * bits // 8 if bits else width, dtype=dtype) for width in (spec.head_dim, v_dim)
+        ]
+        self.ranges = [Ranges(*(torch.zeros(held, dtype=torch.int32) for _ in range(2)))] if bits else []
 
     def step(self, rows: list[tuple[int, int, int]], shares: bool = False) -> list[Tensor]:
         """Attention of rows (sequence, first token, last token), all earlier tokens being in their pages."""
@@ -136,6 +141,7 @@ class Sequences:
         )
         shared = spans if shares and len(members) > 1 else None
         inputs = step_inputs(rows, self.table, [self.caches[0]], [self.caches[1]], shared)
+        inputs.ranges = self.ranges
         q, k, v = (
             torch.cat([of[r][first:last] for r, first, last in rows]).contiguous() for of in (self.q, self.k, self.v)
         )
@@ -155,10 +161,12 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize(("layer", "cache_dtype"), cover(LAYERS, [torch.float32, torch.bfloat16, torch.float16]))
-def test_attention(layer: Spec, cache_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("layer", "cache_dtype"), cover(LAYERS, [torch.float32, torch.bfloat16, torch.float16, 8, 4]))
+def test_attention(layer: Spec, cache_dtype: torch.dtype | int) -> None:
     """A prompt at once, in chunks, token by token, among others, with its beginning read for several at once."""
     lengths = (330, 257, 300, 211)
+    if cache_dtype == 4 and layer.head_dim % 32:
+        cache_dtype = 8  # torch computes those, whose sums depend on how steps are cut
     both = Sequences(layer, cache_dtype, lengths, shared=144)
     with threads(1):
         expected = [both.step([(r, 0, n)])[0] for r, n in enumerate(lengths)]
@@ -186,7 +194,7 @@ def test_attention_of_any_step(data: st.DataObject) -> None:
     spec = data.draw(st.sampled_from(list(LAYERS.values())))
     lengths = tuple(data.draw(st.lists(st.integers(2, 400), min_size=1, max_size=5)))
     shared = data.draw(st.integers(0, min(lengths) // PAGE)) * PAGE
-    both = Sequences(spec, data.draw(st.sampled_from([torch.float32, torch.bfloat16])), lengths, shared)
+    both = Sequences(spec, data.draw(st.sampled_from([torch.float32, torch.bfloat16, 8])), lengths, shared)
     with threads(1):
         expected = [both.step([(r, 0, n)])[0] for r, n in enumerate(lengths)]
     order = data.draw(st.permutations(range(len(lengths))))

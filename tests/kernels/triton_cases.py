@@ -49,6 +49,7 @@ from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.causal_conv import reference as conv_reference, triton as conv
 from bough.kernels.delta_rule import reference as delta_reference, triton as delta
 from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
+from bough.kernels.kv_codes import Ranges, encode
 from bough.kernels.linear import reference as linear_reference, skinny
 from bough.kernels.masks import cpu as masks_cpu, reference as masks_reference, triton as masks_triton
 from bough.kernels.moe import Biases, Scoring, clamped_gate, reference as moe_reference, triton as moe
@@ -246,6 +247,32 @@ def _rotary(
     rotary.write_kv(v, v, *mine, loc)
     rotary_reference.write_kv(v, v, *theirs, loc)
     assert torch.equal(mine[0].view(torch.uint8), theirs[0].view(torch.uint8))
+    _write_codes(bed, k, v, (pages, page), loc, bed.rng.choice((8, 4)))
+
+
+def _write_codes(bed: Bed, k: Tensor, v: Tensor, pages: tuple[int, int], loc: Tensor, bits: int) -> None:
+    """Codes and ranges of tokens, as they are and rotated by nothing, and of vectors without a width."""
+    k, v = k.clone(), v.clone()
+    k[1], v[1] = 3.0, 0.0
+    v[2] *= 1e-20
+    kept = []
+    for written in (rotary, rotary_reference):
+        codes = [
+            torch.zeros(*pages, *x.shape[1:-1], x.shape[-1] * bits // 8, device=bed.device).to(torch.uint8)
+            for x in (k, v)
+        ]
+        ranges = Ranges(*(torch.zeros(*pages, x.shape[1], dtype=torch.int32, device=bed.device) for x in (k, v)))
+        flat = torch.cat(
+            (torch.ones(1, k.shape[2] // 4, device=bed.device), torch.zeros(1, k.shape[2] // 4, device=bed.device)), 1
+        )
+        written.write_kv(k, v, *codes, loc, ranges=ranges)
+        written.rope_and_write(k[:1], k, v, torch.zeros_like(loc), flat, *codes, loc, ranges=ranges)
+        kept += [(*codes, *ranges)]
+    for mine, theirs in zip(*kept, strict=True):
+        differs = (mine.long() - theirs.long()).abs().float()
+        assert (differs > 0).float().mean() < (0.01 if bed.large else 1e-6), (
+            "codes or ranges are not those of the reference"
+        )
 
 
 def linear_cases(bed: Bed) -> Cases:
@@ -315,8 +342,10 @@ def attention_inputs(
     *,
     pad_rows: int = 2,
     pad_tokens: int = 3,
+    bits: int = 0,
 ) -> AttentionInputs:
-    """Rows of (queries, context) over pages in random order; padded rows and tokens follow."""
+    """Rows of (queries, context) over pages in random order; padded rows and tokens follow. `bits`: of codes in the
+    caches."""
     query, context = [row[0] for row in rows], [row[1] for row in rows]
     lengths = [a + b for a, b in rows]
     counts = [-(-length // page) for length in lengths]
@@ -335,6 +364,10 @@ def attention_inputs(
         caches.append(cache.to(cache_dtype))
     if spec.latent:
         caches[1] = caches[0][..., : spec.v_head_dim]
+    ranges: list[Ranges] = []
+    if bits:
+        caches, made = map(list, zip(*(encode(cache, bits) for cache in caches), strict=True))
+        ranges = [Ranges(*made)]
     return AttentionInputs(
         query_start_R1=bed.ints(np.concatenate(([0], np.cumsum(query + [0] * pad_rows)))),
         kv_len_R=bed.ints(lengths + [0] * pad_rows),
@@ -346,6 +379,7 @@ def attention_inputs(
         max_kv=max(lengths),
         k_caches=[caches[0]],
         v_caches=[caches[1]],
+        ranges=ranges,
         host=None if pad_rows else HostLengths(np.array(query, np.int32), np.array(context, np.int32)),
     )
 
@@ -390,6 +424,15 @@ def attention_cases(bed: Bed) -> Cases:
             partial(_attention, bed, spec, page, bed.dtypes[0], bed.dtypes[0], trees=True),
         )
 
+    for bits, kind in bed.cover((8, 4), ("plain", "window", "chunk", "trees")):
+        layer = bed.rng.choice([layer_of(32, 8, 128), layer_of(6, 2, 80, v_head_dim=48)] if bed.large else layers)
+        bound = {"window": 23} if kind == "window" else {"chunk": 23} if kind == "chunk" else {}
+        page = bed.rng.choice((1, 16, 64) if bed.large else (1, 4, 16))
+        run = partial(
+            _attention, bed, replace(layer, **bound), page, bed.dtypes[-1], bed.dtypes[-1], trees=kind == "trees"
+        )
+        yield f"attention {kind} {layer} page {page} {bits} bits", partial(run, bits=bits)
+
 
 def _ragged(bed: Bed) -> list[tuple[int, int]]:
     """A mixture of decodes, short extends and longer ones."""
@@ -402,11 +445,18 @@ def _ragged(bed: Bed) -> list[tuple[int, int]]:
 
 
 def _attention(
-    bed: Bed, spec: AttentionSpec, page: int, dtype: torch.dtype, cache: torch.dtype, *, trees: bool = False
+    bed: Bed,
+    spec: AttentionSpec,
+    page: int,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    *,
+    trees: bool = False,
+    bits: int = 0,
 ) -> None:
     with small_shapes(bed):
         rows = _ragged(bed)
-        inputs = attention_inputs(bed, rows, spec, page, cache, pad_rows=bed.rng.choice((0, 2)))
+        inputs = attention_inputs(bed, rows, spec, page, cache, pad_rows=bed.rng.choice((0, 2)), bits=bits)
         tokens = inputs.num_tokens
         if trees:
             mask, _ = tree_mask(bed.rng, rows, tokens)
@@ -434,8 +484,8 @@ def spoil_passed(inputs: AttentionInputs, rows: list[tuple[int, int]], spec: Att
     for slot, (_, context) in zip(inputs.slots_R.tolist(), rows, strict=False):
         for column in range(window.first_needed(context) // inputs.page_size):
             page = int(inputs.page_table[slot, column])
-            for caches in (inputs.k_caches, inputs.v_caches):
-                caches[0][page] = float("nan")
+            for each in inputs.ranges[0] if inputs.ranges else (inputs.k_caches[0], inputs.v_caches[0]):
+                each[page] = -1 if inputs.ranges else float("nan")  # ranges of these bits are no numbers
 
 
 def plan_cases(bed: Bed) -> Cases:
@@ -747,13 +797,17 @@ def shared_cases(bed: Bed) -> Cases:
                 if bed.large or (name == "tree") == (dtype == bed.dtypes[0]) == (most_query > 1):
                     case = partial(_shared, bed, spec, page, spans, dtype, most_query)
                     yield f"shared {name} {dtype} up to {most_query}", case
+    for bits in (8, 4):
+        yield f"shared tree of {bits} bits", partial(_shared, bed, spec, page, tree, bed.dtypes[-1], 3, bits)
 
 
 _Tree = list[tuple[int, int, "_Tree"]]
 """Spans that follow a span: (rows that share no more, tokens, spans that follow)."""
 
 
-def _shared(bed: Bed, spec: AttentionSpec, page: int, tree: _Tree, dtype: torch.dtype, most_query: int) -> None:
+def _shared(
+    bed: Bed, spec: AttentionSpec, page: int, tree: _Tree, dtype: torch.dtype, most_query: int, bits: int = 0
+) -> None:
     rng = bed.rng
     rows: list[tuple[int, int]] = []
     spans: list[tuple[int, int, int, list[int]]] = []
@@ -773,7 +827,7 @@ def _shared(bed: Bed, spec: AttentionSpec, page: int, tree: _Tree, dtype: torch.
     spans.sort()
     span_tokens = sum(query for query, _ in rows)
     rows += [(1, rng.randrange(60)), (rng.randrange(2, 30), rng.randrange(60))]
-    inputs = attention_inputs(bed, rows, spec, page, dtype)
+    inputs = attention_inputs(bed, rows, spec, page, dtype, bits=bits)
     for _, first, last, members in spans:
         lines = inputs.slots_R[members].long()
         inputs.page_table[lines, first // page : last // page] = inputs.page_table[

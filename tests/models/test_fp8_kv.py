@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits on the default model: what the next tokens' distributions lose."""
+"""Keys and values in 8 and 4 bits on the default model: what the next tokens' distributions lose."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ def test_eight_bits_lose_little() -> None:
     assert 1e-5 < divergence.mean() <= 0.01, "little, but something: 8 bits were really used"
 
 
+def test_codes_lose_less_than_floats_of_as_many_bits() -> None:
+    """A scale for every token and head: 8 bits are next to nothing, 4 bits are felt by a model of this size."""
+    checkpoint = open_checkpoint("")
+    tokenizer = load_tokenizer(checkpoint)
+    prompts = [tokenizer.encode(text)[:64] for text in TEXTS]
+    model: Any = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), quantization="none")
+    exact = distributions(model, prompts, checkpoint.vocab, torch.float32)
+    losses = {}
+    for bits, attention in ((8, "cpu"), (4, "cpu"), (4, "torch")):
+        rounded = distributions(model, prompts, checkpoint.vocab, torch.float32, code_bits=bits, attention=attention)
+        losses[bits, attention] = float(
+            torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, rounded, strict=True)]).mean()
+        )
+    assert 1e-6 < losses[8, "cpu"] <= 0.001
+    assert 0.005 < losses[4, "cpu"] <= 0.2
+    assert abs(losses[4, "cpu"] - losses[4, "torch"]) <= 0.02
+
+
 def test_scales_keep_what_is_too_large_or_too_small() -> None:
     """A model whose keys are far from 1: 8 bits without scales lose them, with scales they are as good as of any size."""
     checkpoint = open_checkpoint("")
@@ -50,11 +68,11 @@ def test_scales_keep_what_is_too_large_or_too_small() -> None:
 
 
 def distributions(
-    model: Any, prompts: list[list[int]], vocab: int, kv_dtype: torch.dtype, **scales: list[float]
+    model: Any, prompts: list[list[int]], vocab: int, kv_dtype: torch.dtype, **options: Any
 ) -> list[torch.Tensor]:
     """Log-probabilities after every position of each prompt, in chunks, so that most of the keys come from the cache."""
     engine = InProcess(
-        model, vocab, Setup(page_size=16, chunk_tokens=16, kv_dtype=kv_dtype, radix_cache=False, **scales)
+        model, vocab, Setup(page_size=16, chunk_tokens=16, kv_dtype=kv_dtype, radix_cache=False, **options)
     )
     kept: list[torch.Tensor] = []
     plain = model.logits

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.core.messages import JoinBranches, LogprobSpec, joined_namespace, unpack_ids
 from bough.core.sampling import SamplingParams
+from bough.kernels.kv_codes import decode, encode
 from bough.memory.mha import KVPool, KVShape, Turn
 from bough.models.load import build_model
 from bough.models.registry import facts_of
@@ -174,6 +175,40 @@ def test_a_lone_branch_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         expected = reference(torch.tensor([ids + TEXT])).logits[0, len(ids) :].log_softmax(-1)
     assert (actual - expected).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_moved_codes(bits: int) -> None:
+    """Keys that turn are encoded anew; everything else is moved as it is, with its ranges."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [KVShape(2, 12, 8), KVShape(1, 8, 8)]
+    pool = KVPool(shapes, num_pages=5, page_size=4, dtype=torch.float32, device=CPU, code_bits=bits)
+    for shape, keys, values, ranges in zip(shapes, pool.keys, pool.values, pool.ranges, strict=True):
+        for cache, held, width in ((keys, ranges.keys, shape.k_dim), (values, ranges.values, shape.v_dim)):
+            codes, made = encode(torch.randn(*cache.shape[:3], width, generator=generator), bits)
+            cache.copy_(codes)
+            held.copy_(made)
+    assert sum(store.nbytes for store in pool.stores) == 5 * 4 * (56 * bits // 8 + 6 * 4)
+
+    def numbers() -> list[torch.Tensor]:
+        keys = [decode(k, r.keys, s.k_dim) for k, r, s in zip(pool.keys, pool.ranges, shapes, strict=True)]
+        values = [decode(v, r.values, s.v_dim) for v, r, s in zip(pool.values, pool.ranges, shapes, strict=True)]
+        return [each.flatten(0, 1) for each in (*keys, *values)]
+
+    before = numbers()
+    source, target = torch.tensor([3, 4, 9, 17]), torch.tensor([4, 3, 17, 12])
+    angles = torch.tensor(np.random.default_rng(0).normal(size=(4, 4)), dtype=torch.float32)
+    pool.move_tokens(source, target, [Turn(angles), None])
+    after = numbers()
+    pairs = torch.complex(before[0][source][..., :4], before[0][source][..., 4:8])
+    turned = pairs * torch.polar(torch.ones(4, 4), angles)[:, None]
+    whole = torch.cat([turned.real, turned.imag, before[0][source][..., 8:]], -1)
+    step = (whole.amax(-1) - whole.amin(-1)) / (2**bits - 1)
+    assert ((after[0][target] - whole).abs() <= 0.55 * step.unsqueeze(-1)).all()
+    untouched = torch.tensor([at for at in range(20) if at not in target.tolist()])
+    for place, (old, new) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(old[untouched], new[untouched])
+        assert place == 0 or torch.equal(new[target], old[source])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -12,6 +12,7 @@ from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.shared_library import DTYPES
+from bough.kernels.kv_codes import bits_of
 from bough.kernels.rotary import apply_rope, qk_norm_rope
 from bough.kernels.rotary.cpu import RopeStruct
 from bough.platform.huge_pages import prefer_huge_pages
@@ -73,7 +74,23 @@ class _Layer(ctypes.Structure):
         ("reserved", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("k_ranges", ctypes.c_void_p),
+        ("v_ranges", ctypes.c_void_p),
     ]
+
+
+CODE_TYPES = {8: 3, 4: 4}
+"""By bits of codes: `cache_dtype` of the C++ code."""
+
+
+def cache_type(inputs: AttentionInputs, spec: Spec) -> int | None:
+    """Of a layer's caches, as the C++ code numbers them; None: it does not know them."""
+    cache = inputs.k_caches[spec.layer]
+    if inputs.ranges_of(spec.layer) is None:
+        return DTYPES.get(cache.dtype)
+    bits = bits_of(cache, spec.head_dim)
+    fits = spec.head_dim % (_LANES * 8 // bits) == spec.v_width % (_LANES * 8 // bits) == 0
+    return CODE_TYPES[bits] if fits else None
 
 
 def available() -> bool:
@@ -102,8 +119,8 @@ SPANS = SpanCosts(span_ns=512.0, levels=1, most_queries=1)
 
 
 class CpuAttention:
-    """Layers that the kernels don't cover (odd head widths, 8-bit caches) are computed by torch. Shared spans must be
-    those of rows with one query token, and of the first level."""
+    """Layers that the kernels don't cover (odd head widths, caches of 8-bit floats) are computed by torch. Shared spans must
+    be those of rows with one query token, and of the first level."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
@@ -224,7 +241,7 @@ class CpuAttention:
             and q.dtype in DTYPES
             and q.dtype == k.dtype == v.dtype
             and q.stride(2) == k.stride(2) == v.stride(2) == 1
-            and inputs.k_caches[spec.layer].dtype in DTYPES
+            and cache_type(inputs, spec) is not None
             and not inputs.k_scales
         )
 
@@ -235,7 +252,7 @@ class CpuAttention:
 
     def _layer(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Layer, Tensor]:
         k_cache, v_cache = self.inputs.k_caches[spec.layer], self.inputs.v_caches[spec.layer]
-        v_dim = v.shape[2]
+        v_dim, ranges = v.shape[2], self.inputs.ranges_of(spec.layer)
         out = q.new_empty((q.shape[0], spec.num_heads * v_dim))
         q_token, q_head, _ = q.stride()
         k_token, k_head, _ = k.stride()
@@ -244,7 +261,8 @@ class CpuAttention:
             q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
             q_token, q_head, k_token, k_head, v_token, v_head, _address(spec.sinks), _address(spec.slopes),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, v_dim, spec.window or 0, spec.causal, DTYPES[q.dtype],
-            DTYPES[k_cache.dtype], spec.chunk or 0, 0, spec.scale, spec.softcap or 0.0,
+            cache_type(self.inputs, spec), spec.chunk or 0, 0, spec.scale, spec.softcap or 0.0,
+            None if ranges is None else ranges.keys.data_ptr(), None if ranges is None else ranges.values.data_ptr(),
         )  # fmt: skip
         return layer, out
 

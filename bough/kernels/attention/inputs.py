@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from bough.kernels.kv_codes import Ranges
+
 I32 = npt.NDArray[np.int32]
 
 
@@ -42,6 +44,11 @@ class AttentionSpec:
     """Spans of tokens that see each other in both directions (`two_way.TwoWaySpan`) do so in this layer."""
     is_shared: bool = False
     """Later layers read this one's KV, too (`AttentionBackend.attend`)."""
+
+    @property
+    def v_width(self) -> int:
+        """Of a value head."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def is_plain(self) -> bool:
@@ -180,7 +187,8 @@ class AttentionInputs:
     max_kv: int
     """No row has more KV tokens."""
     k_caches: Sequence[Tensor]
-    """By layer: [num_pages, page_size, num_kv_heads, head_dim], in the model's dtype or float8_e4m3fn."""
+    """By layer: [num_pages, page_size, num_kv_heads, head_dim], in the model's dtype or float8_e4m3fn; uint8 codes where
+    there are `ranges`."""
     v_caches: Sequence[Tensor]
     shared: SpanTensors | None = None
     """None: nothing is shared, and no shared kernel runs."""
@@ -189,6 +197,8 @@ class AttentionInputs:
     k_scales: Sequence[float] = field(default=())
     """By layer: the cache holds k / k_scale. Empty: 1."""
     v_scales: Sequence[float] = field(default=())
+    ranges: Sequence[Ranges] = field(default=())
+    """By layer: those of the codes that the caches hold. Empty: the caches hold floats."""
     tree: TreeMask | None = None
     """None: a query sees its row's KV tokens up to its own. No layer has slopes or chunks where it is given."""
     tail: LastRows | None = None
@@ -216,6 +226,10 @@ class AttentionInputs:
             return self
         line = lines.of_layer[layer]
         return replace(self, page_table=lines.tables[line], loc_T=lines.locs[line], page_size=lines.page_sizes[line])
+
+    def ranges_of(self, layer: int) -> Ranges | None:
+        """Of a layer whose caches hold codes."""
+        return self.ranges[layer] if self.ranges else None
 
     def scales(self, layer: int) -> tuple[float, float]:
         """(k_scale, v_scale) of a layer."""

@@ -16,7 +16,7 @@ from bough.kernels.attention.torch_backend import (
     Bucket,
     RowLengths,
     by_row,
-    gather_kv,
+    gather_layer,
     group_rows,
     make_bucket,
     query_pieces,
@@ -73,13 +73,10 @@ class PartialAttention:
     def forward(self, spec: Spec, q_TNH: Tensor) -> tuple[Tensor, Tensor]:
         """(float32 [T, N, V], LSE float32 [T, N]): zeros and -infinity for queries that see nothing here."""
         inputs = self._inputs
-        k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
-        k_scale, v_scale = inputs.scales(spec.layer)
-        out_TNV = q_TNH.new_zeros((len(q_TNH), spec.num_heads, v_cache.shape[-1]), dtype=torch.float32)
+        out_TNV = q_TNH.new_zeros((len(q_TNH), spec.num_heads, spec.v_width), dtype=torch.float32)
         lse_TN = out_TNV.new_full(out_TNV.shape[:2], float("-inf"))
         for bucket in self._buckets:
-            k = gather_kv(k_cache, bucket.loc_BS, torch.float32, k_scale)
-            v = gather_kv(v_cache, bucket.loc_BS, torch.float32, v_scale)
+            k, v = gather_layer(inputs, spec, bucket.loc_BS, torch.float32)
             result, lse = self._attend(spec, q_TNH[bucket.tokens_BQ].float(), k, v, bucket)
             tokens, real = bucket.tokens_BQ, bucket.real
             at = tokens.flatten() if real is None else tokens[real]

@@ -6,13 +6,28 @@ import torch
 from torch import Tensor
 
 from bough.kernels.attention.inputs import AttentionInputs, Spec
+from bough.kernels.kv_codes import decode
 from bough.kernels.rotary.reference import write_kv
 
 
 def gather(cache: Tensor, pages: Tensor, num_tokens: int, scale: float = 1.0) -> Tensor:
     """float32 [num_tokens, K, H]: the first tokens held by `pages` in order."""
-    used = cache[pages[: -(-num_tokens // cache.shape[1])].long()]
-    return used.flatten(0, 1)[:num_tokens].float() * scale
+    return _first(cache, pages, num_tokens).float() * scale
+
+
+def gather_row(inputs: AttentionInputs, spec: Spec, pages: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """float32 keys and values of the first tokens held by `pages`."""
+    caches, ranges = (inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]), inputs.ranges_of(spec.layer)
+    if ranges is not None:
+        codes = [_first(cache, pages, num_tokens) for cache in caches]
+        keys, values = (_first(each, pages, num_tokens) for each in ranges)
+        return decode(codes[0], keys, spec.head_dim), decode(codes[1], values, spec.v_width)
+    k_scale, v_scale = inputs.scales(spec.layer)
+    return gather(caches[0], pages, num_tokens, k_scale), gather(caches[1], pages, num_tokens, v_scale)
+
+
+def _first(cache: Tensor, pages: Tensor, num_tokens: int) -> Tensor:
+    return cache[pages[: -(-num_tokens // cache.shape[1])].long()].flatten(0, 1)[:num_tokens]
 
 
 def attend_row(
@@ -70,20 +85,18 @@ def sees(seen: Tensor, tail: Tensor, key: Tensor) -> Tensor:
 def paged_attention(q_TNH: Tensor, inputs: AttentionInputs, spec: Spec) -> Tensor:
     """[T, N, V] over KV that is already in the pages."""
     inputs = inputs.of_layer(spec.layer)
-    k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
-    k_scale, v_scale = inputs.scales(spec.layer)
-    out = torch.zeros(q_TNH.shape[0], spec.num_heads, v_cache.shape[-1], dtype=q_TNH.dtype, device=q_TNH.device)
+    out = torch.zeros(q_TNH.shape[0], spec.num_heads, spec.v_width, dtype=q_TNH.dtype, device=q_TNH.device)
     tree = inputs.tree
     starts, lengths, slots = inputs.query_start_R1.tolist(), inputs.kv_len_R.tolist(), inputs.slots_R.tolist()
     for row, num_kv in enumerate(lengths):
         begin, end = starts[row], starts[row + 1]
         if end == begin or num_kv == 0:
             continue
-        pages = inputs.page_table[slots[row]]
+        keys, values = gather_row(inputs, spec, inputs.page_table[slots[row]], num_kv)
         out[begin:end] = attend_row(
             q_TNH[begin:end],
-            gather(k_cache, pages, num_kv, k_scale),
-            gather(v_cache, pages, num_kv, v_scale),
+            keys,
+            values,
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
@@ -103,5 +116,6 @@ def forward(spec: Spec, inputs: AttentionInputs, q_TNH: Tensor, k_TKH: Tensor, v
     """Writes k and v to their pages, then attends: [T, N * V]. Shared spans change nothing here: they lie in every row."""
     k_scale, v_scale = inputs.scales(spec.layer)
     caches = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
-    write_kv(k_TKH, v_TKV, *caches, inputs.of_layer(spec.layer).loc_T, k_scale=k_scale, v_scale=v_scale)
+    ranges, loc_T = inputs.ranges_of(spec.layer), inputs.of_layer(spec.layer).loc_T
+    write_kv(k_TKH, v_TKV, *caches, loc_T, k_scale=k_scale, v_scale=v_scale, ranges=ranges)
     return paged_attention(q_TNH, inputs, spec).flatten(1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from bough.config.resolve import GATHERED_KEYS
 from bough.kernels.attention.inputs import I32, AttentionInputs, Spec
 from bough.kernels.attention.reference import sees
+from bough.kernels.kv_codes import decode
 from bough.kernels.rotary import write_kv
 
 MAX_PAIRS = 1 << 22
@@ -59,22 +60,20 @@ class TorchAttention:
         inputs = self._inputs.of_layer(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
         k_scale, v_scale = inputs.scales(spec.layer)
-        write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+        ranges = inputs.ranges_of(spec.layer)
+        write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale, ranges=ranges)
         return self.attend(spec, q_TNH)
 
     def attend(self, spec: Spec, q_TNH: Tensor) -> Tensor:
         """Attends to KV that is in the pages: [T, N * V]."""
         inputs = self._inputs.of_layer(spec.layer)
-        k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
-        k_scale, v_scale = inputs.scales(spec.layer)
-        shape = (q_TNH.shape[0], spec.num_heads, v_cache.shape[-1])
+        shape = (q_TNH.shape[0], spec.num_heads, spec.v_width)
         out = q_TNH.new_empty(shape) if self._covers_all else q_TNH.new_zeros(shape)
         kind = (0 if inputs.lines is None else inputs.lines.of_layer[spec.layer], spec.window, spec.chunk, spec.causal)
         if kind not in self._buckets:
             self._buckets[kind] = self._gather_rows(inputs, spec)
         for number, bucket in enumerate(self._buckets[kind]):
-            k = gather_kv(k_cache, bucket.loc_BS, q_TNH.dtype, k_scale)
-            v = gather_kv(v_cache, bucket.loc_BS, q_TNH.dtype, v_scale)
+            k, v = gather_layer(inputs, spec, bucket.loc_BS, q_TNH.dtype)
             mask = self._mask(spec, kind, number)
             result = _attend(spec, q_TNH[bucket.tokens_BQ], k, v, mask, bucket.key_BS)
             if bucket.real is None:
@@ -230,6 +229,19 @@ def _keys(spec: Spec | None, num_keys: int, position_BQ: Tensor) -> Tensor:
     first_B = first_B // bound * bound if spec.chunk else (first_B - bound + 1).clamp_min_(0)
     count = min(num_keys, bound + position_BQ.shape[1] - 1)
     return first_B.unsqueeze(1) + torch.arange(count, device=position_BQ.device)
+
+
+def gather_layer(inputs: AttentionInputs, spec: Spec, loc_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[B, S, K, H] and [B, S, K, V]: keys and values of a layer."""
+    caches, ranges = (inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]), inputs.ranges_of(spec.layer)
+    if ranges is not None:
+        held = zip(caches, ranges, (spec.head_dim, spec.v_width), strict=True)
+        keys, values = (
+            decode(c.flatten(0, 1)[loc_BS], r.flatten(0, 1)[loc_BS], width).to(dtype) for c, r, width in held
+        )
+        return keys, values
+    k_scale, v_scale = inputs.scales(spec.layer)
+    return gather_kv(caches[0], loc_BS, dtype, k_scale), gather_kv(caches[1], loc_BS, dtype, v_scale)
 
 
 def gather_kv(cache: Tensor, loc_BS: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -26,6 +26,7 @@ from bough.kernels.attention.plan import (
     TOKENS,
     TOTAL,
 )
+from bough.kernels.kv_codes import Ranges, bits_of
 from bough.kernels.launching import has_pdl, pdl_options, power_of_two, trigger, wait
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -51,6 +52,34 @@ def _locations(page, n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _numbers(codes, dim, ranges, D: tl.constexpr, BITS: tl.constexpr):
+    """float32 of codes, whose shape is that which `dim` and `ranges` have together."""
+    if BITS == 4:
+        codes = tl.where(dim < D // 2, codes & 15, codes >> 4)
+    step = (ranges & -0x10000).to(tl.float32, bitcast=True)
+    low = (ranges << 16).to(tl.float32, bitcast=True)
+    return codes.to(tl.float32) * step + low
+
+
+@triton.jit
+def _codes(at, mask, MASKED: tl.constexpr):
+    """What lies there; 0 where the mask is false."""
+    if MASKED:
+        return tl.load(at, mask=mask, other=0)
+    else:  # noqa: RET505
+        return tl.load(at)
+
+
+@triton.jit
+def _byte_of(dim, D: tl.constexpr, BITS: tl.constexpr):
+    """Where the code of a number lies in its vector."""
+    if BITS == 4:
+        return tl.where(dim < D // 2, dim, dim - D // 2)
+    else:  # noqa: RET505
+        return dim
+
+
+@triton.jit
 def _attend_blocks(
     acc,
     high,
@@ -60,6 +89,8 @@ def _attend_blocks(
     position,
     k_cache,
     v_cache,
+    k_ranges,
+    v_ranges,
     kv_head,
     table,
     low,
@@ -83,6 +114,8 @@ def _attend_blocks(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     LATENT: tl.constexpr,
+    BITS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     H: tl.constexpr,
     VH: tl.constexpr,
     PAGE: tl.constexpr,
@@ -113,6 +146,13 @@ def _attend_blocks(
             inside = (tokens < kv_high)[None, :] & (dim < H - VH)[:, None]
             rest = tl.load(k_cache + at[None, :] * k_token + VH + dim[:, None], mask=inside, other=0.0).to(q.dtype)
             k = tl.trans(latent)
+        elif BITS != 0:
+            at = _locations(here, n, PAGE, BLOCK_N)
+            # Codes are numbers in any page, and scores of tokens beyond the row's last one are masked.
+            code = _codes(
+                k_cache + at[None, :] * k_token + _byte_of(dim, H, BITS)[:, None], (dim < H)[:, None], BLOCK_H != H
+            )
+            k = _numbers(code, dim[:, None], tl.load(k_ranges + at * KV_HEADS)[None, :], H, BITS)
         else:
             at = _locations(here, n, PAGE, BLOCK_N)
             k_at = k_cache + at[None, :] * k_token + dim[:, None]
@@ -167,6 +207,10 @@ def _attend_blocks(
                 v = tl.where(there[:, None], v, 0.0)
         elif LATENT:
             v = latent
+        elif BITS != 0:
+            v_at = v_cache + at[:, None] * v_token + _byte_of(v_dim, VH, BITS)[None, :]
+            code = _codes(v_at, (v_dim < VH)[None, :], BLOCK_V != VH)
+            v = _numbers(code, v_dim[None, :], _codes(v_ranges + at * KV_HEADS, there, MASKED)[:, None], VH, BITS)
         else:
             v_at = v_cache + at[:, None] * v_token + v_dim[None, :]
             if MASKED and BLOCK_V != VH:
@@ -213,6 +257,8 @@ def _attention_kernel(
     out,
     k_cache,
     v_cache,
+    k_ranges,
+    v_ranges,
     page_table,
     tiles,
     header,
@@ -258,9 +304,11 @@ def _attention_kernel(
     SHARED: tl.constexpr,
     ZERO: tl.constexpr,
     TWO_PHASE: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     LATENT: tl.constexpr,
+    BITS: tl.constexpr,
     TOKENS_PER_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -315,6 +363,9 @@ def _attention_kernel(
                 q_mask = q_mask & (dim < H)[None, :]
             q_tile = tl.load(q_at + dim[None, :], mask=q_mask, other=0.0)
             q_rest = q_tile
+        if HALF:
+            q_tile = tl.clamp(q_tile.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+            q_rest = tl.clamp(q_rest.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         norm = tl.zeros([BLOCK_M], tl.float32)
         high = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -329,6 +380,9 @@ def _attention_kernel(
             k_base, v_base = k_cache, v_cache
         else:
             k_base, v_base = k_cache + kv_head * k_head, v_cache + kv_head * v_head
+        k_range, v_range = k_ranges, v_ranges
+        if BITS != 0:
+            k_range, v_range = k_ranges + kv_head, v_ranges + kv_head
         low = kv_low + block * BLOCK_N
         high_end = kv_low + block_end * BLOCK_N
         if TWO_PHASE:
@@ -348,25 +402,28 @@ def _attention_kernel(
                 full_start = kv_low + (tl.maximum(edge - kv_low, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
                 full_start = tl.minimum(tl.maximum(full_start, low), high_end)
                 acc, high, norm = _attend_blocks(
-                    acc, high, norm, q_tile, q_rest, where, k_base, v_base, kv_head, table, low, full_start, kv_high,
+                    acc, high, norm, q_tile, q_rest, where, k_base, v_base, k_range, v_range, kv_head,
+                    table, low, full_start, kv_high,
                     scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
-                    True, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT, H, VH, PAGE, BLOCK_N,
-                    BLOCK_H, BLOCK_V,
+                    True, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT,
+                    BITS, KV_HEADS, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
                 )  # fmt: skip
                 low = full_start
             full_end = tl.minimum(tl.maximum(full_end, low), high_end)
             acc, high, norm = _attend_blocks(
-                acc, high, norm, q_tile, q_rest, where, k_base, v_base, kv_head, table, low, full_end, kv_high,
+                acc, high, norm, q_tile, q_rest, where, k_base, v_base, k_range, v_range, kv_head,
+                table, low, full_end, kv_high,
                 scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
-                False, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT, H, VH, PAGE, BLOCK_N,
-                BLOCK_H, BLOCK_V,
+                False, CAUSAL, TREE, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT,
+                BITS, KV_HEADS, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
             )  # fmt: skip
             low = full_end
         acc, high, norm = _attend_blocks(
-            acc, high, norm, q_tile, q_rest, where, k_base, v_base, kv_head, table, low, high_end, kv_high,
+            acc, high, norm, q_tile, q_rest, where, k_base, v_base, k_range, v_range, kv_head,
+            table, low, high_end, kv_high,
             scale_log2, softcap, window, k_token, v_token, slope, bits, tail,
             True, CAUSAL and not GROUPED, TREE and not GROUPED, WINDOWED, CHUNKED, SLOPED, SOFTCAP, PRECISION, TMA, LATENT,
-            H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
+            BITS, KV_HEADS, H, VH, PAGE, BLOCK_N, BLOCK_H, BLOCK_V,
         )  # fmt: skip
 
         first = head_start // per_chunk
@@ -502,6 +559,7 @@ def attend(
     after_plan: bool = False,
     tree: TreeMask | None = None,
     latent: bool = False,
+    ranges: Ranges | None = None,
 ) -> None:
     """Attends for the rows of the plan and fills their part of `out_TNV` (contiguous). `q_TNH` must have their tokens, those
     behind it need not.
@@ -509,11 +567,12 @@ def attend(
     `shared` is (float32 [levels, F, N, V], float32 [levels, F, N]), F as in `SpanTensors.num_tokens`: a plan of spans leaves
     its results and log-sum-exps (base 2) there and doesn't touch `out_TNV`; a plan of rows merges what it finds there. With
     `zero_padding` tokens of no row become zero. `after_plan`: the plan may just have been queued, so this launch must not
-    start before it ends. `latent`: `v_cache` is the first part of `k_cache`'s numbers.
+    start before it ends. `latent`: `v_cache` is the first part of `k_cache`'s numbers. `ranges`: those of caches that hold
+    codes.
     """
     _, num_heads, width = q_TNH.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    v_width = v_cache.shape[3]
+    v_width = out_TNV.shape[2]
     shape = plan.shape
     front, lse = (workspace.partial, workspace.stats) if shared is None else shared
     tma = _suits_tma(q_TNH, k_cache, v_cache, shape)
@@ -522,6 +581,8 @@ def attend(
         out_TNV,
         _descriptor(k_cache, shape) if tma else k_cache,
         _descriptor(v_cache, shape) if tma else v_cache,
+        workspace.stats if ranges is None else ranges.keys,
+        workspace.stats if ranges is None else ranges.values,
         page_table,
         plan.tiles,
         plan.header,
@@ -567,9 +628,11 @@ def attend(
         SHARED=shared is not None and plan.members is None,
         ZERO=zero_padding,
         TWO_PHASE=shape.block_m >= 64,
+        HALF=_in_half(q_TNH, k_cache),
         PRECISION="ieee" if q_TNH.dtype == torch.float32 else "tf32",
         TMA=tma,
         LATENT=latent,
+        BITS=0 if ranges is None else bits_of(k_cache, width),
         TOKENS_PER_TILE=plan.tokens_per_tile,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
@@ -579,6 +642,12 @@ def attend(
         num_stages=shape.num_stages,
         **({"PDL": False} if after_plan else pdl_options(q_TNH.device)),
     )
+
+
+def _in_half(q: Tensor, cache: Tensor) -> bool:
+    """Whether products are computed in float16 although queries are bfloat16: a GPU converts 8-bit floats to float16 in one
+    instruction for two of them, to bfloat16 by way of float32. All 8-bit floats are numbers of float16."""
+    return q.dtype == torch.bfloat16 and cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _suits_tma(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: planning.Shape) -> bool:

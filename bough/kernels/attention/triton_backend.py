@@ -12,6 +12,7 @@ from bough.core.step import SpanCosts
 from bough.kernels.attention import decode_hopper, expanded, fresh, latent, plan, triton
 from bough.kernels.attention.inputs import AttentionInputs, LastRows, LatentMaps, RawLatents, Spec
 from bough.kernels.attention.plan import Kind, Plan, Shape
+from bough.kernels.kv_codes import as_read, bits_of
 from bough.kernels.launching import num_sms, power_of_two, shared_bytes_per_sm
 from bough.kernels.rotary.triton import rope_and_write, rope_queries, write_kv
 
@@ -48,7 +49,7 @@ _FIXED_NS = 15_000.0
 """Two launches more than the one that serves decode rows on Hopper, and rotation apart from attention."""
 
 
-def span_costs(spec: Spec, kv_bytes: int) -> SpanCosts:
+def span_costs(spec: Spec, kv_bytes: float) -> SpanCosts:
     """What shared spans cost in a layer like `spec` with a cache of `kv_bytes` per number. Measured by `bough bench kernels
     shared` on an H200."""
     group = spec.num_heads // spec.num_kv_heads
@@ -118,7 +119,8 @@ class TritonAttention:
         inputs = self._of_layer(spec)
         k_scale, v_scale = inputs.scales(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
-        write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale)
+        ranges = inputs.ranges_of(spec.layer)
+        write_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.loc_T, k_scale=k_scale, v_scale=v_scale, ranges=ranges)
         tail = self._tail(spec)
         if tail is not None:
             q_TNH = _of_tail(q_TNH, tail)
@@ -174,6 +176,7 @@ class TritonAttention:
             interleaved=interleaved,
             k_scale=k_scale,
             v_scale=v_scale,
+            ranges=inputs.ranges_of(spec.layer),
         )
         if tail is not None:  # its keys and values are in the pages now, with all others
             positions_L = positions_T.index_select(0, tail.at_L)
@@ -228,7 +231,7 @@ class TritonAttention:
         if k_TKH is not None and v_TKH is not None:
             return self._attend(spec, prepared, q, k_TKH, v_TKH)
         inputs = self._of_layer(spec)
-        out = q.new_empty(len(q), spec.num_heads, inputs.v_caches[spec.layer].shape[3])
+        out = q.new_empty(len(q), spec.num_heads, spec.v_width)
         self._launch(spec, inputs, prepared, q, out)
         return out.flatten(1)
 
@@ -243,11 +246,8 @@ class TritonAttention:
     ) -> Tensor:
         """`later`: the queries of all tokens, to be rotated where `q`, which is rotated, ends: there all rows are fresh."""
         inputs = self._of_layer(spec)
-        v_width = inputs.v_caches[spec.layer].shape[3]
         if prepared.fresh:
-            k_scale, v_scale = inputs.scales(spec.layer)
-            k_TKH = _as_read(k_TKH, inputs.k_caches[spec.layer].dtype, k_scale)
-            v_TKH = _as_read(v_TKH, inputs.v_caches[spec.layer].dtype, v_scale)
+            k_TKH, v_TKH = _as_cached(inputs, spec, k_TKH, v_TKH)
         if not prepared.rows and prepared.shared is None:
             lengths = {length for _, length in prepared.fresh}
             if len(lengths) == 1 and sum(length for _, length in prepared.fresh) == inputs.num_tokens:
@@ -255,7 +255,7 @@ class TritonAttention:
                 return fresh.attend_whole(
                     queries, k_TKH, v_TKH, lengths.pop(), spec.scale, hopper=self._hopper
                 ).flatten(1)
-        out = torch.empty((inputs.num_tokens, spec.num_heads, v_width), dtype=q.dtype, device=q.device)
+        out = torch.empty((inputs.num_tokens, spec.num_heads, spec.v_width), dtype=q.dtype, device=q.device)
         self._launch(spec, inputs, prepared, q, out)
         rows = prepared.fresh
         if later is not None:
@@ -334,6 +334,7 @@ class TritonAttention:
                 after_plan=prepared.just_planned and place == 0,
                 tree=inputs.tree,
                 latent=spec.latent,
+                ranges=inputs.ranges_of(spec.layer),
             )
         if not prepared.rows and (prepared.fresh or prepared.long):
             out[prepared.end :].zero_()
@@ -351,7 +352,7 @@ class TritonAttention:
         """The launches of layers like this one. `v`: the values of the step's tokens; None: they are in the pages alone.
         `expands`: latents may be left to `expanded`."""
         inputs = self._step()
-        v_width = inputs.v_caches[spec.layer].shape[3]
+        v_width = spec.v_width
         kind = _kind_of(spec)
         if (
             inputs.tree is not None and kind.window is not None
@@ -383,8 +384,18 @@ def _of_tail(q_TNH: Tensor, tail: LastRows) -> Tensor:
     return q_TNH if len(q_TNH) == len(tail.at_L) else q_TNH.index_select(0, tail.at_L)
 
 
+def _as_cached(inputs: AttentionInputs, spec: Spec, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as steps to come will read them from the caches: rows see the same, cached or not."""
+    k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+    if inputs.ranges_of(spec.layer) is not None:
+        bits = bits_of(k_cache, spec.head_dim)
+        return as_read(k_TKH, bits), as_read(v_TKH, bits)
+    k_scale, v_scale = inputs.scales(spec.layer)
+    return _as_read(k_TKH, k_cache.dtype, k_scale), _as_read(v_TKH, v_cache.dtype, v_scale)
+
+
 def _as_read(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Keys or values as steps to come will read them from a cache of `dtype`: rows see the same, cached or not."""
+    """Keys or values as they are read from a cache of floats."""
     if dtype == x.dtype:
         return x
     held = x.float() / scale

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec
-from bough.kernels.attention.reference import attend_row, gather
+from bough.kernels.attention.reference import attend_row, gather_row
 
 
 class TwoWaySpan(NamedTuple):
@@ -58,10 +58,7 @@ class TwoWayAttention:
 
     def _read(self, spec: AttentionSpec, q_QNH: Tensor, span: TwoWaySpan) -> Tensor:
         inputs, stop = self._inputs.of_layer(spec.layer), span.position + span.length
-        k_scale, v_scale = inputs.scales(spec.layer)
-        pages = inputs.page_table[span.slot]
-        k_SKH = gather(inputs.k_caches[spec.layer], pages, stop, k_scale)
-        v_SKV = gather(inputs.v_caches[spec.layer], pages, stop, v_scale)
+        k_SKH, v_SKV = gather_row(inputs, spec, inputs.page_table[span.slot], stop)
         if spec.softcap or spec.sinks is not None or spec.slopes is not None or spec.chunk is not None:
             return attend_row(
                 q_QNH, k_SKH, v_SKV, scale=spec.scale, window=spec.window, softcap=spec.softcap, causal=False,

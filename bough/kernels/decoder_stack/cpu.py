@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.cpu import CpuAttention, head_is_covered
+from bough.kernels.attention.cpu import CpuAttention, cache_type, head_is_covered
 from bough.kernels.attention.inputs import AttentionInputs
 from bough.kernels.cpu_build import library
-from bough.kernels.cpu_build.shared_library import DTYPES
 from bough.kernels.decoder_stack import BlockParts, Packed
 
 _MOST_PIECES = 3
@@ -45,6 +44,8 @@ class _Block(ctypes.Structure):
         ("cos_sin", ctypes.c_void_p),
         ("k_cache", ctypes.c_void_p),
         ("v_cache", ctypes.c_void_p),
+        ("k_ranges", ctypes.c_void_p),
+        ("v_ranges", ctypes.c_void_p),
         ("heads", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
         ("dim", ctypes.c_int32),
@@ -87,6 +88,7 @@ class DecoderStack:
         self._blocks = (_Block * len(self._parts))(*map(self._describe, self._parts))
         self._address = ctypes.addressof(self._blocks)
         self._caches: object = None
+        self._knows_caches = False
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, attention: CpuAttention) -> tuple[Tensor, Tensor] | None:
         """(what the last block adds, the stream without it) in the dtype of x; None where this step can't be run so."""
@@ -99,10 +101,12 @@ class DecoderStack:
         """((what the last block adds, the stream without it), the stream as it enters the blocks `cuts`), all in the dtype
         of x; None where this step can't be run so. A cut may stand behind the last block."""
         inputs = attention.inputs
-        if library() is None or inputs.k_scales or inputs.k_caches[0].dtype not in DTYPES:
+        if library() is None or inputs.k_scales:
             return None
         if inputs.k_caches is not self._caches:
-            self._point_at(inputs)
+            self._knows_caches = self._point_at(inputs)
+        if not self._knows_caches:
+            return None
         x = x_TD.to(torch.float32).contiguous()
         states: list[Tensor] = []
         first = 0
@@ -137,14 +141,22 @@ class DecoderStack:
         )
         return added, stream
 
-    def _point_at(self, inputs: AttentionInputs) -> None:
+    def _point_at(self, inputs: AttentionInputs) -> bool:
+        """Whether the kernels know what the caches hold."""
+        self._caches = inputs.k_caches
         for block, parts in zip(self._blocks, self._parts, strict=True):
             layer = parts.spec.layer
             k_cache, v_cache = inputs.k_caches[layer], inputs.v_caches[layer]
             block.k_cache, block.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
-            block.cache_dtype = DTYPES[k_cache.dtype]
+            kind = cache_type(inputs, parts.spec)
+            if kind is None:
+                return False
+            block.cache_dtype = kind
+            ranges = inputs.ranges_of(layer)
+            if ranges is not None:
+                block.k_ranges, block.v_ranges = ranges.keys.data_ptr(), ranges.values.data_ptr()
             block.line = 0 if inputs.lines is None else inputs.lines.of_layer[layer]
-        self._caches = inputs.k_caches
+        return True
 
     def _describe(self, parts: BlockParts) -> _Block:
         spec = parts.spec

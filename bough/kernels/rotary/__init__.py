@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bough.kernels.choices import standard
+from bough.kernels.kv_codes import Ranges
 
 _IMPLEMENTATIONS = standard(__name__)
 
@@ -63,10 +64,11 @@ def rope_and_write(
     interleaved: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    ranges: Ranges | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(Norm and) rotate q and k, and write k and v to their pages, in one pass. Returns the rotated (q, k).
 
-    There may be fewer queries than keys: those of the first tokens.
+    There may be fewer queries than keys: those of the first tokens. `ranges` as in `write_kv`.
     """
     out: tuple[Tensor, Tensor] = _IMPLEMENTATIONS.pick("rope_and_write", q_TNH.device)(
         q_TNH,
@@ -84,6 +86,7 @@ def rope_and_write(
         interleaved=interleaved,
         k_scale=k_scale,
         v_scale=v_scale,
+        ranges=ranges,
     )
     return out
 
@@ -97,11 +100,13 @@ def write_kv(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    ranges: Ranges | None = None,
 ) -> None:
     """Writes token t's k / k_scale and v / v_scale at flat location `loc_T[t]` of the pages; -1 writes nothing.
 
-    Caches are [num_pages, page_size, K, H]; values beyond the range of a float8 cache saturate.
+    Caches are [num_pages, page_size, K, H]; values beyond the range of a float8 cache saturate. With `ranges`, caches hold
+    codes (see `kernels.kv_codes`), and a token's ranges are written too.
     """
     _IMPLEMENTATIONS.pick("write_kv", k_TKH.device)(
-        k_TKH, v_TKH, k_cache, v_cache, loc_T, k_scale=k_scale, v_scale=v_scale
+        k_TKH, v_TKH, k_cache, v_cache, loc_T, k_scale=k_scale, v_scale=v_scale, ranges=ranges
     )

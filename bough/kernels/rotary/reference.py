@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bough.kernels.kv_codes import Ranges, bits_of, encode
 from bough.kernels.norm.reference import rms_norm
 
 
@@ -62,11 +63,12 @@ def rope_and_write(
     interleaved: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    ranges: Ranges | None = None,
 ) -> tuple[Tensor, Tensor]:
     q = q_TNH if q_norm is None else rms_norm(q_TNH, q_norm, eps, offset=offset)
     k = k_TKH if k_norm is None else rms_norm(k_TKH, k_norm, eps, offset=offset)
     q, k = apply_rope(q, k, positions_T, cos_sin_PR, interleaved=interleaved)
-    write_kv(k, v_TKH, k_cache, v_cache, loc_T, k_scale=k_scale, v_scale=v_scale)
+    write_kv(k, v_TKH, k_cache, v_cache, loc_T, k_scale=k_scale, v_scale=v_scale, ranges=ranges)
     return q, k
 
 
@@ -79,9 +81,16 @@ def write_kv(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    ranges: Ranges | None = None,
 ) -> None:
     token = (loc_T >= 0).nonzero().squeeze(1)
     loc = loc_T[token].long()
+    if ranges is not None:
+        for new, cache, each in ((k_TKH, k_cache, ranges.keys), (v_TKH, v_cache, ranges.values)):
+            codes, made = encode(new[token], bits_of(cache, new.shape[-1]))
+            cache.flatten(0, 1)[loc] = codes
+            each.flatten(0, 1)[loc] = made
+        return
     for new, cache, scale in ((k_TKH, k_cache, k_scale), (v_TKH, v_cache, v_scale)):
         values = new[token] if scale == 1.0 else new[token].float() / scale
         flat = cache.flatten(0, 1)

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.kv_codes import SMALLEST_STEP, Ranges, bits_of
 from bough.kernels.launching import Launcher, cdiv, pdl_options, power_of_two, trigger, wait
 
 _HEADS = 8
 """Heads a program handles."""
+_SMALLEST_STEP = tl.constexpr(SMALLEST_STEP)
 
 
 @triton.jit
@@ -255,6 +257,82 @@ def _write_kernel(
         tl.store(v_cache + at * v_cache_token + head * v_cache_head + dim, value, mask=inside)
 
 
+@triton.jit
+def _write_codes(
+    x, head_step, cache, ranges, at, K: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes and ranges of one token's heads: what `kv_codes.encode` makes, by the two halves of a vector."""
+    HALF: tl.constexpr = D // 2
+    MOST: tl.constexpr = (1 << BITS) - 1
+    head = tl.arange(0, BLOCK_K)
+    dim = tl.arange(0, BLOCK)
+    inside = (head < K)[:, None] & (dim < HALF)[None, :]
+    first_at = x + head[:, None] * head_step + dim[None, :]
+    a = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(first_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    lowest = tl.min(tl.where(inside, tl.minimum(a, b), float("inf")), 1)
+    highest = tl.max(tl.where(inside, tl.maximum(a, b), float("-inf")), 1)
+    bits = (tl.where(head < K, lowest, 0.0) + 0.0).to(tl.int32, bitcast=True)
+    low_bits = tl.where(bits < 0, bits + 0xFFFF, bits) & -0x10000
+    low = low_bits.to(tl.float32, bitcast=True)
+    span = tl.where(head < K, highest, 0.0) - low
+    step_bits = (tl.div_rn(span, MOST * 1.0).to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+    step = step_bits.to(tl.float32, bitcast=True)
+    step_bits = tl.where(step < _SMALLEST_STEP, 0, step_bits)
+    inverse = tl.where(step < _SMALLEST_STEP, 0.0, tl.div_rn(1.0, tl.where(step < _SMALLEST_STEP, 1.0, step)))
+    a = _nearest((a - low[:, None]) * inverse[:, None], MOST)
+    b = _nearest((b - low[:, None]) * inverse[:, None], MOST)
+    WIDTH: tl.constexpr = D * BITS // 8
+    to = cache + (at * K + head[:, None]) * WIDTH + dim[None, :]
+    if BITS == 4:
+        tl.store(to, (a | (b << 4)).to(tl.uint8), mask=inside)
+    else:
+        tl.store(to, a.to(tl.uint8), mask=inside)
+        tl.store(to + HALF, b.to(tl.uint8), mask=inside)
+    tl.store(ranges + at * K + head, step_bits | ((low_bits >> 16) & 0xFFFF), mask=head < K)
+
+
+@triton.jit
+def _nearest(value, MOST: tl.constexpr):
+    """The nearest whole number, ties to even: 1.5 * 2**23 leaves no more of a sum."""
+    whole = ((value + 12582912.0) - 12582912.0).to(tl.int32)
+    return tl.minimum(tl.maximum(whole, 0), MOST)
+
+
+@triton.jit
+def _write_codes_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    k_ranges,
+    v_ranges,
+    loc,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    VH: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    trigger(PDL)
+    wait(PDL)
+    at = tl.load(loc + token).to(tl.int64)
+    if at >= 0:
+        if tl.program_id(1) == 0:
+            _write_codes(k + token * k_token, k_head, k_cache, k_ranges, at, K, H, BITS, BLOCK_K, BLOCK_H)
+        else:
+            _write_codes(v + token * v_token, v_head, v_cache, v_ranges, at, K, VH, BITS, BLOCK_K, BLOCK_V)
+
+
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -378,7 +456,15 @@ def rope_and_write(
     interleaved: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    ranges: Ranges | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if ranges is not None:
+        q, k = _heads(
+            q_TNH, k_TKH, positions_T, cos_sin_PR, interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            offset=offset,
+        )  # fmt: skip
+        write_kv(k, v_TKH, k_cache, v_cache, loc_T, ranges=ranges)
+        return q, k
     return _heads(
         q_TNH,
         k_TKH,
@@ -406,12 +492,38 @@ def write_kv(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    ranges: Ranges | None = None,
 ) -> None:
     k, v = _dense(k_TKH), _dense(v_TKH)
     _check_cache(k_cache)
     _check_cache(v_cache)
     tokens, kv_heads, width = k.shape
     if tokens == 0:
+        return
+    if ranges is not None:
+        widest = power_of_two(kv_heads) * power_of_two(max(width, v.shape[2]) // 2)
+        _write_codes_kernel[(tokens, 2)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            ranges.keys,
+            ranges.values,
+            loc_T,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            K=kv_heads,
+            H=width,
+            VH=v.shape[2],
+            BITS=bits_of(k_cache, width),
+            BLOCK_K=power_of_two(kv_heads),
+            BLOCK_H=power_of_two(width // 2),
+            BLOCK_V=power_of_two(v.shape[2] // 2),
+            num_warps=max(1, min(8, widest // 256)),
+            **pdl_options(k.device),
+        )
         return
     block = power_of_two(kv_heads) * power_of_two(max(width, v.shape[2]))
     _write_kernel[(tokens,)](

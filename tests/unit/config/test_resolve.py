@@ -236,6 +236,33 @@ def test_fp8_cache_doubles_the_tokens() -> None:
     assert fp8 == pytest.approx(2 * bf16, rel=0.01)
 
 
+def test_codes_take_their_bits_and_four_bytes_a_vector() -> None:
+    """A layer's 8 heads of 128: 1,024 numbers each in keys and values, 16 vectors."""
+    plan = KvPlan((KvGroup(Grows()),), 32 * 2 * 1024, vectors_per_token=32 * 16)
+    llama = replace(LLAMA, kv=lambda page_size, context: plan)
+    bf16 = resolve(config(), H200, llama).plan.kv_tokens
+    for kind, kept in (("int8", 128 + 4), ("int4", 64 + 4)):
+        tokens = resolve(config(kv_cache_dtype=kind), H200, llama).plan.kv_tokens
+        assert tokens == pytest.approx(bf16 * 256 / kept, rel=0.01)
+
+
+STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
+
+
+def test_what_can_not_be_kept_in_codes_is_refused() -> None:
+    uneven = KvPlan((KvGroup(Grows()),), 32 * 2 * 1024, vectors_per_token=32 * 16, even_vectors=False)
+    for model, parallel, why in (
+        (replace(LLAMA, no_kv_codes="its layers keep latents"), {}, "latents"),
+        (replace(LLAMA, kv=lambda page_size, context: uneven), {}, "heads of another width"),
+        (LLAMA, {"tp_size": 2, "attn_cp_size": 2}, "share the tokens"),
+        (LLAMA, {"speculative_draft_kv_cache_dtype": "bfloat16", **STANDALONE}, "what drafts"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            resolve(config(kv_cache_dtype="int8", **parallel), H200, model)
+        assert why in refused.value.why
+        assert refused.value.param == "kv_cache_dtype"
+
+
 def test_safe_mode_switches_off() -> None:
     resolved = resolve(config(safe_mode=True), H200, LLAMA)
     values = flat(resolved.config)

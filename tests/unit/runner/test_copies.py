@@ -21,15 +21,15 @@ class Replayed:
 
     def replay(self) -> None:
         self.times += 1
-        copy_pages((*self.pool.keys, *self.pool.values), self.pages[0], self.pages[1])
+        copy_pages(self.pool.stores, self.pages[0], self.pages[1])
 
 
-@pytest.fixture
-def pool() -> KVPool:
-    shapes = [KVShape(2, 4, 4), KVShape(1, 8, 6)]
-    made = KVPool(shapes, num_pages=64, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    for cache in (*made.keys, *made.values):
-        cache.copy_(torch.rand(cache.shape))
+@pytest.fixture(params=[0, 8, 4])
+def pool(request: pytest.FixtureRequest) -> KVPool:
+    shapes, cpu = [KVShape(2, 4, 4), KVShape(1, 8, 6)], torch.device("cpu")
+    made = KVPool(shapes, num_pages=64, page_size=4, dtype=torch.float32, device=cpu, code_bits=request.param)
+    for cache in made.caches(slice(None)):
+        cache.copy_(torch.rand(cache.shape) if cache.is_floating_point() else torch.randint_like(cache, 200))
     return made
 
 
@@ -42,9 +42,9 @@ def test_what_is_copied_and_when_the_graph_does_it(pool: KVPool) -> None:
     cases = [([3], [9]), ([1, 1, 2], [10, 11, 12]), ([5], [6]), (range(1, 20), range(30, 49)), ([7, 8], [8, 20])]
     replays = [1, 2, 3, 3, 3]
     for (source, target), times in zip(cases, replays, strict=True):
-        before = [cache.clone() for cache in (*pool.keys, *pool.values)]
+        before = [cache.clone() for cache in pool.caches(slice(None))]
         copies.copy(np.array(source, np.int32), np.array(target, np.int32), stages.take())
-        for cache, old in zip((*pool.keys, *pool.values), before, strict=True):
+        for cache, old in zip(pool.caches(slice(None)), before, strict=True):
             expected = old.clone()
             for come, go in zip(source, target, strict=True):
                 expected[go] = old[come]

@@ -54,11 +54,53 @@ void write_tokens(const Layer& l, const void* from, int64_t token, int64_t token
   }
 }
 
+// The nearest whole numbers, ties to even, from 0 to `most`. Bounded first: a product would be fused with the sum, and rounded
+// otherwise than elsewhere.
+BOUGH_INLINE I32 nearest(F32 v, float most) {
+  const float shift = 12582912.0f;  // 1.5 * 2^23
+  return __builtin_convertvector((minimum(maximum(v, F32{}), splat(most)) + shift) - shift, I32);
+}
+
+template <Dtype From>
+void write_codes(const Layer& l, const void* from, int64_t token, int64_t token_step, int64_t head_step, void* cache, uint32_t* ranges,
+                 int64_t loc, int width) {
+  const bool half_bytes = l.cache_dtype == kCodes4;
+  const float most = half_bytes ? 15.0f : 255.0f;
+  for (int h = 0; h < l.kv_heads; h++) {
+    const auto* in = static_cast<const typename Element<From>::type*>(from) + token * token_step + h * head_step;
+    F32 high = load_as<From>(in), negative = -high;
+    for (int c = 16; c < width; c += 16) {
+      const F32 v = load_as<From>(in + c);
+      high = maximum(high, v), negative = maximum(negative, -v);
+    }
+    const float lowest = 0.0f - max_lanes(negative);
+    uint32_t low_bits, step_bits;
+    std::memcpy(&low_bits, &lowest, 4);
+    low_bits = (low_bits >> 31 ? low_bits + 0xffff : low_bits) & 0xffff0000u;
+    const float low = upper_half(low_bits), exact = (max_lanes(high) - low) / most;
+    std::memcpy(&step_bits, &exact, 4);
+    step_bits = (step_bits + 0xffff) & 0xffff0000u;
+    float step = upper_half(step_bits);
+    if (step < 1e-30f) step_bits = 0, step = 0;
+    const float inverse = step > 0 ? 1.0f / step : 0.0f;
+    ranges[loc * l.kv_heads + h] = step_bits | low_bits >> 16;
+    int8_t* out = static_cast<int8_t*>(cache) + (loc * l.kv_heads + h) * code_bytes(l, width);
+    auto codes = [&](int c) { return nearest((load_as<From>(in + c) - low) * inverse, most); };
+    if (half_bytes)
+      for (int c = 0; c < width / 2; c += 16) store_i8(out + c, codes(c) | codes(width / 2 + c) << 4);
+    else
+      for (int c = 0; c < width; c += 16) store_i8(out + c, codes(c));
+  }
+}
+
 template <Dtype From>
 void write_token(const Step& s, const Layer& l, int64_t token) {
   const int64_t loc = s.loc[token];
   if (loc < 0) return;
-  if (l.cache_dtype == kF32) {
+  if (is_coded(l)) {
+    write_codes<From>(l, l.k, token, l.k_token, l.k_head, l.k_cache, l.k_ranges, loc, l.dim);
+    write_codes<From>(l, l.v, token, l.v_token, l.v_head, l.v_cache, l.v_ranges, loc, l.v_dim);
+  } else if (l.cache_dtype == kF32) {
     write_tokens<From, kF32>(l, l.k, token, l.k_token, l.k_head, l.k_cache, loc, l.dim);
     write_tokens<From, kF32>(l, l.v, token, l.v_token, l.v_head, l.v_cache, loc, l.v_dim);
   } else if (l.cache_dtype == kBF16) {

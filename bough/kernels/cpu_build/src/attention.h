@@ -38,6 +38,7 @@ struct Layer {  // mirrored by a ctypes structure
   const float *sinks, *slopes;  // [heads] each, or null: a logit beside the scores; what a key's position adds to them
   int32_t heads, kv_heads, dim, v_dim, window, causal, dtype, cache_dtype, chunk, reserved;
   float scale, softcap;
+  uint32_t *k_ranges, *v_ranges;  // [locations, kv heads]: of caches that hold codes
 };
 
 constexpr int kKvTile = 64;               // keys at a time
@@ -64,6 +65,35 @@ inline int64_t location(const Step& s, int32_t slot, int64_t position) {
 }
 
 constexpr int kLanes = 16;
+
+// ---- caches of codes: number = code * step + low, by token and head (kernels/kv_codes.py) --------------------------------
+
+constexpr int32_t kCodes8 = 3, kCodes4 = 4;  // values of cache_dtype, besides those of Dtype
+
+inline bool is_coded(const Layer& l) { return l.cache_dtype == kCodes8 || l.cache_dtype == kCodes4; }
+
+inline int64_t code_bytes(const Layer& l, int width) { return l.cache_dtype == kCodes4 ? width / 2 : width; }
+
+BOUGH_INLINE float upper_half(uint32_t range) {
+  range &= 0xffff0000u;
+  float out;
+  std::memcpy(&out, &range, 4);
+  return out;
+}
+
+// The numbers of one vector. Its width is a multiple of 16, or of 32 where codes have 4 bits.
+BOUGH_INLINE void open_codes(const Layer& l, const uint8_t* codes, uint32_t range, int width, float* out) {
+  const F32 step = splat(upper_half(range)), low = splat(upper_half(range << 16));
+  if (l.cache_dtype == kCodes8) {
+    for (int c = 0; c < width; c += 16) store(out + c, fused(to_float(load_u8(codes + c)), step, low));
+    return;
+  }
+  for (int c = 0; c < width / 2; c += 16) {
+    const I32 pair = load_u8(codes + c);
+    store(out + c, fused(to_float(pair & 15), step, low));
+    store(out + width / 2 + c, fused(to_float(pair >> 4), step, low));
+  }
+}
 
 inline int64_t part_floats(const Layer& l) { return l.v_dim + 2 * kLanes; }
 

@@ -152,6 +152,26 @@ void finish(const Layer& l, int32_t token, int first_head, int heads, const Gath
   }
 }
 
+// Keys and values of a tile that lie in codes, opened for one kv head.
+struct Opened {
+  Rows<float> rows[2];
+
+  void open(const Step& s, const Layer& l, int32_t slot, int32_t kv_head, int32_t first, int32_t lowest, int32_t last, float* keys) {
+    float* values = keys + kKvTile * l.dim;
+    for (int i = 0; i < kKvTile; i++) {
+      const int32_t position = std::max(lowest, std::min(first + i, last - 1));
+      const bool is_new = position == first + i;  // others repeat the first or the last
+      const int32_t at = position - first;
+      rows[0].at[i] = keys + at * l.dim, rows[1].at[i] = values + at * l.v_dim;
+      if (!is_new) continue;
+      const int64_t place = location(s, slot, position) * l.kv_heads + kv_head;
+      open_codes(l, static_cast<const uint8_t*>(l.k_cache) + place * code_bytes(l, l.dim), l.k_ranges[place], l.dim, keys + at * l.dim);
+      open_codes(l, static_cast<const uint8_t*>(l.v_cache) + place * code_bytes(l, l.v_dim), l.v_ranges[place], l.v_dim,
+                 values + at * l.v_dim);
+    }
+  }
+};
+
 // Tile by tile, and all the heads for each: the heads of a token lie side by side in memory.
 template <Dtype D, int HV>
 void attend(const Step& s, const Layer& l, const DecodePiece& piece, const Target& target) {
@@ -159,10 +179,12 @@ void attend(const Step& s, const Layer& l, const DecodePiece& piece, const Targe
   const int group = l.heads / l.kv_heads, kv_heads = piece.kv_last - piece.kv_first, heads = kv_heads * group;
   const int first_head = piece.kv_first * group;
   const int32_t token = s.query_start[piece.row], slot = s.slots[piece.row], begin = tile_start(piece.first);
-  float* q = scratch.get<float>(heads * (l.dim + l.v_dim + kLanes + 1) + group * kKvTile + 64);
+  const bool coded = is_coded(l);
+  const int64_t opened_floats = coded ? kKvTile * (l.dim + l.v_dim) : 0;
+  float* q = scratch.get<float>(heads * (l.dim + l.v_dim + kLanes + 1) + group * kKvTile + 64 + opened_floats);
   float* total = q + heads * (l.dim + l.v_dim);
   const Gathered all{q, q + heads * l.dim, total, total + heads * kLanes};
-  float* scores = all.top + (heads + 15) / 16 * 16;
+  float *scores = all.top + (heads + 15) / 16 * 16, *opened_at = scores + group * kKvTile;
   for (int h = 0; h < heads; h++) {
     const int64_t at = token * l.q_token + (first_head + h) * l.q_head;
     for (int c = 0; c < l.dim; c += 16) store(q + h * l.dim + c, read_vector(l.q, at + c, l.dtype) * l.scale);
@@ -174,16 +196,23 @@ void attend(const Step& s, const Layer& l, const DecodePiece& piece, const Targe
     found[0].find(s, slot, p, piece.first, piece.last, k_cache, int64_t(l.kv_heads) * l.dim);
     found[1].find(s, slot, p, piece.first, piece.last, v_cache, int64_t(l.kv_heads) * l.v_dim);
   };
-  find(rows[0], begin);
+  if (!coded) find(rows[0], begin);
+  Opened opened;
   int at = 0;
   for (int32_t p = begin; p < piece.last; p += kKvTile, at ^= 1) {
     const int count = std::min<int32_t>(kKvTile, piece.last - p), from = std::max(0, piece.first - p);
     const bool more = p + kKvTile < piece.last;
-    if (more) find(rows[at ^ 1], p + kKvTile);
+    if (more && !coded) find(rows[at ^ 1], p + kKvTile);
     const Rows<E>* next = rows[more ? at ^ 1 : at];
     for (int kv = 0; kv < kv_heads; kv++) {
       const int h = kv * group;
       const Gathered state{q + h * l.dim, all.out + h * l.v_dim, all.total + h * kLanes, all.top + h};
+      if constexpr (D == kF32)
+        if (coded) {
+          opened.open(s, l, slot, piece.kv_first + kv, p, piece.first, piece.last, opened_at);
+          take_tile<D, HV>(l, opened.rows[0], opened.rows[1], opened.rows, p, from, count, group, first_head + h, 0, 0, state, scores);
+          continue;
+        }
       take_tile<D, HV>(l, rows[at][0], rows[at][1], next, p, from, count, group, first_head + h,
                        int64_t(piece.kv_first + kv) * l.dim, int64_t(piece.kv_first + kv) * l.v_dim, state, scores);
     }
@@ -205,7 +234,7 @@ void by_width(const Step& s, const Layer& l, const DecodePiece& piece, const Tar
 }  // namespace
 
 void attend_decode(const Step& s, const Layer& l, const DecodePiece& piece, const Target& target) {
-  if (l.cache_dtype == kF32) by_width<kF32>(s, l, piece, target);
+  if (l.cache_dtype == kF32 || is_coded(l)) by_width<kF32>(s, l, piece, target);
   else if (l.cache_dtype == kBF16) by_width<kBF16>(s, l, piece, target);
   else by_width<kF16>(s, l, piece, target);
 }

@@ -15,6 +15,7 @@ struct Tiles {  // memory of one call
   float* q;       // [row tiles][dim][rows of a tile]
   float* keys;    // [dim][64]
   float* values;  // [64][v_dim]
+  float* opened;  // [16][dim]: keys of a cache of codes, on their way
   float* scores;  // [rows of a tile][64]
   float* out;     // [rows][v_dim]
   float* top;     // [row tiles][16]: the largest scores so far
@@ -23,7 +24,8 @@ struct Tiles {  // memory of one call
 
 Tiles divide(const Layer& l, int tiles) {
   const size_t rows = size_t(tiles) * kRowTile;
-  float* at = scratch.get<float>(rows * (l.dim + l.v_dim + 16) + size_t(tiles) * 16 + size_t(kKvTile) * (l.dim + l.v_dim + kRowTile) + 64);
+  float* at = scratch.get<float>(rows * (l.dim + l.v_dim + 16) + size_t(tiles) * 16 + size_t(kKvTile) * (l.dim + l.v_dim + kRowTile) + 64 +
+                                   size_t(16) * l.dim);
   Tiles t;
   auto take = [&](size_t n) {
     float* p = at;
@@ -37,6 +39,7 @@ Tiles divide(const Layer& l, int tiles) {
   t.out = take(rows * l.v_dim);
   t.top = take(size_t(tiles) * 16);
   t.total = take(rows * 16);
+  t.opened = take(size_t(16) * l.dim);
   return t;
 }
 
@@ -74,6 +77,32 @@ void gather_keys(const Step& s, const Layer& l, int32_t slot, int32_t kv_head, i
       F32 square[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) square[i] = keys[i] ? load_as<D>(keys[i] + d) : F32{};
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) store(t.keys + (d + i) * kKvTile + base, square[i]);
+    }
+  }
+}
+
+// The same of a cache of codes.
+void gather_codes(const Step& s, const Layer& l, int32_t slot, int32_t kv_head, int32_t first, int count, int32_t lowest,
+                  const Tiles& t) {
+  for (int base = 0; base < kKvTile; base += 16) {
+    for (int i = 0; i < 16; i++) {
+      float* key = t.opened + i * l.dim;
+      if (base + i >= count) {
+        std::memset(key, 0, sizeof(float) * l.dim);
+        continue;
+      }
+      const int64_t place = location(s, slot, std::max(lowest, first + base + i)) * l.kv_heads + kv_head;
+      open_codes(l, static_cast<const uint8_t*>(l.k_cache) + place * code_bytes(l, l.dim), l.k_ranges[place], l.dim, key);
+      open_codes(l, static_cast<const uint8_t*>(l.v_cache) + place * code_bytes(l, l.v_dim), l.v_ranges[place], l.v_dim,
+                 t.values + (base + i) * l.v_dim);
+    }
+    for (int d = 0; d < l.dim; d += 16) {
+      F32 square[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) square[i] = load(t.opened + i * l.dim + d);
       transpose(square);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) store(t.keys + (d + i) * kKvTile + base, square[i]);
@@ -198,7 +227,8 @@ void attend(const Step& s, const Layer& l, const QueryRow* rows, int count, int3
   for (int32_t p = tile_start(first); p < last; p += kKvTile) {
     const int keys = std::min<int32_t>(kKvTile, last - p);
     if (s.gaps && is_hidden(rows, count, p, keys)) continue;
-    gather_keys<D>(s, l, slot, kv_head, p, keys, first, t);
+    if (is_coded(l)) gather_codes(s, l, slot, kv_head, p, keys, first, t);
+    else gather_keys<D>(s, l, slot, kv_head, p, keys, first, t);
     for (int tile = 0; tile < tiles; tile++) {
       const QueryRow* these = rows + tile * kRowTile;
       const int real = std::min(kRowTile, count - tile * kRowTile);
@@ -220,7 +250,7 @@ void attend(const Step& s, const Layer& l, const QueryRow* rows, int count, int3
 
 void attend_tiles(const Step& s, const Layer& l, const QueryRow* rows, int count, int32_t slot, int32_t kv_head, int32_t first,
                   int32_t last, const Target& target) {
-  if (l.cache_dtype == kF32) attend<kF32>(s, l, rows, count, slot, kv_head, first, last, target);
+  if (l.cache_dtype == kF32 || is_coded(l)) attend<kF32>(s, l, rows, count, slot, kv_head, first, last, target);
   else if (l.cache_dtype == kBF16) attend<kBF16>(s, l, rows, count, slot, kv_head, first, last, target);
   else attend<kF16>(s, l, rows, count, slot, kv_head, first, last, target);
 }

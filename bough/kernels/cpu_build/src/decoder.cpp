@@ -22,6 +22,7 @@ struct Block {  // mirrored by a ctypes structure; norms are fp32, those that ma
   const float *attn_norm, *after_attn_norm, *ffn_norm, *after_ffn_norm, *q_norm, *k_norm;
   const float* cos_sin;  // null: no rotation
   void *k_cache, *v_cache;
+  uint32_t *k_ranges, *v_ranges;  // null: the caches hold floats
   int32_t heads, kv_heads, dim, window, rotated, silu, cache_dtype, line;  // line: which of the steps it belongs to
   float scale, softcap, eps, offset, head_eps, head_offset;
 };
@@ -81,6 +82,7 @@ void attend(const Block& b, const Step& step, const int64_t* positions, int64_t 
   float *q = buffers.qkv, *k = q + int64_t(b.heads) * b.dim, *v = k + int64_t(b.kv_heads) * b.dim;
   Layer l{};
   l.q = q, l.k = k, l.v = v, l.out = buffers.attended, l.k_cache = b.k_cache, l.v_cache = b.v_cache;
+  l.k_ranges = b.k_ranges, l.v_ranges = b.v_ranges;
   l.q_token = l.k_token = l.v_token = row;
   l.q_head = l.k_head = l.v_head = b.dim;
   l.heads = b.heads, l.kv_heads = b.kv_heads, l.dim = l.v_dim = b.dim;
