@@ -308,7 +308,7 @@ class OracleRunner:
 
     def _advance(self, step: Step, row: int, slot: int, context: int, tokens: npt.NDArray[np.int64], sums: U64) -> None:
         """Moves the row's state on; it must be of the prefix that the row's pages hold."""
-        own = _sums(max(self._states.total(slot), 0), tokens, context)
+        own = _sums(max(self._states.take_in(slot, context), 0), tokens, context)
         problem = self._states.advance(step, row, slot, context, own)
         if not problem and (own != sums).any():
             problem = "has another prefix's state"

@@ -254,6 +254,11 @@ class GatedDelta:
         return self.channels + self.num_value_heads * self.value_dim
 
     @property
+    def input_values(self) -> int:
+        """Numbers that the recurrence takes of a token: what the convolution does, and two rates by head."""
+        return self.channels + 2 * self.num_value_heads
+
+    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
         return (

@@ -136,6 +136,10 @@ class ModelPlanFacts:
     """Values of a request's state, in layers that keep one, on the rank with the most."""
     table_values: int = 0
     """Values for each position in tables of rotary positions, which every rank has in float32."""
+    state_layer_values: int = 0
+    """Of these, values of the largest layer..."""
+    draft_values: int = 0
+    """...and what such layers keep of a draft until it is known to be right."""
     tapped_values: int = 0
     """Values of a token that are kept beside the stream, for what drafts from them."""
     most_draft_steps: int | None = None
@@ -453,6 +457,15 @@ def state_bytes(model: ModelPlanFacts) -> int:
     return 4 * model.state_values
 
 
+def states_bytes(model: ModelPlanFacts, rows: int, drafts: int) -> int:
+    """Of the states of all rows, of one that begins and one for padding, and of snapshots. Where rows may have `drafts`,
+    with what is kept of these, and a copy of one layer's states that they are tried on."""
+    if not model.state_values:
+        return 0
+    kept = 4 * drafts * (rows + 1) * model.draft_values + (4 * rows * model.state_layer_values if drafts else 0)
+    return state_bytes(model) * (2 + rows + num_snapshots(rows)) + kept
+
+
 def num_snapshots(rows: int) -> int:
     """Places for states beside those of rows: for each row one while it decodes, and one for its prompt."""
     return 2 * rows
@@ -606,7 +619,7 @@ def memory_facts(
         small_step_tokens=small_step,
         graph_bytes=graph_bytes(captured) if captured else 0,
         media_bytes=kept_bytes,
-        state_bytes=state_bytes(model) * (2 + rows + num_snapshots(rows)) if model.state_values else 0,
+        state_bytes=states_bytes(model, rows, drafts_of_row(config.speculative)),
         page_size=page_size * layout.cp,
         model_context=model.context_length,
         context_length=None if context is AUTO else context,

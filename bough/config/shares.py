@@ -186,9 +186,14 @@ def rank_kv_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
 
 def rank_state_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
     """Values of a request's state on a rank, in the layers that keep one."""
+    return sum(state_values(mixer) for mixer in rank_states(facts, layout, rank))
+
+
+def rank_states(facts: ModelFacts, layout: Layout, rank: int) -> list[StateMixer]:
+    """What a rank holds of the mixers that keep a state."""
     mixers = [mixer for layer in _held_layers(facts, layout, rank) for mixer in layer.state_mixers]
     mine = [rank_mixer(mixer, layout, rank) for mixer in mixers]
-    return sum(state_values(mixer) for mixer in mine if isinstance(mixer, StateMixer))
+    return [mixer for mixer in mine if isinstance(mixer, StateMixer)]
 
 
 def rank_kv_vectors(facts: ModelFacts, layout: Layout, rank: int) -> int:

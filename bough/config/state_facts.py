@@ -55,6 +55,11 @@ class Mamba2:
         return self.inner + self.channels + self.num_heads
 
     @property
+    def input_values(self) -> int:
+        """Numbers that the recurrence takes of a token: what the convolution does, and a step by head."""
+        return self.channels + self.num_heads
+
+    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
         return (self.channels, self.conv_width - 1), (self.num_heads, self.head_dim, self.state_dim)
@@ -100,6 +105,11 @@ class Mamba:
     def projected(self) -> int:
         """Values of a token's inputs and gates together."""
         return 2 * self.inner
+
+    @property
+    def input_values(self) -> int:
+        """Numbers that the recurrence takes of a token."""
+        return self.inner
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:

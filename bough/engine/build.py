@@ -66,7 +66,7 @@ from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
 from bough.layers.decoder import Decoder
 from bough.layers.spread import TokenSpread
-from bough.layers.states import state_shapes
+from bough.layers.states import state_inputs, state_shapes
 from bough.memory.mha import KVPool, KVShape
 from bough.memory.states import StatePool
 from bough.models.load import build_model
@@ -373,7 +373,7 @@ def make_runner(
         most_drafts=drafts_of_row(config.speculative) if drafts is not None else 0,
         tree_width=0 if drafts is None or (tree := tree_of(config.speculative)) is None else tree.steps + 1,
         encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device, sharing_media),
-        states=states_pool(model, limits, device),
+        states=states_pool(model, limits, device, drafts_of_row(config.speculative)),
         context=context,
         rule=rule_of(config.speculative),
     )
@@ -384,11 +384,18 @@ def make_runner(
     return runner
 
 
-def states_pool(model: torch.nn.Module, limits: RunnerLimits, device: Device) -> StatePool | None:
-    """For the states of layers that keep one; None: there are none."""
+def states_pool(model: torch.nn.Module, limits: RunnerLimits, device: Device, most_drafts: int) -> StatePool | None:
+    """For the states of layers that keep one; None: there are none. `most_drafts`: of a row."""
     if limits.num_snapshots is None:
         return None
-    return StatePool(state_shapes(model), limits.num_slots, limits.num_snapshots, device.torch_device)
+    return StatePool(
+        state_shapes(model),
+        limits.num_slots,
+        limits.num_snapshots,
+        device.torch_device,
+        inputs=state_inputs(model),
+        most_drafts=most_drafts,
+    )
 
 
 def balance_rank(

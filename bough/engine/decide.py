@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from bough.config.concerns import Config
+from bough.config.concerns import AUTO, Config
 from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.layout import Layout
 from bough.config.model_facts import Gqa, Mla, ModelFacts, Moe
@@ -89,9 +89,13 @@ def _check_through_transformers(config: Config, pooling: PoolingFacts | None) ->
 
 def _check_stateful(config: Config, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
     """What layers that keep a state can't do yet."""
-    drafts = config.speculative.speculative_algorithm
+    drafts, topk = config.speculative.speculative_algorithm, config.speculative.speculative_eagle_topk
     for asked, flag, why in (
-        (drafts != "none", "--speculative-algorithm", "drafts that turn out wrong can't be taken out of a state"),
+        (
+            drafts != "none" and topk not in (AUTO, 1),
+            "--speculative-eagle-topk",
+            "each branch of a tree would need a state of its own",
+        ),
         (pooling is not None, "--is-embedding", "models that pool keep nothing between steps"),
     ):
         if asked:

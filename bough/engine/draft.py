@@ -71,6 +71,12 @@ def draft_of(config: Config, target: Checkpoint, facts: ModelFacts) -> Draft | N
         whole = facts_of(draft.config, "bough")
         _same_tokens(target, draft)
     found = read_draft(drafts_by, draft, facts, whole)
+    if found.model.state_mixers:
+        raise misfit(
+            draft,
+            f"{draft.name} keeps states in some of its layers",
+            "what drafts reads the KV cache of the model it drafts for, and has no states",
+        )
     found = windowed(draft, found, asked.speculative_draft_window_size)
     found = mapped(draft, found, asked.speculative_token_map, facts.vocab)
     if found.tokens and config.parallel.tp_size > 1:

@@ -13,9 +13,9 @@ from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
-from bough.config.model_facts import Gqa, ModelFacts, Moe
+from bough.config.model_facts import Gqa, ModelFacts, Moe, state_values
 from bough.config.resolve import MachineFacts, ModelPlanFacts
-from bough.config.shares import largest_share, rank_state_values
+from bough.config.shares import largest_share, rank_state_values, rank_states
 from bough.models.registry import find_architecture
 from bough.models.seeing import TOWER
 from bough.platform import DeviceFacts
@@ -99,6 +99,8 @@ def plan_facts(
         tower=facts.tower,
         state_values=max(rank_state_values(facts, layout, rank) for rank in range(layout.size)),
         table_values=sum(rope.rotary_dim for rope in {mixer.rope for mixer in facts.mixers} if rope is not None),
+        draft_values=max(_draft_values(facts, layout, rank) for rank in range(layout.size)),
+        state_layer_values=max((state_values(mixer) for mixer in facts.state_mixers), default=0),
         weight_share=largest_share(facts, layout),
         kv=partial(_groups if frees_windows else _one_group, facts, layout),
         no_kv_codes=why_no_codes(facts),
@@ -113,6 +115,11 @@ def why_no_codes(facts: ModelFacts) -> str:
         if mixer.head_dim % 2 or mixer.value_dim % 2:
             return f"heads of {mixer.head_dim} and {mixer.value_dim} numbers are not split into halves"
     return ""
+
+
+def _draft_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
+    """Of a draft, on a rank: what layers that keep a state keep of it."""
+    return sum(mixer.input_values for mixer in rank_states(facts, layout, rank))
 
 
 def _groups(facts: ModelFacts, layout: Layout, page_size: int, context: int) -> KvPlan:

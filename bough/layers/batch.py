@@ -17,6 +17,7 @@ __all__ = [
     "Batch",
     "BatchMedia",
     "BatchStates",
+    "DraftedRows",
     "LatentBackend",
     "LatentMaps",
     "Model",
@@ -114,6 +115,27 @@ class StatePhase:
 
 
 @dataclass(slots=True)
+class DraftedRows:
+    """Decode rows that may have drafts, or had some in the step before. Which drafts are right is known when a step is over.
+    So a state takes in a row's newest token, which is certain, and not its drafts: what the recurrence takes of these is
+    kept, and taken in by the next step, as far as they were right. int64, all of them."""
+
+    slots_R: Tensor
+    first_R: Tensor
+    """Of each row: its newest token, an index into T..."""
+    count_R: Tensor
+    """...how many tokens it has, drafts included (0 or less: padding)..."""
+    kept_R: Tensor
+    """...and how many of those that were kept count."""
+    most_kept: int
+    """No row has more..."""
+    width: int
+    """...nor more tokens."""
+    padding: int
+    """The state that takes what padding writes."""
+
+
+@dataclass(slots=True)
 class BatchStates:
     """What layers keep of the rows' tokens before the step, and advance."""
 
@@ -123,6 +145,10 @@ class BatchStates:
     """A row's parts are in phases that follow one another."""
     all_ones_N: Tensor | None = None
     """int64 [T], instead of phases: each token is that of a row of its own, with this state."""
+    drafted: DraftedRows | None = None
+    """Rows beside those of the phases; None: no drafts are verified."""
+    kept: Sequence[Tensor] = ()
+    """By layer that keeps a state: what its recurrence takes of drafts, float32 [slots + 1, most drafts, values]."""
 
 
 @dataclass(slots=True)

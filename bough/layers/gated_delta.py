@@ -28,7 +28,7 @@ class GatedDeltaNet(StateLayer):
         share = axis.head_share(facts.num_value_heads, facts.num_key_heads)
         mine, key_heads = share.heads, share.kv_heads
         held = replace(facts, num_value_heads=mine.stop - mine.start, num_key_heads=key_heads.stop - key_heads.start)
-        super().__init__(place, held.state_shapes, (held.num_value_heads, held.value_dim))
+        super().__init__(place, held.state_shapes, (held.num_value_heads, held.value_dim), held.input_values)
         self.facts = held
         """Of this rank's heads."""
         keys, values = facts.num_key_heads * facts.key_dim, facts.num_value_heads * facts.value_dim

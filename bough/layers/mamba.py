@@ -30,7 +30,7 @@ class Mamba2Mixer(StateLayer):
         axis = build.mesh.heads
         mine, groups, _ = axis.head_share(facts.num_heads, facts.num_groups)
         held = replace(facts, num_heads=mine.stop - mine.start, num_groups=groups.stop - groups.start)
-        super().__init__(place, held.state_shapes, (held.num_heads, held.head_dim))
+        super().__init__(place, held.state_shapes, (held.num_heads, held.head_dim), held.input_values)
         self.facts = held
         """Of this rank's heads."""
         shared = facts.num_groups * facts.state_dim
@@ -126,7 +126,7 @@ class MambaMixer(StateLayer):
         axis = build.mesh.heads
         mine = axis.slice(facts.inner, "channels")
         held = replace(facts, inner=mine.stop - mine.start)
-        super().__init__(place, held.state_shapes, (held.inner,))
+        super().__init__(place, held.state_shapes, (held.inner,), held.input_values)
         self.facts = held
         """Of this rank's channels."""
         both = {"x": (facts.inner, mine), "z": (facts.inner, mine)}

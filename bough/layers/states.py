@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.kernels.causal_conv import conv_ones, conv_row
-from bough.layers.batch import Batch
+from bough.layers.batch import Batch, DraftedRows
 from bough.layers.build import Build
 from bough.weights.dummy import DummyDraw
 from bough.weights.slots import Slot
@@ -30,13 +30,19 @@ class StateLayer(nn.Module):
     *States.* Each tensor is float32, [states, *shape]: state 0 is that of a row that begins and is never written, 1 + slot
     is a row's, the next one takes what padding writes, and snapshots follow (`memory/states.py`).
 
+    *Drafts.* What `over_rows` is given of drafts is kept for the next step (`layers/batch.py: DraftedRows`); `input_values`
+    says how much that is of a token.
+
     *Graphs.* `step` is captured in CUDA graphs: it changes states in place, its shapes follow from those of its arguments,
     and it reads no value on the host. Padding may name one state several times; what that one holds does not matter."""
 
-    def __init__(self, place: int, shapes: tuple[tuple[int, ...], ...], out_shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, place: int, shapes: tuple[tuple[int, ...], ...], out_shape: tuple[int, ...], input_values: int
+    ) -> None:
         """`place`: among the layers that keep one. `shapes`: of what is kept of a row. `out_shape`: of what `scan` and
-        `step` give for a token."""
+        `step` give for a token. `input_values`: numbers that they take of it."""
         super().__init__()
+        self.input_values = input_values
         self.state_place = place
         self.state_shapes = shapes
         self.out_shape = out_shape
@@ -58,7 +64,10 @@ class StateLayer(nn.Module):
         held = states.layers[self.state_place]
         if states.all_ones_N is not None:
             return self.step(inputs, held, states.all_ones_N)
-        out_TF = torch.empty(len(inputs[0]), *self.out_shape, dtype=torch.float32, device=inputs[0].device)
+        # The last line takes what padding gives.
+        out_TF = torch.empty(len(inputs[0]) + 1, *self.out_shape, dtype=torch.float32, device=inputs[0].device)
+        if states.drafted is not None:
+            self._verify(inputs, held, states.drafted, states.kept[self.state_place], out_TF)
         for phase in states.phases:
             if len(phase.ones_N):
                 at_N = phase.ones_at_N
@@ -69,11 +78,47 @@ class StateLayer(nn.Module):
                 source, target = phase.saves
                 for each in held:
                     each[target] = each[source]
-        return out_TF
+        return out_TF[:-1]
+
+    def _verify(self, inputs: tuple[Tensor, ...], held: Held, rows: DraftedRows, kept: Tensor, out_TF: Tensor) -> None:
+        """Rows with drafts. Shapes depend on bounds alone, and no value is read on the host."""
+        state_R, last = rows.slots_R + 1, len(inputs[0]) - 1
+        earlier_RKF = kept[rows.slots_R]
+        for place in range(rows.most_kept):
+            given = _cut_like(earlier_RKF[:, place], inputs)
+            self.step(given, held, torch.where(rows.kept_R > place, state_R, rows.padding))
+        at_R = rows.first_R.clamp_max(last)
+        out_TF[torch.where(rows.count_R > 0, at_R, last + 1)] = self.step(_take(inputs, at_R), held, state_R)
+        if rows.width == 1:
+            return
+        place_Q = torch.arange(1, rows.width, device=at_R.device)
+        at_RQ = (rows.first_R[:, None] + place_Q).clamp_max(last)
+        kept[rows.slots_R, : rows.width - 1] = torch.cat([each.flatten(1).float() for each in inputs], 1)[at_RQ]
+        apart, own_R = tuple(each[state_R] for each in held), torch.arange(len(at_R), device=at_R.device)
+        for place in range(1, rows.width):
+            at_R = at_RQ[:, place - 1]
+            out_RF = self.step(_take(inputs, at_R), apart, own_R)
+            out_TF[torch.where(rows.count_R > place, at_R, last + 1)] = out_RF
 
     def _fresh(self, device: torch.device) -> Held:
         """The state of a row that begins."""
         return tuple(torch.zeros(each, dtype=torch.float32, device=device) for each in self.state_shapes)
+
+
+def _take(inputs: tuple[Tensor, ...], at_N: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each[at_N] for each in inputs)
+
+
+def _cut_like(joined_NF: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Inputs of some tokens that were joined, as they were."""
+    parts = joined_NF.split_with_sizes([each[0].numel() for each in inputs], 1)
+    return tuple(part.view(len(part), *each.shape[1:]).to(each.dtype) for part, each in zip(parts, inputs, strict=True))
+
+
+def state_inputs(model: nn.Module) -> list[int]:
+    """Numbers that the recurrence of each layer that keeps a state takes of a token, by place."""
+    layers = [module for module in model.modules() if isinstance(module, StateLayer)]
+    return [layer.input_values for layer in sorted(layers, key=lambda layer: layer.state_place)]
 
 
 def state_shapes(model: nn.Module) -> list[tuple[tuple[int, ...], ...]]:

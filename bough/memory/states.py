@@ -22,8 +22,18 @@ COPIED_BYTES = 64 << 20
 class StatePool:
     """In float32: state 0 is that of a row that begins, then come those of slots and one for padding, then snapshots."""
 
-    def __init__(self, shapes: Sequence[Shapes], num_slots: int, num_snapshots: int, device: torch.device) -> None:
-        """`shapes`: by layer that keeps a state."""
+    def __init__(
+        self,
+        shapes: Sequence[Shapes],
+        num_slots: int,
+        num_snapshots: int,
+        device: torch.device,
+        *,
+        inputs: Sequence[int] = (),
+        most_drafts: int = 0,
+    ) -> None:
+        """`shapes`: by layer that keeps a state. `inputs`: by layer, numbers that its recurrence takes of a token, where
+        rows may have `most_drafts` drafts."""
         self.num_slots = num_slots
         self.device = device
         count = 2 + num_slots + num_snapshots  # as `config.resolve` plans
@@ -36,6 +46,21 @@ class StatePool:
             self._alike += kept
             for number, place in enumerate(places):
                 self.layers[place] = tuple(each[number] for each in kept)
+
+        self.most_drafts = most_drafts
+        self.kept: list[Tensor] = []
+        """By layer: what its recurrence takes of each slot's drafts, of which the next step takes in the right ones..."""
+        self.num_taken = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        """...and by slot: the tokens that its state has taken in. Kept up to date where rows may have drafts."""
+        if most_drafts:
+            self.kept = [
+                torch.zeros(num_slots + 1, most_drafts, values, dtype=torch.float32, device=device) for values in inputs
+            ]
+
+    @property
+    def padding(self) -> int:
+        """The state that takes what padding writes."""
+        return self.num_slots + 1
 
     def load(self, slots: I32, places: I32) -> None:
         """Slots get the states of these snapshots, counted from 1 on; 0: that of a row that begins."""

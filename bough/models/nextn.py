@@ -70,6 +70,10 @@ FAMILIES: Final[Lookup[str, NextnNames]] = {
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "MiMoForCausalLM": _MIMO,
     "Qwen3NextForCausalLM": _QWEN_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN_NEXT,
+    "Qwen3_5ForConditionalGeneration": _QWEN_NEXT,
+    "Qwen3_5MoeForCausalLM": _QWEN_NEXT,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_NEXT,
 }
 """By the model's architecture."""
 

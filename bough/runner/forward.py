@@ -20,7 +20,7 @@ from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tre
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
 from bough.kernels.step_start import SlotState, locate, start_step
-from bough.layers.batch import AttentionBackend, Batch, BatchStates, Model
+from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.accepting import AcceptRule
 from bough.runner.context import AttentionFactory, ContextShare, Cut
@@ -28,6 +28,7 @@ from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
 from bough.runner.items import StepItems
 from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, nobody, sampled_rows
+from bough.runner.states import StepState
 
 TAIL_SHARE = 0.25
 """The last layer is narrowed to the tokens that are read if these are at most this part of the step."""
@@ -107,7 +108,7 @@ class Forward:
         read: Read | None = None,
         media: MediaTensors | None = None,
         items: StepItems | None = None,
-        states: BatchStates | None = None,
+        states: StepState | None = None,
     ) -> Tensor:
         """Makes the step's page-table writes, and gives hidden states after the final norm at token indices `at` (all
         tokens: None). `read` gets what a proposer will need."""
@@ -180,7 +181,7 @@ class Forward:
             loc_T=tensors.loc_T if extent.host is None else None,
             segments_T=segments,
             taps=None if read is None else read.taps,
-            states=states,
+            states=None if states is None else states.begin(tensors),
         )
         if media is not None:
             media.put(batch)

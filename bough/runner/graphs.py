@@ -24,7 +24,7 @@ from bough.runner.capture import capture
 from bough.runner.forward import Extent, Forward
 from bough.runner.inputs import Sizes, StepLayout, StepTensors
 from bough.runner.proposing import Bounds, Read
-from bough.runner.states import lone_tokens
+from bough.runner.states import StepState
 
 Kind = Literal["sampled", "logits"]
 """`sampled` ends in tokens; `logits` ends in logits, for steps whose rows need more than a plain draw."""
@@ -55,6 +55,8 @@ class GraphKey(NamedTuple):
     """No row has more than `width` tokens; otherwise any mixture."""
     proposals: int = NO_PROPOSER
     """As `Step.proposals`. Where a proposer runs, `decode` is of steps whose rows all decode."""
+    drafted: bool = False
+    """Layers keep states, and rows have drafts, or had some."""
 
 
 class Extents(NamedTuple):
@@ -68,6 +70,8 @@ class Extents(NamedTuple):
     max_query: int = 1
     """Query tokens of the row that has most of them."""
     proposals: int = NO_PROPOSER
+    drafted: bool = False
+    """As in `GraphKey`."""
 
 
 @dataclass(slots=True)
@@ -111,8 +115,8 @@ class Graphs:
         column_pages: int = 1,
         states: StatePool | None = None,
     ) -> None:
-        """`column_pages`: page-table writes that a column takes. `states`: of layers that keep one. How many tokens of a row
-        advance its state is known on the host alone, so there are graphs only of steps whose rows have one token each."""
+        """`column_pages`: page-table writes that a column takes. `states`: of layers that keep one. How a row's tokens are
+        cut is known on the host alone, so there are graphs only of steps whose rows have one token each, drafts aside."""
         self._forward = forward
         self._column_pages = column_pages
         self._states = states
@@ -177,7 +181,7 @@ class Graphs:
             return None
         width = 1 << (size.width - 1).bit_length()
         decode = size.max_query <= width
-        if self._states is not None and max(size.max_query, width) > 1:
+        if self._states is not None and not decode:
             return None
         rows = samples = tokens
         if not decode:
@@ -187,7 +191,7 @@ class Graphs:
             rows = self._padded(size.rows) or tokens
         if size.samples > samples:
             samples = self._padded(size.samples) or tokens
-        return GraphKey(tokens, rows, samples, width, kind, shared, decode, size.proposals)
+        return GraphKey(tokens, rows, samples, width, kind, shared, decode, size.proposals, size.drafted)
 
     def _padded(self, count: int) -> int | None:
         """The next captured size; None: there is none as large."""
@@ -204,6 +208,7 @@ class Graphs:
             and other.shared == key.shared
             and other.decode == key.decode
             and other.proposals == key.proposals
+            and other.drafted == key.drafted
             and (other.width == 1) == (key.width == 1)
             and key.width <= other.width
             and key.tokens <= other.tokens <= most
@@ -240,7 +245,7 @@ class Graphs:
     def _run(self, tensors: StepTensors, extent: Extent, key: GraphKey) -> tuple[Tensor, Read | None]:
         forward = self._forward
         read = forward.reading(key.proposals)
-        states = None if self._states is None else lone_tokens(self._states, tensors.token_slots_T)
+        states = None if self._states is None else StepState(self._states, key.width if key.drafted else 0)
         hidden = forward.hidden(tensors, extent, tensors.sample_at_L, read=read, states=states)
         if read is not None:
             read.sampled_LD = hidden

@@ -33,7 +33,7 @@ from bough.runner.items import StepItems, items_of
 from bough.runner.moves import Mover
 from bough.runner.proposing import Bounds, Proposer, Read
 from bough.runner.staging import Stage, Stages
-from bough.runner.states import load_states, save_states, states_of
+from bough.runner.states import DraftHistory, StepState, load_states, save_states
 from bough.sampler.scoring import Scores, join_scores, score
 from bough.sampler.shaping import LogitProcessor, RichSamples, Shaper, apply_masks
 from bough.sampler.state import Samples, SlotParams
@@ -97,6 +97,7 @@ class ModelRunner:
         """Called before every step, on every rank."""
         self._stages = Stages(device, stage_bytes(limits))
         self.graphs: Graphs | None = None
+        self._history = DraftHistory(limits.num_slots)
         if states is not None:
             self.forward.narrows = False  # the last layer may keep a state, of all tokens
         if graph_max_tokens and device.is_async:
@@ -126,15 +127,18 @@ class ModelRunner:
         samples = self.params.gather(step)
         states = self.hidden.of(step)
         media = self._media(step.media) if step.media is not None else None
+        drafted = 0
         if self.states is not None:
             load_states(step, self.states)
+            if self.states.most_drafts and self._history.note(step):
+                drafted = 1 + int(step.drafts.max(initial=0))
         items = items_of(step, self.params.setups)
         is_plain = not len(step.prompt_logprobs) and states is None and media is None and items is None
         if self.graphs is not None and is_plain:
-            launched = self._replay(self.graphs, step, samples, stage)
+            launched = self._replay(self.graphs, step, samples, stage, drafted > 0)
             if launched is not None:
                 return launched
-        return self._eager(step, samples, stage, states, media, items)
+        return self._eager(step, samples, stage, states, media, items, drafted)
 
     def _media(self, media: StepMedia) -> MediaTensors | None:
         """Turns slots, has items computed, and gives what the step reads of the store; None: nothing."""
@@ -157,11 +161,15 @@ class ModelRunner:
     def clear(self) -> None:
         self.machine.synchronize()
 
-    def _replay(self, graphs: Graphs, step: Step, samples: Samples, stage: Stage) -> Launched | None:
+    def _replay(self, graphs: Graphs, step: Step, samples: Samples, stage: Stage, drafted: bool) -> Launched | None:
+        """`drafted`: whether rows have drafts whose part in a state is not certain, or had some."""
         is_plain = not len(samples.rich) and not len(step.constrained)
-        size = Extents(step.num_tokens, step.num_rows, samples.count, samples.width, proposals=step.proposals)
-        if step.proposals >= 0 and step.num_decodes < step.num_rows:
-            size = size._replace(max_query=step.num_tokens + 1)  # a proposer treats prompts otherwise than decode rows
+        size = Extents(
+            step.num_tokens, step.num_rows, samples.count, samples.width, proposals=step.proposals, drafted=drafted
+        )
+        if (step.proposals >= 0 or drafted) and step.num_decodes < step.num_rows:
+            # A proposer treats prompts otherwise than decode rows, and so do states.
+            size = size._replace(max_query=step.num_tokens + 1)
         elif step.num_rows < step.num_tokens:
             size = size._replace(max_query=int(step.num_query.max()))
         captured = graphs.serve(size, "sampled" if is_plain else "logits", step.shared is not None)
@@ -198,9 +206,10 @@ class ModelRunner:
         states: HiddenWanted | None,
         media: MediaTensors | None,
         items: StepItems | None,
+        drafted: int,
     ) -> Launched:
         tensors = self.packer.upload(step, samples, stage)
-        kept = None if self.states is None else states_of(step, self.states, tensors.token_slots_T)
+        kept = None if self.states is None else StepState(self.states, drafted, step)
         extent = Extent(
             max_query=int(step.num_query.max()),
             max_kv=int((step.context + step.num_query).max()),

@@ -37,13 +37,15 @@ class StateStep:
         """Of chunks."""
 
     def add_decodes(self, where: I64, context: I32) -> None:
-        """Rows that decode, the step's first."""
+        """Rows that decode, the step's first. Of rows with drafts, in this step or in flight, it is not known how many
+        tokens their states will have taken in: they are not saved."""
         slots, size = self._queues.slots, self._cache.page_size
         if not self._cache.enabled:
             return
         after = context + 1
         every = -(-self._queues.limits.state_interval // size) * size
-        for row in np.flatnonzero(after % every == 0).tolist():
+        known = slots.out_high[where] == slots.out_low[where]
+        for row in np.flatnonzero(known & (after % every == 0)).tolist():
             slot = int(where[row])
             place = int(slots.snapshot[slot]) or self._cache.tree.lend_snapshot()
             slots.snapshot[slot] = place

@@ -12,7 +12,6 @@ from tiny import make_tiny
 
 from bough.config.hf import open_checkpoint
 from bough.core.sampling import SamplingParams
-from bough.layers.states import state_shapes
 from bough.models.load import build_model
 
 COMMON = [(7 * i + 3) % 120 + 3 for i in range(70)]
@@ -61,8 +60,6 @@ def family(request, tmp_path_factory):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_answers_equal_transformers(family, variant):
     model, expected = family
-    if "drafts" in variant and state_shapes(model):
-        pytest.skip("states can't be taken back yet")
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
     engine = InProcess(model, 131, Setup(**BASE, **VARIANTS[variant]), answers)
     assert engine.generate(PROMPTS, GREEDY) == expected

@@ -37,7 +37,7 @@ from bough.engine.loop import Loop
 from bough.layers.attention import Attention
 from bough.layers.batch import AttentionSpec, Model, attention_specs
 from bough.layers.decoder import Decoder
-from bough.layers.states import state_shapes
+from bough.layers.states import state_inputs, state_shapes
 from bough.memory.mha import KVPool, KVShape
 from bough.memory.states import StatePool
 from bough.platform import Device
@@ -195,7 +195,7 @@ class InProcess:
         device = Device("cuda" if setup.device == "cuda" else "cpu")
         slots, per_slot = setup.num_slots, -(-setup.context_length // setup.page_size)
         specs = attention_specs(model) + ([] if proposer is None else attention_specs(proposer.network))
-        kept = state_shapes(model)
+        keeps_states = bool(state_shapes(model))
         groups = groups_of(specs, setup.context_length if setup.frees_windows and proposer is None else 0)
         height = KvLayout(groups, setup.page_size).column_pages
         self.limits = RunnerLimits(
@@ -208,7 +208,7 @@ class InProcess:
             vocab_size=vocab_size,
             media=_media_limits(model, setup),
             groups=groups,
-            num_snapshots=setup.num_snapshots if kept else None,
+            num_snapshots=setup.num_snapshots if keeps_states else None,
         )
         own = len(specs) - (0 if proposer is None else proposer.proposer.num_layers)
         shapes = [
@@ -237,7 +237,7 @@ class InProcess:
             model, pool, self.limits, factory, device, graph_max_tokens=512 if setup.graphs else 0,
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
             tree_width=0 if proposer is None else proposer.tree_width, encoder=encoder, rule=rule,
-            states=StatePool(kept, slots, setup.num_snapshots, device.torch_device) if kept else None,
+            states=self._states(model, setup, device.torch_device),
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(
@@ -284,6 +284,16 @@ class InProcess:
             strict=True,
         )
         self._next_id = 0
+
+    @staticmethod
+    def _states(model: torch.nn.Module, setup: Setup, device: torch.device) -> StatePool | None:
+        shapes = state_shapes(model)
+        most = 0 if setup.drafts == "none" else max(setup.most_drafts, 5)  # as drafting.py makes
+        if not shapes:
+            return None
+        return StatePool(
+            shapes, setup.num_slots, setup.num_snapshots, device, inputs=state_inputs(model), most_drafts=most
+        )
 
     def submit(
         self,

@@ -70,7 +70,7 @@ def head(
     facts = mapped(checkpoint, facts, token_map, target.vocab)
     assert isinstance(model, Decoder)
     count = target.num_layers
-    given = DraftBuild(checkpoint, facts, torch.float32, torch.device("cpu"), 256, count, count)
+    given = DraftBuild(checkpoint, facts, torch.float32, torch.device("cpu"), 256, len(target.kv_mixers), count)
     loaded = load_proposer(given, model, target.vocab, shape)
     return DraftsOnDevice(loaded.proposer, loaded.network, 0 if shape is None else shape.steps + 1)
 

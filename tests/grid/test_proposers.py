@@ -59,7 +59,7 @@ def targets(tmp_path_factory) -> dict[str, Target]:
         if name == "llama":
             make_tiny("llama", folder)
         else:
-            draft_files.nextn(folder, make_tiny("Qwen2", folder), mimo=True)
+            draft_files.nextn(folder, make_tiny("Qwen2", folder), kind="mimo")
         model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
         made[name] = Target(folder, model)
     files = {"EAGLE": draft_files.eagle, "EAGLE3": draft_files.eagle3, "MEDUSA": draft_files.medusa}

@@ -59,10 +59,8 @@ def answers(engine: InProcess, asked: tuple[Prompt, ...], **extra: object) -> li
     return engine.finish([prompt.submit(engine, GREEDY, **extra) for prompt in asked])
 
 
-@pytest.mark.parametrize(
-    ("name", "setup"),
-    [(name, setup) for name in NAMES for setup in SETUPS if name not in STATEFUL or setup != "drafts"],
-)
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_are_transformers_and_again_from_the_cache(name: str, setup: str) -> None:
     engine = engine_of(name, SETUPS[setup])
     assert [answer.tokens for answer in answers(engine, prompts(name))] == expected(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,26 +145,33 @@ def dflash(folder: Path, *, layers: int = 2, block_size: int = 4) -> State:
     return save(folder, written, state)
 
 
-def nextn(folder: Path, model: PreTrainedModel, *, mimo: bool = False) -> State:
-    """Takes a model's last layer for one that drafts: saves a checkpoint with one layer less, and that one behind it."""
+_NEXTN = {
+    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+}
+
+
+def nextn(folder: Path, model: PreTrainedModel, *, kind: str = "deepseek") -> State:
+    """Takes a model's last layer for one that drafts: saves a checkpoint with one layer less, and that one behind it.
+    `kind`: by which names."""
     torch.manual_seed(9)
     config = model.config.to_dict()
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
-    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm") if mimo else (
-        "enorm", "hnorm", "eh_proj", "shared_head.norm",
-    )  # fmt: skip
-    prefix = "model.mtp_layers.0" if mimo else f"model.layers.{last}"
+    names = _NEXTN[kind]
+    prefix = {"mimo": "model.mtp_layers.0", "qwen": "mtp"}.get(kind, f"model.layers.{last}")
     extra = dict(zip(names, (norm(hidden), norm(hidden), matrix(hidden, 2 * hidden), norm(hidden)), strict=True))
-    if mimo:
-        state = {name.replace(f"model.layers.{last}.", f"{prefix}."): each for name, each in state.items()}
+    if kind != "deepseek":
+        block = f"{prefix}.layers.0." if kind == "qwen" else f"{prefix}."
+        state = {re.sub(rf"^model\..*layers\.{last}\.", block, name): each for name, each in state.items()}
     else:
         extra |= {"embed_tokens": state["model.embed_tokens.weight"].clone(), "shared_head.head": matrix(131, hidden)}
     state |= {f"{prefix}.{name}.weight": each for name, each in extra.items()}
     written = json.loads((folder / "config.json").read_text())
     written |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
-    if mimo:
+    if kind == "mimo":
         written |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     if "mlp_layer_types" in written:
         written["mlp_layer_types"] = written["mlp_layer_types"][:last]

@@ -13,6 +13,7 @@ import draft_reference
 import proposing
 import pytest
 import torch
+from families import DELTA, GATED_SHARED
 from in_process import DraftsOnDevice, InProcess, Setup
 from safetensors.torch import load_file, save_file
 from test_renamed_families import FAMILIES
@@ -219,6 +220,8 @@ NEXTN = {
             "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16, "use_qk_norm": True,
         },
     ),
+    "Qwen3-Next": ("Qwen3Next", {**DELTA, **GATED_SHARED, "layer_types": ["linear_attention", "full_attention"] * 2}),
+    "Qwen3.5": ("Qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
 }  # fmt: skip
 
 
@@ -241,11 +244,14 @@ def test_nextn(family: str, tmp_path: Path) -> None:
     """The last layer of a model of transformers' is taken for the one that drafts."""
     case, extra = NEXTN[family]
     whole = make_tiny(case, tmp_path, num_hidden_layers=4, **extra)
-    parts = draft_files.nextn(tmp_path, whole, mimo=family == "MiMo")
+    qwen = family.startswith("Qwen3")
+    parts = draft_files.nextn(tmp_path, whole, kind="mimo" if family == "MiMo" else "qwen" if qwen else "deepseek")
     if family == "Ling 2":
         rename_as_ling(tmp_path)
     names = [name for name in parts if not name.startswith(("model.", "lm_head"))]
     embed_norm, hidden_norm, fc, last_norm = (parts[name] for name in names[:4])
+    if qwen:  # norms multiply by 1 + weight
+        embed_norm, hidden_norm, last_norm = embed_norm + 1, hidden_norm + 1, last_norm + 1
     drafts_with = whole.model.layers[3]
     whole.model.layers = whole.model.layers[:3]
     whole.config.num_hidden_layers = 3

@@ -60,3 +60,14 @@ def test_ranks_that_split_each_layer(case: str, tmp_path: Path) -> None:
         assert each["state_bytes"] == 4 * rank_state_values(facts, layout, rank) * (2 + 16 + 2 * 16)
         assert 10 * rank_state_values(facts, layout, rank) <= 7 * rank_state_values(facts, Layout(), 0)
         assert each["kv_bytes"] < 0.7 * 4 * rank_kv_values(facts, Layout(), 0) * (4096 + 4)
+
+
+@LONG
+def test_drafts_where_ranks_split_states(tmp_path: Path) -> None:
+    """What was right of them is taken in on every rank, and what was wrong on none."""
+    reference = make_tiny("Qwen3Next", tmp_path, **STATES["qwen3_next"][1])
+    prompts = [prompt * 3 for prompt in PROMPTS]
+    flags = ("--speculative-algorithm", "NGRAM", "--no-speculative-adaptive", "--speculative-num-draft-tokens", "4")
+    with Cluster(tmp_path, "--tp-size", "2", *flags) as served:
+        assert served.ask(prompts, 48) == greedy(reference, prompts, 48)
+        assert served.ask(prompts, 48) == greedy(reference, prompts, 48), "from what was said before"

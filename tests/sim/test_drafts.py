@@ -36,6 +36,17 @@ def drafting(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @_QUICK
+@given(engine=engines(states=True), drafts=drafting(), script=events())
+def test_states_take_in_what_was_right(engine: dict[str, Any], drafts: dict[str, Any], script: list[Event]) -> None:
+    """A row that yields no token at all would have its newest one in its state already, so each yields one at least."""
+    some = drafts["yields"]
+    sim = Sim(**engine, **{**drafts, "yields": lambda count: max(1, some(count))})
+    for client in play(sim, script):
+        check_answer(sim, client, failures=len(client.prompt) > sim.limits.capacity_tokens)
+    assert not sim.problems
+
+
+@_QUICK
 @given(engine=engines(states=False), drafts=drafting(), script=events())
 def test_everybody_gets_what_they_would_get_alone(
     engine: dict[str, Any], drafts: dict[str, Any], script: list[Event]

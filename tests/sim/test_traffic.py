@@ -74,7 +74,7 @@ LAYOUTS: dict[str, tuple[KvGroup, ...]] = {
 
 @st.composite
 def engines(draw: st.DrawFn, *, states: bool = True) -> dict[str, Any]:
-    """`states`: of models with recurrent layers too, which nothing can be drafted for."""
+    """`states`: of models with recurrent layers too."""
     page_size = draw(st.sampled_from([1, 4, 16]))
     tokens = draw(st.sampled_from([48, 64, 96, 400]))
     step_tokens = draw(st.sampled_from([8, 20, 64]))
