@@ -162,8 +162,8 @@ class LockstepRunner:
         if self._others is None:
             with timed(self._patience):
                 return self._alone(step)
-        self._others.send(RunStep(step, agreed.rows, not agreed.split))
         with in_step(), timed(self._patience):
+            self._others.send(RunStep(step, agreed.rows, not agreed.split))
             return SharedLaunched(self._local.launch(step), self._others)
 
     def _alone(self, step: Step) -> Launched:

@@ -259,8 +259,9 @@ class Loop:
     def _fail(self, entry: _InFlight, error: Exception, now: float) -> None:
         step = entry.flight.step
         self.hooks.problem(f"step {step.index} ({step.num_rows} rows) failed: {type(error).__name__}: {error}")
-        fail_step(entry.flight, error, self.queues, self.cache, now=now)
         broken = isinstance(error, EngineBroken)
+        if not broken:  # else its requests fare as all others: another engine can compute them
+            fail_step(entry.flight, error, self.queues, self.cache, now=now)
         if is_out_of_memory(error) and not broken:
             # Smaller steps follow, and a request that meets it again fails: it ends by itself. They have the memory of what
             # the step had computed, which the error's frames would keep.

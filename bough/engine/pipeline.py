@@ -80,8 +80,8 @@ class PipelineRunner:
         self._arrived: deque[StepOutcome] = deque()
 
     def launch(self, step: Step) -> Launched:
-        self._others.send(RunStep(step))
         with in_step(), timed(self._patience):
+            self._others.send(RunStep(step))
             launched = self._local.launch(step)
         assert isinstance(launched, LaunchedStep)
         return _InPipeline(launched, self)
@@ -96,7 +96,8 @@ class PipelineRunner:
         self._others.send(Stop())
 
     def send_masks(self, index: int, masks: Mask) -> None:
-        self._others.send(Masks(index, masks))
+        with in_step():
+            self._others.send(Masks(index, masks))
 
     def outcome_of(self, launched: LaunchedStep) -> Outcome:
         """What a step has produced; it is the oldest that was not asked for. Tells all stages."""

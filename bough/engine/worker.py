@@ -63,8 +63,8 @@ class BroadcastRunner:
         self._patience = patience or Patience()
 
     def launch(self, step: Step) -> Launched:
-        self._others.send(RunStep(step))
         with in_step(), timed(self._patience):
+            self._others.send(RunStep(step))
             return SharedLaunched(self._runner.launch(step), self._others)
 
     def clear(self) -> None:
@@ -79,7 +79,7 @@ class BroadcastRunner:
 
 @contextmanager
 def in_step() -> Iterator[None]:
-    """A failure within breaks the engine: the other ranks are elsewhere by now."""
+    """A failure within breaks the engine: the other ranks are elsewhere by now, or gone."""
     try:
         yield
     except Exception as error:
@@ -112,8 +112,8 @@ class SharedLaunched:
         return self._launched.needs_masks
 
     def sample(self, masks: Mask) -> None:
-        self._others.send(Masks(self.step.index, masks))
         with in_step():
+            self._others.send(Masks(self.step.index, masks))
             self._launched.sample(masks)
 
     def wait(self) -> Outcome:

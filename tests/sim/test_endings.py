@@ -372,7 +372,8 @@ def test_a_runner_can_say_that_the_engine_is_broken() -> None:
     clients = [sim.ask(PROMPT[: 3 + i], max_new=5) for i in range(3)]
     with pytest.raises(EngineBroken, match="apart"):
         sim.run()
-    assert [c.end.reason for c in clients] == ["error", "abort", "abort"]
+    assert [c.end.reason for c in clients] == ["abort"] * 3, "those of the step, too: they may be sent again"
+    assert all(c.end.error is not None and c.end.error.what == "the engine broke down" for c in clients)
 
 
 def test_one_row_of_a_step_can_fail() -> None:
