@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.ready
 
-.PHONY: mutate setup serve test test-long test-gpu test-clients check fix soak bench docs clean
+.PHONY: mutate setup serve test test-long test-gpu test-clients test-ray check fix soak bench docs clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,13 @@ test-clients: setup
 	LITELLM_LOCAL_MODEL_COST_MAP=True BOUGH_PYTHON=$(PY) BOUGH_NODE_MODULES=.venv-clients/node/node_modules \
 		BOUGH_AIDER=.venv-clients/aider/bin \
 		.venv-clients/bin/python -m pytest tests/clients -c /dev/null --rootdir tests/clients --confcutdir tests/clients -q
+
+# A local Ray cluster, in an environment that has Ray beside what `make setup` has installed.
+test-ray: setup
+	test -x .venv-ray/bin/python || python3 -m venv .venv-ray
+	$(PY) -c "import site; print(*site.getsitepackages(), sep='\n')" > "$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/setup.pth"
+	.venv-ray/bin/pip install -q "ray>=2.40"
+	PYTHONPATH=. .venv-ray/bin/python -m pytest tests/ray -m long
 
 # Realistic faults, one at a time, in a copy of the code: do the tests notice? `make mutate ONLY="ipc cache" MINUTES=20`.
 ONLY ?=

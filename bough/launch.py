@@ -34,7 +34,7 @@ from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.hosts import crew_of, local_ranks
 from bough.config.layout import Layout
 from bough.config.served_names import with_own_name
-from bough.core.errors import BoughError, Unavailable
+from bough.core.errors import BoughError, ConfigError, Unavailable
 from bough.core.messages import Shutdown
 from bough.ipc import (
     Endpoints,
@@ -104,6 +104,13 @@ def start(
     `listen_fds` are listening sockets that API workers 1 and up inherit. `quarantine`: fingerprints of requests that the
     engine must refuse. Raises `ConfigError` if there is no such model, or crash bundles could not be written.
     """
+    if config.parallel.use_ray and not config.parallel.dist_init_addr:
+        raise ConfigError(
+            what="use_ray is set, and Ray was not asked for machines",
+            why="`bough serve` asks it; an offline engine does not",
+            fix="leave it out, or use `bough serve --use-ray`",
+            param="use_ray",
+        )
     if config.log.crash_dir:
         make_directory(Path(config.log.crash_dir).expanduser())
     config, checkpoint = (config, checkpoint) if checkpoint is not None else located(config)

@@ -166,6 +166,7 @@ def serve(launch: Launch, tick_s: float) -> None:
         "eos_ids": list(checkpoint.eos_ids),
         "device": "none",
         "dtype": "none",
+        "ranks": [],
     }
     write_status(launch.endpoints, EngineStatus(phase="ready", facts=facts))
     engine.run()
@@ -173,5 +174,6 @@ def serve(launch: Launch, tick_s: float) -> None:
 
 if __name__ == "__main__":
     prepare_environment()
-    ticks = float(sys.argv[1]) if len(sys.argv) > 2 else TICK_S
-    sys.exit(run_child("engine", sys.argv[-1], lambda launch: serve(launch, ticks)))
+    given = sys.argv[1:] if len(sys.argv) > 2 else [str(TICK_S), *sys.argv[1:]]
+    title = given[3] if len(given) > 3 else "engine"  # one of several has a name
+    sys.exit(run_child(title, given[1], lambda launch: serve(launch, float(given[0]))))

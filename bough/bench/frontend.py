@@ -187,7 +187,7 @@ def _measured(
 
 def measure(
     *, seconds: float = 5.0, clients: int = 64, streams: int = 128, tokens: int = 256, tick_ms: float = 2.0,
-    path: str = "/generate",
+    path: str = "/generate", dp_size: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Runs everything; numbers by name."""
     asked = _fields(path, tokens=16, stream=False)
@@ -196,7 +196,7 @@ def measure(
         echo_rate, per_echo = tally.requests / wall, cpu / tally.requests
         tally, wall, _ = _measured(echo, f"/stream?{tokens}", {}, clients=streams, seconds=seconds)
         echo_events = tally.events / wall
-    settings = {"log_level": "warning", "max_queued_requests": 100_000}
+    settings = {"log_level": "warning", "max_queued_requests": 100_000, "dp_size": dp_size}
     with ServedFrontend(_serve_bough, settings, tick_ms / 1e3) as server:
         tally, wall, cpu = _measured(server, path, asked, clients=clients, seconds=seconds)
         rate, per_request = tally.requests / wall, cpu / tally.requests
@@ -206,6 +206,7 @@ def measure(
     pace = streamed / wall
     return {
         "path": path,
+        "dp_size": dp_size,
         "clients": clients,
         "streams": streams,
         "cores": psutil.cpu_count(),
@@ -251,11 +252,12 @@ def main() -> int:
     parser.add_argument(
         "--path", default="/generate", choices=["/generate", "/v1/completions", "/v1/chat/completions"], help="route"
     )
+    parser.add_argument("--dp-size", type=int, default=1, help="replicas of the fake engine (%(default)s)")
     parser.add_argument("--check", action="store_true", help="exit with status 1 below the floors")
     options = parser.parse_args()
     numbers = measure(
         seconds=options.seconds, clients=options.clients, streams=options.streams, tokens=options.tokens,
-        tick_ms=options.tick_ms, path=options.path,
+        tick_ms=options.tick_ms, path=options.path, dp_size=options.dp_size,
     )  # fmt: skip
     print(json.dumps(numbers, indent=1))
     missed = verdict(numbers)

@@ -115,6 +115,18 @@ def _expand(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return expanded, notes
 
 
+def without_flags(argv: Sequence[str], *flags: str) -> list[str]:
+    """A command line without some flags, each of which has a value."""
+    kept, drops = [], 0
+    for argument in argv:
+        if argument.partition("=")[0].replace("_", "-") in flags:
+            drops = 1 if "=" in argument else 2
+        if not drops:
+            kept.append(argument)
+        drops = max(0, drops - 1)
+    return kept
+
+
 def _is_flag(name: str) -> bool:
     plain = name.removeprefix("no_")
     return name in _OWN or is_setting(name) or is_switch(name) is not None or (plain != name and is_setting(plain))

@@ -16,7 +16,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Literal
 
-from bough.cli.config_flags import parse
+from bough.cli.config_flags import parse, without_flags
 from bough.cli.version import installed
 from bough.config.command_line import CommandParser
 from bough.config.concerns import Config, ParallelConfig
@@ -99,14 +99,7 @@ def commands(flags: Sequence[str], parallel: ParallelConfig) -> Iterator[Finding
     """What to type on each of several machines. The secret is left to the environment."""
     if parallel.nnodes == 1:
         return
-    kept, drops = [], 0
-    for flag in flags:
-        name = flag.partition("=")[0].replace("_", "-")
-        if name in ("--node-rank", "--dist-secret"):
-            drops = 1 if "=" in flag else 2
-        if not drops:
-            kept.append(shlex.quote(flag))
-        drops = max(0, drops - 1)
+    kept = [shlex.quote(flag) for flag in without_flags(flags, "--node-rank", "--dist-secret")]
     ranks = ranks_per_node(parallel)
     for node in range(parallel.nnodes):
         command = f"BOUGH_DIST_SECRET=... bough serve {' '.join(kept)} --node-rank {node}"

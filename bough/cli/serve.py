@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bough.cli.config_flags import help_text, parse, wants_help
@@ -39,11 +40,25 @@ def run(argv: Sequence[str]) -> int:
     if parsed.loaded.config.log.log_format != "json":
         for note in parsed.loaded.notes:
             print(f"note: {note}", file=sys.stderr)
-        return _serve(parsed.loaded, _show_banner)
+        return _place(parsed.loaded, argv, _show_banner)
     try:
-        return _serve(parsed.loaded, _log_ready)
+        return _place(parsed.loaded, argv, _log_ready)
     except BoughError as error:
         return _tell(error)
+
+
+def _place(loaded: Loaded, argv: Sequence[str], opened: Callable[[LocalServer, Service | None], None]) -> int:
+    """Serves, with the other machines that Ray finds if it is asked to."""
+    parallel = loaded.config.parallel
+    if not parallel.use_ray or parallel.node_rank > 0:
+        return _serve(loaded, opened)
+    from bough.cli.ray_places import RayPlaces
+
+    places = RayPlaces(loaded.config, argv)
+    try:
+        return _serve(replace(loaded, config=places.config), opened)
+    finally:
+        places.close()
 
 
 def _serve(loaded: Loaded, opened: Callable[[LocalServer, Service | None], None]) -> int:

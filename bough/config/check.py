@@ -244,9 +244,9 @@ def _parallel(config: Config) -> None:
     _in_range("pp_async_batch_depth", parallel.pp_async_batch_depth, 0, 64)
     if parallel.pp_size > 1:
         _stages(config)
-    elif parallel.pp_async_batch_depth or parallel.pp_max_micro_batch_size:
+    elif parallel.pp_async_batch_depth or parallel.pp_max_micro_batch_size or parallel.pp_layer_partition:
         raise ConfigError(
-            what="micro-batches are set, there are no stages",
+            what="stages are described, there are none",
             why="pp_size is 1",
             fix="add --pp-size, or leave them out",
             param="pp_size",
@@ -275,6 +275,14 @@ def _parallel(config: Config) -> None:
             fix="start a server on each machine behind a load balancer, or leave out --dp-size",
             param="dp_size",
         )
+    if parallel.use_ray and parallel.nnodes == 1:
+        raise ConfigError(
+            what="use_ray is set, there is one machine",
+            why="Ray finds the other machines of --nnodes",
+            fix="add --nnodes, or leave out --use-ray",
+            param="use_ray",
+        )
+    placed = parallel.use_ray and parallel.node_rank == 0
     if parallel.nnodes == 1 and parallel.dist_init_addr:
         raise ConfigError(
             what="dist_init_addr is given, there is one machine",
@@ -282,14 +290,14 @@ def _parallel(config: Config) -> None:
             fix="leave out --dist-init-addr, or add --nnodes",
             param="dist_init_addr",
         )
-    if parallel.nnodes > 1 and not parallel.dist_init_addr:
+    if parallel.nnodes > 1 and not parallel.dist_init_addr and not placed:
         raise ConfigError(
             what=f"{parallel.nnodes} machines don't know where to meet",
             why="dist_init_addr is empty",
             fix="on every machine: --dist-init-addr HOST:PORT with the address of machine 0",
             param="dist_init_addr",
         )
-    if parallel.nnodes > 1 and len(parallel.dist_secret) < LEAST_SECRET:
+    if parallel.nnodes > 1 and len(parallel.dist_secret) < LEAST_SECRET and not (placed and not parallel.dist_secret):
         raise ConfigError(
             what=f"{parallel.nnodes} machines need a secret of at least {LEAST_SECRET} characters",
             why="everybody who can reach the port could take part otherwise",

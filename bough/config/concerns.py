@@ -177,6 +177,9 @@ class ParallelConfig:
     """`stat`: count tokens by expert for metrics and /dump_expert_distribution_record, also without --eplb."""
     pp_size: int = 1
     """Stages, each of which holds some of the layers and their KV; each has --tp-size ranks."""
+    pp_layer_partition: str = ""
+    """Layers of each stage, separated by commas, as in 14,16,16,14; empty: evenly, earlier stages having one more where they
+    don't divide."""
     pp_max_micro_batch_size: int = 0
     """Requests that decode in one step at most where there are stages. 0: those that run, spread over the stages."""
     pp_async_batch_depth: int = 0
@@ -201,6 +204,9 @@ class ParallelConfig:
     """Machines that the ranks are spread over; the same number runs on each."""
     node_rank: int = 0
     """Number of this machine; number 0 takes the requests."""
+    use_ray: bool = False
+    """Let Ray find the other machines of --nnodes and start this command on each; needs `bough[ray]`. Steps and results
+    don't pass through Ray."""
     dist_init_addr: str = ""
     """host:port of machine 0 where the others meet it. Its host is also the address it listens on."""
     dist_secret: str = ""

@@ -134,7 +134,6 @@ NOT_THERE: Mapping[str, str] = {
     "lora": "adapters (LoRA)",
     "disaggregation": "disaggregated prefill",
     "two_batch_overlap": "two-batch overlap",
-    "use_ray": "placing ranks by Ray",
 }
 """Parts of names of other servers' flags without a counterpart here, and what they are about, for the error message."""
 

@@ -162,7 +162,7 @@ def cut_evenly(layers: Sequence[int], num_lines: int) -> tuple[tuple[int, ...], 
 
 def held_layers(facts: ModelFacts, layout: Layout, stage: int) -> range:
     """Of the layers that keep KV, those that a stage holds."""
-    held = stage_layers(facts.num_layers, layout.pp, stage)
+    held = stage_layers(facts.num_layers, layout.pp, stage, layout.stage_sizes)
     counts = [len(layer.kv_mixers) for layer in facts.layers]
     return range(sum(counts[: held.start]), sum(counts[: held.stop]))
 

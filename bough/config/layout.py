@@ -35,8 +35,17 @@ class Layout:
     """Slots for experts beyond one per expert, in each layer."""
     whole_shared: bool = False
     """Every rank has all of the shared experts, and computes them for its own part of the tokens."""
+    stage_sizes: tuple[int, ...] = ()
+    """Layers of each stage; empty: evenly."""
 
     def __post_init__(self) -> None:
+        if self.stage_sizes and (len(self.stage_sizes) != self.pp or min(self.stage_sizes) < 1):
+            raise ConfigError(
+                what=f"--pp-layer-partition has {len(self.stage_sizes)} stages of {min(self.stage_sizes)} layers or more",
+                why=f"there are {self.pp} stages, each of one layer at least",
+                fix="give a number of layers for each stage of --pp-size",
+                param="pp_layer_partition",
+            )
         for names, parts in (("--attn-dp-size x --attn-cp-size", self.dp * self.cp), ("--ep-size", self.ep)):
             if self.tp % parts:
                 raise ConfigError(
@@ -55,6 +64,7 @@ class Layout:
             ep=config.ep_size,
             redundant=config.ep_num_redundant_experts,
             whole_shared=config.moe_a2a_backend != "none",
+            stage_sizes=_stage_sizes(config.pp_layer_partition),
         )
 
     @property
@@ -96,3 +106,15 @@ class Layout:
             return tuple(place[other] for other in within[axis])
 
         return [list(group) for _, group in groupby(sorted(range(self.size), key=line), key=line)]
+
+
+def _stage_sizes(given: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in given.split(",")) if given else ()
+    except ValueError as error:
+        raise ConfigError(
+            what=f"--pp-layer-partition {given} is no list of numbers",
+            why=str(error),
+            fix="separate the layers of each stage by commas, as in 14,16,16,14",
+            param="pp_layer_partition",
+        ) from None

@@ -40,7 +40,8 @@ _ACTING: Final = """
     speculative_num_steps
     skip_server_warmup skip_tokenizer_init ssl_ca_certs ssl_certfile ssl_keyfile ssl_keyfile_password
     stream_interval stream_response_default_include_usage tensor_parallel_size tokenizer_mode
-    tokenizer_path tokenizer_worker_num tool_call_parser tp_size trust_remote_code watchdog_timeout weight_version
+    tokenizer_path tokenizer_worker_num tool_call_parser tp_size trust_remote_code use_ray
+    watchdog_timeout weight_version
 """
 ACTING: Final = frozenset(_ACTING.split())
 """SGLang's names that are settings here, or aliases of them."""

@@ -157,10 +157,17 @@ REFUSALS: Final = (
         expert_distribution_recorder_buffer_size= expert_balancedness_report_mode=off deepep_config= elastic_ep_backend=
         enable_elastic_expert_backup mooncake_ib_device= enable_waterfill elastic_ep_join_mode=
         elastic_ep_scale_timeout=600 disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion
-        enforce_shared_experts_fusion enable_two_batch_overlap enable_single_batch_overlap
-        tbo_token_distribution_threshold=0.48 moe_dp_size=1 moe_data_parallel_size=1 enable_shared_experts_attn_tp
+        enforce_shared_experts_fusion enable_single_batch_overlap moe_dp_size=1 moe_data_parallel_size=1
+        enable_shared_experts_attn_tp
         shared_experts_tp_size= enable_megamoe_for_layernorm_sp ep_size=1 expert_parallel_size=1 ep=1 moe_dense_tp_size=
         elastic_ep_join_rank_offset=0 elastic_ep_initial_size= max_ep_size= enable_ep_moe enable_deepep_moe
+        """,
+    ),
+    Refusal(
+        "a step is computed as a whole: overlapping the halves' exchanges was never tried between GPUs",
+        "leave it out",
+        """
+        enable_two_batch_overlap tbo_token_distribution_threshold=0.48
         """,
     ),
     Refusal(
@@ -393,13 +400,6 @@ REFUSALS: Final = (
         "set CUDA_VISIBLE_DEVICES",
         """
         base_gpu_id=0 gpu_id_step=1 mlx_enable_sampling numa_node=
-        """,
-    ),
-    Refusal(
-        "processes are started directly",
-        "leave it out",
-        """
-        use_ray
         """,
     ),
     Refusal(

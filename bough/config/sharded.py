@@ -30,10 +30,12 @@ class Shards(Struct, frozen=True):
     """The manifest: how the checkpoint was cut."""
 
     layout: dict[str, int]
-    """Fields of `Layout`."""
+    """Fields of `Layout` that are sizes."""
     slots: tuple[tuple[int, ...], ...] | None
     """Experts by slot and layer, where --init-expert-location has moved them."""
     tensors: dict[str, ShardedTensor]
+    stage_sizes: tuple[int, ...] = ()
+    """As in `Layout`."""
     consolidated: bool = False
     """Tensors have the names of Mistral's own layout."""
     version: int = VERSION
@@ -52,7 +54,7 @@ def rank_file(rank: int, num_ranks: int) -> str:
 
 
 def layout_fields(layout: Layout) -> dict[str, int]:
-    return {name: int(value) for name, value in asdict(layout).items()}
+    return {name: int(value) for name, value in asdict(layout).items() if name != "stage_sizes"}
 
 
 def read_manifest(path: Path) -> Shards | None:
@@ -78,7 +80,14 @@ def check_shards(
 ) -> None:
     """Raises `ConfigError` if an engine of this layout can't read the shards, or a file of this machine's ranks is missing.
     `slots`: where the engine's experts are at the start."""
-    wanted = layout_fields(Layout.of(parallel))
+    layout = Layout.of(parallel)
+    wanted = layout_fields(layout)
+    if shards.layout == wanted and shards.stage_sizes != layout.stage_sizes:
+        raise ConfigError(
+            what=f"{path} was cut for other stages",
+            why=f"--pp-layer-partition was {','.join(map(str, shards.stage_sizes)) or 'not given'}",
+            fix="start with that, or run `bough shard` again",
+        )
     if shards.layout != wanted:
         differ = [name for name in wanted if shards.layout.get(name) != wanted[name]]
         raise ConfigError(

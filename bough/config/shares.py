@@ -6,6 +6,7 @@ What divides is split evenly. What does not is split unevenly: ranks then differ
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -144,10 +145,20 @@ def expert_slots(num_experts: int, redundant: int, size: int, rank: int) -> slic
     return cut(num_experts + redundant, size, rank, "experts", flag="--ep-size")
 
 
-def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The layers of a stage. The last stage also has the output head: where layers don't divide, earlier ones have more.
+def stage_layers(num_layers: int, num_stages: int, stage: int, sizes: Sequence[int] = ()) -> range:
+    """The layers of a stage: as many as `sizes` says, or evenly. The last stage also has the output head: where layers don't
+    divide, earlier ones have more.
 
-    Raises ConfigError if there are more stages than layers."""
+    Raises ConfigError if there are more stages than layers, or if sizes are not those of all layers."""
+    if sizes:
+        if sum(sizes) != num_layers:
+            raise ConfigError(
+                what=f"--pp-layer-partition has {sum(sizes)} layers in all",
+                why=f"the model has {num_layers}",
+                fix="give numbers of layers whose sum is that of the model",
+                param="pp_layer_partition",
+            )
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
     if num_layers < num_stages:
         raise ConfigError(
             what=f"{num_layers} layers can't be split over {num_stages} stages",
@@ -209,7 +220,8 @@ def kv_vectors(mixer: Mixer) -> int:
 
 
 def _held_layers(facts: ModelFacts, layout: Layout, rank: int) -> list[LayerFacts]:
-    return [facts.layers[each] for each in stage_layers(facts.num_layers, layout.pp, layout.place(rank)["pp"])]
+    stage = layout.place(rank)["pp"]
+    return [facts.layers[each] for each in stage_layers(facts.num_layers, layout.pp, stage, layout.stage_sizes)]
 
 
 def largest_share(facts: ModelFacts, layout: Layout) -> float:

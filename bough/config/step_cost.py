@@ -147,8 +147,8 @@ class FleetModel:
         """By stage: layers of a kind, and how many."""
         made = []
         for stage in range(self.layout.pp):
-            layers = [self.facts.layers[at] for at in stage_layers(self.facts.num_layers, self.layout.pp, stage)]
-            made.append(list(Counter(layers).items()))
+            held = stage_layers(self.facts.num_layers, self.layout.pp, stage, self.layout.stage_sizes)
+            made.append(list(Counter(self.facts.layers[at] for at in held).items()))
         return made
 
     @cached_property

@@ -45,6 +45,8 @@ class Mesh:
     replica: Axis = LONE
     ep: Axis = LONE
     units: Axis = LONE
+    stage_sizes: tuple[int, ...] = ()
+    """As in `Layout`."""
 
     @staticmethod
     def tensor(rank: int, size: int, talk: Collectives = ALONE) -> Mesh:
@@ -79,4 +81,4 @@ def make_mesh(layout: Layout, rank: int, connect: Callable[[AxisName, list[int],
             if tuple(ranks) not in opened:
                 opened[tuple(ranks)] = connect(name, ranks, place[name])
             axes[name] = Axis(place[name], len(ranks), opened[tuple(ranks)])
-    return Mesh(**axes)
+    return Mesh(**axes, stage_sizes=layout.stage_sizes)

@@ -53,7 +53,7 @@ from bough.engine.loop import Loop
 from bough.engine.media import encoder_of, media_limits
 from bough.engine.outbox import open_outbox
 from bough.engine.pipeline import PipelineRunner, open_outcomes, open_sink, run_stage, sampling_rank
-from bough.engine.places import device_index, sharing
+from bough.engine.places import device_index, orders_devices, sharing
 from bough.engine.pooling import pooling_limits, told
 from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_draft, rule_of, tree_of
 from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
@@ -73,6 +73,7 @@ from bough.models.load import build_model
 from bough.models.pooled import PooledModel
 from bough.platform import Device
 from bough.platform.processor import can_wait_busily
+from bough.platform.topology import device_order
 from bough.quantization.kv_scales import KvScales, find_kv_scales
 from bough.runner.context import ContextShare
 from bough.runner.graphs import Extents
@@ -162,6 +163,9 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
         uneven = uneven_heads(facts, layout)
         for line in (*([uneven] if uneven else []), *unproven(parallel, config.device.device)):
             _log.warning("%s", line)
+        if config.device.device == "cuda" and orders_devices(launch):
+            order = device_order()
+            _log.info("ranks get GPUs %s: %s", ", ".join(map(str, order.devices)), order.because)
     with start.phase("preparing the device", 0.1):
         device = open_device(config, device_index(launch, rank))
         mesh, patience = SINGLE, Patience(parallel.dist_timeout_s)

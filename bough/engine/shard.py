@@ -55,6 +55,7 @@ def shard_checkpoint(decided: Decided, out: Path, tell: Callable[[str], None]) -
     shards = Shards(
         layout=layout_fields(layout),
         slots=experts.slots,
+        stage_sizes=layout.stage_sizes,
         tensors={name: ShardedTensor(of.kind, of.shape, of.nbytes) for name, of in checkpoint.tensors.items()},
         consolidated=checkpoint.is_consolidated,
     )

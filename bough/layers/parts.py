@@ -37,8 +37,8 @@ class Parts:
     @property
     def stage(self) -> range:
         """The layers that this rank has; their KV is numbered from the first of them on."""
-        pp = self.build.mesh.pp
-        return stage_layers(self.facts.num_layers, pp.size, pp.rank)
+        mesh = self.build.mesh
+        return stage_layers(self.facts.num_layers, mesh.pp.size, mesh.pp.rank, mesh.stage_sizes)
 
     def layer(self, index: int) -> LayerFacts:
         return self.facts.layers[index]

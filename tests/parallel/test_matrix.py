@@ -32,6 +32,7 @@ STATE_MODELS = ("qwen3_next", "granite4", "falcon_h1-norm", "mamba2", "falcon_ma
 SPREADS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},
     "pp": {"pp_size": 2, "chunked_prefill_size": 64},
+    "uneven pp": {"pp_size": 2, "pp_layer_partition": "3,1"},
     "dp attention": {"tp_size": 2, "attn_dp_size": 2},
     "cp": {"tp_size": 2, "attn_cp_size": 2},
     "tp x pp": {"tp_size": 2, "pp_size": 2},
@@ -111,7 +112,7 @@ def check_bytes(engine: ThreadEngine) -> None:
     )
     stages = min(layout.pp, len(facts.kv_mixers))
     if layout.heads * stages * layout.cp > 1 and not latents:
-        assert max(values) < 0.6 * rank_kv_values(facts, type(layout)(), 0)
+        assert max(values) < (0.8 if layout.stage_sizes else 0.6) * rank_kv_values(facts, type(layout)(), 0)
 
 
 def test_the_short_form_covers_everything() -> None:

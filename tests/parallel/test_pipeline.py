@@ -20,6 +20,7 @@ LONG = pytest.mark.long
 CASES = {
     "two": ("llama", Layout(pp=2), ()),
     "three": ("gemma3", Layout(pp=3), ("--pp-async-batch-depth", "1", "--pp-max-micro-batch-size", "2")),
+    "uneven": ("llama", Layout(pp=2, stage_sizes=(1, 3)), ("--pp-layer-partition", "1,3")),
     "with tensor": ("llama", Layout(pp=2, tp=2), ()),
     "with experts": ("qwen3_moe", Layout(pp=2, tp=2, ep=2), ()),
 }

@@ -35,7 +35,7 @@ SPREADS: dict[str, list[str]] = {
     "llama": ["--tp-size", "2"],
     "uneven": ["--tp-size", "3"],
     "gpt2": ["--tp-size", "2"],
-    "stages": ["--tp-size", "2", "--pp-size", "2"],
+    "stages": ["--tp-size", "2", "--pp-size", "2", "--pp-layer-partition", "1,2"],
     "qwen3_moe": ["--tp-size", "4", "--ep-size", "2"],
     "gpt_oss": ["--tp-size", "2", "--ep-size", "2", "--moe-a2a-backend", "allgather"],
     "deepseek_v3": ["--tp-size", "4", "--attn-dp-size", "2"],
@@ -139,6 +139,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         decided(out, ["--tp-size", "2", "--pp-size", "2"])
     assert "--pp-size was 1, now it is 2" in caught.value.why
     assert "--tp-size 2" in caught.value.fix
+    staged = tmp_path / "staged"
+    cut(source, staged, ["--pp-size", "2", "--pp-layer-partition", "1,3"])
+    with pytest.raises(ConfigError, match="was cut for other stages"):
+        decided(staged, ["--pp-size", "2"])
     assert main(["doctor", str(out), *SETTINGS, "--tp-size", "4", "--json"]) == 2
     told = [each["what"] for each in json.loads(capsys.readouterr().out) if each["verdict"] == "FAIL"]
     assert any("was cut for other ranks" in each for each in told)

@@ -50,7 +50,7 @@ def test_flags_reach_the_configuration() -> None:
 
 
 _FITTING = {
-    "pp_async_batch_depth": "0", "pp_max_micro_batch_size": "0",
+    "pp_async_batch_depth": "0", "pp_max_micro_batch_size": "0", "pp_layer_partition": "",
     "ep_num_redundant_experts": "0", "attn_dp_size": "1", "attn_cp_size": "1", "init_expert_location": "trivial",
     "node_rank": "0", "api_workers": "1", "nnodes": "1", "log_requests_level": "1", "ep_size": "1", "dp_size": "1",
     "speculative_config": '{"method": "ngram"}', "dist_timeout_s": "60",    "dist_init_addr": "", "root_path": "/llm",
@@ -68,6 +68,7 @@ _TOGETHER = {
     "speculative_use_rejection_sampling": ["--speculative-algorithm", "NEXTN"],
     "speculative_use_block_verification": ["--speculative-algorithm", "NEXTN"],
     "eplb": ["--tp-size", "2", "--ep-size", "2"],
+    "use_ray": ["--tp-size", "2", "--nnodes", "2"],
     "enable_dp_attention": ["--tp-size", "2", "--dp-size", "2"],
     "speculative_eagle_topk": ["--speculative-algorithm", "NEXTN"],
 }

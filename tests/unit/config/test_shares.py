@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bough.config.shares import cut, head_share, width
+from bough.config.layout import Layout
+from bough.config.server_args import build_config
+from bough.config.shares import cut, head_share, stage_layers, width
 from bough.core.errors import ConfigError
 
 
@@ -51,3 +53,17 @@ def test_models_that_do_not_divide() -> None:
     assert [head_share(32, 2, 4, rank) for rank in range(2)] == [
         (slice(0, 8), slice(0, 1), 2), (slice(8, 16), slice(0, 1), 2)
     ]  # fmt: skip
+
+
+def test_stages_as_they_are_given() -> None:
+    layout = Layout.of(build_config(pp_size=3, pp_layer_partition="3,5,2").parallel)
+    stages = [stage_layers(10, 3, stage, layout.stage_sizes) for stage in range(3)]
+    assert stages == [range(3), range(3, 8), range(8, 10)]
+    with pytest.raises(ConfigError, match="10 layers in all"):
+        stage_layers(12, 3, 0, layout.stage_sizes)
+
+
+@pytest.mark.parametrize(("given", "stages"), [("3,5", 3), ("3,0,2", 3), ("3,x", 2), ("3", 1)])
+def test_stages_that_can_not_be(given: str, stages: int) -> None:
+    with pytest.raises(ConfigError):
+        Layout.of(build_config(pp_size=stages, pp_layer_partition=given).parallel)
