@@ -47,7 +47,8 @@ NEEDS_EXPERTS = ("ep", "tp x ep", "pp x ep", "cp x dp attention x ep")
 SHORT = {
     ("llama", "cp"), ("gemma3", "tp x pp"), ("olmo2", "dp attention"), ("bloom", "tp"), ("qwen2_moe", "pp x ep"),
     ("gpt_oss", "cp x dp attention x ep"), ("llama4", "tp x ep"), ("deepseek_v3", "ep"), ("cohere-qk-norm", "pp"),
-    ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"), ("granite4", "tp"),
+    ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"), ("granite4", "tp"), ("gemma3", "uneven pp"),
+    ("falcon_h1-norm", "tp"), ("mamba2", "pp"), ("falcon_mamba", "tp"),
 }  # fmt: skip
 """Each model once, and each way of spreading once, in `make test`."""
 CASES = [
