@@ -143,6 +143,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     cut(source, staged, ["--pp-size", "2", "--pp-layer-partition", "1,3"])
     with pytest.raises(ConfigError, match="was cut for other stages"):
         decided(staged, ["--pp-size", "2"])
+    capsys.readouterr()
     assert main(["doctor", str(out), *SETTINGS, "--tp-size", "4", "--json"]) == 2
     told = [each["what"] for each in json.loads(capsys.readouterr().out) if each["verdict"] == "FAIL"]
     assert any("was cut for other ranks" in each for each in told)
