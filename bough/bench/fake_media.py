@@ -3,6 +3,9 @@
 An item's features are as many numbers as it has positions, and its "tower" copies them. A token of media is the number in
 the row that its step names, so that a row which was given away too early, or never computed, gives another answer. All
 positions of an item are one, and text goes on behind it: the oracle can tell from the tokens that it reads where each is.
+
+Where cross attention reads media, their numbers are copied to pages, and every token of the row is one that depends on them:
+it is larger by a *mark* of all that the row's pages hold.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ def positions_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return positions
 
 
+def media_mark(values: npt.NDArray[np.int64]) -> int:
+    """What tokens are larger by, of rows whose cross attention reads these numbers."""
+    return FIRST_MEDIA * (1 + int((values * (1 + np.arange(len(values)))).sum() % 1009)) if len(values) else 0
+
+
 class OracleMedia:
     """What the device has of media."""
 
@@ -40,6 +48,8 @@ class OracleMedia:
         self.axes = 0 if limits.media is None else limits.media.axes
         self._rows = np.full(num_rows, _NOTHING, np.int64)
         self._turn = np.zeros(limits.num_slots, np.int64)
+        self.lengths = np.zeros(limits.num_slots, np.int64)
+        """By slot: positions that cross attention reads."""
 
     def begin(self, step: Step) -> None:
         """Computes the step's items, and turns its slots."""
@@ -47,6 +57,13 @@ class OracleMedia:
             for each in step.media.encode:
                 self._rows[each.rows] = each.features
             self._turn[step.media.turn_slots] = step.media.turns
+            self.lengths[step.media.fixed_slots] = step.media.fixed_lengths
+
+    def fresh(self, step: Step) -> npt.NDArray[np.int64]:
+        """What the step copies to pages for cross attention."""
+        rows = step.media.fixed_rows if step.media is not None else np.empty(0, np.int32)
+        copied: npt.NDArray[np.int64] = self._rows[rows]
+        return copied
 
     def spoil(self, step: Step) -> None:
         """A failed step leaves garbage where it wrote."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bough.bench.fake_media import OracleMedia, positions_of
+from bough.bench.fake_media import OracleMedia, media_mark, positions_of
 from bough.bench.fake_states import OracleStates
 from bough.core.kv import TablePlaces, Window
 from bough.core.step import FIRST_DRAFT, FROM_DEVICE, I32, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step
@@ -89,15 +89,17 @@ def lone_output(
     limit: int,
     stops: Sequence[int] = (),
     min_new: int = 0,
+    mark: int = 0,
 ) -> tuple[list[int], str]:
-    """The oracle's answer to a request that runs alone, and why it ends."""
-    tokens = list(prompt)
+    """The oracle's answer to a request that runs alone, and why it ends. `mark`: of media that cross attention reads."""
+    tokens, output = [each + mark for each in prompt], []
     for count in range(1, limit + 1):
         token = pick(prefix_hash(np.array(tokens, np.int64)), vocab_size)
-        tokens.append(token)
+        output.append(token)
+        tokens.append(token + mark)
         if token in stops and count > min_new:
-            return tokens[len(prompt) :], "stop"
-    return tokens[len(prompt) :], "length"
+            return output, "stop"
+    return output, "length"
 
 
 class OracleLaunched:
@@ -166,6 +168,13 @@ class OracleRunner:
             self._tables.append(self._flat[at : at + shape[0] * shape[1]].reshape(shape))
             self._sizes.append(limits.page_size // parts)
             at += shape[0] * shape[1]
+        self._media_tables, self._media_sizes = [], []
+        widths = self._layout.line_widths(limits.pages_per_slot)[len(self._tables) :]
+        for parts, width in zip(self._layout.fixed_parts, widths, strict=True):
+            table = self._flat[at : at + (limits.num_slots + 1) * width].reshape(-1, width)
+            self._media_tables.append(table)
+            self._media_sizes.append(limits.page_size // parts)
+            at += table.size
         lifetimes = [group.lifetime for group in limits.groups for _ in group.layers]
         self._window_of = {line: each for line, each in enumerate(lifetimes) if isinstance(each, Window)}
         self._last = np.full(limits.num_slots, _NOTHING, np.int64)
@@ -223,9 +232,10 @@ class OracleRunner:
         inputs = np.split(self._media.tokens(step), np.cumsum(step.num_query)[:-1])
         firsts = (np.cumsum(step.num_query) - step.num_query).tolist()
         contexts = []
+        self._write_media(step, launched)
         for row, slot in enumerate(step.slots.tolist()):
             context = self._context(step, row, slot, fresh)
-            inputs[row] = self._resolved(step, slot, inputs[row])
+            inputs[row] = self._resolved(step, slot, inputs[row]) + self._mark(step, slot, launched)
             stands = self._media.stands_at(step, slot, firsts[row], np.arange(context, context + len(inputs[row])))
             for line in range(len(self._tables)):
                 self._write(step, slot, line, context, inputs[row], stands, launched)
@@ -246,6 +256,36 @@ class OracleRunner:
             self._hidden(step, row, slot, contexts[row], hashed, outcome)
         outcome.prompt_logprobs = _arrays(scored) if wanted else None
         return hashes
+
+    def _write_media(self, step: Step, launched: OracleLaunched) -> None:
+        """Puts media that are new to cross attention into their pages."""
+        values = self._media.fresh(step)
+        if not len(values) or step.media is None:
+            return
+        for places, size in zip(step.media.fixed_at, self._media_sizes, strict=True):
+            pages, offsets = places // size, places % size
+            if (pages == 0).any() or len(np.unique(places)) != len(places):
+                self._note(step, "writes media to page 0, or several to one place")
+            for other in self._unsettled:
+                if other.reads.keys() & set(pages.tolist()):
+                    self._note(step, f"writes media to pages that step {other.step.index} reads")
+            self._kv[pages, offsets] = values
+            launched.writes.append((pages, offsets))
+
+    def _mark(self, step: Step, slot: int, launched: OracleLaunched) -> int:
+        """Of the media that a row's cross attention reads."""
+        at, found = np.arange(self._media.lengths[slot]), []
+        for table, size in zip(self._media_tables, self._media_sizes, strict=True):
+            pages, offsets = table[slot, at // size], at % size
+            for page in set(pages.tolist()):
+                launched.reads.setdefault(page, set()).add((slot, self._setups[slot].rng_seed))
+            values = self._kv[pages, offsets]
+            if (values == _NOTHING).any():
+                self._note(step, f"slot {slot} reads media that were never written")
+            found.append(media_mark(values))
+        if len(set(found)) > 1:
+            self._note(step, f"slot {slot} reads other media in some lines than in the first")
+        return found[0] if found else 0
 
     def _write(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from bough.cache.evict import EVICTION
+from bough.cache.fixed import FixedContent, FixedPages
 from bough.cache.nodes import NO_MATCH, Extended, Match, Node
 from bough.cache.pages import PagePool
 from bough.cache.radix import RadixTree
@@ -76,10 +77,14 @@ class CacheView(Protocol):
         """As `RadixTree.unlocked_columns`."""
         ...
 
+    def find_fixed(self, key: bytes) -> FixedContent | None:
+        """Media that cross attention has read before. Changes nothing."""
+        ...
+
 
 class PrefixCache:
-    """Owns every page: free, deferred, private to a row, cached in the tree, kept aside as the tail of what can be joined
-    or was, or detached with a failed step."""
+    """Owns every page: free, deferred, private to a row, cached in the tree, holding media for cross attention, kept aside
+    as the tail of what can be joined or was, or detached with a failed step."""
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class PrefixCache:
         self.pool = PagePool(num_pages)
         self.snapshots = None if num_snapshots is None else Snapshots(num_snapshots)
         self.tree = RadixTree(self.layout, self.pool, EVICTION[policy], self.snapshots)
+        self.fixed = FixedPages(self.pool)
         self.num_private = 0
         """Pages that rows hold outside the tree."""
         self.num_repairs = 0
@@ -118,12 +124,18 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        return self.pool.num_free + self.tree.num_evictable + self.num_kept
+        return self.pool.num_free + self.tree.num_evictable + self.fixed.num_evictable + self.num_kept
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that requests to come can find."""
+        return self.tree.num_cached + self.fixed.num_cached
 
     @property
     def num_held(self) -> int:
-        """Pages that neither are free nor in the tree."""
-        return self.num_private + self.num_kept + self.pool.num_deferred + self.tree.num_detached
+        """Pages that neither are free nor can be found."""
+        detached = self.tree.num_detached + self.fixed.num_detached
+        return self.num_private + self.num_kept + self.pool.num_deferred + detached
 
     @property
     def version(self) -> int:
@@ -162,14 +174,32 @@ class PrefixCache:
 
     def alloc(self, count: int) -> I32:
         """Takes pages for rows, evicting what must go. Raises `PoolDry` beyond `num_available`."""
+        pages = self._alloc(count)
+        self.num_private += count
+        return pages
+
+    def _alloc(self, count: int) -> I32:
+        """Media that no row reads go first: their embeddings are in a store of their own, from which they are soon written
+        again."""
         short = count - self.pool.num_free
+        if short > 0:
+            short -= self.fixed.evict(short)
         if short > 0:
             self.tree.evict(short)
         while count > self.pool.num_free and self.num_kept:
             self._drop(next(iter(self.tails)))
-        pages = self.pool.alloc(count)
-        self.num_private += count
-        return pages
+        return self.pool.alloc(count)
+
+    def find_fixed(self, key: bytes) -> FixedContent | None:
+        return self.fixed.find(key)
+
+    def add_fixed(self, key: bytes, num_positions: int, items: tuple[bytes, ...], step: int) -> FixedContent:
+        """Takes pages for media that `step` writes, evicting what must go. Raises `PoolDry` beyond `num_available`."""
+        shape = (self.layout.fixed_pages, self.layout.fixed_columns(num_positions))
+        pages = self._alloc(shape[0] * shape[1]).reshape(shape)
+        content = FixedContent(key, pages, num_positions, items, step)
+        self.fixed.add(content)
+        return content
 
     def insert(
         self, node: Node, tail: I64, pages: Pages, *, step: int, gone: I32 | Sequence[int] = (), priority: int = 0
@@ -237,9 +267,11 @@ class PrefixCache:
         self.pool.settle(step)
         self.tree.settle(step)
 
-    def drop_step(self, step: int) -> None:
-        """`step` has failed. Rows whose node is detached read what was never computed."""
+    def drop_step(self, step: int, items: set[bytes] | None = None) -> None:
+        """`step` has failed. Rows whose node is detached, or whose media are lost, read what was never computed. `items`:
+        keys of media that it was to compute."""
         self.tree.drop_step(step)
+        self.fixed.drop_step(step, items or set())
         for name in [name for name, tail in self.tails.items() if tail.step == step]:
             self._drop(name)
 
@@ -249,7 +281,7 @@ class PrefixCache:
 
     def flush(self) -> int:
         """Forgets all cached prefixes. Returns the number of pages freed."""
-        freed = self.tree.num_cached + self.num_kept
+        freed = self.tree.num_cached + self.num_kept + self.fixed.clear()
         self.tree.clear()
         for name in list(self.tails):
             self._drop(name)
@@ -260,7 +292,7 @@ class PrefixCache:
     @property
     def balanced(self) -> bool:
         """free + held + cached == total. Costs nothing."""
-        return self.pool.num_free + self.num_held + self.tree.num_cached == self.total
+        return self.pool.num_free + self.num_held + self.num_cached == self.total
 
     def check(self, private: I32) -> None:
         """Raises `AccountError` unless every page has exactly one owner. `private`: the pages rows hold outside the tree."""
@@ -270,17 +302,22 @@ class PrefixCache:
         evictable = sum(self.tree.evictable_of(node) for node in nodes)
         kept = [tail.pages for tail in self.tails.values()]
         kept_pages = np.concatenate(kept) if kept else np.empty(0, np.int32)
+        contents, fixed_pages = self.fixed.contents(), self.fixed.pages()
         for name, counted, found in (
             ("private", self.num_private, len(private)),
             ("cached", self.tree.num_cached, len(cached)),
             ("kept", self.num_kept, len(kept_pages)),
             ("evictable", self.tree.num_evictable, evictable),
-            ("all", self.total, self.pool.num_free + self.num_held + self.tree.num_cached),
+            ("evictable media", self.fixed.num_evictable, sum(c.pages.size for c in contents if not c.users)),
+            ("media", self.fixed.num_cached + self.fixed.num_detached, len(fixed_pages)),
+            ("all", self.total, self.pool.num_free + self.num_held + self.num_cached),
         ):
             if counted != found:
                 raise AccountError(f"{name} pages: counted {counted}, found {found}")
         owners = np.bincount(
-            np.concatenate([self.pool.free_pages(), self.pool.deferred_pages(), private, cached, kept_pages]),
+            np.concatenate(
+                [self.pool.free_pages(), self.pool.deferred_pages(), private, cached, kept_pages, fixed_pages]
+            ),
             minlength=self.total + 1,
         )
         if owners[0] or owners.max() > 1 or np.count_nonzero(owners) + self.tree.num_detached != self.total:
@@ -315,10 +352,12 @@ class PrefixCache:
 
     def repair(self) -> bool:
         """With no row alive, starts over with an empty tree if the account is not whole. True if it had to."""
-        whole = self.balanced and self.num_held == self.num_kept and self.tree.num_evictable == self.tree.num_cached
+        evictable = self.tree.num_evictable + self.fixed.num_evictable
+        whole = self.balanced and self.num_held == self.num_kept and evictable == self.num_cached
         if whole:
             return False
         self.tree.forget()
+        self.fixed.forget()
         if self.snapshots is not None:
             self.snapshots.forget()
         self.pool.rebuild(np.empty(0, np.int32))

@@ -1,4 +1,4 @@
-"""Towers that hear, as configs describe them: Whisper's encoder, and what stands behind it."""
+"""Towers that hear, as configs describe them: Whisper's encoder, and what stands behind it in models that have it inside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bough.config.tower_facts import TowerBlockFacts
 
 NORM: Final = NormFacts(eps=1e-5, kind="layer", bias=True)
 POOLED: Final = 2
-"""Frames of the encoder that become one position."""
+"""Tokens of Qwen2-Audio's encoder that become one position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +42,26 @@ class HearingFacts:
     def seconds(self) -> float:
         return self.frames * self.hop / self.rate
 
-    def tower(self, width: int) -> TowerFacts:
-        """What planning needs to know."""
+    def tower(self, width: int, projector: int = 0, *, merged: int = 1, required: bool = False) -> TowerFacts:
+        """What planning needs to know. `projector`: parameters of what stands behind the encoder; `merged`: tokens that
+        become one position; `required`: as `TowerFacts.required`."""
         hidden = self.block.hidden
         convolutions = 3 * self.mels * hidden + hidden + 3 * hidden * hidden + hidden
         own = convolutions + self.positions * hidden + NORM.num_parameters(hidden)
         return TowerFacts(
             kinds=("audio",),
-            num_parameters=own + self.depth * self.block.num_parameters() + hidden * width + width,
+            num_parameters=own + self.depth * self.block.num_parameters() + projector,
             width=width,
-            tokens_per_position=POOLED,
+            tokens_per_position=merged,
             values_per_token=self.block.values_per_token + 2 * self.mels,
-            max_positions=max(1, self.positions // POOLED),
+            max_positions=max(1, self.positions // merged),
+            required=required,
         )
 
 
 def read_hearing(config: Fields) -> HearingFacts:
-    """The encoder of `audio_config`."""
-    audio = config.inner("audio_config")
+    """The encoder of `audio_config`; without one, that of the config itself."""
+    audio = config.inner("audio_config") if config.has("audio_config") else config
     settings = processor_fields(config, "feature_extractor")
     if not settings.has("hop_length"):
         settings = processor_fields(config)  # older files keep them where an image processor's would be

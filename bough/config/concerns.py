@@ -472,6 +472,8 @@ class MediaConfig:
     """Most frames of an animation."""
     max_video_frames: int = 768
     """Most frames that are taken of a video, whatever the model's processor would take."""
+    max_audio_s: float = 3600.0
+    """Seconds of the longest sound that /v1/audio/transcriptions and /v1/audio/translations take."""
     media_timeout_s: float = 10.0
     """Seconds that fetching a picture may take, redirects included."""
     media_cpu_s: float = 20.0

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bough.config.layout import Layout
-from bough.config.model_facts import Gqa, Mixer, ModelFacts
+from bough.config.model_facts import Cross, Gqa, Mixer, ModelFacts
 from bough.config.shares import kv_vectors, rank_kv_values, rank_kv_vectors, rank_mixer, stage_layers
-from bough.core.kv import Grows, KvGroup, KvLayout, Lifetime, Window
+from bough.core.errors import ConfigError
+from bough.core.kv import Fixed, Grows, KvGroup, KvLayout, Lifetime, Window, order
 
 NOMINAL_TOKENS = 32_768
 """Of the request that should take little memory."""
@@ -46,11 +47,17 @@ def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: i
     if layout.cp > 1:
         return all_in_one(facts, layout, _if_windows(facts, context, "ranks share the tokens of each sequence"))
     lifetimes = lifetimes_of(facts, context)
-    kinds = sorted(dict.fromkeys(lifetimes), key=lambda each: isinstance(each, Window))
-    if not any(isinstance(kind, Window) for kind in kinds):
+    kinds = sorted(dict.fromkeys(lifetimes), key=order)
+    if all(isinstance(kind, Grows) for kind in kinds):
         return all_in_one(facts, layout)
     parts = _parts(facts, layout, lifetimes, kinds)
     if parts is None or any(page_size % each for each in parts):
+        if facts.reads_media:
+            raise ConfigError(
+                what=f"layers of {facts.architecture} keep amounts of a token that no pages of equal size fit",
+                why="those that read media keep other heads than those that read tokens",
+                fix="serve it with another --tp-size, or another --page-size",
+            )
         return all_in_one(facts, layout, "layers keep different amounts of a token, which no pages of equal size fit")
     members = [[layer for layer, each in enumerate(lifetimes) if each == kind] for kind in kinds]
     nominal = min(context, NOMINAL_TOKENS)
@@ -63,7 +70,7 @@ def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: i
 
     def cost(per_line: int) -> float:
         taken = KvLayout(made(per_line), page_size)
-        penalty = 1 + _LINE_COST * taken.column_pages
+        penalty = 1 + _LINE_COST * (taken.column_pages + taken.fixed_pages)
         return per_line * taken.pages_for(nominal) * penalty
 
     largest = max(len(layers) for layers in members)
@@ -118,6 +125,8 @@ def lifetimes_of(facts: ModelFacts, context: int) -> list[Lifetime]:
 
 def lifetime_of(mixer: Mixer, context: int) -> Lifetime:
     """How long a layer needs its KV, in requests of up to `context` tokens."""
+    if isinstance(mixer, Cross):
+        return Fixed(mixer.positions)
     if isinstance(mixer, Gqa) and mixer.causal:
         if mixer.chunk is not None and mixer.chunk < context:
             return Window(mixer.chunk, chunked=True)
@@ -149,6 +158,8 @@ def why_kv_stays(facts: ModelFacts, groups: Sequence[KvGroup], *, shares_context
         return "which rank keeps a token depends on its position"
     if not facts.keys_turn:
         return "its keys and values hold positions that can't be changed afterwards"
+    if any(isinstance(group.lifetime, Fixed) for group in groups):
+        return "its tokens depend on media"
     if any(isinstance(group.lifetime, Window) for group in groups):
         return "some of its layers keep the last tokens of a context only"
     return ""

@@ -30,3 +30,5 @@ class TowerFacts:
     atomic: bool = False
     """The language model attends in both directions within an item: it is computed in one chunk, and no cached prefix ends
     inside it."""
+    required: bool = False
+    """Every request has media: the model knows nothing else."""

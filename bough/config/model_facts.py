@@ -87,6 +87,8 @@ class Gqa:
     causal: bool = True
     """Whether a token sees only those before it."""
     qkv_bias: bool = False
+    k_bias: bool = True
+    """Where there is a bias: whether keys have one in the checkpoint, too."""
     out_bias: bool = False
     head_norms: HeadNorms | None = None
     sinks: bool = False
@@ -272,8 +274,45 @@ class GatedDelta:
         return hidden * (self.projected + 2 * self.num_value_heads + out) + inside
 
 
-KvMixer = Gqa | Mla
-"""Keeps something of every token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cross:
+    """Attention over the media of a request, as a tower has left them: keys and values are made of each position once."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Multiplies the scores."""
+    positions: int
+    """Of a request's media at most."""
+    bias: bool = False
+    """Of queries, values and the last product; that of keys is zero."""
+    head_norms: HeadNorms | None = None
+
+    causal: ClassVar[bool] = True
+    """A token sees nothing of those behind it."""
+    keys_turn: ClassVar[bool] = False
+    rope: ClassVar[None] = None
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Values that a position leaves in the KV cache: in keys, and in values."""
+        return (self.num_kv_heads * self.head_dim,) * 2
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's queries."""
+        return self.num_heads * self.head_dim
+
+    def num_parameters(self, hidden: int) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = queries + 2 * keys + hidden if self.bias else 0
+        norms = 0 if self.head_norms is None else self.head_norms.norm.num_parameters(2 * self.head_dim)
+        return hidden * (2 * queries + 2 * keys) + biases + norms
+
+
+KvMixer = Gqa | Mla | Cross
+"""Keeps something of every token, or of every position of media."""
 StateMixer = GatedDelta | Mamba | Mamba2
 """Keeps a state: of all tokens together."""
 Mixer = KvMixer | StateMixer
@@ -398,7 +437,7 @@ class LayerFacts:
     """One block."""
 
     mixers: tuple[Mixer, ...]
-    """One as a rule; several where a block mixes tokens in parallel."""
+    """One as a rule; several where a block mixes tokens in parallel, or reads media besides."""
     ffn: FeedForward | None
     kv_from: int | None = None
     """The layer before it whose keys and values this one reads instead of keeping its own; None: it keeps them."""
@@ -531,6 +570,11 @@ class ModelFacts:
     def shares_kv(self) -> bool:
         """Whether some layers read the KV of others."""
         return any(layer.kv_from is not None for layer in self.layers)
+
+    @property
+    def reads_media(self) -> bool:
+        """Whether cross attention reads media, instead of prompts with embeddings of them."""
+        return any(isinstance(mixer, Cross) for mixer in self.mixers)
 
     @property
     def bidirectional(self) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bough.config.layout import Layout
 from bough.config.model_facts import (
+    Cross,
     Dense,
     FeedForward,
     GatedDelta,
@@ -97,7 +98,7 @@ def width(part: slice) -> int:
 def rank_mixer(mixer: Mixer, layout: Layout, rank: int) -> Mixer:
     """What a rank holds of a mixer."""
     match mixer:
-        case Gqa():
+        case Gqa() | Cross():
             share = head_share(mixer.num_heads, mixer.num_kv_heads, layout.heads, layout.place(rank)["heads"])
             return replace(mixer, num_heads=width(share.heads), num_kv_heads=width(share.kv_heads))
         case Mla():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bough.config.layout import Layout
-from bough.config.model_facts import Gqa, LayerFacts, Mixer, ModelFacts, Moe, StateMixer, state_values
+from bough.config.model_facts import Cross, Gqa, LayerFacts, Mixer, ModelFacts, Moe, StateMixer, state_values
 from bough.config.shares import rank_ffn, rank_kv_values, rank_mixer, rank_parameters, stage_layers
 from bough.core.errors import ConfigError
 
@@ -210,6 +210,9 @@ class FleetModel:
                 moved = 2 * 4 * state_values(mine) * load.rows
                 total += moved / (self.hardware.read_bytes_s * self.constants.attention_read_share)
                 continue
+            if isinstance(mine, Cross):
+                total += self._cross_s(mine, load)
+                continue
             seen = self._seen(mixer, load) / self.layout.cp
             read = seen * load.read_tokens * sum(mine.planes) * self.kv_bytes
             width = mine.head_dim + mine.value_dim if isinstance(mine, Gqa) else 2 * mine.kv_rank + mine.rope_dim
@@ -219,6 +222,15 @@ class FleetModel:
                 operations / (self.hardware.operations_s * self.constants.attention_compute_share),
             )
         return total
+
+    def _cross_s(self, mine: Cross, load: StepLoad) -> float:
+        """Every token reads all media of its row."""
+        read = load.rows * mine.positions * sum(mine.planes) * self.kv_bytes
+        operations = 4 * load.tokens * mine.positions * mine.num_heads * mine.head_dim
+        return max(
+            read / (self.hardware.read_bytes_s * self.constants.attention_read_share),
+            operations / (self.hardware.operations_s * self.constants.attention_compute_share),
+        )
 
     @staticmethod
     def _seen(mixer: Mixer, load: StepLoad) -> float:

@@ -54,7 +54,20 @@ class Window:
         return (self.tokens - 2) // page_size + 2 if self.tokens > 1 else 1
 
 
-Lifetime = Grows | Window
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Of a request, what its media became is kept as long as the request, or as a cache for others with the same media. It
+    is written once, before the request's first token is computed, and does not grow (cross attention)."""
+
+    positions: int
+    """Of the media of a request together, at most."""
+
+    @property
+    def summary(self) -> str:
+        return f"up to {self.positions:,} positions of media"
+
+
+Lifetime = Grows | Window | Fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +100,33 @@ class WindowPages:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The groups of a model, as planning needs them. Lines that grow come first."""
+    """The groups of a model, as planning needs them. Lines that grow come first, then those with windows; at the end those
+    whose content is fixed, which have columns of their own: those hold positions of media instead of tokens."""
 
     groups: tuple[KvGroup, ...]
     page_size: int
     """Tokens of a column."""
     column_pages: int = field(init=False)
-    """Pages of a column, in all lines..."""
+    """Pages of a column, in all lines that hold tokens..."""
     growing_pages: int = field(init=False)
     """...and how many of them, the first ones, are of groups that grow."""
     windows: tuple[WindowPages, ...] = field(init=False)
+    fixed_pages: int = field(init=False)
+    """Pages of a column of media, in all lines whose content is fixed; 0: there are none."""
+    fixed_positions: int = field(init=False)
+    """Positions of media that a request has at most."""
 
     def __post_init__(self) -> None:
-        kinds = [isinstance(group.lifetime, Window) for group in self.groups]
-        if kinds != sorted(kinds):
-            raise ValueError("groups that grow come before those with windows")
-        windows, page = [], 0
+        kinds = [order(group.lifetime) for group in self.groups]
+        if kinds != sorted(kinds) or kinds.count(order(Fixed(0))) > 1:
+            raise ValueError(
+                "groups that grow come before those with windows, and one whose content is fixed is the last"
+            )
+        windows, page, fixed = [], 0, None
         for group in self.groups:
+            if isinstance(group.lifetime, Fixed):
+                fixed = group
+                break
             begin, page = page, page + group.num_lines * group.parts
             if isinstance(group.lifetime, Window):
                 most = group.lifetime.most_columns(self.page_size)
@@ -111,16 +134,41 @@ class KvLayout:
         object.__setattr__(self, "column_pages", page)
         object.__setattr__(self, "windows", tuple(windows))
         object.__setattr__(self, "growing_pages", page - sum(each.num_pages for each in windows))
+        object.__setattr__(self, "fixed_pages", 0 if fixed is None else fixed.num_lines * fixed.parts)
+        positions = fixed.lifetime.positions if fixed is not None and isinstance(fixed.lifetime, Fixed) else 0
+        object.__setattr__(self, "fixed_positions", positions)
 
     @property
     def line_parts(self) -> tuple[int, ...]:
-        """By line: pages of a column."""
-        return tuple(group.parts for group in self.groups for _ in range(group.num_lines))
+        """By line that holds tokens: pages of a column."""
+        return self._parts(is_fixed=False)
+
+    @property
+    def fixed_parts(self) -> tuple[int, ...]:
+        """By line whose content is fixed: pages of a column."""
+        return self._parts(is_fixed=True)
+
+    def _parts(self, *, is_fixed: bool) -> tuple[int, ...]:
+        groups = [group for group in self.groups if isinstance(group.lifetime, Fixed) == is_fixed]
+        return tuple(group.parts for group in groups for _ in range(group.num_lines))
+
+    def line_widths(self, columns: int) -> tuple[int, ...]:
+        """By line, those of media last: pages of a slot, if it has this number of columns of tokens."""
+        media = self.fixed_columns(self.fixed_positions)
+        return (*(columns * parts for parts in self.line_parts), *(media * parts for parts in self.fixed_parts))
+
+    def fixed_columns(self, num_positions: int) -> int:
+        """Columns of media that hold this number of positions."""
+        return -(-num_positions // self.page_size)
+
+    def pages_of_media(self, num_positions: int) -> int:
+        """Pages that hold this number of positions of media."""
+        return self.fixed_pages * self.fixed_columns(num_positions)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that a request of this length holds between steps, at most."""
         columns = -(-num_tokens // self.page_size)
-        pages = self.growing_pages * columns
+        pages = self.growing_pages * columns + self.pages_of_media(self.fixed_positions)
         for window in self.windows:
             pages += window.num_pages * min(columns, window.most_columns)
         return pages
@@ -142,6 +190,17 @@ class KvLayout:
         return np.array([each.lifetime.first_needed(num_tokens) // size for each in self.windows], np.int32)
 
 
+def order(lifetime: Lifetime) -> int:
+    """Where groups of this lifetime stand among others."""
+    match lifetime:
+        case Grows():
+            return 0
+        case Window():
+            return 1
+        case Fixed():
+            return 2
+
+
 def one_line(page_size: int) -> KvLayout:
     """A model whose layers all keep all tokens."""
     return KvLayout((KvGroup(Grows()),), page_size)
@@ -149,7 +208,8 @@ def one_line(page_size: int) -> KvLayout:
 
 class TablePlaces:
     """Where a column of a slot stands in the page table of the device: line after line, each with room for `num_slots + 1`
-    slots (the last is spare) of as many parts as `columns` columns have."""
+    slots (the last is spare) of as many parts as `columns` columns have. Lines of media come last, with columns of their
+    own."""
 
     def __init__(self, layout: KvLayout, num_slots: int, columns: int) -> None:
         first, start, stride, step = 0, [], [], []
@@ -159,6 +219,11 @@ class TablePlaces:
                 stride.append(columns * parts)
                 step.append(parts)
             first += (num_slots + 1) * columns * parts
+        self._media: list[tuple[int, int, int]] = []
+        """By line of media: its first entry, those of a slot, and those of a column."""
+        for parts, width in zip(layout.fixed_parts, layout.line_widths(columns)[len(layout.line_parts) :], strict=True):
+            self._media.append((first, width, parts))
+            first += (num_slots + 1) * width
         self.size = first
         """Entries of the whole table."""
         self._is_single = len(start) == 1
@@ -179,3 +244,12 @@ class TablePlaces:
             return slots * self._columns + column
         places: npt.NDArray[np.int64] = self._start + slots * self._stride + column * self._step
         return places.reshape(-1)
+
+    def of_media(self, slot: int, columns: int) -> npt.NDArray[np.int64]:
+        """The first columns of a slot in the lines of media, in the order of `[pages of a column of media, columns]`."""
+        places = [
+            first + slot * width + np.arange(columns) * parts + part
+            for first, width, parts in self._media
+            for part in range(parts)
+        ]
+        return np.concatenate(places)

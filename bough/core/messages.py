@@ -40,6 +40,11 @@ def joined_namespace(namespace: str, session: str) -> str:
     return f"{namespace}\0{session}"
 
 
+def media_namespace(namespace: str, content: bytes) -> str:
+    """Where prefixes are shared whose tokens all depend on the same media."""
+    return f"{namespace}\1{content.hex()}"
+
+
 def plain_namespace(namespace: str) -> str:
     """The namespace without the session that a join added."""
     return namespace.partition("\0")[0]

@@ -169,6 +169,15 @@ class StepMedia(Struct, kw_only=True):
     """[items, 4], where tokens of an item see each other in both directions: slot, first token in the step, first position,
     tokens."""
 
+    fixed_slots: I32 = _no_rows()
+    """Slots whose cross attention reads other media than before, from this step on..."""
+    fixed_lengths: I32 = _no_rows()
+    """...and the positions that those have; 0: there are none."""
+    fixed_rows: I32 = _no_rows()
+    """Rows of the store whose keys and values every layer with cross attention writes in this step..."""
+    fixed_at: npt.NDArray[np.int64] = np.empty((0, 0), np.int64)
+    """...and where, [lines of media, len(fixed_rows)]: `page * page size + offset` of the line."""
+
 
 class StepStates(Struct, kw_only=True):
     """Where states come from and go, in models with layers that keep one. Places of snapshots count from 1 on."""
@@ -326,6 +335,10 @@ class MediaLimits(Struct, frozen=True, kw_only=True):
     """As `TowerFacts.atomic`."""
     most_atomic: int = 0
     """Tokens of an atomic item, at most: what a step can prefill."""
+    fixed: int = 0
+    """Where cross attention reads the media: positions of a request's media at most; 0: they stand in the prompt."""
+    required: bool = False
+    """As `TowerFacts.required`."""
 
 
 class RunnerLimits(Struct, frozen=True, kw_only=True):

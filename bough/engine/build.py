@@ -34,6 +34,7 @@ from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.config.unproven import unproven
 from bough.core.errors import ConfigError
 from bough.core.messages import ToEngine
+from bough.core.speech import SPEECH_RULES
 from bough.core.step import NO_PROPOSER, Runner, RunnerLimits
 from bough.distributed.join import join_mesh
 from bough.distributed.mesh import LONE, SINGLE, Axis, Mesh
@@ -82,6 +83,7 @@ from bough.runner.moves import Mover
 from bough.runner.pooling import PoolingRunner
 from bough.runner.rehearsal import rehearsals
 from bough.sampler.processors import load_processors
+from bough.sampler.speech import speech_rules
 from bough.scheduler.limits import Limits
 from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
@@ -371,6 +373,7 @@ def make_runner(
         device,
         graph_max_tokens=graph_tokens(config) if stages == 1 else 0,
         processors=load_processors(config.model.logit_processors),
+        readers={SPEECH_RULES: speech_rules} if facts.tower is not None and facts.tower.required else {},
         mover=Mover(pool, ropes, plan.context_length, device.torch_device),
         samples=stage == stages - 1,
         proposer=None if drafts is None else drafts.proposer,
@@ -379,6 +382,7 @@ def make_runner(
         encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device, sharing_media),
         states=states_pool(model, limits, device, drafts_of_row(config.speculative)),
         context=context,
+        cross=attention_factory(backend, device.torch_device) if facts.reads_media else None,
         rule=rule_of(config.speculative),
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:

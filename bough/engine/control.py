@@ -207,7 +207,7 @@ class Control:
             "pages": {
                 "total": cache.total,
                 "free": cache.pool.num_free,
-                "cached": cache.tree.num_cached,
+                "cached": cache.num_cached,
                 "evictable": cache.tree.num_evictable,
                 "held": cache.num_held,
                 "page_size": cache.page_size,

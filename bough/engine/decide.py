@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bough.config.concerns import AUTO, Config
 from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.layout import Layout
-from bough.config.model_facts import Gqa, Mla, ModelFacts, Moe
+from bough.config.model_facts import Cross, Gqa, Mla, ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
 from bough.config.sharded import check_shards
@@ -131,6 +131,26 @@ def _check_sharing(config: Config, facts: ModelFacts) -> None:
             )
 
 
+def _check_cross(config: Config, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
+    """What layers that read media can't do yet."""
+    parallel, drafts = config.parallel, config.speculative.speculative_algorithm
+    one_step = "media are computed and written where the model begins, for all of its layers"
+    for asked, flag, why in (
+        (drafts != "none", "--speculative-algorithm", "drafts are made by what reads tokens alone"),
+        (parallel.pp_size > 1, "--pp-size", one_step),
+        (parallel.attn_dp_size > 1, "--attn-dp-size", one_step),
+        (parallel.attn_cp_size > 1, "--attn-cp-size", "which rank keeps a position depends on its place among tokens"),
+        (pooling is not None, "--is-embedding", "models that pool keep nothing between steps"),
+    ):
+        if asked:
+            raise ConfigError(
+                what=f"{flag} does not work with {facts.architecture}",
+                why=f"its cross attention reads media; {why}",
+                fix=f"leave {flag} out",
+                param=flag.removeprefix("--").replace("-", "_"),
+            )
+
+
 def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
     """Raises `ConfigError` for what building the model would fail with, so that commands that only ask report it, too."""
     if facts.through_transformers:
@@ -148,7 +168,9 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
     experts = plan_experts(config.parallel, facts)
     if checkpoint.shards is not None:
         check_shards(checkpoint.shards, checkpoint.path, config.parallel, experts.slots)
-    stateful = [mixer for mixer in facts.mixers if not isinstance(mixer, Gqa | Mla)]
+    if facts.reads_media:
+        _check_cross(config, facts, pooling)
+    stateful = [mixer for mixer in facts.mixers if not isinstance(mixer, Gqa | Mla | Cross)]
     if config.parallel.attn_cp_size > 1 and stateful:
         raise ConfigError(
             what=f"attn_cp_size is {config.parallel.attn_cp_size}, layers of {facts.architecture} keep a state",

@@ -6,7 +6,7 @@ import torch
 
 from bough.config.concerns import Config
 from bough.config.memory_plan import MemoryPlan
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import Cross, ModelFacts
 from bough.config.resolve import media_rows
 from bough.core.errors import ConfigError
 from bough.core.step import MediaLimits, RunnerLimits
@@ -35,6 +35,8 @@ def media_limits(facts: ModelFacts, config: Config, plan: MemoryPlan) -> MediaLi
         step_tokens=patches,
         axes=max((len(rope.sections) for rope in facts.ropes if rope is not None), default=0),
         atomic=tower.atomic,
+        fixed=max((mixer.positions for mixer in facts.mixers if isinstance(mixer, Cross)), default=0),
+        required=tower.required,
         most_atomic=_prefilled_at_once(config) if tower.atomic else 0,
     )
 

@@ -89,6 +89,7 @@ class Attention(nn.Module):
             v_dim=facts.v_dim,
             bias=facts.qkv_bias,
             values_are_keys=facts.values_are_keys,
+            k_bias=facts.k_bias,
         )
         axis = build.mesh.heads
         self.share = axis.head_share(facts.num_heads, facts.num_kv_heads)

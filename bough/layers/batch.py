@@ -17,6 +17,7 @@ __all__ = [
     "Batch",
     "BatchMedia",
     "BatchStates",
+    "CrossKv",
     "DraftedRows",
     "LatentBackend",
     "LatentMaps",
@@ -98,6 +99,28 @@ class BatchMedia:
     """int64 indices into T."""
     values_MW: Tensor
     """Of each: its embedding, then what deeper layers add, [M, width of the model x (1 + such layers)]."""
+
+
+class CrossKv(Protocol):
+    """The media that rows of this step read, as pages hold them: keys and values of their positions."""
+
+    @property
+    def fresh_MW(self) -> Tensor | None:
+        """Embeddings of media whose keys and values every layer has to write; None: all are there."""
+        ...
+
+    @property
+    def has_media_T1(self) -> Tensor:
+        """bool [T, 1]: whether a token's row reads any."""
+        ...
+
+    def write(self, spec: AttentionSpec, k_MKH: Tensor, v_MKH: Tensor) -> None:
+        """Puts what a layer made of `fresh_MW` into its pages."""
+        ...
+
+    def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
+        """[T, num_heads * head_dim]: what each token reads of its row's media; zero where there are none."""
+        ...
 
 
 @dataclass(slots=True)
@@ -186,6 +209,8 @@ class Batch:
     """int64 [axes, T]: positions with several axes (mrope), in steps that have media; None: `positions_T` says all."""
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By `id` of a `Rope`: positions and table of this pass, where they differ from the layer's own (`Rope.at`)."""
+    cross: CrossKv | None = None
+    """What layers with cross attention read; None: the model has none."""
     states: BatchStates | None = None
     """None: layers that keep states take all tokens for one row from its beginning, and keep nothing."""
     segments_T: Tensor | None = None

@@ -26,6 +26,24 @@ class PreNormBlock(nn.Module):
         stream.add(self.mlp(stream.norm(self.mlp_norm)), self.scale)
 
 
+class CrossBlock(nn.Module):
+    """Whisper's: attention, cross attention over media, and feed-forward, each of the normed stream."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = parts.norm()
+        self.attn = parts.mixer(layer, 0)
+        self.cross_norm = parts.norm()
+        self.cross = parts.mixer(layer, 1)
+        self.mlp_norm = parts.norm()
+        self.mlp = parts.feed_forward(layer)
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        stream.add(self.attn(stream.norm(self.attn_norm), batch))
+        stream.add(self.cross(stream.norm(self.cross_norm), batch))
+        stream.add(self.mlp(stream.norm(self.mlp_norm)))
+
+
 class SandwichBlock(nn.Module):
     """Gemma's: what each half adds is normed, too."""
 

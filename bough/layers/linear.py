@@ -246,6 +246,14 @@ class QKVLinear(_Weighted):
         """[T, O]: queries, keys and values of each token, one after the other."""
         return self.matrix.forward(x_TD, self.bias)
 
+    def queries(self, x: Input) -> Tensor:
+        """[T, N, H]: of these inputs the queries alone."""
+        return self._by_head(self._some_rows(value_of(x), slice(0, self.num_heads * self.head_dim)))
+
+    def keys_and_values(self, x_MD: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, K, H], [M, K, V]: of these inputs all but the queries."""
+        return self._keys_and_values(self._some_rows(x_MD, slice(self.num_heads * self.head_dim, None)))
+
     def heads(self, product_TO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, N, H], [T, K, H], [T, K, V]: views of a product."""
         if self.values_are_keys:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from bough.config.model_facts import GatedDelta, Gqa, KvMixer, LayerFacts, Mla, ModelFacts, Moe, StateMixer
+from bough.config.model_facts import Cross, GatedDelta, Gqa, KvMixer, LayerFacts, Mla, ModelFacts, Moe, StateMixer
 from bough.config.rope_facts import RopeFacts
 from bough.config.shares import stage_layers
 from bough.config.state_facts import Mamba, Mamba2
 from bough.core.errors import ConfigError
 from bough.layers.attention import Attention
 from bough.layers.build import Build
+from bough.layers.cross_attention import CrossAttention
 from bough.layers.gated_delta import GatedDeltaNet
 from bough.layers.latent_attention import LatentAttention
 from bough.layers.mamba import Mamba2Mixer, MambaMixer
@@ -22,7 +23,7 @@ from bough.layers.rotary import Rope
 from bough.layers.shared_attention import SharedKvAttention
 from bough.layers.states import StateLayer
 
-TokenMixer = Attention | SharedKvAttention | LatentAttention | StateLayer
+TokenMixer = Attention | SharedKvAttention | LatentAttention | CrossAttention | StateLayer
 """What lets tokens see one another: called with (normed stream, `Batch`), gives what is added to the stream."""
 
 
@@ -73,6 +74,8 @@ class Parts:
             case Gqa() as mixer:
                 rope, is_shared = self.rope(mixer.rope), any(each.kv_from == index for each in self.facts.layers)
                 return Attention(mixer, kv, hidden, rope, build, in_dim=in_dim, is_shared=is_shared)
+            case Cross() as mixer:
+                return CrossAttention(mixer, kv, hidden, build)
 
     def _kv_place(self, index: int) -> int:
         """The number of a layer's KV cache."""

@@ -1,4 +1,7 @@
-"""Whisper's encoder as a tower: two convolutions, blocks, means of pairs. L frames of the spectrum, T tokens, D width."""
+"""Whisper's encoder as a tower: two convolutions, then blocks, then what a model makes of its tokens.
+
+L frames of the spectrum, T tokens, M positions, D width, W width of a position.
+"""
 
 from __future__ import annotations
 
@@ -35,34 +38,52 @@ class Convolution(nn.Module):
 
 
 class HearingTower(Tower):
-    """An item's features are frames of a spectrum, float32 [L, mels], a few more than its grid says: the silence behind
-    them, which the convolutions reach into. Its grid is its tokens."""
+    """Whisper's own: each token is a position.
 
-    def __init__(self, facts: HearingFacts, width: int, build: Build) -> None:
+    An item's features are frames of a spectrum, float32 [L, mels], as many as its grid says or a few more: the silence
+    behind them, which the convolutions reach into. Its grid is its tokens."""
+
+    def __init__(self, facts: HearingFacts, build: Build) -> None:
         super().__init__()
         build = alone(build)
         hidden = facts.block.hidden
-        self.width = width
+        self.width = hidden
         self.conv1 = Convolution((facts.mels, hidden), build, stride=1)
         self.conv2 = Convolution((hidden, hidden), build, stride=2)
         self.positions = Learned((facts.positions, hidden), build)
         self.blocks = nn.ModuleList(TowerBlock(facts.block, build) for _ in range(facts.depth))
         self.norm = make_norm(NORM, hidden, build)
-        self.project = ReplicatedLinear(hidden, width, build, bias=True)
 
     def forward(self, items: Sequence[TowerInput]) -> Tensor:
         lengths = [item.grid[0] for item in items]
         x_TD = torch.cat([self._begin(item.features, length) for item, length in zip(items, lengths, strict=True)])
         for block in self.blocks:
             x_TD = block(x_TD, lengths, None)
-        parts = [self._pooled(part) for part in torch.split(x_TD, lengths)]
-        out_MW: Tensor = self.project(self.norm(torch.cat(parts)))
-        return out_MW
+        return self._positions(x_TD, lengths)
+
+    def _positions(self, x_TD: Tensor, lengths: list[int]) -> Tensor:
+        """[M, W] of the tokens of all items, of which each has so many."""
+        out_TD: Tensor = self.norm(x_TD)
+        return out_TD
 
     def _begin(self, features_LC: Tensor, length: int) -> Tensor:
         x_CL = features_LC.to(self.conv1.weight.dtype).transpose(0, 1)
         x_TD: Tensor = self.conv2(self.conv1(x_CL)).transpose(0, 1)[:length]
         return x_TD + self.positions.weight[:length]
+
+
+class PooledHearing(HearingTower):
+    """Qwen2-Audio's: means of pairs, normed and projected."""
+
+    def __init__(self, facts: HearingFacts, width: int, build: Build) -> None:
+        super().__init__(facts, build)
+        self.width = width
+        self.project = ReplicatedLinear(facts.block.hidden, width, alone(build), bias=True)
+
+    def _positions(self, x_TD: Tensor, lengths: list[int]) -> Tensor:
+        parts = [self._pooled(part) for part in torch.split(x_TD, lengths)]
+        out_MW: Tensor = self.project(self.norm(torch.cat(parts)))
+        return out_MW
 
     def _pooled(self, x_TD: Tensor) -> Tensor:
         pairs = len(x_TD) // POOLED

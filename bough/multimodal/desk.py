@@ -11,11 +11,14 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, to_builtins
 
 from bough.config.concerns import MediaConfig
 from bough.core.errors import BoughError, InvalidRequest
 from bough.core.media import MediaKind
+from bough.ipc.features import open_features
 from bough.multimodal.door import Door
 from bough.multimodal.embeds import FORM, bad_embeddings
 from bough.multimodal.errors import MediaTooLarge, MediaUnsupported
@@ -149,6 +152,21 @@ class Desk:
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self.release([each for each in ended if isinstance(each, Prepared)])
             raise
+
+    async def decode_sound(self, data: bytes) -> npt.NDArray[np.float32]:
+        """The samples of a sound's file, one channel at the family's rate. Nothing of it is kept. Raises `MediaError`,
+        `RequestFailed`, `Unavailable`."""
+        form = self._door.check_sound(data)
+        digest = sha256(data).digest()
+        work = Work(
+            kind="audio", options={}, digest=digest, num_bytes=len(data), form=form, decode_only=True
+        )  # fmt: skip
+        _, features, descriptor = await self._workers.run(work, data)
+        try:
+            samples = await asyncio.to_thread(open_features, features)
+        finally:
+            os.close(descriptor)
+        return samples.view(np.float32)
 
     def release(self, prepared: Sequence[Prepared]) -> None:
         """The request that they were prepared for has ended."""

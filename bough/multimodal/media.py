@@ -37,7 +37,9 @@ class Media:
         return self.desk.processor.kinds
 
     def markers(self) -> dict[str, str]:
-        """By kind: what stands for a medium in a text. Needs a tokenizer."""
+        """By kind: what stands for a medium in a text; none where nothing does. Needs a tokenizer."""
+        if not self.desk.processor.in_prompt:
+            return {}
         return {kind: self.placer.marker_text(kind) for kind in self.kinds}
 
     async def prepare(self, inputs: Sequence[MediaInput], tenant: str) -> Lease:
@@ -127,7 +129,7 @@ def media_of(
     settings = json.loads(json.dumps(checkpoint.config, default=str))
     workers = Workers(
         settings, count=count, max_pixels=media.max_media_pixels, cpu_s=media.media_cpu_s,
-        max_frames=media.max_video_frames,
+        max_frames=media.max_video_frames, max_audio_s=media.max_audio_s,
     )  # fmt: skip
     workers.warm()
     desk = Desk(processor, Door(media), media, workers, width=width)

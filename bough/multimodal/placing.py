@@ -44,6 +44,8 @@ class Placer:
     def spelled(self, text: str, media: Sequence[Prepared]) -> str:
         """The text with each medium's pieces in place of its marker; a run of placeholders is one of them. Media of a kind
         whose marker the text does not have come first. Raises `InvalidRequest` if markers and media differ in number."""
+        if not self._processor.in_prompt:
+            return text
         markers = {kind: self._found(text, self._processor.marker(kind)) for kind in kinds_of(media)}
         counts = {kind: text.count(marker) for kind, marker in markers.items()}
         missing = [kind for kind, count in counts.items() if count == 0]
@@ -63,6 +65,8 @@ class Placer:
     def place_spelled(self, ids: Sequence[int], media: Sequence[Prepared]) -> Placed:
         """Of the ids of a spelled text: every placeholder gets its run's length."""
         array = np.asarray(ids, np.int32)
+        if not self._processor.in_prompt:
+            return self._beside(array, media)
         order = self._in_order(array, media)
         runs = [
             (medium, each, run)
@@ -82,6 +86,8 @@ class Placer:
 
     def place_ids(self, ids: Ids, media: Sequence[Prepared]) -> Placed:
         """Of token ids as a client sends them: with a marker for each medium, or with all placeholders already."""
+        if not self._processor.in_prompt:
+            return self._beside(ids, media)
         patterns = {kind: _pattern(ids, self._processor.marker(kind)) for kind in kinds_of(media)}
         found = {kind: _find(ids, pattern) for kind, pattern in patterns.items()}
         if self._is_expanded(ids, media):
@@ -111,6 +117,11 @@ class Placer:
                 length += len(parts[-1])
         parts.append(ids[begin:])
         return Placed(np.concatenate(parts), _items(places, self._processor))
+
+    def _beside(self, ids: Ids, media: Sequence[Prepared]) -> Placed:
+        """A prompt in which nothing stands for its media."""
+        items = [_item(each, number, 0, 0, token=0) for each in media for number in range(len(each.processed.items))]
+        return Placed(ids, tuple(items))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -216,24 +227,27 @@ def _items(places: Sequence[_Place], processor: Processor) -> tuple[MediaItem, .
         extents[medium, run.item] = (each, start, at + run.count)
     made = []
     for (_, number), (each, start, stop) in extents.items():
-        shape = each.processed.items[number]
-        made.append(
-            MediaItem(
-                key=item_key(each.digest, number),
-                kind=each.kind,
-                start=start,
-                length=stop - start,
-                token=processor.marker(each.kind).token,
-                count=shape.count,
-                cost=shape.cost,
-                grid=shape.grid,
-                features=each.features,
-                first=shape.first,
-                last=shape.last,
-                embedded=shape.embedded,
-            )
-        )
+        made.append(_item(each, number, start, stop, token=processor.marker(each.kind).token))
     return tuple(sorted(made, key=lambda item: item.start))
+
+
+def _item(each: Prepared, number: int, start: int, stop: int, *, token: int) -> MediaItem:
+    """An item of a medium, at `start .. stop - 1` of a prompt."""
+    shape = each.processed.items[number]
+    return MediaItem(
+        key=item_key(each.digest, number),
+        kind=each.kind,
+        start=start,
+        length=stop - start,
+        token=token,
+        count=shape.count,
+        cost=shape.cost,
+        grid=shape.grid,
+        features=each.features,
+        first=shape.first,
+        last=shape.last,
+        embedded=shape.embedded,
+    )
 
 
 def _pattern(ids: Ids, marker: Marker) -> tuple[int, ...]:

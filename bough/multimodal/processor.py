@@ -114,6 +114,9 @@ class Processor(ABC):
     """One family's."""
 
     kinds: frozenset[MediaKind]
+    in_prompt: bool = True
+    """Whether something in a prompt stands for each medium; otherwise cross attention alone reads them, and `marker` is not
+    asked for."""
     axes: int = 0
     """Axes of positions, where they have several; 0: they have one."""
 

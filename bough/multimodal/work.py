@@ -25,6 +25,8 @@ class MediaWorkerStart(Struct, frozen=True, kw_only=True):
     max_pixels: int
     max_frames: int
     """Frames that are taken of a video, whatever the processor would take."""
+    max_audio_s: float
+    """Seconds of a sound that is only decoded."""
     memory_bytes: int
     """Memory that work may take beyond what the worker has when it is ready."""
     cpu_s: float
@@ -66,6 +68,8 @@ class Work(Struct, frozen=True, kw_only=True):
     """Of a video's file: its container."""
     stills: Stills | None = None
     """None: it is no video, or a video's file."""
+    decode_only: bool = False
+    """Of a sound its samples are wanted, float32 at the family's rate, and no features."""
 
 
 class MediaResult(Struct, frozen=True, kw_only=True):

@@ -90,6 +90,8 @@ def _prepare(processor: Processor, work: Work, data: bytes, start: MediaWorkerSt
         return array, items, ()
     if work.kind == "audio":
         rules = processor.sound
+        if work.decode_only:
+            return read_sound(data, work.form, rules.rate, start.max_audio_s), (), ()
         array, items = processor.audio(read_sound(data, work.form, rules.rate, rules.seconds), work.options)
         return array, items, ()
     if work.stills is not None:

@@ -100,12 +100,20 @@ class Workers:
     """Prepares media in as many processes as it has threads. For one event loop."""
 
     def __init__(
-        self, config: Mapping[str, Any], *, count: int, max_pixels: int, cpu_s: float, max_frames: int = 768
+        self,
+        config: Mapping[str, Any],
+        *,
+        count: int,
+        max_pixels: int,
+        cpu_s: float,
+        max_frames: int = 768,
+        max_audio_s: float = 3600.0,
     ) -> None:
         self._start = MediaWorkerStart(
             config=dict(config),
             max_pixels=max_pixels,
             max_frames=max_frames,
+            max_audio_s=max_audio_s,
             memory_bytes=_BASE_BYTES + _BYTES_PER_PIXEL * max_pixels,
             cpu_s=cpu_s,
         )

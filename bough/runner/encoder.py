@@ -16,6 +16,7 @@ from bough.kernels.attention.two_way import TwoWaySpan
 from bough.layers.batch import Batch, BatchMedia
 from bough.layers.tower import Tower, TowerInput
 from bough.memory.transfer import upload
+from bough.runner.cross import FreshMedia
 
 
 class TowerRunner:
@@ -89,6 +90,8 @@ class MediaTensors:
     """...and those, int64 [axes, tokens]."""
     spans: tuple[TwoWaySpan, ...] = ()
     """Tokens that see each other in both directions."""
+    fresh: FreshMedia | None = None
+    """What cross attention has to write; None: nothing."""
 
     def put(self, batch: Batch) -> None:
         """Completes a batch, whose `positions_T` are those of the other tokens."""
@@ -119,4 +122,8 @@ def media_tensors(media: StepMedia, encoder: TowerRunner | None, device: torch.d
     if len(media.axes_at):
         axes_at, axes = upload(media.axes_at.astype(np.int64), device), upload(media.axes.astype(np.int64), device)
     spans = tuple(TwoWaySpan(*span) for span in media.spans.tolist())
-    return MediaTensors(values, axes_at, axes, spans)
+    fresh = None
+    if encoder is not None and len(media.fixed_rows):
+        rows_M, at_LM = upload(media.fixed_rows.astype(np.int64), device), upload(media.fixed_at, device)
+        fresh = FreshMedia(encoder.store_RW.index_select(0, rows_M), at_LM)
+    return MediaTensors(values, axes_at, axes, spans, fresh)

@@ -24,6 +24,7 @@ from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.accepting import AcceptRule
 from bough.runner.context import AttentionFactory, ContextShare, Cut
+from bough.runner.cross import CrossPages
 from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
 from bough.runner.items import StepItems
@@ -84,6 +85,8 @@ class Forward:
         self.tree_width = tree_width
         self.pool = pool
         self.state = state
+        self.cross: CrossPages | None = None
+        """Pages of media; None: the model has no cross attention."""
         self.narrows = True
         """The last layer computes no more than what is read (off where somebody watches the layers)."""
         self._last_layer: int | None = None
@@ -118,8 +121,9 @@ class Forward:
         start_step(state, tensors, self.page_size)
         lines = None
         if pool.line_of is not None:
-            locs = (tensors.loc_T, *locate(state, tensors, pool.page_sizes))
-            lines = Lines(pool.line_of, state.tables, locs, pool.page_sizes)
+            sizes = pool.page_sizes[: len(state.tables)]
+            locs = (tensors.loc_T, *locate(state, tensors, sizes))
+            lines = Lines(pool.line_of, state.tables, locs, sizes)
         tree = None
         if state.tree is not None and extent.has_drafts and read is not None:
             read.tree = start_tree(state, tensors, tensors.sample_at_L)
@@ -183,6 +187,8 @@ class Forward:
             taps=None if read is None else read.taps,
             states=None if states is None else states.begin(tensors),
         )
+        if self.cross is not None:
+            batch.cross = self.cross.of_step(tensors.token_slots_T, None if media is None else media.fresh)
         if media is not None:
             media.put(batch)
         hidden = self.model.forward(batch)

@@ -23,6 +23,7 @@ from bough.platform.device import Device
 from bough.runner.accepting import AcceptRule
 from bough.runner.context import AttentionFactory, ContextShare
 from bough.runner.copies import PageCopies
+from bough.runner.cross import CrossPages
 from bough.runner.encoder import MediaTensors, TowerRunner, media_tensors
 from bough.runner.forward import Extent, Forward
 from bough.runner.graphs import Extents, Graphs
@@ -35,7 +36,7 @@ from bough.runner.proposing import Bounds, Proposer, Read
 from bough.runner.staging import Stage, Stages
 from bough.runner.states import DraftHistory, StepState, load_states, save_states
 from bough.sampler.scoring import Scores, join_scores, score
-from bough.sampler.shaping import LogitProcessor, RichSamples, Shaper, apply_masks
+from bough.sampler.shaping import LogitProcessor, ReadingProcessor, RichSamples, Shaper, apply_masks
 from bough.sampler.state import Samples, SlotParams
 
 
@@ -52,6 +53,7 @@ class ModelRunner:
         *,
         graph_max_tokens: int = 0,
         processors: Mapping[str, LogitProcessor] | None = None,
+        readers: Mapping[str, ReadingProcessor] | None = None,
         mover: Mover | None = None,
         samples: bool = True,
         proposer: Proposer | None = None,
@@ -59,15 +61,17 @@ class ModelRunner:
         tree_width: int = 0,
         encoder: TowerRunner | None = None,
         context: ContextShare | None = None,
+        cross: AttentionFactory | None = None,
         rule: AcceptRule | None = None,
         states: StatePool | None = None,
     ) -> None:
-        """`mover` carries out `Step.moves`; without one there must be none. Without `samples` it is a stage that passes on
-        what it has computed: another one samples, and its steps hear of that by `LaunchedStep.learn`. `proposer` leaves the
-        drafts of `Step.proposals`, at most `most_drafts` per row; they form trees with paths of `tree_width` tokens, if that
-        is not 0. `encoder` carries out `Step.media`; without one the model takes text only, or this stage does not begin
-        it. `context`: where ranks share the KV of sequences. `rule`: which drafts count. `states`: of layers that keep
-        one."""
+        """`processors`, `readers`: as `Shaper` takes them. `mover` carries out `Step.moves`; without one there must be
+        none. Without `samples` it is a stage that passes on what it has computed: another one samples, and its steps
+        hear of that by `LaunchedStep.learn`. `proposer` leaves the drafts of `Step.proposals`, at most `most_drafts`
+        per row; they form trees with paths of `tree_width` tokens, if that is not 0. `encoder` carries out
+        `Step.media`; without one the model takes text only, or this stage does not begin it. `context`: where ranks
+        share the KV of sequences. `cross`: attends to media, where the model has cross attention; not the object that
+        attends to tokens. `rule`: which drafts count. `states`: of layers that keep one."""
         self.samples = samples
         self.states = states
         self.limits = limits
@@ -82,15 +86,19 @@ class ModelRunner:
             trees=tree_width > 0,
             turns=limits.media is not None and limits.media.axes > 0,
             line_parts=limits.layout.line_parts,
+            media_widths=limits.layout.line_widths(limits.pages_per_slot)[len(limits.layout.line_parts) :],
             odds=limits.vocab_size if rule is not None and rule.needs_odds else 0,
         )
         self.encoder = encoder
         self.pool = pool
         self.context = context
         self.forward = Forward(model, pool, state, attention, proposer, tree_width, context, rule)
+        if cross is not None:
+            self.forward.cross = CrossPages(pool, state, cross, limits.layout.fixed_positions)
+            self.forward.narrows = False  # the last layer that keeps KV reads media
         self.packer = Packer(limits.num_slots, limits.pages_per_slot, limits.layout)
         self.params = SlotParams(limits.num_slots, limits.vocab_size)
-        self.shaper = Shaper(limits.vocab_size, self.device, processors)
+        self.shaper = Shaper(limits.vocab_size, self.device, processors, readers)
         self.hidden = HiddenSlots()
         self.copies = PageCopies(pool)
         self.before_step: Callable[[], None] | None = None
@@ -146,9 +154,13 @@ class ModelRunner:
         if turn is not None and len(media.turn_slots):
             at = upload(media.turn_slots.astype(np.int64), self.device)
             turn.index_copy_(0, at, upload(media.turns.astype(np.int64), self.device))
+        lengths = self.forward.state.media_len
+        if lengths is not None and len(media.fixed_slots):
+            at = upload(media.fixed_slots.astype(np.int64), self.device)
+            lengths.index_copy_(0, at, upload(media.fixed_lengths.astype(np.int64), self.device))
         if self.encoder is not None and media.encode:
             self.encoder.encode(media.encode)
-        if not len(media.at) and not len(media.axes_at):
+        if not len(media.at) and not len(media.axes_at) and not len(media.fixed_rows):
             return None
         return media_tensors(media, self.encoder, self.device)
 

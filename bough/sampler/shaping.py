@@ -21,12 +21,15 @@ from bough.config.resolve import PENALISED_AT_ONCE
 from bough.core.step import I64, SlotSetup
 from bough.kernels import masks as masks_kernel
 from bough.memory.transfer import upload
+from bough.sampler.speech import Said
 from bough.sampler.state import Samples
 
 _log = logging.getLogger(__name__)
 
 LogitProcessor = Callable[[Tensor, list[Mapping[str, bool | int | float | str]]], Tensor]
 """Takes logits [rows, vocab] and each row's `custom_params`; returns logits of the same shape."""
+ReadingProcessor = Callable[[Tensor, list[Mapping[str, bool | int | float | str]], Said], Tensor]
+"""The same for one that also reads what the rows have said."""
 
 HISTORY = 8
 """Last tokens kept per rich slot, unless a banned word needs more: the longest, in tokens, is one more."""
@@ -183,17 +186,23 @@ class Shaper:
     """Applies what rich rows ask for. One per engine."""
 
     def __init__(
-        self, vocab_size: int, device: torch.device, processors: Mapping[str, LogitProcessor] | None = None
+        self,
+        vocab_size: int,
+        device: torch.device,
+        processors: Mapping[str, LogitProcessor] | None = None,
+        readers: Mapping[str, ReadingProcessor] | None = None,
     ) -> None:
+        """`processors`, `readers`: what requests may name."""
         self._device = device
         self._history = History(vocab_size, device)
         self._processors = dict(processors or {})
+        self._readers = dict(readers or {})
         self._failed: dict[int, str] = {}
 
     @property
     def names(self) -> list[str]:
         """The processors that requests may name."""
-        return sorted(self._processors)
+        return sorted((*self._processors, *self._readers))
 
     def take_failed(self) -> dict[int, str]:
         """Samples of the last `shape` whose processor failed, and why; their logits are as they were."""
@@ -203,7 +212,7 @@ class Shaper:
     def assign(self, setup: SlotSetup) -> None:
         """Call for every setup, rich or not: a reused slot must forget its past."""
         self._history.release(setup.slot)
-        if _has_history(setup):
+        if self._has_history(setup):
             self._history.assign(setup)
 
     def shape(self, logits: Tensor, rich: RichSamples) -> Tensor:
@@ -221,7 +230,7 @@ class Shaper:
 
     def advance(self, rich: RichSamples, result: Tensor) -> None:
         """Call after the draw with the sampling rows' tokens [rows], or with what `step_end.verify` gave of them."""
-        wanted = [i for i in rich.which(_has_history) if rich.place[i] == 0]
+        wanted = [i for i in rich.which(self._has_history) if rich.place[i] == 0]
         if not wanted:
             return
         lines = self._history.lines([rich.setups[i].slot for i in wanted])
@@ -334,7 +343,12 @@ class Shaper:
             rows = self._up([row for row, _ in some])
             before = logits[rows]
             try:
-                shaped = self._processors[name](before.clone(), [s.sampling.custom_params or {} for _, s in some])
+                params: list[Mapping[str, bool | int | float | str]]
+                params = [setup.sampling.custom_params or {} for _, setup in some]
+                if name in self._readers:
+                    shaped = self._readers[name](before.clone(), params, self._said(rows, some, rich))
+                else:
+                    shaped = self._processors[name](before.clone(), params)
                 if shaped.shape != before.shape:
                     raise ValueError(f"it returned {tuple(shaped.shape)} for {tuple(before.shape)}")
             except Exception as error:
@@ -345,15 +359,22 @@ class Shaper:
                 logits = logits.index_copy(0, rows, shaped.to(logits.dtype))
         return logits
 
+    def _said(self, rows: Tensor, some: list[tuple[int, SlotSetup]], rich: RichSamples) -> Said:
+        """What the rows of these samples have said. There are no drafts where a processor reads it."""
+        if rich.path is not None:
+            raise ValueError("drafts are not part of what a row has said")
+        lines = self._history.lines([setup.slot for _, setup in some])
+        return Said(self._history.last[lines], self._history.counts[lines], rich.num_output_L[rows])
+
+    def _has_history(self, setup: SlotSetup) -> bool:
+        reads = setup.sampling.logit_processor in self._readers
+        return setup.sampling.penalised or bool(setup.sampling.bad_words) or reads
+
     def _up(self, values: npt.ArrayLike) -> Tensor:
         return upload(np.asarray(values, np.int64), self._device)
 
     def _up_floats(self, values: npt.ArrayLike) -> Tensor:
         return upload(np.asarray(values, np.float32), self._device)
-
-
-def _has_history(setup: SlotSetup) -> bool:
-    return setup.sampling.penalised or bool(setup.sampling.bad_words)
 
 
 def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor, *, in_place: bool = False) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+from msgspec import structs
 
 from bough.cache.prefix import PrefixCache
 from bough.core.errors import (
@@ -19,7 +20,7 @@ from bough.core.errors import (
     overflow,
 )
 from bough.core.grammar import CompileFailed
-from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, home_worker, unpack_ids
+from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, home_worker, media_namespace, unpack_ids
 from bough.core.sampling import GrammarSpec
 from bough.scheduler.constrain import Gate
 from bough.scheduler.leave import end_request, make_end, output_of
@@ -59,6 +60,8 @@ def _open_media(queues: Queues, job: Job) -> None:
     limits, opened = (None, None) if account is None else (account.limits, account.open_features)
     job.media = job_media(job.ask, job.prompt, limits, opened)
     job.key = media_key(job.key, job.media)
+    if job.media.fixed_key:  # every token depends on all of the media
+        job.ask = structs.replace(job.ask, namespace=media_namespace(job.ask.namespace, job.media.fixed_key))
 
 
 def refuse(queues: Queues, job: Job, error: BoughError, now: float) -> None:
@@ -126,6 +129,13 @@ def _check(queues: Queues, job: Job, now: float) -> None:
     if queues.screen is not None:
         queues.screen(ask)
     _check_prompt(limits, job)
+    if limits.media is not None and limits.media.required and not ask.media:
+        raise InvalidRequest(
+            what="the request has no sound",
+            why="the served model writes down what it hears, and knows nothing else",
+            fix="send a sound to /v1/audio/transcriptions",
+            param="prompt",
+        )
     ask.sampling.check(limits.vocab_size)
     if ask.logprobs is not None:
         ask.logprobs.check(limits.vocab_size)

@@ -18,6 +18,7 @@ def check_account(queues: Queues, cache: PrefixCache) -> None:
         raise AccountError(f"{len(rows)} rows and {slots.num_free} free slots of {slots.num_slots}")
     private = [slots.private_pages(row.slot) for row in rows]
     cache.check(np.concatenate(private) if private else np.empty(0, np.int32))
+    _check_media(queues, cache, rows)
     locks: dict[Node, int] = {}
     seen: dict[Node, I32] = {}
     for row in rows:
@@ -37,6 +38,20 @@ def check_account(queues: Queues, cache: PrefixCache) -> None:
                 raise AccountError(
                     f"{each!r} has locks {held.locks.tolist()} of a window, which rows do not account for"
                 )
+
+
+def _check_media(queues: Queues, cache: PrefixCache, rows: list[Row]) -> None:
+    """Compares what cross attention of rows reads with what the cache knows of its readers."""
+    content = queues.slots.content
+    readers = {slot: id(each) for slot, each in content.items()}
+    known = {slot: id(each) for each in cache.fixed.contents() for slot in each.users}
+    if readers != known or not content.keys() <= {row.slot for row in rows}:
+        raise AccountError(f"slots {sorted(readers)} read media, the cache has readers {sorted(known)}")
+    for row in rows:
+        media, held = row.job.media, content.get(row.slot)
+        wanted = b"" if media is None else media.fixed_key
+        if wanted != (b"" if held is None else held.key):
+            raise AccountError(f"slot {row.slot} reads other media than its request has")
 
 
 def _check_table(queues: Queues, row: Row, path: list[Node], seen: dict[Node, I32]) -> None:

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from bough.cache.fixed import FixedContent
 from bough.cache.nodes import Node
 from bough.cache.prefix import PrefixCache
 from bough.core.messages import LogprobSpec
 from bough.core.step import FROM_DEVICE, I32, I64, NO_PROPOSER, SlotSetup, Step, StepMedia
 from bough.scheduler.leave import retract
 from bough.scheduler.limits import Limits
-from bough.scheduler.media import MediaChunk, MediaStep
+from bough.scheduler.media import FixedRow, MediaChunk, MediaStep, fixed_places
 from bough.scheduler.plan import StepPlan
 from bough.scheduler.policy import mix
 from bough.scheduler.prefill import Share
@@ -112,6 +113,7 @@ def commit(
     num = len(plan.decodes)
     arrays = _Arrays(num)
     rows = [_enter(share, queues, cache, limits, arrays, now) for share in plan.shares]
+    fixed = _take_media(plan, rows, queues, cache, arrays, index) if limits.layout.fixed_pages else {}
     _give_pages(plan, rows, queues, cache, limits, arrays)
     tails = _runs(plan, queues, arrays, index)
     chunks = _chunks(plan, rows, queues, arrays, index)
@@ -135,7 +137,8 @@ def commit(
         shared=groups.of(queues, limits, plan.decodes, _queries(plan)) if cache.enabled and num > 1 else None,
     )
     if queues.media is not None and chunks:
-        step.media = _media(queues, chunks, plan.num_decode_tokens + sum(len(run.tokens) for run in plan.runs), index)
+        at = plan.num_decode_tokens + sum(len(run.tokens) for run in plan.runs)
+        step.media = _media(queues, chunks, fixed, at, index)
     if arrays.tails:
         table, first = queues.slots.table, queues.slots.tree_columns
         step.copy_from = np.concatenate([pages for _, pages in arrays.tails])
@@ -331,6 +334,38 @@ def _give_pages(
             at += count
 
 
+def _take_media(
+    plan: StepPlan, rows: list[Prefilling], queues: Queues, cache: PrefixCache, arrays: _Arrays, index: int
+) -> dict[int, FixedRow]:
+    """Gives rows that begin the pages of their media, where cross attention reads them. Returns what each reads, by slot.
+
+    What is there is taken first, so that it is not evicted for what is not."""
+    slots = queues.slots
+    begun = [row for row, share in zip(rows, plan.shares, strict=True) if share.row is not row]
+    found = {row.slot: FixedRow() for row in begun}
+    for row in sorted(begun, key=lambda each: _fixed_content(cache, each) is None):
+        media = row.job.media
+        if media is None or not media.fixed_key:
+            continue
+        content = _fixed_content(cache, row)
+        fresh = content is None
+        if content is None:
+            items = tuple(item.key for item in media.items)
+            content = cache.add_fixed(media.fixed_key, media.num_fixed, items, index)
+        cache.fixed.use(content, row.slot)
+        slots.content[row.slot] = content
+        places = fixed_places(slots.layout, content) if fresh else None
+        found[row.slot] = FixedRow(content.num_positions, places)
+        arrays.table_at.append(slots.places.of_media(row.slot, content.pages.shape[1]))
+        arrays.table_pages.append(content.pages.reshape(-1))
+    return found
+
+
+def _fixed_content(cache: PrefixCache, row: Prefilling) -> FixedContent | None:
+    media = row.job.media
+    return None if media is None else cache.find_fixed(media.fixed_key)
+
+
 def _resend_dirty(queues: Queues, arrays: _Arrays, index: int) -> None:
     """Sends page-table entries that changed since the row's last step."""
     slots = queues.slots
@@ -464,15 +499,17 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
     return chunks
 
 
-def _media(queues: Queues, chunks: list[ChunkRow], at: int, index: int) -> StepMedia | None:
-    """What the step's chunks have of media. `at`: the first chunk's first token's place in the step."""
+def _media(queues: Queues, chunks: list[ChunkRow], fixed: dict[int, FixedRow], at: int, index: int) -> StepMedia | None:
+    """What the step's chunks have of media. `fixed`: as `_take_media` gives it. `at`: the first chunk's first token's place
+    in the step."""
     assert queues.media is not None
     found = []
     for chunk in chunks:
         stop = chunk.start + chunk.num_tokens
-        found.append(MediaChunk(chunk.slot, chunk.job.id, chunk.job.media, chunk.start, stop, at))
+        begun = fixed.get(chunk.slot)
+        found.append(MediaChunk(chunk.slot, chunk.job.id, chunk.job.media, chunk.start, stop, at, begun))
         at += chunk.num_tokens
-    made = MediaStep(queues.media, queues.slots.turn, index)
+    made = MediaStep(queues.media, queues.slots.turn, index, queues.slots.media_len)
     made.add_all(found)
     return made.done()
 

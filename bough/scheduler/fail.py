@@ -8,7 +8,7 @@ from bough.scheduler.commit import Flight
 from bough.scheduler.leave import end_request, let_go, make_end, release_settled, retract
 from bough.scheduler.media import lost_rows
 from bough.scheduler.queues import Leaving, Queues, Row
-from bough.scheduler.slots import UNKNOWN_TURN
+from bough.scheduler.slots import UNKNOWN_LENGTH, UNKNOWN_TURN
 from bough.scheduler.states import give_up_state
 
 _OOM_STEPS = 2
@@ -35,12 +35,14 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     step = flight.step
     queues.counters.failed_steps += 1
     queues.settled = step.index
-    cache.drop_step(step.index)
+    lost = queues.media.store.drop_step(step.index) if queues.media is not None else set()
+    cache.drop_step(step.index, lost)
     for save in flight.saves:  # the step was not launched
         give_up_state(cache, save)
     if step.media is not None:
-        queues.slots.turn[step.media.turn_slots] = UNKNOWN_TURN  # whether the device has them is anybody's guess
-    lost = queues.media.store.drop_step(step.index) if queues.media is not None else set()
+        # Whether the device has them is anybody's guess.
+        queues.slots.turn[step.media.turn_slots] = UNKNOWN_TURN
+        queues.slots.media_len[step.media.fixed_slots] = UNKNOWN_LENGTH
     out_of_memory = is_out_of_memory(error)
     queues.counters.oom_steps += out_of_memory
     prefills = {chunk.slot for chunk in flight.chunks}
@@ -66,8 +68,12 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
         for other in others:
             _drop_readers(queues, cache, other, lost)
     for other in others:
+        content = queues.slots.content.get(other.slot)
+        lost_media = content is not None and content.is_lost
+        if lost_media:
+            cache.drop_beyond(other.node, int(queues.slots.kv_settled[other.slot]))
         lost_state = queues.slots.state_step[other.slot] >= step.index
-        if (other.node.detached or lost_state) and queues.slots.live[other.slot]:
+        if (other.node.detached or lost_state or lost_media) and queues.slots.live[other.slot]:
             _start_again(queues, cache, other, keep_kv=False)
     cache.settle(step.index)
     release_settled(queues, cache)

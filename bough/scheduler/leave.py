@@ -200,6 +200,9 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
     if job.ask.keep and row.keep_kv and not row.requeue and slots.kv_settled[slot] >= len(job.prompt):
         private = _keep(queues, cache, row, node, private)
     cache.release(node, private, slots.gone[:, slot])
+    content = slots.content.pop(slot, None)
+    if content is not None:
+        cache.fixed.let_go(content, slot, keep=cache.enabled)
     if queues.drafter is not None:
         queues.drafter.forget(queues, slot, job, has_ended=not row.requeue)
     if row.requeue:

@@ -10,13 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from bough.cache.fixed import FixedContent
 from bough.config.resolve import MEDIA_BLOCK_ROWS
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed
+from bough.core.kv import KvLayout
 from bough.core.media import KEY_BYTES, Features, MediaItem, key_ids
 from bough.core.messages import Generate, Ids
 from bough.core.step import I32, I64, Encode, MediaLimits, StepMedia
@@ -35,13 +38,19 @@ class JobMedia:
         positions: npt.NDArray[np.int32] | None,
         *,
         atomic: bool = False,
+        fixed: bool = False,
     ) -> None:
         self.items = tuple(items)
+        self.fixed_key = sha256(b"".join(item.key for item in items)).digest() if fixed else b""
+        """Where cross attention reads the media: what all of them together are. Empty: they stand in the prompt."""
+        self.num_fixed = sum(item.count for item in items) if fixed else 0
+        """Positions that cross attention reads."""
         self.atomic = atomic
         """Items are computed in one chunk each, and no cached prefix ends inside one."""
         self.starts = [item.start for item in items]
         self.stops = [item.stop for item in items]
-        found = [item.start + np.flatnonzero(prompt[item.start : item.stop] == item.token) for item in items]
+        placed = () if fixed else self.items
+        found = [item.start + np.flatnonzero(prompt[item.start : item.stop] == item.token) for item in placed]
         self.places: I64 = np.concatenate(found) if found else np.empty(0, np.int64)
         """Positions of the prompt that get embeddings, in order."""
         self.first_place = np.cumsum([0, *(len(each) for each in found)]).tolist()
@@ -65,6 +74,8 @@ class JobMedia:
 
     def between(self, start: int, stop: int) -> range:
         """Numbers of the items that have a position in `start .. stop - 1`."""
+        if self.fixed_key:
+            return range(0)
         return range(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
     def outside(self, count: int) -> int:
@@ -90,7 +101,7 @@ def job_media(ask: Generate, prompt: Ids, limits: MediaLimits | None, open_featu
     positions = None
     if limits.axes:
         positions = np.frombuffer(ask.positions, "<i4").reshape(limits.axes, len(prompt))
-    media = JobMedia(ask.media, prompt, positions, atomic=limits.atomic)
+    media = JobMedia(ask.media, prompt, positions, atomic=limits.atomic, fixed=limits.fixed > 0)
     try:
         for item in ask.media:
             if item.features.path not in media.features:
@@ -103,6 +114,9 @@ def job_media(ask: Generate, prompt: Ids, limits: MediaLimits | None, open_featu
 
 
 def _check(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
+    if limits.fixed:
+        _check_fixed(ask, prompt, limits)
+        return
     before = 0
     for item in ask.media:
         held = int(np.count_nonzero(prompt[item.start : item.stop] == item.token))
@@ -128,12 +142,38 @@ def _check(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
         raise _malformed("positions are not as many as tokens")
 
 
+def _check_fixed(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
+    """Media that cross attention reads: they take no positions of the prompt, but all of them are computed in one step."""
+    before = 0
+    for item in ask.media:
+        if not before <= item.start <= item.stop <= len(prompt) or item.count <= 0 or len(item.key) != KEY_BYTES:
+            raise _malformed("an item does not stand where it says")
+        before = item.stop
+    count = sum(item.count for item in ask.media)
+    if count > limits.fixed:
+        raise InvalidRequest(
+            what=f"the request's media take {count:,} positions, at most {limits.fixed:,} are read",
+            why="cross attention has room for so many of a request",
+            fix="send fewer or smaller media",
+            param="messages",
+        )
+    if sum(blocks_of(item.count) for item in ask.media) > limits.num_rows // MEDIA_BLOCK_ROWS:
+        raise InvalidRequest(
+            what=f"the request's media take {count:,} positions, at most {limits.num_rows:,} can be kept",
+            why="all media of a request are computed in one step (--mm-cache-size)",
+            fix="send fewer, or start the server with a larger --mm-cache-size",
+            param="messages",
+        )
+
+
 def _malformed(why: str) -> BoughError:
     return RequestFailed(what="the request's media can't be used", why=why)
 
 
 def media_key(key: I64, media: JobMedia) -> I64:
     """A prompt's radix key with ids that stand for the content of its media."""
+    if media.fixed_key:
+        return key
     key = key.copy()
     for item, first, last in zip(media.items, media.first_place, media.first_place[1:], strict=False):
         key[media.places[first:last]] = key_ids(item.key, last - first)
@@ -278,6 +318,23 @@ class EncodePlan:
             self._counted.add(item.key)
         return count
 
+    def fit_fixed(self, media: JobMedia) -> bool:
+        """Whether the step can compute all media of a request whose cross attention reads them."""
+        if media.fixed_key in self._counted:
+            return True
+        items = {item.key: item for item in media.items if item.key not in self._counted}
+        missing = [item for item in items.values() if item.key not in self._store.kept]
+        unused = [key for key in items if key in self._store.kept and not self._store.kept[key].users]
+        blocks = sum(blocks_of(items[key].count) for key in [*unused, *(item.key for item in missing)])
+        cost = sum(item.cost for item in missing)
+        if blocks > self._blocks or (cost > self._tokens and self._encodes):
+            return False
+        self._counted |= {media.fixed_key, *items}
+        self._blocks -= blocks
+        self._tokens -= cost
+        self._encodes = self._encodes or bool(missing)
+        return True
+
     def _has_room(self, item: MediaItem) -> bool:
         kept = self._store.kept.get(item.key)
         if kept is not None and kept.users:
@@ -294,6 +351,15 @@ class EncodePlan:
         return True
 
 
+class FixedRow(Struct):
+    """What the cross attention of a row that begins reads."""
+
+    length: int = 0
+    """Positions of its media; 0: it has none."""
+    places: I64 | None = None
+    """[lines of media, positions]: where the step has to write them (`fixed_places`); None: they are there."""
+
+
 class MediaChunk(Struct):
     """A prompt's chunk, as far as media are concerned."""
 
@@ -304,15 +370,27 @@ class MediaChunk(Struct):
     stop: int
     at: int
     """Its first token's place in the step."""
+    fixed: FixedRow | None = None
+    """Of a row that begins in this step, where cross attention reads media."""
+
+    def needed_items(self) -> list[MediaItem]:
+        """Whose embeddings the step reads."""
+        if self.media is None:
+            return []
+        if self.fixed is not None and self.fixed.places is not None:
+            return list(self.media.items)
+        return [self.media.items[number] for number in self.media.between(self.start, self.stop)]
 
 
 class MediaStep:
     """Makes `StepMedia` of the chunks of a step: the store changes as planned."""
 
-    def __init__(self, account: MediaAccount, turns: I32, step: int) -> None:
-        """`turns`: by slot, what the device has; brought up to date here."""
+    def __init__(self, account: MediaAccount, turns: I32, step: int, lengths: I32 | None = None) -> None:
+        """`turns`, `lengths`: by slot, what the device has; brought up to date here. `lengths`: where cross attention reads
+        media."""
         self._account = account
         self._turns = turns
+        self._media_lengths = lengths
         self._step = step
         self._encode: list[Encode] = []
         self._at: list[I64] = []
@@ -322,13 +400,15 @@ class MediaStep:
         self._turned: dict[int, int] = {}
         self._passed: list[tuple[bytes, int]] = []
         self._spans: list[tuple[int, int, int, int]] = []
+        self._lengths: dict[int, int] = {}
+        self._fixed_rows: list[I32] = []
+        self._fixed_at: list[I64] = []
 
     def add_all(self, chunks: Sequence[MediaChunk]) -> None:
         store = self._account.store
         for chunk in chunks:  # what is there stays there while others' items get their rows
             if chunk.media is not None:
-                for number in chunk.media.between(chunk.start, chunk.stop):
-                    item = chunk.media.items[number]
+                for item in chunk.needed_items():
                     if item.key in store.kept:
                         store.take(item.key, item.count, chunk.job_id, self._step)
         for chunk in chunks:
@@ -337,6 +417,8 @@ class MediaStep:
     def _add(self, chunk: MediaChunk) -> None:
         media = chunk.media
         turn = 0
+        if chunk.fixed is not None:
+            self._begin_fixed(chunk, chunk.fixed)
         if media is not None:
             numbers = media.between(chunk.start, chunk.stop)
             for number in numbers:
@@ -366,6 +448,28 @@ class MediaStep:
         if item.stop <= chunk.stop:
             self._passed.append((item.key, chunk.job_id))
 
+    def _begin_fixed(self, chunk: MediaChunk, row: FixedRow) -> None:
+        """The media of a row that begins: how many positions it reads and, if they are not there, what is written where."""
+        media, counters, known = chunk.media, self._account.counters, self._media_lengths
+        assert known is not None, "cross attention reads media"
+        if row.length != known[chunk.slot]:
+            known[chunk.slot] = self._lengths[chunk.slot] = row.length
+        if media is None:
+            return
+        counters.items += len(media.items)
+        if row.places is None:
+            counters.hits += len(media.items)
+            return
+        for item in media.items:
+            rows, fresh = self._account.store.take(item.key, item.count, chunk.job_id, self._step)
+            if fresh:
+                self._encode.append(Encode(features=media.features_of(item), grid=item.grid, rows=rows))
+                counters.tower_tokens += item.cost
+            counters.hits += not fresh
+            self._fixed_rows.append(rows)
+            self._passed.append((item.key, chunk.job_id))
+        self._fixed_at.append(row.places)
+
     def _turn_of(self, chunk: MediaChunk, media: JobMedia, *, with_media: bool) -> int:
         """The slot's turn from now on. Chunks with media bring their positions with them."""
         if media.positions is None:
@@ -378,12 +482,18 @@ class MediaStep:
         return media.end_turn if chunk.stop >= media.num_prompt else int(self._turns[chunk.slot])
 
     def done(self) -> StepMedia | None:
-        """Call once, after the last chunk. None: the step has no media, and no slot's turn changes."""
+        """Call once, after the last chunk. None: the step has no media, and nothing that slots have of them changes."""
         for key, job_id in self._passed:
             self._account.store.let_go(key, job_id)
-        if not self._at and not self._turned:
+        if not self._at and not self._turned and not self._lengths and not self._fixed_rows:
             return None
         made = StepMedia(encode=self._encode)
+        if self._lengths:
+            made.fixed_slots = np.array(list(self._lengths), np.int32)
+            made.fixed_lengths = np.array(list(self._lengths.values()), np.int32)
+        if self._fixed_rows:
+            made.fixed_rows = np.concatenate(self._fixed_rows)
+            made.fixed_at = np.concatenate(self._fixed_at, axis=1)
         if self._at:
             made.at = np.concatenate(self._at).astype(np.int32)
             made.rows = np.concatenate(self._rows)
@@ -396,6 +506,18 @@ class MediaStep:
             made.turn_slots = np.array(list(self._turned), np.int32)
             made.turns = np.array(list(self._turned.values()), np.int32)
         return made
+
+
+def fixed_places(layout: KvLayout, content: FixedContent) -> I64:
+    """[lines of media, positions]: where each position lies, as `page * page size + offset` of its line."""
+    position = np.arange(content.num_positions)
+    places, page = [], 0
+    for parts in layout.fixed_parts:
+        size = layout.page_size // parts
+        columns, part, offset = position // layout.page_size, position % layout.page_size // size, position % size
+        places.append(content.pages[page + part, columns].astype(np.int64) * size + offset)
+        page += parts
+    return np.stack(places)
 
 
 def positions_of(media: JobMedia, start: int, stop: int) -> npt.NDArray[np.int32]:
@@ -411,4 +533,6 @@ def positions_of(media: JobMedia, start: int, stop: int) -> npt.NDArray[np.int32
 
 def lost_rows(media: JobMedia, lost: set[bytes], computed: int) -> bool:
     """Whether what a request computes beyond its first `computed` tokens depends on an item among `lost`."""
+    if media.fixed_key:
+        return False  # what was written of them is lost (`FixedPages.drop_step`)
     return any(item.key in lost and item.stop > computed for item in media.items)

@@ -23,14 +23,20 @@ def freed_by(queues: Queues, row: Prefilling | Running) -> int:
         for window, low, held in zip(layout.windows, gone, node.held, strict=bool(node.held)):
             pages += window.num_pages * int(np.count_nonzero(held.locks[max(0, low - first) :] == 1))
         node = node.parent
-    return pages
+    return pages + _media_freed_by(queues, row.slot)
+
+
+def _media_freed_by(queues: Queues, slot: int) -> int:
+    """Pages of media that only this row reads."""
+    content = queues.slots.content.get(slot)
+    return content.pages.size if content is not None and len(content.users) == 1 else 0
 
 
 def coming(queues: Queues) -> int:
     """Pages that become available within the steps in flight: of rows on their way out, and columns of windows that rows
     will have passed."""
     slots, layout = queues.slots, queues.slots.layout
-    pages = sum(slots.num_private(slot) for slot in queues.leaving)
+    pages = sum(slots.num_private(slot) + _media_freed_by(queues, slot) for slot in queues.leaving)
     if not layout.windows:
         return pages
     reached = [(row.slot, row.computed) for row in queues.prefilling.values()]

@@ -12,7 +12,7 @@ from bough.cache.prefix import CacheView
 from bough.core.step import I32, I64
 from bough.scheduler.estimate import columns_in, expected_output, new_need, prefill_need, running_need
 from bough.scheduler.limits import Limits
-from bough.scheduler.media import EncodePlan
+from bough.scheduler.media import EncodePlan, JobMedia
 from bough.scheduler.policy import is_starved, match, ordered, outside_media
 from bough.scheduler.preempt import give_way
 from bough.scheduler.queues import Prefilling, Queues, Waiting
@@ -142,7 +142,9 @@ class _Candidate(Struct):
     num_locked: int
     """Pages of both, which could be evicted before."""
     needed: int
-    """Pages for the rest of its prompt and for its expected output."""
+    """Pages for the rest of its prompt and for its expected output, and..."""
+    media_pages: int = 0
+    """...those of them for media that cross attention reads, which it takes at once."""
 
     @property
     def left(self) -> int:
@@ -180,6 +182,8 @@ class _Sharing:
         self.seen: set[tuple[int, int, int]] = set()
         """Columns of windows that they lock (`CacheView.unlocked_columns`)."""
         self.height = limits.layout.column_pages
+        self.contents: set[bytes] = set()
+        """Media that cross attention of requests admitted in this step reads."""
         self.admitted: set[int] = set()
         self.media = EncodePlan(queues.media) if queues.media is not None else None
         self.leaders = [(row.job.ask.namespace, row.key) for row in queues.prefilling.values()]
@@ -232,7 +236,7 @@ class _Sharing:
             over = (share.start + count) % size
             count -= over if over < count else 0
         if count > 0 and self.media is not None and share.row.job.media is not None:
-            count = self.media.fit(share.row.job.media, share.start, count, most)
+            count = self._with_media(self.media, share.row, share.row.job.media, share.start, count, most)
         if count <= 0:
             return False
         share.num_tokens = count
@@ -241,6 +245,15 @@ class _Sharing:
         self.slow_tokens -= count if share.is_slow else 0
         self.pages -= share.num_new_columns(size) * self.height
         return True
+
+    def _with_media(
+        self, step: EncodePlan, row: Prefilling | Waiting, media: JobMedia, start: int, count: int, most: int
+    ) -> int:
+        """How many of `count` tokens the step can have, for the sake of the media that it would have to compute."""
+        if not media.fixed_key:
+            return step.fit(media, start, count, most)
+        is_there = isinstance(row, Prefilling) or self.cache.find_fixed(media.fixed_key) is not None
+        return count if is_there or step.fit_fixed(media) else 0
 
     def _columns_for(self, share: Share) -> int:
         """What is left of the memory for a row.
@@ -331,7 +344,15 @@ class _Sharing:
         num_locked += sum(limits.layout.windows[window].num_pages for _, window, _ in windows)
         cached = found.num_tokens // limits.page_size
         needed = new_need(limits, len(waiting.key) + expected_output(waiting.job, limits, ratio), cached)
-        return _Candidate(waiting, found, cached, locks, windows, num_locked, needed)
+        media = waiting.job.media
+        media_pages = 0
+        if media is not None and media.fixed_key and media.fixed_key not in self.contents:
+            content = cache.find_fixed(media.fixed_key)
+            if content is None:
+                media_pages = limits.layout.pages_of_media(media.num_fixed)
+            elif not content.users:
+                num_locked += content.pages.size
+        return _Candidate(waiting, found, cached, locks, windows, num_locked, needed + media_pages, media_pages)
 
     def _fits(self, candidate: _Candidate, search: _Search) -> bool:
         """Is there a slot, and memory for what the request is expected to need, beside what was promised to others? With
@@ -371,14 +392,17 @@ class _Sharing:
         start, tail = candidate.found.num_tokens, candidate.found.tail_pages
         share = Share(waiting, start, candidate.cached, 0, is_long, self._is_slow(left), tail)
         share.known = candidate.found.known
-        self.pages -= candidate.num_locked
+        at_once = candidate.num_locked + candidate.media_pages
+        self.pages -= at_once
         if not self._give(share, first=not self.plan.shares):
-            self.pages += candidate.num_locked
+            self.pages += at_once
             return False
+        if waiting.job.media is not None:
+            self.contents.add(waiting.job.media.fixed_key)
         self.locked |= candidate.locks
         self.seen.update(candidate.windows)
         given = share.num_new_columns(self.limits.page_size) * self.height
-        self.promised += max(0, candidate.needed - given)
+        self.promised += max(0, candidate.needed - candidate.media_pages - given)
         self.admitted.add(waiting.job.id)
         self.plan.shares.append(share)
         self.leaders.append((waiting.job.ask.namespace, waiting.key))

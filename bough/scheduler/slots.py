@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from bough.cache.fixed import FixedContent
 from bough.core.kv import TablePlaces
 from bough.core.step import I32, I64, Bool
 from bough.scheduler.limits import Limits
@@ -15,6 +16,8 @@ NO_TOKEN = -1
 NEVER = np.iinfo(np.int32).max
 UNKNOWN_TURN = np.iinfo(np.int32).min
 """Of a slot whose turn has to be sent again: a step failed that changed it."""
+UNKNOWN_LENGTH = -1
+"""The same of the length of its media."""
 ONE = np.array(1, np.int32)
 """Added to a column: numpy takes it for a number in half the time that a number takes it."""
 
@@ -81,6 +84,10 @@ class SlotTable:
         """Retracted too often: its memory is reserved to the end, and it is not retracted again."""
         self.turn: I32 = np.zeros(n, np.int32)
         """How far positions stand from where their KV lies, as the device has it (`StepMedia.turns`)."""
+        self.media_len: I32 = np.zeros(n, np.int32)
+        """Positions of media that cross attention reads, as the device has it (`StepMedia.fixed_lengths`)."""
+        self.content: dict[int, FixedContent] = {}
+        """The media of rows whose cross attention reads some."""
         self.snapshot: I32 = np.zeros(n, np.int32)
         """Where a state of the row is that its steps have saved while it decoded; 0: nowhere..."""
         self.snapshot_at: I32 = np.zeros(n, np.int32)

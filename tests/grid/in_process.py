@@ -15,7 +15,7 @@ from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
 from bough.config.kv_groups import cut_evenly
 from bough.core.grammar import GrammarQueue
-from bough.core.kv import Grows, KvGroup, KvLayout, Lifetime, Window
+from bough.core.kv import Fixed, Grows, KvGroup, KvLayout, Lifetime, Window, order
 from bough.core.media import MediaItem
 from bough.core.messages import (
     End,
@@ -31,6 +31,7 @@ from bough.core.messages import (
     unpack_ids,
 )
 from bough.core.sampling import SamplingParams
+from bough.core.speech import SPEECH_RULES
 from bough.core.step import MediaLimits, RunnerLimits, SpanCosts
 from bough.engine.attention import attention_factory
 from bough.engine.loop import Loop
@@ -45,6 +46,7 @@ from bough.runner.accepting import AcceptRule
 from bough.runner.encoder import TowerRunner
 from bough.runner.model_runner import ModelRunner
 from bough.runner.proposing import Proposer
+from bough.sampler.speech import speech_rules
 from bough.scheduler.limits import Limits
 from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
@@ -153,9 +155,10 @@ def _media_limits(model: Model, setup: Setup) -> MediaLimits | None:
         return None
     attends = [layer.attn for layer in model.layers if isinstance(layer.attn, Attention)]
     axes = max((len(each.rope.sections) for each in attends if each.rope is not None), default=0)
+    fixed = max((spec.media for spec in attention_specs(model)), default=0)
     return MediaLimits(
         num_rows=setup.media_rows, step_tokens=setup.step_patches, axes=axes,
-        atomic=setup.atomic_media, most_atomic=setup.chunk_tokens,
+        atomic=setup.atomic_media, most_atomic=setup.chunk_tokens, fixed=fixed,
     )  # fmt: skip
 
 
@@ -168,11 +171,13 @@ def groups_of(specs: Sequence[AttentionSpec], context: int) -> tuple[KvGroup, ..
     for spec in specs:
         bound = spec.chunk or spec.window
         kind: Lifetime = Grows() if bound is None or bound >= context else Window(bound, spec.chunk is not None)
+        if spec.media:
+            kind = Fixed(spec.media)
         kinds.setdefault(kind, []).append(spec.layer)
     shortest = min((len(layers) for layers in kinds.values()), default=1)
     return tuple(
         KvGroup(kind, cut_evenly(layers, -(-len(layers) // shortest)))
-        for kind, layers in sorted(kinds.items(), key=lambda each: isinstance(each[0], Window))
+        for kind, layers in sorted(kinds.items(), key=lambda each: order(each[0]))
     ) or (KvGroup(Grows()),)
 
 
@@ -197,10 +202,13 @@ class InProcess:
         specs = attention_specs(model) + ([] if proposer is None else attention_specs(proposer.network))
         keeps_states = bool(state_shapes(model))
         groups = groups_of(specs, setup.context_length if setup.frees_windows and proposer is None else 0)
-        height = KvLayout(groups, setup.page_size).column_pages
+        layout = KvLayout(groups, setup.page_size)
+        media_pages = slots * layout.pages_of_media(layout.fixed_positions)
         self.limits = RunnerLimits(
             num_slots=slots,
-            num_pages=(setup.num_pages or slots * per_slot) * height + 1,
+            num_pages=(setup.num_pages or slots * per_slot) * layout.column_pages
+            + (media_pages if not setup.num_pages else 0)
+            + 1,
             page_size=setup.page_size,
             pages_per_slot=per_slot,
             context_length=setup.context_length,
@@ -238,6 +246,8 @@ class InProcess:
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
             tree_width=0 if proposer is None else proposer.tree_width, encoder=encoder, rule=rule,
             states=self._states(model, setup, device.torch_device),
+            readers={SPEECH_RULES: speech_rules},
+            cross=attention_factory(setup.attention, device.torch_device) if layout.fixed_pages else None,
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)
         limits = Limits(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from bough.bench.fake_media import media_tokens
+from bough.bench.fake_media import media_mark, media_tokens
 from bough.bench.fake_runner import OracleRunner, lone_output, pick, prefix_hash, score
 from bough.cache.prefix import PrefixCache
 from bough.config.concerns import EvictionPolicy
@@ -90,8 +90,15 @@ class Client:
         """What the model reads: of media what they are made of."""
         ids = unpack_ids(self.ask.prompt).astype(np.int64)
         for item in self.ask.media:
-            ids[item.start : item.stop] = opened_features(item.features)
+            if item.length:
+                ids[item.start : item.stop] = opened_features(item.features)
         return ids.tolist()
+
+    @property
+    def mark(self) -> int:
+        """Of the media that cross attention reads."""
+        beside = [opened_features(item.features) for item in self.ask.media if not item.length]
+        return media_mark(np.concatenate(beside).astype(np.int64)) if beside else 0
 
 
 def opened_features(features: Features) -> npt.NDArray[np.generic]:
@@ -464,7 +471,8 @@ def expected(sim: Sim, client: Client) -> tuple[list[int], str]:
     ask = client.ask
     stops = (*ask.eos_ids, *ask.sampling.stop_token_ids)
     limit = output_limit(sim.limits, len(client.prompt), ask.sampling.max_new_tokens)
-    return lone_output(client.prompt, vocab_size=VOCAB, limit=limit, stops=stops, min_new=ask.sampling.min_new_tokens)
+    least = ask.sampling.min_new_tokens
+    return lone_output(client.prompt, vocab_size=VOCAB, limit=limit, stops=stops, min_new=least, mark=client.mark)
 
 
 def check_answer(sim: Sim, client: Client, *, failures: bool = False) -> None:

@@ -38,6 +38,8 @@ class AttentionSpec:
     slopes: Tensor | None = None
     """float32 [num_heads]: what each position of a key adds to a score (ALiBi; a constant by query changes nothing)."""
 
+    media: int = 0
+    """Positions of a request's media at most, where it reads those instead of tokens (cross attention)."""
     latent: bool = False
     """The cache holds keys alone: a value is the first `v_head_dim` numbers of its key."""
     both_ways: bool = True

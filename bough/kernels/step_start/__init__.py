@@ -57,6 +57,10 @@ class SlotState:
     """None: each draft follows the one before it."""
     odds: Tensor | None = None
     """float32 [slots + 1, most drafts, vocabulary]: what drafts were drawn with, where that is asked for; else None."""
+    media_tables: tuple[Tensor, ...] = ()
+    """By line of media (`core.kv`), where cross attention reads some: int32 [slots + 1, pages per slot]."""
+    media_len: Tensor | None = None
+    """int64 [slots + 1]: positions of the row's media there; None: the model has no cross attention."""
     turn: Tensor | None = None
     """int64 [slots + 1]: how far the row's positions stand from where its KV lies, behind media whose positions have
     several axes (`StepMedia.turns`); None: positions have one axis."""
@@ -71,19 +75,23 @@ class SlotState:
         trees: bool = False,
         turns: bool = False,
         line_parts: Sequence[int] = (1,),
+        media_widths: Sequence[int] = (),
         odds: int = 0,
     ) -> SlotState:
-        """`line_parts`: by line, pages of a column; a slot has `pages_per_slot` columns. `odds`: the vocabulary, if what
-        drafts were drawn with is kept."""
+        """`line_parts`: by line, pages of a column; a slot has `pages_per_slot` columns. `media_widths`: by line of media,
+        pages of a slot. `odds`: the vocabulary, if what drafts were drawn with is kept."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
 
-        widths = [pages_per_slot * parts for parts in line_parts]
+        widths = [*(pages_per_slot * parts for parts in line_parts), *media_widths]
         entries = zeros(sum(widths), dtype=torch.int32).view(-1)
         lines = entries.split_with_sizes([(num_slots + 1) * width for width in widths])
+        tables = tuple(line.view(num_slots + 1, width) for line, width in zip(lines, widths, strict=True))
         return SlotState(
-            tables=tuple(line.view(num_slots + 1, width) for line, width in zip(lines, widths, strict=True)),
+            tables=tables[: len(line_parts)],
+            media_tables=tables[len(line_parts) :],
+            media_len=zeros() if media_widths else None,
             table_entries=entries,
             last_token=zeros(),
             kv_len=zeros(),
