@@ -12,6 +12,7 @@ from typing import Any
 from bough.config.concerns import Config
 from bough.config.hf import Checkpoint
 from bough.config.served_names import served_names, with_own_name
+from bough.config.speech import SpeechFacts, read_speech
 from bough.engine_client.sampling import sampling_defaults
 from bough.entrypoints.fim import FimFormat, choose_format
 from bough.multimodal.media import Media
@@ -56,6 +57,8 @@ class ServedModel:
     """The type that most of the weights have in their files: Q4_K, BF16 ...; empty if there are no files."""
     num_parameters: int = 0
     """Weights of the model; 0: not known."""
+    speech: SpeechFacts | None = None
+    """How it transcribes; None: it is no Whisper."""
     markers: Mapping[str, str] = field(default_factory=dict)
     """By kind of media: what stands for one in a prompt whose template writes nothing."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -103,9 +106,18 @@ def make_served(
         format="gguf" if checkpoint.kind == "gguf" else "safetensors",
         stored_as=_stored_as(checkpoint),
         num_parameters=num_parameters(checkpoint, facts),
+        speech=_speech(checkpoint, tokenizer),
         markers=media.markers() if media is not None and tokenizer is not None else {},
         facts=facts,
     )
+
+
+def _speech(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> SpeechFacts | None:
+    def unknown(_: str) -> None:
+        return None
+
+    id_of = unknown if tokenizer is None else tokenizer.id_of
+    return read_speech(checkpoint.config, checkpoint.generation_config, id_of)
 
 
 def json_object(text: str) -> dict[str, Any]:

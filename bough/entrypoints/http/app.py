@@ -31,7 +31,7 @@ from bough.entrypoints.http.dump import Dump, DumpFiles
 from bough.entrypoints.http.errors import on_error
 from bough.entrypoints.http.ollama import routes as ollama
 from bough.entrypoints.http.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from bough.entrypoints.http.openai import chat, completions, models
+from bough.entrypoints.http.openai import audio, chat, completions, models
 from bough.entrypoints.http.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from bough.entrypoints.http.peers import PeerDoor
 from bough.entrypoints.http.pooling.routes import ROUTES as POOLING_ROUTES
@@ -85,6 +85,14 @@ ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec(
         paths=("/v1/completions",), methods=("POST",), make=completions.completions, body=CompletionRequest,
         about="Continue a text.",
+    ),
+    RouteSpec(
+        paths=("/v1/audio/transcriptions",), methods=("POST",), make=partial(audio.speech_to_text, "transcribe"),
+        about="The text of a sound (multipart form).",
+    ),
+    RouteSpec(
+        paths=("/v1/audio/translations",), methods=("POST",), make=partial(audio.speech_to_text, "translate"),
+        about="The text of a sound, in English (multipart form).",
     ),
     RouteSpec(paths=("/v1/models",), methods=("GET",), make=models.list_models, about="List the served models."),
     RouteSpec(paths=("/v1/models/{model:path}",), methods=("GET",), make=models.get_model, about="One model."),
