@@ -37,7 +37,7 @@ from bough.models.load import build_model
 from bough.models.registry import facts_of
 from bough.multimodal.families import processor_of
 
-VOCAB, EOS, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_STAMPS = 368, 256, *range(258, 266)
+VOCAB, EOS, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_STAMPS = 367, 256, *range(258, 266)
 FIRST_STAMP = NO_STAMPS + 1
 SECONDS, POSITIONS = 2, 100
 NEW = 24

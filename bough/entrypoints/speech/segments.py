@@ -29,6 +29,15 @@ class WindowText(Struct, frozen=True):
     """Seconds from the window's beginning to that of the next one."""
 
 
+def whole_window(
+    tokens: Sequence[int], facts: SpeechFacts, decode: Callable[[list[int]], str], *, begin_s: float, length_s: float
+) -> WindowText:
+    """A window without timestamps: one segment."""
+    ids = [token for token in tokens if token < facts.end]
+    said = Segment(start=begin_s, end=begin_s + length_s, text=decode(ids), tokens=tuple(ids))
+    return WindowText(_said([said]), length_s)
+
+
 def cut_window(
     tokens: Sequence[int], facts: SpeechFacts, decode: Callable[[list[int]], str], *, begin_s: float, length_s: float
 ) -> WindowText:

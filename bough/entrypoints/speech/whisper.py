@@ -20,7 +20,7 @@ from bough.core.speech import SPEECH_RULES
 from bough.engine_client import Request
 from bough.entrypoints.service import Service
 from bough.entrypoints.speech.forms import ScoredSegment
-from bough.entrypoints.speech.segments import Segment, cut_window
+from bough.entrypoints.speech.segments import Segment, cut_window, whole_window
 from bough.multimodal.desk import MediaInput
 from bough.multimodal.processor import SoundRules
 from bough.multimodal.sound import wav_bytes
@@ -102,7 +102,8 @@ class WhisperRun:
                     answer = news
             assert answer is not None, "the last news is the answer"
             is_silent = no_speech > _NO_SPEECH and answer.avg_logprob < _LEAST_LOGPROB
-            cut = cut_window(answer.tokens, self._facts, self._tokenizer.decode, begin_s=begin_s, length_s=length_s)
+            parsed = cut_window if timestamps else whole_window
+            cut = parsed(answer.tokens, self._facts, self._tokenizer.decode, begin_s=begin_s, length_s=length_s)
             found = () if is_silent and not self._task.like.stream else cut.segments
             self._before = _tail(self._before, found, self._facts) if answer.temperature <= _FORGETS_ABOVE else ()
             scored = tuple(
@@ -113,7 +114,7 @@ class WhisperRun:
                 for each in found
             )  # fmt: skip
             yield WindowDone(segments=scored, language=self._language)
-            at += max(1, size if is_silent or not timestamps else int(cut.advance_s * rate))
+            at += max(1, size if is_silent else round(cut.advance_s * rate))
 
     async def _look(self, media: tuple[MediaInput, ...]) -> float:
         """The probability that nobody speaks. Finds the language out, if it is not known."""
