@@ -70,7 +70,7 @@ def whisper() -> tuple[Any, Decoder, Any, Any]:
         max_target_positions=96, decoder_start_token_id=START, bos_token_id=EOS, eos_token_id=EOS, pad_token_id=EOS,
         suppress_tokens=None, begin_suppress_tokens=None, attn_implementation="eager",
     )  # fmt: skip
-    torch.manual_seed(3)
+    torch.manual_seed(5)
     reference = transformers.WhisperForConditionalGeneration(config).eval()
     shake(reference)
     with torch.no_grad():  # otherwise it repeats one token, whatever it hears: embedding and head are one
