@@ -59,23 +59,28 @@ class HearingFacts:
         )
 
 
+def merged_tokens(facts: HearingFacts) -> int:
+    """Tokens of Voxtral's encoder that become one position: as many as are as wide as its feed-forward blocks inside."""
+    return max(1, facts.block.mlp.intermediate // facts.block.hidden)
+
+
 def read_hearing(config: Fields) -> HearingFacts:
     """The encoder of `audio_config`; without one, that of the config itself."""
     audio = config.inner("audio_config") if config.has("audio_config") else config
     settings = processor_fields(config, "feature_extractor")
     if not settings.has("hop_length"):
         settings = processor_fields(config)  # older files keep them where an image processor's would be
-    hidden = audio.count("d_model", default=1280)
+    hidden = audio.count("d_model", "hidden_size", default=1280)
     mlp = Dense(
-        intermediate=audio.count("encoder_ffn_dim", default=5120),
+        intermediate=audio.count("encoder_ffn_dim", "intermediate_size", default=5120),
         activation=audio.choice(reading.ACTIVATIONS, "activation_function", default="gelu"),
         gated=False,
         bias=True,
     )
-    heads = audio.count("encoder_attention_heads", default=20)
+    heads = audio.count("encoder_attention_heads", "num_attention_heads", default=20)
     return HearingFacts(
         block=TowerBlockFacts(hidden=hidden, num_heads=heads, norm=NORM, mlp=mlp, k_bias=False),
-        depth=audio.count("encoder_layers", default=32),
+        depth=audio.count("encoder_layers", "num_hidden_layers", default=32),
         mels=audio.count("num_mel_bins", default=128),
         positions=audio.count("max_source_positions", default=1500),
         rate=settings.count("sampling_rate", default=16_000),

@@ -364,7 +364,11 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     names = config.get("architectures")
     sees = isinstance(names, list) and any(str(name).endswith("ForConditionalGeneration") for name in names)
-    if not sees or not isinstance(text, dict) or "hidden_size" in config:
+    if (
+        not sees
+        or not isinstance(text, dict)
+        or config.get("hidden_size", text.get("hidden_size")) != text.get("hidden_size")
+    ):
         return config
     kind = str(text.get("model_type") or "")
     kept = {key: config[key] for key in ("architectures", "model_type", "tie_word_embeddings") if key in config}

@@ -171,6 +171,7 @@ GROUPS: Final = (
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
             "Qwen2AudioForConditionalGeneration": "Qwen/Qwen2-Audio-7B-Instruct",
+            "VoxtralForConditionalGeneration": "mistralai/Voxtral-Mini-3B-2507, mistralai/Voxtral-Small-24B-2507",
             "WhisperForConditionalGeneration": "openai/whisper-large-v3-turbo",
             "Qwen2VLForConditionalGeneration": "Qwen/Qwen2-VL-7B-Instruct",
             "Qwen2_5_VLForConditionalGeneration": "Qwen/Qwen2.5-VL-7B-Instruct",

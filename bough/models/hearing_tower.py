@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bough.config.audio import NORM, POOLED, HearingFacts
+from bough.config.audio import NORM, POOLED, HearingFacts, merged_tokens
+from bough.config.model_facts import Activation
 from bough.layers.build import Build
 from bough.layers.linear import ReplicatedLinear
 from bough.layers.norm import fill, make_norm
+from bough.layers.projectors import TwoLinears
 from bough.layers.tower import Learned, Tower, TowerBlock, TowerInput, alone
 from bough.weights.slots import Slot
 
@@ -88,6 +90,22 @@ class PooledHearing(HearingTower):
     def _pooled(self, x_TD: Tensor) -> Tensor:
         pairs = len(x_TD) // POOLED
         return x_TD[: pairs * POOLED].view(pairs, POOLED, -1).mean(1)
+
+
+class MergedHearing(HearingTower):
+    """Voxtral's: neighbours side by side, then linear, activation, linear."""
+
+    def __init__(self, facts: HearingFacts, width: int, activation: Activation, build: Build) -> None:
+        super().__init__(facts, build)
+        self.width = width
+        self.merged = merged_tokens(facts)
+        widths = (self.merged * facts.block.hidden, width)
+        self.project = TwoLinears(widths, alone(build), activation=activation, bias=False)
+
+    def _positions(self, x_TD: Tensor, lengths: list[int]) -> Tensor:
+        assert all(length % self.merged == 0 for length in lengths), "windows are whole"
+        out_MW: Tensor = self.project(self.norm(x_TD).view(len(x_TD) // self.merged, -1))
+        return out_MW
 
 
 def _parameter(shape: tuple[int, ...], build: Build) -> nn.Parameter:

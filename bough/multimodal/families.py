@@ -19,6 +19,7 @@ from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
 from bough.multimodal.qwen2_audio import Qwen2AudioProcessor
 from bough.multimodal.qwen_vl import QwenProcessor
+from bough.multimodal.voxtral import VoxtralProcessor
 from bough.multimodal.whisper import WhisperProcessor
 
 
@@ -44,6 +45,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
+    "VoxtralForConditionalGeneration": VoxtralProcessor,
     "WhisperForConditionalGeneration": WhisperProcessor,
 }
 """Architecture -> what makes its processor from the checkpoint's config."""

@@ -95,6 +95,8 @@ class SoundRules(Struct, frozen=True):
     """Samples a second."""
     seconds: float
     """At most."""
+    piece_s: float = 0.0
+    """Seconds of a piece of a longer sound that is transcribed by itself; 0: as many as there may be."""
 
 
 class Marker(Struct, frozen=True):

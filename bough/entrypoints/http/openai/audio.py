@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncGenerator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -157,15 +157,10 @@ class _Job:
 
     async def _by_chat(self) -> AsyncGenerator[str, None]:
         """A model that chats is asked to write down what it hears, piece by piece."""
-        form = self._form
-        for piece in quiet_pieces(self._samples, self._rules.rate, self._rules.seconds):
-            asked = ChatRequest(
-                messages=[{"role": "user", "content": [_SOUND, {"type": "text", "text": _instruction(form)}]}],
-                temperature=form.temperatures[0], stream=form.stream,
-            )  # fmt: skip
-            made, _ = make_request(asked, self._service)
-            media = (MediaInput(kind="audio", source=wav_bytes(piece, self._rules.rate), param="file"),)
-            request = replace(made, media=media, caller=self._like.caller, deadline_s=self._like.deadline_s)
+        rules, form = self._rules, self._form
+        for piece in quiet_pieces(self._samples, rules.rate, rules.piece_s or rules.seconds):
+            media = (MediaInput(kind="audio", source=wav_bytes(piece, rules.rate), param="file"),)
+            request = replace(self._asked(), media=media, caller=self._like.caller, deadline_s=self._like.deadline_s)
             if form.stream:
                 async for _, _, delta in self._service.run([request]):
                     yield delta.text
@@ -173,6 +168,29 @@ class _Job:
                 [(_, _, delta)] = await self._service.collect([request])
                 yield delta.text
             yield " "
+
+    def _asked(self) -> Request:
+        """The request for a piece, all but its sound."""
+        served, form = self._service.served, self._form
+        chat: dict[str, Any] = {"temperature": form.temperatures[0], "stream": form.stream}
+        tokenizer = served.tokenizer
+        if form.task == "transcribe" and tokenizer is not None and tokenizer.id_of(_TRANSCRIBE) is not None:
+            ids = tokenizer.encode(_transcription_prompt(form.language, served.markers["audio"]), False)
+            made, _ = make_request(ChatRequest(messages=[], input_ids=ids, **chat), self._service, raw=True)
+            return made
+        content = [_SOUND, {"type": "text", "text": _instruction(form)}]
+        made, _ = make_request(ChatRequest(messages=[{"role": "user", "content": content}], **chat), self._service)
+        return made
+
+
+_TRANSCRIBE: Final = "[TRANSCRIBE]"
+"""Voxtral's mark."""
+
+
+def _transcription_prompt(language: str, marker: str) -> str:
+    """Voxtral's, with the language if it is known. `marker`: stands for the sound."""
+    spoken = f"lang:{language.lower()}" if language else ""
+    return f"<s>[INST][BEGIN_AUDIO]{marker}[/INST]{spoken}{_TRANSCRIBE}"
 
 
 _SOUND: Final = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,"}}
