@@ -22,11 +22,14 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def _meant(self, message: str) -> str:
-        """What was probably meant by an unknown flag, if that is what the message is about."""
-        unknown = re.fullmatch(r"unrecognized arguments: (--?[\w-]+).*", message)
-        if unknown is None:
+        """What was probably meant by an unknown flag, action or value, if that is what the message is about."""
+        if unknown := re.fullmatch(r"unrecognized arguments: (--?[\w-]+).*", message):
+            known = option_strings(self)
+        elif unknown := re.fullmatch(r".*: invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w.-]+", unknown[2])
+        else:
             return ""
-        near = difflib.get_close_matches(unknown[1], option_strings(self), n=1, cutoff=0.6)
+        near = difflib.get_close_matches(unknown[1], known, n=1, cutoff=0.6)
         return f"did you mean {near[0]}?" if near else ""
 
 

@@ -169,6 +169,21 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("bough ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["models", "familie"], "did you mean families?"),
+        (["models", "families", "--markdwn"], "did you mean --markdown?"),
+        (["models", "zzz"], "see `bough models --help`"),
+    ],
+)
+def test_misspelt_actions_and_flags_of_a_command(
+    arguments: list[str], fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(arguments) == 2
+    assert capsys.readouterr().err.endswith(f"fix: {fix}\n")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["version"], []])
 def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None:
     reads, writes = os.pipe()
