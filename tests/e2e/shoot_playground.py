@@ -68,6 +68,7 @@ def shoot(page: Playground, url: str, theme: str, target: Path) -> None:
         until(lambda: page.all(".span.shared[data-requests='4']"), "four requests that share")
         page.ask(ASKED[1])
         page.answer()
+        until(lambda: page.run("return document.getAnimations().length === 0"), "colours that no longer change")
         page.driver.save_screenshot(str(target))
 
 
