@@ -7,13 +7,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from bough.entrypoints.speech.segments import Segment
+from bough.entrypoints.speech.segments import SpeechSegment
 
 
 class ScoredSegment(Struct, frozen=True, kw_only=True):
     """A segment, and what is known of the window that it is from."""
 
-    segment: Segment
+    segment: SpeechSegment
     seek_s: float
     """Where the window begins."""
     temperature: float
@@ -22,7 +22,7 @@ class ScoredSegment(Struct, frozen=True, kw_only=True):
     no_speech_prob: float
 
 
-class Transcript(Struct, frozen=True, kw_only=True):
+class SpeechTranscript(Struct, frozen=True, kw_only=True):
     """A whole sound."""
 
     task: str
@@ -33,7 +33,7 @@ class Transcript(Struct, frozen=True, kw_only=True):
     text: str
 
 
-def srt(segments: Iterable[Segment]) -> str:
+def srt(segments: Iterable[SpeechSegment]) -> str:
     blocks = [
         f"{number}\n{_clock(each.start, ',')} --> {_clock(each.end, ',')}\n{_line(each.text)}\n"
         for number, each in enumerate(segments, 1)
@@ -41,12 +41,12 @@ def srt(segments: Iterable[Segment]) -> str:
     return "\n".join(blocks)
 
 
-def vtt(segments: Iterable[Segment]) -> str:
+def vtt(segments: Iterable[SpeechSegment]) -> str:
     blocks = [f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{_line(each.text)}\n" for each in segments]
     return "\n".join(["WEBVTT\n", *blocks])
 
 
-def verbose(transcript: Transcript, *, with_segments: bool) -> dict[str, Any]:
+def verbose(transcript: SpeechTranscript, *, with_segments: bool) -> dict[str, Any]:
     """OpenAI's `verbose_json`."""
     shown: dict[str, Any] = {
         "task": transcript.task,

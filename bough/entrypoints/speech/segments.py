@@ -10,7 +10,7 @@ from msgspec import Struct
 from bough.config.speech import TIMESTAMP_S, SpeechFacts
 
 
-class Segment(Struct, frozen=True, kw_only=True):
+class SpeechSegment(Struct, frozen=True, kw_only=True):
     """Something that was said without a break."""
 
     start: float
@@ -24,7 +24,7 @@ class Segment(Struct, frozen=True, kw_only=True):
 class WindowText(Struct, frozen=True):
     """What became of a window."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[SpeechSegment, ...]
     advance_s: float
     """Seconds from the window's beginning to that of the next one."""
 
@@ -34,7 +34,7 @@ def whole_window(
 ) -> WindowText:
     """A window without timestamps: one segment."""
     ids = [token for token in tokens if token < facts.end]
-    said = Segment(start=begin_s, end=begin_s + length_s, text=decode(ids), tokens=tuple(ids))
+    said = SpeechSegment(start=begin_s, end=begin_s + length_s, text=decode(ids), tokens=tuple(ids))
     return WindowText(_said([said]), length_s)
 
 
@@ -50,9 +50,9 @@ def cut_window(
     ids = [token for token in tokens if token != facts.end]
     is_stamp = [token >= first for token in ids]
 
-    def made(piece: Sequence[int], start_s: float, end_s: float) -> Segment:
+    def made(piece: Sequence[int], start_s: float, end_s: float) -> SpeechSegment:
         text = decode([token for token in piece if token < facts.end])
-        return Segment(start=begin_s + start_s, end=begin_s + end_s, text=text, tokens=tuple(piece))
+        return SpeechSegment(start=begin_s + start_s, end=begin_s + end_s, text=text, tokens=tuple(piece))
 
     def seconds(token: int) -> float:
         return (token - first) * TIMESTAMP_S
@@ -70,6 +70,6 @@ def cut_window(
     return WindowText(_said([made(ids, start_s, max(start_s, last_s))] if ids else []), length_s)
 
 
-def _said(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def _said(segments: Sequence[SpeechSegment]) -> tuple[SpeechSegment, ...]:
     """Those in which something is said, in some time."""
     return tuple(each for each in segments if each.text.strip() and each.end > each.start)

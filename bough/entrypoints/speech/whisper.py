@@ -20,7 +20,7 @@ from bough.core.speech import SPEECH_RULES
 from bough.engine_client import Request
 from bough.entrypoints.service import Service
 from bough.entrypoints.speech.forms import ScoredSegment
-from bough.entrypoints.speech.segments import Segment, cut_window, whole_window
+from bough.entrypoints.speech.segments import SpeechSegment, cut_window, whole_window
 from bough.multimodal.desk import MediaInput
 from bough.multimodal.processor import SoundRules
 from bough.multimodal.sound import wav_bytes
@@ -207,7 +207,7 @@ def _shown(delta: Delta, facts: SpeechFacts, tokenizer: Tokenizer, gathered: Seq
     return now[len(before) :] if len(now) > len(before) else ""
 
 
-def _tail(before: tuple[int, ...], segments: Sequence[Segment], facts: SpeechFacts) -> tuple[int, ...]:
+def _tail(before: tuple[int, ...], segments: Sequence[SpeechSegment], facts: SpeechFacts) -> tuple[int, ...]:
     """The last of all that was said, with its timestamps."""
     said = [token for each in segments for token in each.tokens]
     return (*before, *said)[-facts.context :]

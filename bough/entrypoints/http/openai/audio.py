@@ -25,7 +25,7 @@ from bough.entrypoints.http.openai.fields import served_name
 from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed
 from bough.entrypoints.service import Service
-from bough.entrypoints.speech.forms import ScoredSegment, Transcript, duration_usage, srt, verbose, vtt
+from bough.entrypoints.speech.forms import ScoredSegment, SpeechTranscript, duration_usage, srt, verbose, vtt
 from bough.entrypoints.speech.quiet import quiet_pieces
 from bough.entrypoints.speech.whisper import FALLBACK, SpeechTask, WhisperRun, language_code
 from bough.entrypoints.stream import DONE, ClientGone, Events, event
@@ -80,7 +80,7 @@ def speech_to_text(task: str, service: Service) -> Handler:
     return handle
 
 
-def rendered(transcript: Transcript, form: str) -> Response:
+def rendered(transcript: SpeechTranscript, form: str) -> Response:
     """A transcript in the form that was asked for."""
     segments = [each.segment for each in transcript.segments]
     match form:
@@ -111,9 +111,9 @@ class _Job:
     def _duration_s(self) -> float:
         return len(self._samples) / self._rules.rate
 
-    async def transcript(self) -> Transcript:
+    async def transcript(self) -> SpeechTranscript:
         text = "".join([text async for text in self._texts])
-        return Transcript(
+        return SpeechTranscript(
             task=self._form.task, language=LANGUAGES.get(self._language, self._language), text=text.strip(),
             duration_s=self._duration_s, segments=tuple(self._scored),
         )  # fmt: skip
