@@ -50,8 +50,8 @@ class StatePool:
         self.most_drafts = most_drafts
         self.kept: list[Tensor] = []
         """By layer: what its recurrence takes of each slot's drafts, of which the next step takes in the right ones..."""
-        self.num_taken = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        """...and by slot: the tokens that its state has taken in. Kept up to date where rows may have drafts."""
+        self.num_taken = torch.zeros(num_slots + 1 if most_drafts else 0, dtype=torch.int64, device=device)
+        """...and by slot: the tokens that its state has taken in; empty where rows have no drafts."""
         if most_drafts:
             self.kept = [
                 torch.zeros(num_slots + 1, most_drafts, values, dtype=torch.float32, device=device) for values in inputs
