@@ -274,9 +274,9 @@ def bench_prefill() -> Report:
 SEGMENT_TILINGS = (
     segments.SHORT,
     segments.LONG,
-    segments.Tiling(128, 64, 4),
-    segments.Tiling(128, 128, 8),
-    segments.Tiling(64, 128, 4),
+    segments.SegmentTiling(128, 64, 4),
+    segments.SegmentTiling(128, 128, 8),
+    segments.SegmentTiling(64, 128, 4),
 )
 
 

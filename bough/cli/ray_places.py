@@ -97,7 +97,7 @@ class RayPlaces:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        actor = self._ray.remote(Place).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy)
+        actor = self._ray.remote(RayPlace).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy)
         return actor.remote()
 
     def _given(self, count: int) -> list[Any]:
@@ -117,7 +117,7 @@ class RayPlaces:
         return [self._places[0], *(place for place in found if place is not self._places[0])]
 
 
-class Place:
+class RayPlace:
     """A machine, as Ray's actor: holds its GPUs, and runs one server on it."""
 
     def __init__(self) -> None:

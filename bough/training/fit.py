@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bough.core.step import I64
 from bough.training.heads import Trainee
-from bough.training.recording import Recording
+from bough.training.recording import StateRecording
 from bough.training.samples import Sample
 from bough.training.target import TrainingTarget
 
@@ -114,10 +114,10 @@ class HeadFit:
                 tell(f"{done:4.0%}  loss {_mean(losses[-50:]):.3f}  {len(losses)} batches, {said - began:.0f} s")
         return _mean(losses[-max(1, len(losses) // 10) :]) if losses else math.nan
 
-    def _record(self, samples: Sequence[Sample]) -> Recording:
-        return Recording(self._target, samples, self._trainee.taps, self._target.spare_bytes())
+    def _record(self, samples: Sequence[Sample]) -> StateRecording:
+        return StateRecording(self._target, samples, self._trainee.taps, self._target.spare_bytes())
 
-    def _all_batches(self, recording: Recording, began: float) -> Iterator[tuple[float, list[int]]]:
+    def _all_batches(self, recording: StateRecording, began: float) -> Iterator[tuple[float, list[int]]]:
         """Batches of all epochs, as long as there is time, with the share of the training that is done."""
         plan = self._schedule
         draw = random.Random(plan.seed)
@@ -130,7 +130,7 @@ class HeadFit:
                     return
                 yield done, group
 
-    def learn(self, recording: Recording, group: Sequence[int]) -> Tensor | None:
+    def learn(self, recording: StateRecording, group: Sequence[int]) -> Tensor | None:
         """Adds the gradients of a batch. Returns its loss, on the device; None: it has nothing to learn from.
 
         Draft j at token t is compared with the target at token t + 1 + j: the target's probabilities are computed once for
@@ -186,7 +186,7 @@ class HeadFit:
         by_position = tuple(round(each / max(1, steps), 3) for each in reached)
         return DraftJudgement(round(tokens / max(1, steps), 3), by_position, steps)
 
-    def _right(self, recording: Recording, group: Sequence[int]) -> list[list[list[bool]]]:
+    def _right(self, recording: StateRecording, group: Sequence[int]) -> list[list[list[bool]]]:
         """By text and draft: whether the draft that is made behind a token is what the answer says there."""
         seen, trainee = recording.of(group), self._trainee
         (rows, length), drafts = seen.ids_BT.shape, []
@@ -199,7 +199,7 @@ class HeadFit:
         return torch.stack(drafts, 1).tolist()
 
 
-def _places(recording: Recording, group: Sequence[int]) -> tuple[I64, I64]:
+def _places(recording: StateRecording, group: Sequence[int]) -> tuple[I64, I64]:
     """Where the target's probabilities are learned from, as indices of [B, T], and how far behind the answer's first token
     each is: all tokens of answers, except for the last, behind which nothing is known."""
     which = np.asarray(group)

@@ -28,7 +28,7 @@ class Watched:
     """After the final norm."""
 
 
-class Recording:
+class StateRecording:
     """The states of a model for some texts: computed once and kept on its device, or for each batch anew."""
 
     def __init__(

@@ -27,7 +27,7 @@ _LOGIT_BYTES = 512 << 20
 """Of one tensor of logits, on a GPU."""
 
 
-class HeadRows(NamedTuple):
+class TargetRows(NamedTuple):
     """The output head of some tokens."""
 
     weight_VE: Tensor
@@ -97,7 +97,7 @@ class TrainingTarget:
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.embed.tokens.of(ids.flatten()).view(*ids.shape, -1)
 
-    def head(self, states_ME: Tensor, among: HeadRows | None = None) -> Tensor:
+    def head(self, states_ME: Tensor, among: TargetRows | None = None) -> Tensor:
         """The model's own head, on its states or on those of a head that is trained. `among`: of some tokens only."""
         head = self.model.head
         rows_VE, bias = (self.head_VE, head.bias) if among is None else among
@@ -106,6 +106,6 @@ class TrainingTarget:
             out = out * head.scale
         return out if head.softcap is None else torch.tanh(out / head.softcap) * head.softcap
 
-    def rows(self, ids_V: Tensor) -> HeadRows:
+    def rows(self, ids_V: Tensor) -> TargetRows:
         bias = self.model.head.bias
-        return HeadRows(self.head_VE[ids_V], None if bias is None else bias[ids_V])
+        return TargetRows(self.head_VE[ids_V], None if bias is None else bias[ids_V])

@@ -149,7 +149,7 @@ _SEGMENTS = Launcher(_segments_kernel)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class SegmentTiling:
     """How many queries a program has, and how many keys at a time."""
 
     queries: int
@@ -157,11 +157,11 @@ class Tiling:
     num_warps: int
 
 
-SHORT = Tiling(64, 64, 4)
-LONG = Tiling(128, 64, 8)
+SHORT = SegmentTiling(64, 64, 4)
+LONG = SegmentTiling(128, 64, 8)
 
 
-def tiling_for(longest: int) -> Tiling:
+def tiling_for(longest: int) -> SegmentTiling:
     """For segments of at most this many tokens."""
     return SHORT if longest <= SHORT.queries else LONG
 
@@ -191,7 +191,7 @@ def attend_segments(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequen
 
 
 def attend(
-    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: tuple[int, ...], scale: float, tiling: Tiling
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: tuple[int, ...], scale: float, tiling: SegmentTiling
 ) -> Tensor:
     """`attend_segments` in this tiling."""
     num_tokens, num_heads, head_dim = q_TNH.shape

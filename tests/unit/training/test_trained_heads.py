@@ -19,7 +19,7 @@ from bough.core.sampling import SamplingParams
 from bough.models.load import build_model
 from bough.training.fit import HeadFit, Schedule, batches, frequent_tokens
 from bough.training.heads import Eagle3Trainee, MedusaTrainee, Trainee
-from bough.training.recording import Recording
+from bough.training.recording import StateRecording
 from bough.training.samples import Sample
 from bough.training.target import TrainingTarget
 from bough.training.write import write_head
@@ -149,7 +149,7 @@ def test_other_families_are_trained_for(case: str, tmp_path: Path) -> None:
 
 def test_states_that_are_kept_are_those_that_are_computed(target: TrainingTarget, samples: list[Sample]) -> None:
     """Whether or not there is memory for them, batches are the same; padding repeats a text's last token."""
-    kept, computed = (Recording(target, samples, (2, 1), budget) for budget in (1 << 30, 0))
+    kept, computed = (StateRecording(target, samples, (2, 1), budget) for budget in (1 << 30, 0))
     assert kept.is_kept
     assert not computed.is_kept
     group = [5, 0, 9]
@@ -172,7 +172,7 @@ def test_the_loss_is_the_mean_over_places_of_each_draft(target: TrainingTarget, 
     sums, counts = [0.0] * COUNT, [0] * COUNT
     for sample in some:
         (hidden_TE,) = target.compute([sample.ids], ())
-        seen = Recording(target, [sample], (), 0).of([0])
+        seen = StateRecording(target, [sample], (), 0).of([0])
         for number, made in enumerate(trainee.drafts(seen, COUNT)):
             for at in range(len(sample.prompt) - 1, len(sample.ids) - 2 - number):
                 wanted = target.head(hidden_TE[at + 1 + number]).softmax(-1)
@@ -181,6 +181,6 @@ def test_the_loss_is_the_mean_over_places_of_each_draft(target: TrainingTarget, 
                 counts[number] += 1
     shares = [0.8**number for number in range(COUNT)]
     means = (share * total / count for share, total, count in zip(shares, sums, counts, strict=True))
-    loss = fit.learn(Recording(target, some, (), 1 << 30), range(len(some)))
+    loss = fit.learn(StateRecording(target, some, (), 1 << 30), range(len(some)))
     assert loss is not None
     assert float(loss) == pytest.approx(sum(means) / sum(shares), rel=1e-4)
