@@ -24,9 +24,11 @@ _ONE_SHOT_BYTES = 1 << 16
 class GroupCollectives:
     """One rank's end of a process group. gloo only carries tensors here: sums are ours, so that their order is known."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        """`ranks`: the group's members by their number in the whole job."""
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], store: TorchStore) -> None:
+        """`ranks`: the group's members by their number in the whole job. `store`: what they meet through."""
         self._group = group
+        self._store = store
+        """Kept: NCCL's watchdog calls it as long as there are groups, and torch itself keeps its half in C++ alone."""
         self._ranks = list(ranks)
         self._sums_itself = group.name() != "gloo"
 
@@ -105,5 +107,6 @@ class ProcessGroups:
             )
         if len(ranks) == self._num_ranks and backend in (None, self.backend):
             assert dist.group.WORLD is not None
-            return GroupCollectives(dist.group.WORLD, ranks)
-        return GroupCollectives(dist.new_group(list(ranks), backend=backend, use_local_synchronization=True), ranks)
+            return GroupCollectives(dist.group.WORLD, ranks, self._store)
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        return GroupCollectives(group, ranks, self._store)
