@@ -20,7 +20,11 @@ class Unproven:
 
 
 UNPROVEN = (
-    Unproven("NCCL between several GPUs", "world size 1", lambda p, gpu: gpu and p.tp_size * p.pp_size > 1),
+    Unproven(
+        "NCCL between several GPUs",
+        "not at all: world size 1 failed, and was mended since",
+        lambda p, gpu: gpu and p.tp_size * p.pp_size > 1,
+    ),
     Unproven(
         "sums by reading other GPUs' memory (--custom-all-reduce)",
         "two processes on one GPU",

@@ -23,15 +23,15 @@ def read(config: Fields) -> ModelFacts:
 
 
 def attention_of(config: Fields) -> list[Gqa]:
-    """A layer's base is that of `layer_rope_theta`; 0: positions are not rotated."""
+    """A layer's base is that of `layer_rope_theta`, if there are any; 0: positions are not rotated."""
     windows = reading.windows(config, lambda layer: layer % 4 != 0, default=128)
-    thetas = config.numbers("layer_rope_theta", len(windows))
-    if thetas is not None and any(theta < 0 for theta in thetas):
+    thetas = config.numbers("layer_rope_theta", len(windows)) or ()
+    if any(theta < 0 for theta in thetas):
         raise ConfigError(what="layer_rope_theta has negative numbers", why="they are bases", fix="check config.json")
     made = []
     for layer, (each, window) in enumerate(zip(granite.attention_of(config), windows, strict=True)):
         rope = each.rope
-        if thetas is not None and rope is not None:
+        if thetas and rope is not None:
             rope = replace(rope, theta=thetas[layer]) if thetas[layer] else None
         made.append(replace(each, window=window, rope=rope, sinks=True))
     return made

@@ -114,8 +114,11 @@ def _attend_long(
         lse = torch.empty((each.length, q_TNH.shape[1]), dtype=torch.float32, device=q_TNH.device)
     for first_key in range(0, total, PIECE):
         at_S = torch.arange(first_key, min(first_key + PIECE, total), device=q_TNH.device)
-        loc_S = pages[at_S // inputs.page_size].long() * inputs.page_size + at_S % inputs.page_size
-        kv_SX = cache.index_select(0, loc_S)
+        column_S = (at_S // inputs.page_size).clamp(
+            max=len(pages) - 1
+        )  # `before` is a bound, and may lie behind the table
+        loc_S = pages[column_S].long() * inputs.page_size + at_S % inputs.page_size
+        kv_SX = _rows_of(cache, loc_S)
         if kv_SX.dtype != q_TNH.dtype:
             kv_SX = (kv_SX.float() * k_scale).to(q_TNH.dtype)
         k_SNC, v_SNV = maps.expand(kv_SX[:, :rank])
@@ -125,6 +128,13 @@ def _attend_long(
         )  # fmt: skip
     if in_parts:
         out_TNV[mine] = out.to(out_TNV.dtype)
+
+
+def _rows_of(cache_LX: Tensor, at_S: Tensor) -> Tensor:
+    """Rows of a cache; as bytes where its dtype has no kernel for that."""
+    if cache_LX.dtype.itemsize > 1:
+        return cache_LX.index_select(0, at_S)
+    return cache_LX.view(torch.uint8).index_select(0, at_S).view(cache_LX.dtype)
 
 
 def _has_cudnn(q_TNH: Tensor) -> bool:
