@@ -15,7 +15,7 @@ from torch import Tensor
 from bough.kernels import cuda_source
 from bough.kernels.attention import fresh, fresh_hopper, triton_backend as backend
 from bough.kernels.attention.fresh_hopper import PLACES, TILE, Place, attend, cut, section
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths
+from bough.kernels.attention.inputs import AttentionInputs, AttentionSpec, HostLengths
 from bough.kernels.choices import Facts
 from bough.kernels.cuda_source import CudaSourceError, StreamNumbers
 from bough.kernels.rotary.reference import write_kv
@@ -235,9 +235,7 @@ def test_fresh_keys_are_those_that_a_cache_gives_back(dtype: torch.dtype, scale:
     assert torch.equal(_as_read(x, dtype, scale)[0, 0], (cache[0, 0, 0].float() * scale).bfloat16())
 
 
-LAYER = SimpleNamespace(
-    layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, window=None, chunk=None, causal=True
-)
+LAYER = AttentionSpec(layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
 
 
 @pytest.mark.parametrize(

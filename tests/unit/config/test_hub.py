@@ -201,7 +201,7 @@ def test_damage_is_found_and_mended(hub: FakeHub, bough: Bough, tmp_path: Path) 
         (["pull", "no/such"], "there is no model no/such", "check the name"),
         (["pull", "our/model:Q9"], "our/model has no GGUF file Q9", "our/model:Q4_K_M"),
         (["pull", "a b"], "'a b' is no name of a model", "org/repo"),
-        (["pul"], "invalid choice: 'pul'", "bough models --help"),
+        (["pul"], "invalid choice: 'pul'", "did you mean pull?"),
         (["pull", "our/model", "--revison", "x"], "unrecognized arguments: --revison", "--revision"),
     ],
 )
