@@ -50,7 +50,7 @@ def theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def make(name: str) -> Any:
-        prefix = FAMILIES[name].prefix.removesuffix("Moe")
+        prefix = FAMILIES[name].prefix.removesuffix("Moe").replace("Qwen3_5", "Qwen3VL")  # whose processor it has
         images = Qwen2VLImageProcessorPil(**FAMILIES[name].processor)
         return getattr(transformers, f"{prefix}Processor")(image_processor=images, tokenizer=tokenizer)
 
