@@ -62,7 +62,7 @@ class SpeechFacts:
 
     @property
     def no_speech(self) -> int:
-        """What the model expects first where nobody speaks."""
+        """What the model expects first in silence."""
         return self.no_timestamps - 1
 
     @property

@@ -61,5 +61,5 @@ def decode(codes: Tensor, ranges: Tensor, width: int) -> Tensor:
 
 
 def as_read(x: Tensor, bits: int) -> Tensor:
-    """Vectors as they are read from a cache of so many bits."""
+    """Vectors as they are read from a cache of `bits` bits."""
     return decode(*encode(x, bits), x.shape[-1]).to(x.dtype)

@@ -64,7 +64,7 @@ class HearingTower(Tower):
         return self._positions(x_TD, lengths)
 
     def _positions(self, x_TD: Tensor, lengths: list[int]) -> Tensor:
-        """[M, W] of the tokens of all items, of which each has so many."""
+        """[M, W] of the tokens of all items; `lengths` says how many each has."""
         out_TD: Tensor = self.norm(x_TD)
         return out_TD
 

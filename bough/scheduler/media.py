@@ -153,7 +153,7 @@ def _check_fixed(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
     if count > limits.fixed:
         raise InvalidRequest(
             what=f"the request's media take {count:,} positions, at most {limits.fixed:,} are read",
-            why="cross attention has room for so many of a request",
+            why="that is the room of cross attention for a request",
             fix="send fewer or smaller media",
             param="messages",
         )

@@ -117,7 +117,7 @@ class WhisperRun:
             at += max(1, size if is_silent else round(cut.advance_s * rate))
 
     async def _look(self, media: tuple[MediaInput, ...]) -> float:
-        """The probability that nobody speaks. Finds the language out, if it is not known."""
+        """The probability of silence. Finds the language out, if it is not known."""
         facts = self._facts
         asks = bool(facts.languages) and not self._language
         sampling = SamplingParams(

@@ -351,7 +351,7 @@ def attend_expanded(
 ) -> None:
     """Attends for rows `row` to `row + rows - 1`.
 
-    With `fresh_from`, for those of them without context, with at least so many queries and at most `most_query`: keys stand
+    With `fresh_from`, for those of them without context, with that many queries or more and at most `most_query`: keys stand
     where their queries do in the step, and all tensors begin with its token `offset`.
 
     Otherwise for one row, whose KV tokens from `first_key` on the keys are. With `partial_lse` (float32 [most_query, N])
