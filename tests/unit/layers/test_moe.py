@@ -120,7 +120,7 @@ def test_padding_reaches_no_expert(way: str) -> None:
     if way == "forced":
         route_uniformly(experts, seed=3)
     if way == "other choice":
-        experts.choose = lambda logits: reference.topk_softmax(logits, 2, True)  # type: ignore[assignment]
+        experts.choose = lambda logits, loc: reference.topk_softmax(logits, 2, True, loc)  # type: ignore[assignment]
     x, residual = torch.randn(7, WIDTH), torch.randn(7, WIDTH)
     loc = torch.tensor([3, -1, 0, 7, 9, -1, -1])
     wanted = experts(stream_of(x, residual, fuses=way == "joined").norm(norm))
