@@ -20,15 +20,18 @@ HOSTED: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("HyperCLOVAX", {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
     "experts": ("Mellum", {**SOME_EXPERTS, "head_dim": 16}),
     "windows": ("GraniteSWA", WINDOWS),
+    "not ours": ("BitNet", {}),
 }
 
 
 @pytest.mark.parametrize("case", HOSTED)
 def test_answers_as_transformers_does(case: str, tmp_path: Path) -> None:
     prefix, extra = HOSTED[case]
-    assert f"{prefix}ForCausalLM" not in ARCHITECTURES
     reference = make_tiny(prefix, tmp_path, **extra)
-    model = build_model(open_checkpoint(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"))
+    asked = "transformers" if f"{prefix}ForCausalLM" in ARCHITECTURES else "auto"
+    model = build_model(
+        open_checkpoint(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), model_impl=asked
+    )
     assert isinstance(model, HostedModel)
     check_answers(reference, model)
 
@@ -42,10 +45,10 @@ def test_one_of_ours_can_be_asked_to(tmp_path: Path) -> None:
 
 
 def test_what_is_not_attention_is_refused() -> None:
-    config = {"architectures": ["JambaForCausalLM"], "model_type": "jamba", "num_hidden_layers": 4}
-    with pytest.raises(UnsupportedModel, match="Jamba"):
+    config = {"architectures": ["ZambaForCausalLM"], "model_type": "zamba", "num_hidden_layers": 4}
+    with pytest.raises(UnsupportedModel, match="Zamba"):
         facts_of(config)
     with pytest.raises(UnsupportedModel, match="similar names LlamaForCausalLM"):
         facts_of({"architectures": ["LamaForCausalLM"]})
-    with pytest.raises(UnsupportedModel, match="Mellum"):
-        facts_of({"architectures": ["MellumForCausalLM"], "model_type": "mellum"}, "bough")
+    with pytest.raises(UnsupportedModel, match="BitNet"):
+        facts_of({"architectures": ["BitNetForCausalLM"], "model_type": "bitnet"}, "bough")
