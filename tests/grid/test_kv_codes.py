@@ -8,9 +8,9 @@ from pathlib import Path
 import proposing
 import pytest
 import torch
+from company import NEW_TOKENS, PROMPTS, answers_of
 from in_process import DraftsOnDevice, InProcess, Setup
 from pairwise import pairwise_cover
-from test_same_answer import NEW_TOKENS, PROMPTS, answers_of
 from tiny import make_tiny
 
 from bough.config.hf import open_checkpoint

@@ -9,6 +9,7 @@ from pathlib import Path
 import proposing
 import pytest
 import torch
+from company import NEW_TOKENS, PROMPTS, answers_of
 from in_process import DraftsOnDevice, InProcess, Setup
 from pairwise import pairwise_cover
 from tiny import make_tiny
@@ -94,16 +95,6 @@ OTHER_FLAGS = {
     "speculative_ngram_capacity": "which drafts there are, not which are right",
 }
 
-COMMON = [(7 * i + 3) % 120 + 3 for i in range(37)]
-PROMPTS = [
-    [*COMMON, 5, 17, 99],
-    [42],
-    [*COMMON, 5, 88],
-    [100, 90, 80, 70, 60, 50, 40],
-    [*COMMON[:20], 9, 9, 9, 30, 31],
-]
-NEW_TOKENS = 24
-
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_moe"])
 def family(request, tmp_path_factory) -> tuple[Model, list[list[int]], dict[str, DraftsOnDevice]]:
@@ -120,27 +111,6 @@ def family(request, tmp_path_factory) -> tuple[Model, list[list[int]], dict[str,
         answers.append(out[0, len(prompt) :].tolist())
     drafts = proposing.eagle3(folder, model) if request.param == "gemma3" else proposing.itself(folder, 131)
     return model, answers, {"device": drafts}
-
-
-def answers_of(
-    model: Model, combination: dict[str, object], known: list[list[int]], drafts: dict[str, DraftsOnDevice]
-) -> list[list[int]]:
-    options = dict(combination)
-    company = options.pop("company")
-    if company == "tiny pool":
-        tokens = len(COMMON) + 3 + NEW_TOKENS + 30
-        options["num_pages"] = -(-tokens // int(str(options["page_size"]))) + 3
-    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, known, strict=True)}
-    proposer = drafts.get(str(options["drafts"]))
-    engine = InProcess(model, 131, Setup(**options), answers, proposer)  # type: ignore[arg-type]
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
-    if company == "alone":
-        return [engine.generate([prompt], greedy)[0] for prompt in PROMPTS]
-    if company == "cached":
-        engine.generate(PROMPTS[::-1], greedy)
-    if company == "retracted":
-        return [tokens[:NEW_TOKENS] for tokens in engine.generate_with_a_retraction(PROMPTS)]
-    return engine.generate(PROMPTS, greedy)
 
 
 @pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))

@@ -13,7 +13,9 @@ from tiny import make_tiny
 
 from bough.core.sampling import GrammarSpec
 
-DELAY_S = 0.03
+DELAY_S = 0.08
+ATTEMPTS = 3
+"""A busy machine can spoil one: what is shown is that stages can work at the same time."""
 ROWS = 2
 """Of a step: as many requests run for each stage."""
 TOKENS = 12
@@ -61,8 +63,12 @@ def tokens_per_s(engine: Delayed, num_requests: int, *, bound: bool) -> float:
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_stages_work_at_the_same_time(stages: int, tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, num_hidden_layers=4)
-    one = Delayed(tmp_path, DELAY_S * stages, max_running_requests=ROWS)
-    alone = tokens_per_s(one, ROWS, bound=True)
-    several = Delayed(tmp_path, DELAY_S, pp_size=stages, max_running_requests=ROWS * stages)
-    piped = tokens_per_s(several, ROWS * stages, bound=True)
-    assert piped >= 0.85 * stages * alone, f"{piped:.1f} tokens/s with {stages} stages, {alone:.1f} with one"
+    ratios = []
+    for _ in range(ATTEMPTS):
+        one = Delayed(tmp_path, DELAY_S * stages, max_running_requests=ROWS)
+        alone = tokens_per_s(one, ROWS, bound=True)
+        several = Delayed(tmp_path, DELAY_S, pp_size=stages, max_running_requests=ROWS * stages)
+        ratios.append(tokens_per_s(several, ROWS * stages, bound=True) / alone)
+        if ratios[-1] >= 0.85 * stages:
+            return
+    pytest.fail(f"{stages} stages gave {ratios} times the tokens of one")
