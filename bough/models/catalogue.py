@@ -162,7 +162,9 @@ GROUPS: Final = (
         {
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
             "Gemma4ForConditionalGeneration": "google/gemma-4-E2B-it, google/gemma-4-26B-A4B-it, google/gemma-4-31B-it",
+            "Glm46VForConditionalGeneration": "zai-org/GLM-4.6V-Flash",
             "Glm4vForConditionalGeneration": "zai-org/GLM-4.1V-9B-Thinking",
+            "Glm4vMoeForConditionalGeneration": "zai-org/GLM-4.5V, zai-org/GLM-4.6V",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B, OpenGVLab/InternVL3_5-8B, and those in -hf",
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",

@@ -1,4 +1,4 @@
-"""GLM-4.1V: GLM-4 with positions of three axes, and a tower whose squares of patches are merged by a convolution."""
+"""GLM-4.1V and GLM-4.6V-Flash: GLM-4 with positions of three axes; a convolution merges squares of the tower's patches."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read(config: Fields) -> ModelFacts:
     return replace(facts, tower=tower_of(config, read_vision(config).tower()))
 
 
-def _tower(facts: ModelFacts, build: Build) -> Tower:
+def make_tower(facts: ModelFacts, build: Build) -> Tower:
     from bough.models.glm4v_tower import GlmTower
 
     return GlmTower(read_vision(Fields(facts.config)), build)
@@ -109,4 +109,4 @@ TOWER: Final[tuple[Rule, ...]] = (
     Rename("merger.down_proj", "tower.merger.mlp.down"),
 )
 WEIGHTS = seeing_weights(glm4.WEIGHTS, TOWER, PREFIXES)
-make = with_tower(glm4.make, _tower)
+make = with_tower(glm4.make, make_tower)

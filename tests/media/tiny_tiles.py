@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from later_tiles import LATER
 from PIL import Image
 from seeing import CPU
-from tiny import SIZES as TEXT_SIZES, shake
+from tile_kinds import HALF, PINPOINTS, SQUARE, TEXT, VIT, TileFamily
+from tiny import shake
 from tiny_vision import EOS, IMAGE, VOCAB, make_tokenizer
 from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
@@ -26,30 +28,6 @@ from bough.multimodal.families import processor_of
 from bough.multimodal.processor import Processor
 from bough.tokenizer import Tokenizer
 from bough.tokenizer.load import load_tokenizer
-
-TEXT = {**TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS, "head_dim": 16}
-VIT = {
-    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
-    "image_size": 16,
-}  # fmt: skip
-PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
-HALF = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
-SQUARE = {"height": 16, "width": 16}
-
-
-@dataclass(frozen=True)
-class TileFamily:
-    """How a tiny model of a family and transformers' processor of it are made."""
-
-    prefix: str
-    config: dict[str, Any]
-    processor: dict[str, Any]
-    """Settings of the image processor..."""
-    theirs: Callable[[Any, dict[str, Any]], Any]
-    """...and what makes transformers' processor of a tokenizer and them."""
-    special: dict[int, str] = field(default_factory=dict)
-    mark: str = "<image>"
-    """What stands for an image in a text."""
 
 
 def _llava(tokenizer: Any, settings: dict[str, Any]) -> Any:
@@ -77,14 +55,6 @@ def _next(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
         )  # fmt: skip
 
     return made
-
-
-def _glm4v(tokenizer: Any, settings: dict[str, Any]) -> Any:
-    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-
-    tokenizer.image_token, tokenizer.video_token = "<|image|>", "<|video|>"
-    tokenizer.image_token_id, tokenizer.video_token_id = IMAGE, 301
-    return transformers.Glm4vProcessor(Glm4vImageProcessorPil(**settings), tokenizer)
 
 
 def _internvl(tokenizer: Any, settings: dict[str, Any]) -> Any:
@@ -257,29 +227,6 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         _next("LlavaOnevision"),
         {IMAGE: "<image>", 301: "<video>"},
     ),
-    "glm4v": TileFamily(
-        "Glm4v",
-        {
-            "text_config": {
-                **TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS, "model_type": "glm4v_text",
-                "rope_parameters": {
-                    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5,
-                },
-            },
-            "vision_config": {
-                "depth": 2, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 56, "num_heads": 2,
-                "patch_size": 4, "image_size": 20, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            },
-            "image_token_id": IMAGE, "video_token_id": 301, "image_start_token_id": 302, "image_end_token_id": 303,
-        },
-        {
-            "size": {"shortest_edge": 2 * 8 * 8 * 4, "longest_edge": 2 * 8 * 8 * 30}, "patch_size": 4, "merge_size": 2,
-            "temporal_patch_size": 2, **HALF,
-        },
-        _glm4v,
-        {IMAGE: "<|image|>", 301: "<|video|>", 302: "<|begin_of_image|>", 303: "<|end_of_image|>"},
-        "<|begin_of_image|><|image|><|end_of_image|>",
-    ),
     "pixtral": TileFamily(
         "Llava",
         {
@@ -336,6 +283,7 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         _idefics3("SmolVLM"),
         IDEFICS,
     ),
+    **LATER,
 }  # fmt: skip
 
 

@@ -1,0 +1,34 @@
+"""How tiny models of families whose towers see tiles are described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiny import SIZES as TEXT_SIZES
+from tiny_vision import EOS, VOCAB
+
+TEXT = {**TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS, "head_dim": 16}
+VIT = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 16,
+}  # fmt: skip
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
+HALF = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
+SQUARE = {"height": 16, "width": 16}
+
+
+@dataclass(frozen=True)
+class TileFamily:
+    """How a tiny model of a family and transformers' processor of it are made."""
+
+    prefix: str
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    """Settings of the image processor..."""
+    theirs: Callable[[Any, dict[str, Any]], Any]
+    """...and what makes transformers' processor of a tokenizer and them."""
+    special: dict[int, str] = field(default_factory=dict)
+    mark: str = "<image>"
+    """What stands for an image in a text."""
