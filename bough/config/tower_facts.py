@@ -23,6 +23,8 @@ class TowerBlockFacts:
     """Where there is a bias: whether keys have one in the checkpoint, too."""
     scaled: bool = False
     """What each half adds is multiplied by a learned vector."""
+    interleaved: bool = False
+    """Where heads are rotated: neighbouring values are a pair, not those half a head apart."""
 
     @property
     def head_dim(self) -> int:
@@ -57,6 +59,12 @@ class VitFacts:
     patch_bias: bool = True
     class_token: bool = False
     """A token of its own stands before those of the patches. It is not among the features."""
+    class_last: bool = False
+    """It stands behind them instead."""
+    theta: float = 0.0
+    """Base of the rotation of heads: half of their pairs by column, half by row. 0: they are not rotated."""
+    coarse_pixels: bool = False
+    """Pixels are scaled and normalised in bfloat16."""
     pre_norm: NormFacts | None = None
     post_norm: NormFacts | None = None
     post_used: bool = True

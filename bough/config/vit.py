@@ -33,6 +33,11 @@ _IDEFICS3: Final[dict[str, Any]] = {
     "image_size": 224,
 }  # fmt: skip
 
+_LLAMA4: Final[dict[str, Any]] = {
+    "hidden_size": 768, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16,
+    "patch_size": 14, "image_size": 448, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+}  # fmt: skip
+
 LANCZOS: Final = 1
 BILINEAR: Final = 2
 
@@ -136,6 +141,28 @@ def ratio(config: Fields) -> int:
 
 def idefics3_vit(config: Fields) -> VitFacts:
     return read_vit(config, mean=HALF, std=HALF, resample=LANCZOS, **_IDEFICS3)
+
+
+def llama4_vit(config: Fields) -> VitFacts:
+    """Heads are rotated by column and row; the class token stands behind the patches."""
+    vision = config.inner("vision_config")
+    theta = vision.inner("rope_parameters").positive("rope_theta", default=vision.positive("rope_theta", default=1e4))
+    facts = read_vit(config, mean=HALF, std=HALF, resample=BILINEAR, **_LLAMA4)
+    return replace(
+        facts,
+        block=replace(facts.block, interleaved=True),
+        patch_bias=False,
+        class_token=True,
+        class_last=True,
+        pre_norm=facts.block.norm,
+        theta=theta,
+        coarse_pixels=True,
+    )
+
+
+def shuffled_by(config: Fields) -> int:
+    """Patches along a side of a position of Llama 4."""
+    return round(1 / config.inner("vision_config").positive("pixel_shuffle_ratio", default=0.5))
 
 
 def gemma3_vit(config: Fields) -> VitFacts:

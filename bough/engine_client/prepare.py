@@ -17,6 +17,7 @@ from bough.engine_client.request import Request
 from bough.engine_client.sessions import SessionParams, Sessions, SessionTurn
 from bough.multimodal.media import Lease, Media, shifted
 from bough.multimodal.placing import Placed, Placer
+from bough.multimodal.processor import Prepared
 from bough.tokenizer import TokenizerPool
 
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -69,6 +70,7 @@ class Preparer:
         prompts = [_NO_IDS] * len(requests)
         placed: dict[int, Placed] = {}
         taken: dict[int, str] = {}
+        ordered: dict[int, list[Prepared]] = {}
         for at, request in enumerate(requests):
             if request.session is not None:
                 before[at] = await self._before(request, request.session)
@@ -76,7 +78,10 @@ class Preparer:
                 leases[at] = await self._prepared(request)
             if isinstance(request.prompt, str):
                 text = self._limits.taken_of(request.prompt)
-                taken[at] = self._spelled(text, leases[at]) if at in leases else text
+                if at in leases:
+                    ordered[at] = self._placer.ordered(text, leases[at].prepared)
+                    text = self._placer.spelled(text, leases[at].prepared)
+                taken[at] = text
                 texts[request.add_special_tokens and not len(before.get(at, ()))].append(at)
             else:
                 prompts[at] = self._limits.ids_of(request.prompt)
@@ -89,7 +94,7 @@ class Preparer:
                 for at, ids in zip(places, encoded, strict=True):
                     prompts[at] = np.asarray(ids, np.int32)
                     if at in leases:
-                        placed[at] = self._placer.place_spelled(ids, leases[at].prepared)
+                        placed[at] = self._placer.place_spelled(ids, ordered[at])
         return [self._joined(at, request, prompts[at], before, placed, leases) for at, request in enumerate(requests)]
 
     def _joined(
@@ -144,9 +149,6 @@ class Preparer:
             )
         caller = request.caller
         return await self._media.prepare(request.media, caller.tenant if caller.isolated else "")
-
-    def _spelled(self, text: str, lease: Lease) -> str:
-        return self._placer.spelled(text, lease.prepared)
 
     @property
     def _placer(self) -> Placer:

@@ -60,6 +60,23 @@ class ShuffledLinear(nn.Module):
         return out_NMW
 
 
+class ThreeLinears(nn.Module):
+    """Squares of neighbours together, then three products without biases, with GELU between them (Llama 4)."""
+
+    def __init__(self, widths: tuple[int, int, int], build: Build, *, side: int, by: int) -> None:
+        """`widths`: of a patch, between the products, and of the language model."""
+        super().__init__()
+        self.side, self.by = side, by
+        self.first = ReplicatedLinear(widths[0] * by * by, widths[1], build)
+        self.second = ReplicatedLinear(widths[1], widths[1], build)
+        self.third = ReplicatedLinear(widths[1], widths[2], build)
+
+    def forward(self, x_NPD: Tensor) -> Tensor:
+        x_NMF = F.gelu(self.first(shuffled(x_NPD, self.side, self.by)))
+        out_NMW: Tensor = self.third(F.gelu(self.second(x_NMF)))
+        return out_NMW
+
+
 class PooledLinear(nn.Module):
     """Means of squares, normed, then a product whose weight is stored inputs first."""
 

@@ -62,12 +62,13 @@ class TowerAttention(nn.Module):
         self.qkv = QKVLinear(facts.hidden, *heads, build, bias=facts.qkv_bias, k_bias=facts.k_bias)
         self.out = RowLinear(facts.hidden, facts.hidden, build, bias=facts.out_bias)
         self.scale = facts.head_dim**-0.5
+        self.interleaved = facts.interleaved
 
     def forward(self, x_TD: Tensor, lengths: Sequence[int], cos_sin_TR: Tensor | None) -> Tensor:
         q_TNH, k_TNH, v_TNH = self.qkv(x_TD)
         if cos_sin_TR is not None:
             places_T = torch.arange(len(x_TD), device=x_TD.device)
-            q_TNH, k_TNH = apply_rope(q_TNH, k_TNH, places_T, cos_sin_TR)
+            q_TNH, k_TNH = apply_rope(q_TNH, k_TNH, places_T, cos_sin_TR, interleaved=self.interleaved)
         return self.out.product(attend_segments(q_TNH, k_TNH, v_TNH, lengths, self.scale))
 
 
@@ -128,18 +129,28 @@ class PatchEmbedding(nn.Module):
 
 
 class Normaliser(nn.Module):
-    """uint8 pixels to what a tower was trained on: (x / 255 - mean) / deviation, in float32."""
+    """uint8 pixels to what a tower was trained on: (x / 255 - mean) / deviation."""
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], rescale: float, build: Build) -> None:
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        rescale: float,
+        build: Build,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`dtype`: what it is computed in."""
         super().__init__()
-        to = {"dtype": torch.float32, "device": build.device}
+        to = {"dtype": dtype, "device": build.device}
+        self.dtype = dtype
         self.rescale = rescale
         self.register_buffer("mean", torch.tensor(mean, **to), persistent=False)  # type: ignore[arg-type]
         self.register_buffer("std", torch.tensor(std, **to), persistent=False)  # type: ignore[arg-type]
 
     def forward(self, pixels: Tensor) -> Tensor:
         """float32 of the same shape, [..., 3]."""
-        return (pixels.float() * self.rescale - self.mean) / self.std  # type: ignore[operator]
+        return ((pixels.to(self.dtype) * self.rescale - self.mean) / self.std).float()  # type: ignore[operator]
 
 
 def _parameter(shape: tuple[int, ...], build: Build) -> nn.Parameter:

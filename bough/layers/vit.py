@@ -20,7 +20,8 @@ class Vit(nn.Module):
         super().__init__()
         hidden = facts.block.hidden
         self.facts = facts
-        self.normalise = Normaliser(facts.image.mean, facts.image.std, facts.image.rescale, build)
+        dtype = torch.bfloat16 if facts.coarse_pixels else torch.float32
+        self.normalise = Normaliser(facts.image.mean, facts.image.std, facts.image.rescale, build, dtype=dtype)
         self.patches = PatchEmbedding(facts.kernel, hidden, build, bias=facts.patch_bias)
         self.class_token = Learned((hidden,), build) if facts.class_token else None
         self.positions = Learned((facts.tokens, hidden), build)
@@ -36,15 +37,30 @@ class Vit(nn.Module):
         cut = self.normalise(pixels).view(count, side, patch, side, patch, -1).permute(0, 1, 3, 5, 2, 4)
         x_NSD = self.patches(cut.reshape(count * side**2, -1)).view(count, side**2, hidden)
         if self.class_token is not None:
-            x_NSD = torch.cat([self.class_token.weight.expand(count, 1, -1), x_NSD], 1)
+            both = (self.class_token.weight.expand(count, 1, -1), x_NSD)
+            x_NSD = torch.cat(both[::-1] if facts.class_last else both, 1)
         x_TD: Tensor = (x_NSD + self.positions.weight).view(-1, hidden)
         if self.pre_norm is not None:
             x_TD = self.pre_norm(x_TD)
+        cos_sin_TR = self._angles(pixels.device).repeat(count, 1) if facts.theta else None
         for block in self.blocks[: facts.used]:
-            x_TD = block(x_TD, [facts.tokens] * count, None)
+            x_TD = block(x_TD, [facts.tokens] * count, cos_sin_TR)
         if self.post_norm is not None and facts.post_used:
             x_TD = self.post_norm(x_TD)
-        return x_TD.view(count, facts.tokens, hidden)[:, int(facts.class_token) :]
+        first = int(facts.class_token and not facts.class_last)
+        return x_TD.view(count, facts.tokens, hidden)[:, first : first + side**2]
+
+    def _angles(self, device: torch.device) -> Tensor:
+        """[tokens of a tile, width of a head]: columns and rows count from one; the class token is not turned."""
+        facts, width = self.facts, self.facts.block.head_dim // 2
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+        places = torch.arange(facts.side**2, device=device)
+        columns, rows = places % facts.side + 1, places // facts.side + 1
+        angles_PF = torch.cat([each[:, None] * facts.theta**-exponents for each in (columns, rows)], -1)
+        if facts.class_token:
+            still = torch.zeros_like(angles_PF[:1])
+            angles_PF = torch.cat([angles_PF, still] if facts.class_last else [still, angles_PF])
+        return torch.cat((angles_PF.cos(), angles_PF.sin()), -1)
 
 
 class TiledTower(Tower):

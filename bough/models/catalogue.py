@@ -167,6 +167,7 @@ GROUPS: Final = (
             "Glm4vMoeForConditionalGeneration": "zai-org/GLM-4.5V, zai-org/GLM-4.6V",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B, OpenGVLab/InternVL3_5-8B, and those in -hf",
+            "Llama4ForConditionalGeneration": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",
             "LlavaNextForConditionalGeneration": "llava-hf/llava-v1.6-mistral-7b-hf",
             "LlavaOnevisionForConditionalGeneration": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
@@ -181,13 +182,6 @@ GROUPS: Final = (
             "Qwen3VLMoeForConditionalGeneration": "Qwen/Qwen3-VL-30B-A3B-Instruct",
             "Qwen3_5ForConditionalGeneration": "Qwen/Qwen3.5-27B",
             "Qwen3_5MoeForConditionalGeneration": "Qwen/Qwen3.5-35B-A3B",
-        },
-    ),
-    FamilyGroup(
-        "Language models of models that also see",
-        "tests/models/test_text_of.py",
-        {
-            "Llama4ForConditionalGeneration": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         },
     ),
     FamilyGroup(

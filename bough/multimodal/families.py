@@ -14,6 +14,7 @@ from bough.multimodal.gemma4 import Gemma4Processor
 from bough.multimodal.glm4v import Glm4vProcessor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
+from bough.multimodal.llama4 import Llama4Processor
 from bough.multimodal.llava import LlavaProcessor
 from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
@@ -41,6 +42,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Glm4vMoeForConditionalGeneration": Glm4vProcessor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
+    "Llama4ForConditionalGeneration": Llama4Processor,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": AnyresProcessor,
     "LlavaOnevisionForConditionalGeneration": AnyresProcessor,

@@ -18,7 +18,7 @@ from msgspec import Struct
 from bough.core.errors import InvalidRequest
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
-from bough.multimodal.processor import Marker, Piece, PlaceholderRun, Prepared, Processor, Token
+from bough.multimodal.processor import Mark, Marker, Piece, PlaceholderRun, Prepared, Processor, Token
 from bough.tokenizer import Tokenizer
 
 
@@ -46,37 +46,36 @@ class Placer:
         whose marker the text does not have come first. Raises `InvalidRequest` if markers and media differ in number."""
         if not self._processor.in_prompt:
             return text
-        markers = {kind: self._found(text, self._processor.marker(kind)) for kind in kinds_of(media)}
-        counts = {kind: text.count(marker) for kind, marker in markers.items()}
-        missing = [kind for kind, count in counts.items() if count == 0]
-        if missing:
-            text = "".join(self.marker_text(each.kind) for each in media if each.kind in missing) + text
-        left = {kind: iter([each for each in media if each.kind == kind]) for kind in markers}
-        found = Counter({kind: text.count(marker) for kind, marker in markers.items()})
-        _check_counts(found, media)
-        by_text = {marker: kind for kind, marker in markers.items()}
+        text, by_text = self._marked(text, media)
+        left = iter(self.ordered(text, media))
 
         def replaced(match: re.Match[str]) -> str:
-            kind = by_text[match[0]]
-            return "".join(self._text_of(kind, piece) for piece in self._pieces(next(left[kind])))
+            return "".join(self._text_of(by_text[match[0]], piece) for piece in self._pieces(next(left)))
 
         return re.sub("|".join(map(re.escape, by_text)), replaced, text)
 
+    def ordered(self, text: str, media: Sequence[Prepared]) -> list[Prepared]:
+        """The media of a text in the order in which they will stand there. Raises as `spelled` does."""
+        if len(kinds_of(media)) == 1 or not self._processor.in_prompt:
+            return list(media)
+        text, by_text = self._marked(text, media)
+        left = {kind: iter([each for each in media if each.kind == kind]) for kind in by_text.values()}
+        return [next(left[by_text[match[0]]]) for match in re.finditer("|".join(map(re.escape, by_text)), text)]
+
     def place_spelled(self, ids: Sequence[int], media: Sequence[Prepared]) -> Placed:
-        """Of the ids of a spelled text: every placeholder gets its run's length."""
+        """Of the ids of a spelled text and its media, ordered: every placeholder gets its run's length."""
         array = np.asarray(ids, np.int32)
         if not self._processor.in_prompt:
             return self._beside(array, media)
-        order = self._in_order(array, media)
         runs = [
             (medium, each, run)
-            for medium, each in enumerate(order)
+            for medium, each in enumerate(media)
             for run in self._pieces(each)
             if isinstance(run, PlaceholderRun)
         ]
-        tokens = {self._processor.marker(kind).token: kind for kind in kinds_of(media)}
-        at = np.flatnonzero(np.isin(array, list(tokens)))
-        if [tokens[token] for token in array[at].tolist()] != [each.kind for _, each, _ in runs]:
+        wanted = [self._processor.marker(each.kind).token for _, each, _ in runs]
+        at = np.flatnonzero(np.isin(array, wanted))
+        if array[at].tolist() != wanted:
             raise _mismatch("the prompt has placeholders of its own")
         counts = np.ones(len(array), np.int64)
         counts[at] = [run.count for _, _, run in runs]
@@ -88,13 +87,13 @@ class Placer:
         """Of token ids as a client sends them: with a marker for each medium, or with all placeholders already."""
         if not self._processor.in_prompt:
             return self._beside(ids, media)
-        patterns = {kind: _pattern(ids, self._processor.marker(kind)) for kind in kinds_of(media)}
-        found = {kind: _find(ids, pattern) for kind, pattern in patterns.items()}
         if self._is_expanded(ids, media):
             return self._placed_as_is(ids, media)
+        patterns = {kind: self._pattern(ids, self._processor.marker(kind)) for kind in kinds_of(media)}
+        found = {kind: _find(ids, pattern) for kind, pattern in patterns.items()}
         if any(not places for places in found.values()):
             first = [each for each in media if not found[each.kind]]
-            before = [token for each in first for token in self._processor.marker(each.kind).insert]
+            before = [token for each in first for token in self._ids(self._processor.marker(each.kind).insert)]
             return self.place_ids(np.concatenate([np.array(before, np.int32), ids]), media)
         _check_counts(Counter({kind: len(places) for kind, places in found.items()}), media)
         left = {kind: iter([each for each in media if each.kind == kind]) for kind in found}
@@ -142,9 +141,28 @@ class Placer:
         usual = self._spell(marker.find)
         return usual if not marker.also or usual in text else self._spell(marker.also)
 
-    def _spell(self, ids: Sequence[int]) -> str:
+    def _marked(self, text: str, media: Sequence[Prepared]) -> tuple[str, dict[str, MediaKind]]:
+        """The text with a marker for each medium, and what the markers stand for."""
+        kinds = {kind: self._processor.marker(kind) for kind in kinds_of(media)}
+        missing = [kind for kind, marker in kinds.items() if self._found(text, marker) not in text]
+        text = "".join(self.marker_text(each.kind) for each in media if each.kind in missing) + text
+        markers = {kind: self._found(text, marker) for kind, marker in kinds.items()}
+        _check_counts(Counter({kind: text.count(marker) for kind, marker in markers.items()}), media)
+        return text, {marker: kind for kind, marker in markers.items()}
+
+    def _pattern(self, ids: Ids, marker: Marker) -> tuple[int, ...]:
+        """What stands for a medium in these ids, if anything does."""
+        usual = self._ids(marker.find)
+        return usual if not marker.also or _find(ids, usual) else self._ids(marker.also)
+
+    def _ids(self, mark: Mark) -> tuple[int, ...]:
+        return mark if isinstance(mark, tuple) else tuple(self._encode(mark))
+
+    def _spell(self, mark: Mark) -> str:
+        if isinstance(mark, str):
+            return mark
         assert self._tokenizer is not None, "texts are refused without a tokenizer"
-        return "".join(self._tokenizer.token_text(token) for token in ids)
+        return "".join(self._tokenizer.token_text(token) for token in mark)
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -156,24 +174,6 @@ class Placer:
             )
         return self._tokenizer.encode(text, False)
 
-    def _in_order(self, ids: Ids, media: Sequence[Prepared]) -> list[Prepared]:
-        """The media in the order of their placeholders in the ids of a spelled text."""
-        if len(kinds_of(media)) == 1:
-            return list(media)
-        left = {
-            self._processor.marker(kind).token: [each for each in media if each.kind == kind]
-            for kind in kinds_of(media)
-        }
-        ordered: list[Prepared] = []
-        skip = 0
-        for token in ids[np.isin(ids, list(left))].tolist():
-            if skip:
-                skip -= 1
-            elif left[token]:
-                ordered.append(left[token].pop(0))
-                skip = sum(isinstance(piece, PlaceholderRun) for piece in self._pieces(ordered[-1])) - 1
-        return ordered + [each for rest in left.values() for each in rest]
-
     def _is_expanded(self, ids: Ids, media: Sequence[Prepared]) -> bool:
         """Whether the ids have as many placeholders as the media have positions, and not one for each."""
         wanted: Counter[int] = Counter()
@@ -184,10 +184,10 @@ class Placer:
         ) > len(media)
 
     def _placed_as_is(self, ids: Ids, media: Sequence[Prepared]) -> Placed:
-        where = {
-            token: iter(np.flatnonzero(ids == token).tolist())
-            for token in {self._processor.marker(kind).token for kind in kinds_of(media)}
-        }
+        tokens = {self._processor.marker(kind).token for kind in kinds_of(media)}
+        if len(tokens) < len(kinds_of(media)):
+            raise _mismatch("kinds of media share a placeholder here: their places are known by their markers alone")
+        where = {token: iter(np.flatnonzero(ids == token).tolist()) for token in tokens}
         places = []
         for medium, each in enumerate(media):
             token = self._processor.marker(each.kind).token
@@ -248,10 +248,6 @@ def _item(each: Prepared, number: int, start: int, stop: int, *, token: int) -> 
         last=shape.last,
         embedded=shape.embedded,
     )
-
-
-def _pattern(ids: Ids, marker: Marker) -> tuple[int, ...]:
-    return marker.find if not marker.also or _find(ids, marker.find) else marker.also
 
 
 def _find(ids: Ids, wanted: tuple[int, ...]) -> list[int]:

@@ -99,16 +99,20 @@ class SoundRules(Struct, frozen=True):
     """Seconds of a piece of a longer sound that is transcribed by itself; 0: as many as there may be."""
 
 
-class Marker(Struct, frozen=True):
-    """What stands for a medium of one kind in a prompt before it is expanded, as token ids."""
+Mark = tuple[int, ...] | str
+"""Token ids, or a text where the config does not know its ids."""
 
-    find: tuple[int, ...]
+
+class Marker(Struct, frozen=True):
+    """What stands for a medium of one kind in a prompt before it is expanded."""
+
+    find: Mark
     """What chat templates write, and what the medium's pieces replace."""
-    insert: tuple[int, ...]
+    insert: Mark
     """What is put before a prompt that has no marker."""
     token: int
-    """The placeholder."""
-    also: tuple[int, ...] = ()
+    """The placeholder. Kinds may share one."""
+    also: Mark = ()
     """What stands for a medium where nothing is like `find`."""
 
 

@@ -16,6 +16,7 @@ from bough.core.media import MediaKind
 from bough.multimodal.embeds import bad_embeddings
 from bough.multimodal.processor import (
     ItemShape,
+    Mark,
     Marker,
     Options,
     Piece,
@@ -38,9 +39,7 @@ class TileProcessor(Processor):
     kinds = frozenset({"image"})
     bounds: Mapping[str, int] = {}
 
-    def __init__(
-        self, *, patches: int, positions: int, facts: ImageFacts, token: int, insert: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, *, patches: int, positions: int, facts: ImageFacts, token: int, insert: Mark = ()) -> None:
         """`patches`, `positions`: of a tile. `insert`: as `Marker.insert`, if it is not the placeholder alone."""
         self.patches = patches
         self.positions_of_tile = positions

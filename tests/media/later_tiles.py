@@ -7,7 +7,8 @@ from typing import Any
 
 import transformers
 from families import V3_EXPERTS
-from tile_kinds import HALF, TileFamily
+from pillow_vision import on_pillow
+from tile_kinds import HALF, SQUARE, TEXT, VIT, TileFamily
 from tiny import SIZES as TEXT_SIZES
 from tiny_vision import EOS, IMAGE, VOCAB
 
@@ -21,6 +22,17 @@ def _glm(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
         return getattr(transformers, f"{kind}Processor")(images, tokenizer)
 
     return made
+
+
+def _llama4(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    images = on_pillow("llama4.image_processing_llama4.Llama4ImageProcessor")(**settings)
+    made = transformers.Llama4Processor(images, tokenizer, patch_size=4, pixel_shuffle_ratio=0.5)
+
+    def process(**given: Any) -> dict[str, Any]:
+        found = made(**given)
+        return {**found, "pixel_values": found["pixel_values"].float()}
+
+    return process
 
 
 GLM_TEXT = {
@@ -73,5 +85,29 @@ LATER: dict[str, TileFamily] = {
         _glm("Glm4v"),
         GLM_MARKS,
         GLM_MARK,
+    ),
+    "llama4": TileFamily(
+        "Llama4",
+        {
+            "text_config": {
+                **TEXT, "model_type": "llama4_text", "intermediate_size_mlp": 72, "num_local_experts": 4,
+                "interleave_moe_layer_step": 2, "attention_chunk_size": 64,
+            },
+            "vision_config": {
+                **VIT, "intermediate_size": 128, "projector_input_dim": 40, "projector_output_dim": 40,
+                "vision_output_dim": 40,
+            },
+            "image_token_index": IMAGE, "boi_token_index": 302, "eoi_token_index": 303,
+        },
+        {"size": SQUARE, "max_patches": 5, **{name: [0.5] * 3 for name in HALF}},
+        _llama4,
+        {
+            IMAGE: "<|patch|>", 301: "<|image|>", 302: "<|image_start|>", 303: "<|image_end|>",
+            304: "<|tile_x_separator|>", 305: "<|tile_y_separator|>",
+        },
+        "<|image|>",
+        lambda model, given: model.multi_modal_projector(
+            model.get_image_features(**given).last_hidden_state.flatten(0, 1)
+        ),
     ),
 }  # fmt: skip

@@ -14,11 +14,13 @@ import pytest
 import torch
 from in_process import InProcess, Setup
 from PIL import Image
+from pillow_vision import on_pillow
 from prompts import noise
 from safetensors.torch import load_file, save_file
 from test_in_engine import GREEDY, NEW
 from tiny_tiles import TILE_FAMILIES, load_tiled
 from tiny_vision import IMAGE, VOCAB
+from transformers.image_utils import SizeDict
 
 from bough.config.hf import open_checkpoint
 from bough.core.errors import ConfigError
@@ -28,6 +30,7 @@ from bough.layers.tower import TowerInput
 from bough.models.load import build_model
 from bough.models.registry import facts_of
 from bough.multimodal.families import processor_of
+from bough.multimodal.llama4 import canvas
 from bough.multimodal.placing import Placed, Placer
 from bough.multimodal.processor import Prepared, Processed
 
@@ -80,8 +83,7 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
             for key, value in wanted.items()
             if key in ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids")
         }
-        found = tiled.reference.model.get_image_features(**given).pooler_output
-        expected = torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+        expected = tiled.family.features(tiled.reference, given)
         assert tiled.model.tower is not None
         ours = tiled.model.tower(
             [TowerInput(torch.from_numpy(features[item.features.path]), item.grid) for item in placed.items]
@@ -132,6 +134,15 @@ def test_several_images_of_a_request_are_not_cut_with_onevision() -> None:
     assert tiled.model.tower is not None
     ours = torch.cat([tiled.model.tower.vit.normalise(torch.from_numpy(array)) for array, _ in found])
     assert (ours.permute(0, 3, 1, 2) - theirs["pixel_values"][:, 0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_canvases_of_llama4(largest: bool) -> None:
+    fit = on_pillow("llama4.image_processing_llama4.get_best_fit")
+    sizes = on_pillow("llama4.image_processing_llama4.find_supported_resolutions")(16, SizeDict(height=336, width=336))
+    for height, width in np.random.default_rng(0).integers(20, 2500, (100, 2)).tolist():
+        wanted = fit((height, width), torch.tensor(sizes), resize_to_max_canvas=largest)
+        assert [336 * each for each in canvas(height, width, 336, 16, largest=largest)] == wanted.tolist()
 
 
 def test_own_checkpoints_of_internvl(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from tiny import SIZES as TEXT_SIZES
 from tiny_vision import EOS, VOCAB
+from torch import Tensor
 
 TEXT = {**TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS, "head_dim": 16}
 VIT = {
@@ -17,6 +19,12 @@ VIT = {
 PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
 HALF = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
 SQUARE = {"height": 16, "width": 16}
+
+
+def pooled(model: Any, given: dict[str, Any]) -> Tensor:
+    """As most models name them."""
+    found = model.model.get_image_features(**given).pooler_output
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
 
 
 @dataclass(frozen=True)
@@ -32,3 +40,5 @@ class TileFamily:
     special: dict[int, str] = field(default_factory=dict)
     mark: str = "<image>"
     """What stands for an image in a text."""
+    features: Callable[[Any, dict[str, Any]], Tensor] = pooled
+    """What transformers' model makes of what its processor made of images: [positions, width]."""
