@@ -165,6 +165,20 @@ def _model(config: Config) -> None:
         ("limit_mm_data_per_request", config.media.limit_mm_data_per_request, '{"image": 8}'),
     ):
         _json_object(name, text, example)
+    if config.model.calculate_kv_scales and config.model.quantization_param_path:
+        raise ConfigError(
+            what="--calculate-kv-scales with --quantization-param-path",
+            why="the scales of keys and values come from the first prompts or from a file",
+            fix="leave one of them out",
+            param="calculate_kv_scales",
+        )
+    if config.model.calculate_kv_scales and config.parallel.attn_cp_size > 1:
+        raise ConfigError(
+            what="--calculate-kv-scales with --attn-cp-size",
+            why="ranks that share the tokens of a sequence would measure different ones",
+            fix="use the scales of a file (--quantization-param-path), or --kv-cache-dtype int8 without --attn-cp-size",
+            param="calculate_kv_scales",
+        )
     if config.model.dummy_weights != "normal" and config.model.load_format != "dummy":
         raise ConfigError(
             what=f"dummy_weights is {config.model.dummy_weights}, the weights are no dummies",

@@ -86,7 +86,10 @@ class ModelConfig:
     """Type of cached keys and values. auto: FP8 on a GPU if the checkpoint has scales for it, else that of activations.
     `int8` and `int4` keep a scale for every token and head, and need no calibration."""
     quantization_param_path: str = ""
-    """JSON file with the scales of keys and values cached in 8 bits. Default: those of the checkpoint, or 1."""
+    """JSON file with the scales of keys and values cached in FP8. Default: those of the checkpoint, or 1."""
+    calculate_kv_scales: bool = False
+    """Take the scales of keys and values cached in FP8 from the first prompts, instead of the checkpoint's. CUDA graphs are
+    captured after these."""
     first_layer_table: Literal["auto", "on", "off"] = "auto"
     """Keep the first layer's projections of every token of the vocabulary in memory instead of computing them in each
     step."""

@@ -178,6 +178,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     settle("device", device.device, "auto", choose_device(config, machine))
     dtype = settle("dtype", config.model.dtype, "auto", choose_dtype(machine, model))
     kv_dtype = settle("kv_cache_dtype", config.model.kv_cache_dtype, "auto", choose_kv_dtype(machine, model, dtype))
+    check_scales(config, kv_dtype)
     quantization = settle("quantization", config.model.quantization, "auto", choose_quantization(machine, model, dtype))
     backend = settle("attention_backend", device.attention_backend, "auto", choose_attention(machine, config))
     page_size = settle("page_size", config.cache.page_size, AUTO, choose_page_size(machine, backend, model))
@@ -660,6 +661,21 @@ def check_codes(kv: KvPlan, kv_dtype: str, model: ModelPlanFacts, *, shares_cont
             why=because,
             fix="use --kv-cache-dtype fp8_e4m3, or leave it out",
             param="kv_cache_dtype",
+        )
+
+
+def check_scales(config: Config, kv_dtype: str) -> None:
+    """Raises ConfigError if scales of keys and values are given or asked for, and nothing would use them."""
+    given = {
+        "calculate_kv_scales": config.model.calculate_kv_scales,
+        "quantization_param_path": bool(config.model.quantization_param_path),
+    }
+    for name in (name for name, is_given in given.items() if is_given and not kv_dtype.startswith("fp8")):
+        raise ConfigError(
+            what=f"--{name.replace('_', '-')} with keys and values in {kv_dtype}",
+            why="only FP8 has a scale for each layer; int8 and int4 find one for every token and head",
+            fix="add --kv-cache-dtype fp8_e4m3, or leave it out",
+            param=name,
         )
 
 

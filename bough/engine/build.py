@@ -281,6 +281,8 @@ def kv_scales(checkpoint: Checkpoint, config: Config, facts: ModelFacts, rank: i
     """Of keys and values that are cached in 8 bits, as rank `rank` reads them; none for others."""
     if not config.model.kv_cache_dtype.startswith("fp8"):
         return KvScales()
+    if config.model.calculate_kv_scales:  # 1 until the first prompts come
+        return KvScales((1.0,) * len(facts.kv_mixers), (1.0,) * len(facts.kv_mixers))
     return find_kv_scales(checkpoint, len(facts.kv_mixers), config.model.quantization_param_path, rank)
 
 
@@ -314,6 +316,7 @@ def make_runner(
     _check_room(plan, device)
     specs = [] if whole else attention_specs(model)
     ropes = facts.ropes[held.start : held.stop]
+    scales = (scales or KvScales()).held(held)
     if drafts is not None:  # whose layers come behind the model's
         held = range(held.start, held.stop + len(drafts.facts.model.kv_mixers))
         specs, ropes = specs + attention_specs(drafts.network), ropes + drafts.facts.model.ropes
@@ -323,7 +326,7 @@ def make_runner(
         KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent, drafted_dtype if at >= own else None)
         for at, s in enumerate(specs)
     ]
-    scales = (scales or KvScales()).padded(len(specs))
+    scales = scales.padded(len(specs))
     values = [
         k if spec.latent else v for spec, k, v in zip(specs, scales.keys, scales.values, strict=bool(scales.keys))
     ]
@@ -384,6 +387,7 @@ def make_runner(
         context=context,
         cross=attention_factory(backend, device.torch_device) if facts.reads_media else None,
         rule=rule_of(config.speculative),
+        measures_scales=config.model.calculate_kv_scales and bool(specs),
     )
     if config.log.tensor_dump_dir and config.parallel.tp_size > 1:
         runner.forward.narrows = False  # rank 0 sees whole layers of some steps, and does not tell the others of which
@@ -435,7 +439,9 @@ def _check_room(plan: MemoryPlan, device: Device) -> None:
 
 def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:
     """Captures what the first request needs, and notes what the next ones will."""
-    if runner.graphs is not None:
+    if runner.graphs is not None and isinstance(runner, ModelRunner) and runner.measures_scales:
+        _log.info("no graphs are captured before the first prompt, which scales of keys and values are taken from")
+    elif runner.graphs is not None:
         most = min(graph_tokens(config), runner.limits.num_slots)
         with torch.inference_mode():
             runner.graphs.warm_up(_warm_steps(config, runner, most))

@@ -12,6 +12,7 @@ from bough.config.hf import Checkpoint
 from bough.config.model_facts import ModelFacts
 from bough.config.pooling_facts import PoolingFacts, pooling_facts, rerank_tokens
 from bough.config.resolve import ModelPlanFacts
+from bough.core.errors import ConfigError
 from bough.core.step import RunnerLimits
 from bough.scheduler.limits import Limits
 
@@ -29,6 +30,13 @@ def pooling_settings(
     config: Config, pooling: PoolingFacts, checkpoint: Checkpoint, facts: ModelFacts, device: str
 ) -> Config:
     """The configuration of an engine that pools: nothing is cached, and texts that must be whole are not cut."""
+    if config.model.calculate_kv_scales:
+        raise ConfigError(
+            what=f"--calculate-kv-scales with {checkpoint.name}, a pooling model",
+            why="models that pool keep nothing of a prompt",
+            fix="leave it out",
+            param="calculate_kv_scales",
+        )
     model = replace(config.model, is_embedding=True)
     if model.dtype == "auto" and facts.encoder is not None and _in_float32(checkpoint):
         # Vectors made here are compared with vectors made elsewhere, so digits count: bfloat16 keeps too few.

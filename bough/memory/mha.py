@@ -87,8 +87,9 @@ class KVPool:
         if code_bits and any(shape.latent for shape in shapes):
             raise ValueError("latents are not kept in codes")
         self.code_bits = code_bits
-        self.k_scales = tuple(k_scales)
-        self.v_scales = tuple(v_scales)
+        self.k_scales = list(k_scales)
+        self.v_scales = list(v_scales)
+        """Kernels and captured graphs hold them as constants: they must not change once a page has been written."""
         self.num_pages = num_pages
         self.dtype = torch.uint8 if code_bits else dtype
         self.keys: list[Tensor] = []

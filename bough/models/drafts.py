@@ -140,7 +140,7 @@ def _fill(network: nn.Module, given: DraftBuild, mapping: Mapping, names: Callab
     else:
 
         def named(name: str) -> str | None:
-            kept = weight_name(name) if given.checkpoint.quantization else name
+            kept = weight_name(name, quantised=bool(given.checkpoint.quantization))
             return None if kept is None else names(kept)
 
         load_weights(network, mapping, given.checkpoint, None, named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -137,8 +138,8 @@ def reads_of(
     return trace_reads(model, architecture.weights, checkpoint, tensors, _names(checkpoint), left_out)
 
 
-def _names(checkpoint: Checkpoint) -> Callable[[str], str | None] | None:
-    """How the checkpoint's names become those that model files know; None: they are those."""
+def _names(checkpoint: Checkpoint) -> Callable[[str], str | None]:
+    """How the checkpoint's names become those that model files know."""
     if checkpoint.is_consolidated:
         return mistral_names.hf_name
-    return weight_name if checkpoint.quantization else None
+    return partial(weight_name, quantised=bool(checkpoint.quantization))

@@ -22,6 +22,10 @@ class KvScales:
     keys: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
 
+    def held(self, layers: range) -> KvScales:
+        """Those of the layers of a stage."""
+        return KvScales(self.keys[layers.start : layers.stop], self.values[layers.start : layers.stop])
+
     def padded(self, num_layers: int) -> KvScales:
         """With 1 for layers behind the model's own, which draft."""
         if not self.keys:
@@ -41,7 +45,10 @@ def find_kv_scales(checkpoint: Checkpoint, num_layers: int, path: str = "", rank
     else:
         found, source = _of_checkpoint(checkpoint, rank), checkpoint.name
     if not found:
-        _log.warning("keys and values are cached in 8 bits without scales: %s has none", source)
+        _log.warning(
+            "keys and values are cached in 8 bits without scales: %s has none (--calculate-kv-scales finds some)",
+            source,
+        )
         return KvScales()
     wrong = sorted(layer for layer, _ in found if layer >= num_layers)
     if wrong:

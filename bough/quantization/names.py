@@ -44,6 +44,8 @@ def tensor_name(name: str) -> str:
     return _QUANT_STATE.sub(".weight_quant_state", _BITSANDBYTES.sub(r".weight_\1", name))
 
 
-def weight_name(name: str) -> str | None:
-    """`tensor_name`, of a tensor that a layer takes; None: it belongs to the KV cache."""
-    return tensor_name(name) if kv_scale_of(name) is None else None
+def weight_name(name: str, *, quantised: bool) -> str | None:
+    """The name under which a layer takes a tensor of a checkpoint; None: it belongs to the KV cache."""
+    if kv_scale_of(name) is not None:
+        return None
+    return tensor_name(name) if quantised else name

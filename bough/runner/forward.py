@@ -28,6 +28,7 @@ from bough.runner.cross import CrossPages
 from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
 from bough.runner.items import StepItems
+from bough.runner.kv_scales import MeasuringAttention
 from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, nobody, sampled_rows
 from bough.runner.states import StepState
 
@@ -95,6 +96,8 @@ class Forward:
         self._attention = attention
         self._gapped: AttentionFactory = attention if attention is CpuAttention else TorchAttention
         """For steps with tokens that don't see all before them: not every backend hides keys."""
+        self.measures_scales = False
+        """Passes set the pool's scales of keys and values by what they write."""
         self.rule = rule
         """Which drafts count; None: those that are drawn. Set before any graph is captured."""
 
@@ -201,7 +204,8 @@ class Forward:
         if self.context is not None:
             assert not gapped, "items are not scored in one pass where ranks share contexts"
             return self.context.backend(inputs, None)
-        return self._gapped(inputs) if gapped else self._attention(inputs)
+        backend = self._gapped(inputs) if gapped else self._attention(inputs)
+        return MeasuringAttention(backend, self.pool) if self.measures_scales else backend
 
     def _split(
         self,

@@ -31,6 +31,7 @@ from bough.runner.hidden import HiddenSlots, HiddenWanted
 from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
 from bough.runner.items import StepItems, items_of
+from bough.runner.kv_scales import log_scales
 from bough.runner.moves import Mover
 from bough.runner.proposing import Bounds, Proposer, Read
 from bough.runner.staging import Stage, Stages
@@ -64,6 +65,7 @@ class ModelRunner:
         cross: AttentionFactory | None = None,
         rule: AcceptRule | None = None,
         states: StatePool | None = None,
+        measures_scales: bool = False,
     ) -> None:
         """`processors`, `readers`: as `Shaper` takes them. `mover` carries out `Step.moves`; without one there must be
         none. Without `samples` it is a stage that passes on what it has computed: another one samples, and its steps
@@ -71,7 +73,8 @@ class ModelRunner:
         per row; they form trees with paths of `tree_width` tokens, if that is not 0. `encoder` carries out
         `Step.media`; without one the model takes text only, or this stage does not begin it. `context`: where ranks
         share the KV of sequences. `cross`: attends to media, where the model has cross attention; not the object that
-        attends to tokens. `rule`: which drafts count. `states`: of layers that keep one."""
+        attends to tokens. `rule`: which drafts count. `states`: of layers that keep one. `measures_scales`:
+        those of the pool are taken from the first prompts."""
         self.samples = samples
         self.states = states
         self.limits = limits
@@ -101,6 +104,8 @@ class ModelRunner:
         self.shaper = Shaper(limits.vocab_size, self.device, processors, readers)
         self.hidden = HiddenSlots()
         self.copies = PageCopies(pool)
+        self.measures_scales = measures_scales
+        """The pool's scales are not known yet: no graph is captured."""
         self.before_step: Callable[[], None] | None = None
         """Called before every step, on every rank."""
         self._stages = Stages(device, stage_bytes(limits))
@@ -142,7 +147,9 @@ class ModelRunner:
                 drafted = 1 + int(step.drafts.max(initial=0))
         items = items_of(step, self.params.setups)
         is_plain = not len(step.prompt_logprobs) and states is None and media is None and items is None
-        if self.graphs is not None and is_plain:
+        if self.measures_scales and step.num_rows:
+            return self._measure(step, samples, stage, states, media, items, drafted)
+        if self.graphs is not None and is_plain and not self.measures_scales:
             launched = self._replay(self.graphs, step, samples, stage, drafted > 0)
             if launched is not None:
                 return launched
@@ -166,7 +173,7 @@ class ModelRunner:
 
     def idle(self) -> None:
         """Uses a moment without work to capture a graph that was missed."""
-        if self.graphs is not None:
+        if self.graphs is not None and not self.measures_scales:
             with torch.inference_mode():
                 self.graphs.capture_one_wanted()
 
@@ -202,6 +209,23 @@ class ModelRunner:
         else:
             # The next replay overwrites the graph's output, and a step in flight may still need it.
             launched.have_logits(captured.result[: samples.count].clone())
+        return launched
+
+    def _measure(
+        self,
+        step: Step,
+        samples: Samples,
+        stage: Stage,
+        states: HiddenWanted | None,
+        media: MediaTensors | None,
+        items: StepItems | None,
+        drafted: int,
+    ) -> Launched:
+        """The first step. Its own KV is written with the scales that it is measured for."""
+        self.forward.measures_scales = True
+        launched = self._eager(step, samples, stage, states, media, items, drafted)
+        self.forward.measures_scales = self.measures_scales = False
+        log_scales(self.pool, step.num_tokens)
         return launched
 
     def _write_table_apart(self, step: Step, stage: Stage) -> None:

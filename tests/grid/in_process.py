@@ -87,6 +87,8 @@ class Setup:
     """Of the codes that keys and values are kept as; 0: floats."""
     k_scales: Sequence[float] = ()
     v_scales: Sequence[float] = ()
+    measures_scales: bool = False
+    """Scales are taken from the first prompts."""
     device: str = "cpu"
     graphs: bool = False
     num_slots: int = 8
@@ -232,8 +234,8 @@ class InProcess:
             setup.page_size,
             setup.kv_dtype or setup.dtype,
             device.torch_device,
-            setup.k_scales,
-            setup.v_scales,
+            [1.0] * len(specs) if setup.measures_scales else setup.k_scales,
+            [1.0] * len(specs) if setup.measures_scales else setup.v_scales,
             groups,
             setup.code_bits,
         )
@@ -246,7 +248,7 @@ class InProcess:
             proposer=None if proposer is None else proposer.proposer, most_drafts=setup.most_drafts,
             tree_width=0 if proposer is None else proposer.tree_width, encoder=encoder, rule=rule,
             states=self._states(model, setup, device.torch_device),
-            readers={SPEECH_RULES: speech_rules},
+            readers={SPEECH_RULES: speech_rules}, measures_scales=setup.measures_scales,
             cross=attention_factory(setup.attention, device.torch_device) if layout.fixed_pages else None,
         )  # fmt: skip
         spans = SpanCosts() if setup.device == "cuda" else SpanCosts(levels=1, most_queries=1)

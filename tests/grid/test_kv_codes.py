@@ -1,5 +1,6 @@
-"""Keys and values in INT8 and INT4: greedy answers are those of the plainest run of as many bits, however the engine is set
-up. What the bits cost against exact keys and values is measured in tests/models/test_fp8_kv.py."""
+"""Keys and values in INT8, INT4, and FP8 with scales from the first prompts: greedy answers are those of the plainest run of
+the same kind, however the engine is set up. What each costs against exact keys and values is measured in
+tests/models/test_fp8_kv.py."""
 
 from __future__ import annotations
 
@@ -27,32 +28,41 @@ AXES = {
     "shared_spans": [True, False],
     "company": ["alone", "batch", "cached", "retracted", "tiny pool"],
     "drafts": ["none", "ngram", "device"],
-    "code_bits": [8, 4],
+    "kv": ["int8", "int4", "fp8"],
+}
+KINDS = {
+    "exact": {},
+    "int8": {"code_bits": 8},
+    "int4": {"code_bits": 4},
+    "fp8": {"kv_dtype": torch.float8_e4m3fn, "measures_scales": True},
 }
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def family(request, tmp_path_factory) -> tuple[Model, dict[int, list[list[int]]], dict[str, DraftsOnDevice]]:
-    """A tiny model, its answers to PROMPTS by bits of keys and values, and what drafts for it on the device."""
+def family(request, tmp_path_factory) -> tuple[Model, dict[str, list[list[int]]], dict[str, DraftsOnDevice]]:
+    """A tiny model, its answers to PROMPTS by kind of keys and values, and what drafts for it on the device."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     make_tiny(request.param, folder)
     model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
     plain = {
-        bits: [
-            InProcess(model, 131, Setup(overlap=False, radix_cache=False, code_bits=bits)).generate([each], greedy)[0]
+        kind: [
+            InProcess(model, 131, Setup(overlap=False, radix_cache=False, **options)).generate([each], greedy)[0]
             for each in PROMPTS
         ]
-        for bits in (0, 8, 4)
+        for kind, options in KINDS.items()
     }
-    assert request.param == "gemma3" or plain[0] != plain[4], "4 bits were really used"
+    assert request.param == "gemma3" or plain["exact"] != plain["int4"], "4 bits were really used"
     drafts = proposing.eagle3(folder, model) if request.param == "gemma3" else proposing.itself(folder, 131)
     return model, plain, {"device": drafts}
 
 
 @pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))
 def test_every_pair_of_features_keeps_the_answer(family, number):
+    """In the plain runs of FP8 every prompt is the first one, and has scales of its own: answers don't depend on them."""
     model, plain, drafts = family
     combination = pairwise_cover(AXES)[number]
-    expected = plain[combination["code_bits"]]
-    assert answers_of(model, combination, expected, drafts) == expected, combination
+    expected = plain[combination["kv"]]
+    options = {**combination, **KINDS[combination["kv"]]}
+    del options["kv"]
+    assert answers_of(model, options, expected, drafts) == expected, combination

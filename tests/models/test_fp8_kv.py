@@ -67,6 +67,31 @@ def test_scales_keep_what_is_too_large_or_too_small() -> None:
     assert loss(k_scales=2.0**11, v_scales=2.0**11) > 0.1, "such scales make zeros of most: they were really used"
 
 
+def test_scales_from_the_first_prompt_keep_large_keys() -> None:
+    """Keys 200 times as large, queries as much smaller: the same model, but FP8 without scales loses it. Scales taken from
+    one short prompt serve the longer ones that follow, and cost nothing where keys were small."""
+    checkpoint = open_checkpoint("")
+    tokenizer = load_tokenizer(checkpoint)
+    prompts = [tokenizer.encode(text)[:48] for text in ("Hello.", TEXTS[1])]
+    model: Any = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), quantization="none")
+    exact = distributions(model, prompts, checkpoint.vocab, torch.float32)[1:]
+
+    def loss(**options: Any) -> float:
+        rounded = distributions(model, prompts, checkpoint.vocab, torch.float8_e4m3fn, **options)[1:]
+        return float(torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, rounded, strict=True)]).mean())
+
+    plain, measured = loss(), loss(measures_scales=True)
+    assert 1e-5 < measured <= 1.1 * plain
+    for layer in model.layers:
+        q, k, _ = layer.attn.qkv.matrix.weight.split(
+            [layer.attn.qkv.num_heads * 64, layer.attn.qkv.num_kv_heads * 64, layer.attn.qkv.num_kv_heads * 64]
+        )
+        q /= 200
+        k *= 200
+    assert loss() > 0.1, "without scales keys are clamped"
+    assert loss(measures_scales=True) <= 1.5 * measured
+
+
 def distributions(
     model: Any, prompts: list[list[int]], vocab: int, kv_dtype: torch.dtype, **options: Any
 ) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from bough.distributed.mesh import Mesh
 from bough.distributed.shared_memory import Patience
 from bough.distributed.threads import ThreadMeshes
 from bough.engine.agree import part_of
-from bough.engine.build import load_model, make_runner, open_device, steps_in_flight
+from bough.engine.build import kv_scales, load_model, make_runner, open_device, steps_in_flight
 from bough.engine.decide import Decided, decide
 from bough.engine.expert_plan import plan_experts
 from bough.engine.held import RankMemory, of_rank
@@ -132,7 +132,15 @@ class ThreadEngine:
         experts = plan_experts(config.parallel, facts)
         model = load_model(checkpoint, config, plan, device, mesh, pooling, None, experts, spread)
         runner = make_runner(
-            model, config, plan, device, facts, pooling, sharing_context=mesh.cp, same_requests=mesh.replica
+            model,
+            config,
+            plan,
+            device,
+            facts,
+            pooling,
+            kv_scales(checkpoint, config, facts, rank),
+            sharing_context=mesh.cp,
+            same_requests=mesh.replica,
         )
         assert isinstance(runner, ModelRunner)
         assert isinstance(model, torch.nn.Module)

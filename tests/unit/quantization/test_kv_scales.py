@@ -72,9 +72,11 @@ def test_scales_of_a_file(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert weight_name("model.layers.0.self_attn.k_scale") is None
-    assert weight_name("model.layers.0.self_attn.q_scale") is None
+    for quantised in (True, False):
+        assert weight_name("model.layers.0.self_attn.k_scale", quantised=quantised) is None
+        assert weight_name("model.layers.0.self_attn.q_scale", quantised=quantised) is None
     name = "model.layers.3.mlp.down_proj.weight.quant_state.bitsandbytes__nf4"
-    assert weight_name(name) == tensor_name(name) == "model.layers.3.mlp.down_proj.weight_quant_state"
+    assert weight_name(name, quantised=False) == name
+    assert weight_name(name, quantised=True) == tensor_name(name) == "model.layers.3.mlp.down_proj.weight_quant_state"
     assert kv_scale_of("model.layers.3.self_attn.k_proj.weight_scale") is None
     assert kv_scale_of("model.layers.12.self_attn.v_proj.output_scale") == (12, "v")
