@@ -11,6 +11,7 @@ wrong in `violations`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -89,10 +90,12 @@ def lone_output(
     limit: int,
     stops: Sequence[int] = (),
     min_new: int = 0,
-    mark: int = 0,
+    marks: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """The oracle's answer to a request that runs alone, and why it ends. `mark`: of media that cross attention reads."""
-    tokens, output = [each + mark for each in prompt], []
+    """The oracle's answer to a request that runs alone, and why it ends. `marks`: by token of the prompt, of media that
+    cross attention reads; answers have the last one."""
+    tokens, output = [each + mark for each, mark in zip_longest(prompt, marks, fillvalue=0)], []
+    mark = marks[-1] if marks else 0
     for count in range(1, limit + 1):
         token = pick(prefix_hash(np.array(tokens, np.int64)), vocab_size)
         output.append(token)
@@ -235,7 +238,8 @@ class OracleRunner:
         self._write_media(step, launched)
         for row, slot in enumerate(step.slots.tolist()):
             context = self._context(step, row, slot, fresh)
-            inputs[row] = self._resolved(step, slot, inputs[row]) + self._mark(step, slot, launched)
+            inputs[row] = self._resolved(step, slot, inputs[row])
+            inputs[row] += self._marks(step, slot, firsts[row], len(inputs[row]), launched)
             stands = self._media.stands_at(step, slot, firsts[row], np.arange(context, context + len(inputs[row])))
             for line in range(len(self._tables)):
                 self._write(step, slot, line, context, inputs[row], stands, launched)
@@ -272,9 +276,17 @@ class OracleRunner:
             self._kv[pages, offsets] = values
             launched.writes.append((pages, offsets))
 
-    def _mark(self, step: Step, slot: int, launched: OracleLaunched) -> int:
-        """Of the media that a row's cross attention reads."""
-        at, found = np.arange(self._media.lengths[slot]), []
+    def _marks(self, step: Step, slot: int, first: int, count: int, launched: OracleLaunched) -> npt.NDArray[np.int64]:
+        """Of the media that the tokens of a row see, which are `count` from `first` on in the step."""
+        marks = np.full(count, self._mark(step, slot, 0, int(self._media.lengths[slot]), launched))
+        for seen, column, length, begin, num in [] if step.media is None else step.media.sights.tolist():
+            if seen == slot:
+                marks[begin - first : begin - first + num] = self._mark(step, slot, column, length, launched)
+        return marks
+
+    def _mark(self, step: Step, slot: int, column: int, length: int, launched: OracleLaunched) -> int:
+        """Of the media that cross attention reads from a column on."""
+        at, found = column * self.limits.page_size + np.arange(length), []
         for table, size in zip(self._media_tables, self._media_sizes, strict=True):
             pages, offsets = table[slot, at // size], at % size
             for page in set(pages.tolist()):

@@ -288,6 +288,9 @@ class Cross:
     bias: bool = False
     """Of queries, values and the last product; that of keys is zero."""
     head_norms: HeadNorms | None = None
+    gated: bool = False
+    """What it adds, and what its block's feed-forward part does, is multiplied by the tanh of a learned number each; tokens
+    that see no media pass the block unchanged."""
 
     causal: ClassVar[bool] = True
     """A token sees nothing of those behind it."""
@@ -308,7 +311,7 @@ class Cross:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         biases = queries + 2 * keys + hidden if self.bias else 0
         norms = 0 if self.head_norms is None else self.head_norms.norm.num_parameters(2 * self.head_dim)
-        return hidden * (2 * queries + 2 * keys) + biases + norms
+        return hidden * (2 * queries + 2 * keys) + biases + norms + (2 if self.gated else 0)
 
 
 KvMixer = Gqa | Mla | Cross
@@ -519,6 +522,8 @@ class ModelFacts:
     block_norms: int = 2
     """Norms of the stream, or of what is added to it, in each block."""
     tie_embeddings: bool = False
+    unspoken: int = 0
+    """The last tokens of the vocabulary that have embeddings only: they stand in prompts, and no logits are computed."""
     embed_scale: float | None = None
     """Multiplies embeddings, rounded to their type first."""
     embed_norm: bool = False
@@ -609,7 +614,7 @@ class ModelFacts:
     def end_parameters(self, rows: int) -> int:
         """Weights before the first block and after the last, with `rows` of the vocabulary."""
         width = self.embed_dim or self.hidden
-        total = rows * width * (1 if self.tie_embeddings else 2)
+        total = rows * width * (1 if self.tie_embeddings else 2) - self.unspoken * width
         total += self.norm.num_parameters(self.hidden) * (self.last_norm + self.embed_norm)
         if self.embed_dim is not None:
             total += 2 * self.embed_dim * self.hidden

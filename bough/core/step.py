@@ -177,6 +177,9 @@ class StepMedia(Struct, kw_only=True):
     """Rows of the store whose keys and values every layer with cross attention writes in this step..."""
     fixed_at: npt.NDArray[np.int64] = np.empty((0, 0), np.int64)
     """...and where, [lines of media, len(fixed_rows)]: `page * page size + offset` of the line."""
+    sights: npt.NDArray[np.int32] = np.empty((0, 5), np.int32)
+    """[runs, 5], where tokens of prompts read other media of their slot than its answer will: slot, the first column of
+    media that they read, positions, first token in the step, tokens."""
 
 
 class StepStates(Struct, kw_only=True):

@@ -3,11 +3,13 @@ its own file."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bough.layers.batch import Batch
 from bough.layers.parts import Parts
-from bough.layers.stream import Stream
+from bough.layers.stream import Product, Stream
+from bough.layers.tower import Learned
 
 
 class PreNormBlock(nn.Module):
@@ -42,6 +44,30 @@ class CrossBlock(nn.Module):
         stream.add(self.attn(stream.norm(self.attn_norm), batch))
         stream.add(self.cross(stream.norm(self.cross_norm), batch))
         stream.add(self.mlp(stream.norm(self.mlp_norm)))
+
+
+class GatedCrossBlock(nn.Module):
+    """Llama 3.2 Vision's: cross attention over media in place of attention, and feed-forward, each of the normed stream and
+    through a gate. Tokens that see no media pass it unchanged."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = parts.norm()
+        self.cross = parts.mixer(layer, 0)
+        self.cross_gate = Learned((1,), parts.build)
+        self.mlp_norm = parts.norm()
+        self.mlp = parts.feed_forward(layer)
+        self.mlp_gate = Learned((1,), parts.build)
+
+    def forward(self, stream: Stream, batch: Batch) -> None:
+        assert batch.cross is not None, "a runner of such a model brings it"
+        sees_T1 = batch.cross.has_media_T1
+        stream.add(_gated(self.cross(stream.norm(self.attn_norm), batch), self.cross_gate, sees_T1))
+        stream.add(_gated(self.mlp(stream.norm(self.mlp_norm)), self.mlp_gate, sees_T1))
+
+
+def _gated(added: Product, gate: Learned, sees_T1: Tensor) -> Tensor:
+    return torch.where(sees_T1, added.value() * gate.weight.tanh(), 0)
 
 
 class SandwichBlock(nn.Module):

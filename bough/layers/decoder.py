@@ -221,11 +221,12 @@ def _head(facts: ModelFacts, embed: Embedding, build: Build) -> Head:
         tied = Embedding(facts, build)
         place_weights(tied)
     return Head(
-        facts.vocab,
+        facts.vocab - facts.unspoken,
         facts.embed_dim or facts.hidden,
         build,
         tied_to=None if tied is None else tied.tokens,
         bias=facts.head_bias,
         scale=facts.logit_scale,
         softcap=facts.logit_softcap,
+        unspoken=facts.unspoken,
     )

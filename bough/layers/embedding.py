@@ -82,10 +82,13 @@ class Head(nn.Module):
         bias: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        unspoken: int = 0,
     ) -> None:
-        """`scale` multiplies the logits, before `softcap`."""
+        """`scale` multiplies the logits, before `softcap`. `unspoken`: tokens behind those of `vocab`, whose logits are the
+        least there is."""
         super().__init__()
         self.scale = scale
+        self.unspoken = unspoken
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(vocab, dtype=build.dtype, device=build.device), requires_grad=False)
@@ -125,10 +128,14 @@ class Head(nn.Module):
         return self.shaped(logits if self.bias is None else logits + self.bias)
 
     def shaped(self, logits: Tensor) -> Tensor:
-        """Scaled and soft-capped."""
+        """Scaled, soft-capped, and of the whole vocabulary."""
         if self.scale is not None:
             logits = logits * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        if self.unspoken:
+            logits = F.pad(logits, (0, self.unspoken), value=torch.finfo(logits.dtype).min)
+        return logits
 
 
 def vocab_rows(vocab: int, build: Build) -> slice:

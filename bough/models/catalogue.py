@@ -172,6 +172,7 @@ GROUPS: Final = (
             "LlavaNextForConditionalGeneration": "llava-hf/llava-v1.6-mistral-7b-hf",
             "LlavaOnevisionForConditionalGeneration": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+            "MllamaForConditionalGeneration": "meta-llama/Llama-3.2-11B-Vision-Instruct",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
             "Qwen2AudioForConditionalGeneration": "Qwen/Qwen2-Audio-7B-Instruct",
             "VoxtralForConditionalGeneration": "mistralai/Voxtral-Mini-3B-2507, mistralai/Voxtral-Small-24B-2507",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what only asks which models there are needs no torch
 ENTRY_POINTS: Final = "bough.models"
 ARCHITECTURES: Final[dict[str, str]] = {
     "LlamaForCausalLM": "bough.models.llama",
+    "MllamaForConditionalGeneration": "bough.models.mllama",
     "VoxtralForConditionalGeneration": "bough.models.voxtral",
     "WhisperForConditionalGeneration": "bough.models.whisper",
     "SmolLM3ForCausalLM": "bough.models.smollm3",

@@ -16,6 +16,7 @@ from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.llama4 import Llama4Processor
 from bough.multimodal.llava import LlavaProcessor
+from bough.multimodal.mllama import MllamaProcessor
 from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
 from bough.multimodal.qwen2_audio import Qwen2AudioProcessor
@@ -47,6 +48,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "LlavaNextForConditionalGeneration": AnyresProcessor,
     "LlavaOnevisionForConditionalGeneration": AnyresProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
+    "MllamaForConditionalGeneration": MllamaProcessor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
     "VoxtralForConditionalGeneration": VoxtralProcessor,

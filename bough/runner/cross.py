@@ -1,13 +1,15 @@
 """Cross attention of a step: which pages hold the media that its tokens read.
 
-T tokens, M positions of media, L lines of media.
+T tokens, M positions of media, L lines of media, S tokens that see other media than answers, P runs of them.
 
-Every token is a row of its own with one query, which sees all of its request's media: so attention backends need to know
-nothing of it.
+Every token is a row of its own with one query, which sees media from the beginning of a line of a page table on: so
+attention backends need to know nothing of it. Where tokens of a prompt see media that lie further behind, their runs get
+lines of their own, which begin there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,22 @@ class FreshMedia:
     """...and int64: where they go in each line of media, as `page * page size + offset`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sights:
+    """Tokens that see other media than their slot's answer will."""
+
+    at_S: Tensor
+    """int64, among the step's tokens..."""
+    length_S: Tensor
+    """...int64: the positions that each sees..."""
+    run_S: Tensor
+    """...and int64: its run."""
+    slot_P: Tensor
+    """int64: the run's slot..."""
+    column_P: Tensor
+    """...and int64: the first column of media that it sees."""
+
+
 class CrossPages:
     """One rank's pages of media."""
 
@@ -38,14 +56,24 @@ class CrossPages:
         """`attention`: serves nothing else. `most`: positions of a request's media."""
         self._pool, self._state, self._attention, self._most = pool, state, attention, most
 
-    def of_step(self, token_slots_T: Tensor, fresh: FreshMedia | None) -> StepCross:
-        """What the tokens of a step read. Queues device work only, and may be captured."""
+    def of_step(self, token_slots_T: Tensor, fresh: FreshMedia | None, sights: Sights | None) -> StepCross:
+        """What the tokens of a step read. Queues device work only, and may be captured without `fresh` and `sights`."""
         pool, state = self._pool, self._state
         assert state.media_len is not None
         assert pool.line_of is not None, "tokens and media have lines of their own"
         lengths_T = state.media_len[token_slots_T]
         nowhere_T = torch.full_like(token_slots_T, -1)
-        tables = (*state.tables, *state.media_tables)
+        media_tables: Sequence[Tensor] = state.media_tables
+        if sights is not None:
+            lengths_T = lengths_T.index_copy(0, sights.at_S, sights.length_S.to(lengths_T.dtype))
+            rows_S = (len(media_tables[0]) + sights.run_S).to(token_slots_T.dtype)
+            token_slots_T = token_slots_T.index_copy(0, sights.at_S, rows_S)
+            sizes = pool.page_sizes[len(state.tables) :]
+            media_tables = [
+                _with_runs(table, pool.page_size // size, sights)
+                for table, size in zip(media_tables, sizes, strict=True)
+            ]
+        tables = (*state.tables, *media_tables)
         inputs = AttentionInputs(
             query_start_R1=torch.arange(len(token_slots_T) + 1, dtype=torch.int32, device=token_slots_T.device),
             kv_len_R=lengths_T.to(torch.int32),
@@ -62,6 +90,13 @@ class CrossPages:
             lines=Lines(pool.line_of, tables, [nowhere_T] * len(tables), pool.page_sizes),
         )
         return StepCross(pool, len(state.tables), self._attention(inputs), inputs, lengths_T, fresh)
+
+
+def _with_runs(table: Tensor, parts: int, sights: Sights) -> Tensor:
+    """A page table of media with a line for each run, which begins where the run sees media. `parts`: pages of a column."""
+    width = table.shape[1]
+    at_PW = sights.column_P[:, None] * parts + torch.arange(width, device=table.device)
+    return torch.cat([table, table[sights.slot_P].gather(1, at_PW.clamp_(max=width - 1))])
 
 
 class StepCross:

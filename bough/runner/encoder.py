@@ -16,7 +16,7 @@ from bough.kernels.attention.two_way import TwoWaySpan
 from bough.layers.batch import Batch, BatchMedia
 from bough.layers.tower import Tower, TowerInput
 from bough.memory.transfer import upload
-from bough.runner.cross import FreshMedia
+from bough.runner.cross import FreshMedia, Sights
 
 
 class TowerRunner:
@@ -92,6 +92,8 @@ class MediaTensors:
     """Tokens that see each other in both directions."""
     fresh: FreshMedia | None = None
     """What cross attention has to write; None: nothing."""
+    sights: Sights | None = None
+    """Tokens that see other media by cross attention than their slot's answer; None: there are none."""
 
     def put(self, batch: Batch) -> None:
         """Completes a batch, whose `positions_T` are those of the other tokens."""
@@ -126,4 +128,13 @@ def media_tensors(media: StepMedia, encoder: TowerRunner | None, device: torch.d
     if encoder is not None and len(media.fixed_rows):
         rows_M, at_LM = upload(media.fixed_rows.astype(np.int64), device), upload(media.fixed_at, device)
         fresh = FreshMedia(encoder.store_RW.index_select(0, rows_M), at_LM)
-    return MediaTensors(values, axes_at, axes, spans, fresh)
+    return MediaTensors(values, axes_at, axes, spans, fresh, _sights(media, device))
+
+
+def _sights(media: StepMedia, device: torch.device) -> Sights | None:
+    if not len(media.sights):
+        return None
+    slots, columns, lengths, firsts, counts = media.sights.astype(np.int64).T
+    runs = np.arange(len(counts)).repeat(counts)
+    at = np.arange(counts.sum()) - (np.cumsum(counts) - counts)[runs] + firsts[runs]
+    return Sights(*(upload(each, device) for each in (at, lengths[runs], runs, slots, columns)))

@@ -191,7 +191,11 @@ class Forward:
             states=None if states is None else states.begin(tensors),
         )
         if self.cross is not None:
-            batch.cross = self.cross.of_step(tensors.token_slots_T, None if media is None else media.fresh)
+            batch.cross = self.cross.of_step(
+                tensors.token_slots_T,
+                None if media is None else media.fresh,
+                None if media is None else media.sights,
+            )
         if media is not None:
             media.put(batch)
         hidden = self.model.forward(batch)

@@ -167,7 +167,7 @@ class ModelRunner:
             lengths.index_copy_(0, at, upload(media.fixed_lengths.astype(np.int64), self.device))
         if self.encoder is not None and media.encode:
             self.encoder.encode(media.encode)
-        if not len(media.at) and not len(media.axes_at) and not len(media.fixed_rows):
+        if not any(map(len, (media.at, media.axes_at, media.fixed_rows, media.sights))):
             return None
         return media_tensors(media, self.encoder, self.device)
 

@@ -58,7 +58,7 @@ def _open_media(queues: Queues, job: Job) -> None:
     """From here on the job holds its media. Raises `BoughError`."""
     account = queues.media
     limits, opened = (None, None) if account is None else (account.limits, account.open_features)
-    job.media = job_media(job.ask, job.prompt, limits, opened)
+    job.media = job_media(job.ask, job.prompt, limits, opened, page_size=queues.limits.page_size)
     job.key = media_key(job.key, job.media)
     if job.media.fixed_key:  # every token depends on all of the media
         job.ask = structs.replace(job.ask, namespace=media_namespace(job.ask.namespace, job.media.fixed_key))

@@ -15,7 +15,7 @@ from bough.core.messages import LogprobSpec
 from bough.core.step import FROM_DEVICE, I32, I64, NO_PROPOSER, SlotSetup, Step, StepMedia
 from bough.scheduler.leave import retract
 from bough.scheduler.limits import Limits
-from bough.scheduler.media import FixedRow, MediaChunk, MediaStep, fixed_places
+from bough.scheduler.media import FixedRow, MediaChunk, MediaStep
 from bough.scheduler.plan import StepPlan
 from bough.scheduler.policy import mix
 from bough.scheduler.prefill import Share
@@ -351,11 +351,11 @@ def _take_media(
         fresh = content is None
         if content is None:
             items = tuple(item.key for item in media.items)
-            content = cache.add_fixed(media.fixed_key, media.num_fixed, items, index)
+            content = cache.add_fixed(media.fixed_key, media.fixed.size, items, index)
         cache.fixed.use(content, row.slot)
         slots.content[row.slot] = content
-        places = fixed_places(slots.layout, content) if fresh else None
-        found[row.slot] = FixedRow(content.num_positions, places)
+        places = media.fixed_places(slots.layout, content.pages) if fresh else None
+        found[row.slot] = FixedRow(media.fixed.sights[-1].length, places)
         arrays.table_at.append(slots.places.of_media(row.slot, content.pages.shape[1]))
         arrays.table_pages.append(content.pages.reshape(-1))
     return found

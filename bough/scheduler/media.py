@@ -9,23 +9,71 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from bough.cache.fixed import FixedContent
 from bough.config.resolve import MEDIA_BLOCK_ROWS
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.kv import KvLayout
 from bough.core.media import KEY_BYTES, Features, MediaItem, key_ids
 from bough.core.messages import Generate, Ids
-from bough.core.step import I32, I64, Encode, MediaLimits, StepMedia
+from bough.core.step import I32, I64, Encode, MediaLimits, Pages, StepMedia
 
 Open = Callable[[Features], npt.NDArray[np.generic]]
 """Opens the features of an item. Raises `OSError` or `ValueError` if they are gone, or are others."""
+
+
+class Sight(NamedTuple):
+    """Which of a request's media tokens see by cross attention, from one of them on."""
+
+    start: int
+    """The first of these tokens."""
+    column: int
+    """Where the media begin, in columns of pages of all the request's media..."""
+    length: int
+    """...and their positions; 0: the tokens see none."""
+
+
+class FixedOrder(NamedTuple):
+    """How a request's media lie in the pages that cross attention reads."""
+
+    sights: tuple[Sight, ...]
+    """By their first token. What answers see is the last one, and begins in column 0."""
+    starts: tuple[int, ...]
+    """By item: its first position."""
+    size: int
+    """Positions with what is left free at the end of columns."""
+
+
+def fixed_order(items: Sequence[MediaItem], column: int) -> FixedOrder:
+    """A token sees the last items that stand before it side by side, or at its place; media that stand nowhere in the
+    prompt are seen by all tokens. `column`: positions of a column of pages."""
+    groups: list[list[int]] = []
+    for number, item in enumerate(items):
+        if groups and items[number - 1].stop == item.start:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    sights, starts, size = [], [0] * len(items), 0
+    for group in reversed(groups):  # answers see the last one
+        first, length = size, 0
+        seen = []
+        for number in group:
+            starts[number] = first + length
+            length += items[number].count
+            seen.append(Sight(items[number].start, first // column, length))
+        sights.append(seen if items[group[0]].length else seen[-1:])
+        size += -(-length // column) * column
+    ordered = [sight for seen in reversed(sights) for sight in seen]
+    if ordered and ordered[0].start > 0:
+        ordered.insert(0, Sight(0, 0, 0))
+    return FixedOrder(tuple(ordered), tuple(starts), size)
 
 
 class JobMedia:
@@ -38,18 +86,21 @@ class JobMedia:
         positions: npt.NDArray[np.int32] | None,
         *,
         atomic: bool = False,
-        fixed: bool = False,
+        column: int = 0,
     ) -> None:
+        """`column`: where cross attention reads the media, positions of a column of their pages; 0: it does not."""
         self.items = tuple(items)
-        self.fixed_key = sha256(b"".join(item.key for item in items)).digest() if fixed else b""
+        self.fixed = fixed_order(items, column) if column else FixedOrder((), (), 0)
+        placed_keys = [
+            item.key + start.to_bytes(8, "little") for item, start in zip(items, self.fixed.starts, strict=False)
+        ]
+        self.fixed_key = sha256(b"".join(placed_keys)).digest() if column else b""
         """Where cross attention reads the media: what all of them together are. Empty: they stand in the prompt."""
-        self.num_fixed = sum(item.count for item in items) if fixed else 0
-        """Positions that cross attention reads."""
         self.atomic = atomic
         """Items are computed in one chunk each, and no cached prefix ends inside one."""
         self.starts = [item.start for item in items]
         self.stops = [item.stop for item in items]
-        placed = () if fixed else self.items
+        placed = () if column else self.items
         found = [item.start + np.flatnonzero(prompt[item.start : item.stop] == item.token) for item in placed]
         self.places: I64 = np.concatenate(found) if found else np.empty(0, np.int64)
         """Positions of the prompt that get embeddings, in order."""
@@ -72,6 +123,28 @@ class JobMedia:
             counts[item.kind] += item.count
         return dict(counts)
 
+    def sights_between(self, start: int, stop: int) -> Iterator[tuple[Sight, int, int]]:
+        """What tokens `start .. stop - 1` see by cross attention, where it is not what answers see: the sight, and the first
+        of its tokens and the one behind the last of them."""
+        sights = self.fixed.sights
+        for sight, following in pairwise(sights):
+            low, high = max(start, sight.start), min(stop, following.start)
+            if low < high:
+                yield sight, low, high
+
+    def fixed_places(self, layout: KvLayout, pages: Pages) -> I64:
+        """[lines of media, positions]: where each position of each item lies in these pages, as `page * page size + offset`
+        of its line."""
+        spans = [np.arange(at, at + item.count) for at, item in zip(self.fixed.starts, self.items, strict=True)]
+        position = np.concatenate(spans)
+        places, page = [], 0
+        for parts in layout.fixed_parts:
+            size = layout.page_size // parts
+            columns, part, offset = position // layout.page_size, position % layout.page_size // size, position % size
+            places.append(pages[page + part, columns].astype(np.int64) * size + offset)
+            page += parts
+        return np.stack(places)
+
     def between(self, start: int, stop: int) -> range:
         """Numbers of the items that have a position in `start .. stop - 1`."""
         if self.fixed_key:
@@ -90,7 +163,9 @@ class JobMedia:
         return whole[item.first : item.last] if item.last else whole
 
 
-def job_media(ask: Generate, prompt: Ids, limits: MediaLimits | None, open_features: Open | None) -> JobMedia:
+def job_media(
+    ask: Generate, prompt: Ids, limits: MediaLimits | None, open_features: Open | None, *, page_size: int
+) -> JobMedia:
     """The media of a request, with their features opened. Raises `BoughError` if they can't be computed, or if what the
     message says of them does not hold."""
     if limits is None or open_features is None:
@@ -101,7 +176,14 @@ def job_media(ask: Generate, prompt: Ids, limits: MediaLimits | None, open_featu
     positions = None
     if limits.axes:
         positions = np.frombuffer(ask.positions, "<i4").reshape(limits.axes, len(prompt))
-    media = JobMedia(ask.media, prompt, positions, atomic=limits.atomic, fixed=limits.fixed > 0)
+    media = JobMedia(ask.media, prompt, positions, atomic=limits.atomic, column=page_size if limits.fixed else 0)
+    if media.fixed.size > -(-limits.fixed // page_size) * page_size:
+        raise InvalidRequest(
+            what=f"the request's media take {media.fixed.size:,} positions, at most {limits.fixed:,} are read",
+            why="that is the room of cross attention for a request",
+            fix="send fewer or smaller media",
+            param="messages",
+        )
     try:
         for item in ask.media:
             if item.features.path not in media.features:
@@ -150,13 +232,6 @@ def _check_fixed(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
             raise _malformed("an item does not stand where it says")
         before = item.stop
     count = sum(item.count for item in ask.media)
-    if count > limits.fixed:
-        raise InvalidRequest(
-            what=f"the request's media take {count:,} positions, at most {limits.fixed:,} are read",
-            why="that is the room of cross attention for a request",
-            fix="send fewer or smaller media",
-            param="messages",
-        )
     if sum(blocks_of(item.count) for item in ask.media) > limits.num_rows // MEDIA_BLOCK_ROWS:
         raise InvalidRequest(
             what=f"the request's media take {count:,} positions, at most {limits.num_rows:,} can be kept",
@@ -355,9 +430,9 @@ class FixedRow(Struct):
     """What the cross attention of a row that begins reads."""
 
     length: int = 0
-    """Positions of its media; 0: it has none."""
+    """Positions of the media that its answer sees; 0: it has none."""
     places: I64 | None = None
-    """[lines of media, positions]: where the step has to write them (`fixed_places`); None: they are there."""
+    """Where the step has to write its media (`JobMedia.fixed_places`); None: they are there."""
 
 
 class MediaChunk(Struct):
@@ -401,6 +476,7 @@ class MediaStep:
         self._passed: list[tuple[bytes, int]] = []
         self._spans: list[tuple[int, int, int, int]] = []
         self._lengths: dict[int, int] = {}
+        self._sights: list[tuple[int, int, int, int, int]] = []
         self._fixed_rows: list[I32] = []
         self._fixed_at: list[I64] = []
 
@@ -420,6 +496,8 @@ class MediaStep:
         if chunk.fixed is not None:
             self._begin_fixed(chunk, chunk.fixed)
         if media is not None:
+            for sight, low, high in media.sights_between(chunk.start, chunk.stop):
+                self._sights.append((chunk.slot, sight.column, sight.length, chunk.at + low - chunk.start, high - low))
             numbers = media.between(chunk.start, chunk.stop)
             for number in numbers:
                 self._read(chunk, media, number)
@@ -463,7 +541,8 @@ class MediaStep:
         for item in media.items:
             rows, fresh = self._account.store.take(item.key, item.count, chunk.job_id, self._step)
             if fresh:
-                self._encode.append(Encode(features=media.features_of(item), grid=item.grid, rows=rows))
+                features = media.features_of(item)
+                self._encode.append(Encode(features=features, grid=item.grid, rows=rows, embedded=item.embedded))
                 counters.tower_tokens += item.cost
             counters.hits += not fresh
             self._fixed_rows.append(rows)
@@ -485,9 +564,11 @@ class MediaStep:
         """Call once, after the last chunk. None: the step has no media, and nothing that slots have of them changes."""
         for key, job_id in self._passed:
             self._account.store.let_go(key, job_id)
-        if not self._at and not self._turned and not self._lengths and not self._fixed_rows:
+        if not (self._at or self._turned or self._lengths or self._fixed_rows or self._sights):
             return None
         made = StepMedia(encode=self._encode)
+        if self._sights:
+            made.sights = np.array(self._sights, np.int32)
         if self._lengths:
             made.fixed_slots = np.array(list(self._lengths), np.int32)
             made.fixed_lengths = np.array(list(self._lengths.values()), np.int32)
@@ -506,18 +587,6 @@ class MediaStep:
             made.turn_slots = np.array(list(self._turned), np.int32)
             made.turns = np.array(list(self._turned.values()), np.int32)
         return made
-
-
-def fixed_places(layout: KvLayout, content: FixedContent) -> I64:
-    """[lines of media, positions]: where each position lies, as `page * page size + offset` of its line."""
-    position = np.arange(content.num_positions)
-    places, page = [], 0
-    for parts in layout.fixed_parts:
-        size = layout.page_size // parts
-        columns, part, offset = position // layout.page_size, position % layout.page_size // size, position % size
-        places.append(content.pages[page + part, columns].astype(np.int64) * size + offset)
-        page += parts
-    return np.stack(places)
 
 
 def positions_of(media: JobMedia, start: int, stop: int) -> npt.NDArray[np.int32]:

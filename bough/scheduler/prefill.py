@@ -349,7 +349,7 @@ class _Sharing:
         if media is not None and media.fixed_key and media.fixed_key not in self.contents:
             content = cache.find_fixed(media.fixed_key)
             if content is None:
-                media_pages = limits.layout.pages_of_media(media.num_fixed)
+                media_pages = limits.layout.pages_of_media(media.fixed.size)
             elif not content.users:
                 num_locked += content.pages.size
         return _Candidate(waiting, found, cached, locks, windows, num_locked, needed + media_pages, media_pages)

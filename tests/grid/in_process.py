@@ -155,7 +155,7 @@ class Mailbox:
 def _media_limits(model: Model, setup: Setup) -> MediaLimits | None:
     if not isinstance(model, Decoder) or model.tower is None:
         return None
-    attends = [layer.attn for layer in model.layers if isinstance(layer.attn, Attention)]
+    attends = [module for module in model.layers.modules() if isinstance(module, Attention)]
     axes = max((len(each.rope.sections) for each in attends if each.rope is not None), default=0)
     fixed = max((spec.media for spec in attention_specs(model)), default=0)
     return MediaLimits(

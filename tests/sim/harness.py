@@ -79,6 +79,8 @@ class Client:
     rows: list[RowOutput] = field(default_factory=list)
     aborted: bool = False
     stopped_at: int | None = None
+    crosses: bool = False
+    """Whether cross attention reads media."""
 
     @property
     def end(self) -> End:
@@ -90,15 +92,23 @@ class Client:
         """What the model reads: of media what they are made of."""
         ids = unpack_ids(self.ask.prompt).astype(np.int64)
         for item in self.ask.media:
-            if item.length:
+            if item.length and not self.crosses:
                 ids[item.start : item.stop] = opened_features(item.features)
         return ids.tolist()
 
     @property
-    def mark(self) -> int:
-        """Of the media that cross attention reads."""
-        beside = [opened_features(item.features) for item in self.ask.media if not item.length]
-        return media_mark(np.concatenate(beside).astype(np.int64)) if beside else 0
+    def marks(self) -> list[int]:
+        """By token of the prompt: of the media that it reads by cross attention."""
+        marks = []
+        for token in range(len(unpack_ids(self.ask.prompt))):
+            seen = [item for item in self.ask.media if item.start <= token] if self.crosses else []
+            for number in range(len(seen) - 1, 0, -1):  # from the last run of neighbours on
+                if seen[number - 1].stop != seen[number].start:
+                    del seen[:number]
+                    break
+            values = [opened_features(item.features) for item in seen]
+            marks.append(media_mark(np.concatenate(values).astype(np.int64)) if values else 0)
+        return marks
 
 
 def opened_features(features: Features) -> npt.NDArray[np.generic]:
@@ -328,7 +338,9 @@ class Sim:
             trace=trace,
         )
         self._next_id += 1
-        client = self.clients[ask.id] = Client(ask)
+        client = self.clients[ask.id] = Client(
+            ask, crosses=self.limits.media is not None and self.limits.media.fixed > 0
+        )
         self.inbox.messages.append(ask)
         return client
 
@@ -472,7 +484,7 @@ def expected(sim: Sim, client: Client) -> tuple[list[int], str]:
     stops = (*ask.eos_ids, *ask.sampling.stop_token_ids)
     limit = output_limit(sim.limits, len(client.prompt), ask.sampling.max_new_tokens)
     least = ask.sampling.min_new_tokens
-    return lone_output(client.prompt, vocab_size=VOCAB, limit=limit, stops=stops, min_new=least, mark=client.mark)
+    return lone_output(client.prompt, vocab_size=VOCAB, limit=limit, stops=stops, min_new=least, marks=client.marks)
 
 
 def check_answer(sim: Sim, client: Client, *, failures: bool = False) -> None:

@@ -28,21 +28,35 @@ LAYOUTS = {
 _QUICK = settings(max_examples=max(10, EXAMPLES // 2), deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def item(number: int) -> MediaItem:
+def item(number: int, start: int = 0, length: int = 0) -> MediaItem:
     count = SIZES[number % len(SIZES)]
     key = sha256(str(number).encode()).digest()
     features = Features(path=str(number), digest=key, dtype="uint8", shape=(count,))
     return MediaItem(
-        key=key, kind="audio", start=0, length=0, token=0, count=count, cost=4 * count, grid=(1,), features=features
+        key=key,
+        kind="audio",
+        start=start,
+        length=length,
+        token=0,
+        count=count,
+        cost=4 * count,
+        grid=(1,),
+        features=features,
     )
 
 
 @st.composite
 def asks(draw: st.DrawFn) -> dict[str, Any]:
-    media = draw(st.lists(st.integers(0, 5), max_size=3))
+    numbers = draw(st.lists(st.integers(0, 5), max_size=3))
+    prompt = [token % VOCAB for token in draw(prompts(longest=20))] + [1]
+    media = tuple(map(item, numbers))
+    if draw(st.booleans()):  # they stand in the prompt, side by side or apart: a token sees the last run of them
+        chosen = draw(st.lists(st.integers(0, len(prompt) - 1), min_size=3, max_size=3))
+        places = sorted(set(chosen))[: len(numbers)]
+        media = tuple(item(number, place, 1) for number, place in zip(numbers, places, strict=False))
     return {
-        "prompt": [token % VOCAB for token in draw(prompts(longest=20))] + [1],
-        "media": tuple(map(item, media)),
+        "prompt": prompt,
+        "media": media,
         "max_new": draw(st.integers(0, 14)),
         "stops": tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))),
         "priority": draw(st.sampled_from([0, 0, 5, 20])),
@@ -81,7 +95,7 @@ def test_every_row_reads_its_own_media(case: tuple[dict[str, Any], list[tuple[st
     sim = Sim(**engine)
     for client in play(sim, script):
         too_long = len(client.prompt) + 1 > sim.limits.capacity_tokens
-        too_many = sum(each.count for each in client.ask.media) > MOST
+        too_many = sum(-(-each.count // 16) * 16 for each in client.ask.media) > MOST
         check_answer(sim, client, failures=too_long or too_many)
     assert not sim.problems
 
