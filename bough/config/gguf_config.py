@@ -21,6 +21,8 @@ _ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
@@ -41,6 +43,8 @@ _FIELDS: Final[dict[str, str]] = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "shortconv.l_cache": "conv_L_cache",
 }
 # Of the largest Gemma 2 and 3 the metadata hold the width of a head, but attention is scaled by hidden / heads.
 _SCALED_BY_HIDDEN: Final = {("gemma2", 46), ("gemma3", 62)}
@@ -74,6 +78,9 @@ def config_from_gguf(headers: Sequence[GgufHeader], files: Sequence[Path]) -> di
     for field, key in _FIELDS.items():
         value = metadata.get(f"{arch}.{field}")
         if isinstance(value, list):
+            if arch.startswith("lfm2") and key == "num_key_value_heads":  # layers without heads convolve
+                config["layer_types"] = ["full_attention" if heads else "conv" for heads in value]
+                value = [heads for heads in value if heads] or [1]
             value = _one_value(value, f"{arch}.{field}")
         if value is not None:
             config[key] = value
@@ -116,6 +123,8 @@ def _of_architecture(metadata: dict[str, Any], arch: str, config: dict[str, Any]
     if experts := metadata.get(f"{arch}.expert_count"):
         extra["num_experts"] = extra["num_local_experts"] = experts
         extra["norm_topk_prob"] = arch != "qwen2moe"
+    if arch == "lfm2":
+        extra["block_auto_adjust_ff_dim"] = False  # what the file says of feed-forward blocks is their width
     if (arch, config.get("num_hidden_layers")) in _SCALED_BY_HIDDEN:
         extra["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     elif arch.startswith("gemma"):

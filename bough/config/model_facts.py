@@ -5,7 +5,6 @@ Each model file has a `read(config)` that fills these; the helpers it uses are i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from bough.config.encoder_facts import EncoderFacts
 from bough.config.media_facts import TowerFacts
 from bough.config.rope_facts import RopeFacts
-from bough.config.state_facts import Mamba, Mamba2
+from bough.config.state_facts import StateMixer
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "xielu"]
 """quick_gelu is x * sigmoid(1.702 x), relu2 the square of relu; xielu has learned parameters of its own."""
@@ -219,62 +218,6 @@ class Mla:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDelta:
-    """A gated delta net: of all tokens before, each value head keeps a matrix, which decays and which each token corrects at
-    its key. Queries, keys and values first pass a short convolution over the last tokens."""
-
-    num_key_heads: int
-    num_value_heads: int
-    """A multiple of the key heads: each of those serves as many neighbours."""
-    key_dim: int
-    value_dim: int
-    """Widths of a head."""
-    conv_width: int
-    """Tokens that the convolution sees, a token's own included."""
-    norm: NormFacts
-    """Of what each head has read, before its gate."""
-
-    causal: ClassVar[bool] = True
-    keys_turn: ClassVar[bool] = False
-    num_kv_heads: ClassVar[int] = 0
-    planes: ClassVar[tuple[int, ...]] = ()
-    """It keeps nothing of single tokens."""
-    rope: ClassVar[None] = None
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_value_heads
-
-    @property
-    def channels(self) -> int:
-        """Values of a token that pass the convolution: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-    @property
-    def projected(self) -> int:
-        """Values of a token's queries, keys, values and gates together."""
-        return self.channels + self.num_value_heads * self.value_dim
-
-    @property
-    def input_values(self) -> int:
-        """Numbers that the recurrence takes of a token: what the convolution does, and two rates by head."""
-        return self.channels + 2 * self.num_value_heads
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
-        return (
-            (self.channels, self.conv_width - 1),
-            (self.num_value_heads, self.key_dim, self.value_dim),
-        )
-
-    def num_parameters(self, hidden: int) -> int:
-        inside = self.channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
-        out = self.num_value_heads * self.value_dim
-        return hidden * (self.projected + 2 * self.num_value_heads + out) + inside
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cross:
     """Attention over the media of a request, as a tower has left them: keys and values are made of each position once."""
 
@@ -316,15 +259,8 @@ class Cross:
 
 KvMixer = Gqa | Mla | Cross
 """Keeps something of every token, or of every position of media."""
-StateMixer = GatedDelta | Mamba | Mamba2
-"""Keeps a state: of all tokens together."""
 Mixer = KvMixer | StateMixer
 """What lets tokens see one another."""
-
-
-def state_values(mixer: StateMixer) -> int:
-    """Numbers of a request's state."""
-    return sum(math.prod(shape) for shape in mixer.state_shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,17 +15,14 @@ from bough.config.model_facts import (
     Cross,
     Dense,
     FeedForward,
-    GatedDelta,
     Gqa,
     LayerFacts,
     Mixer,
     Mla,
     ModelFacts,
     Moe,
-    StateMixer,
-    state_values,
 )
-from bough.config.state_facts import Mamba, Mamba2
+from bough.config.state_facts import GatedDelta, Mamba, Mamba2, ShortConv, StateMixer
 from bough.core.errors import ConfigError
 
 _COARSEST_CUT = 64
@@ -113,6 +110,9 @@ def rank_mixer(mixer: Mixer, layout: Layout, rank: int) -> Mixer:
         case Mamba():
             channels = cut(mixer.inner, layout.heads, layout.place(rank)["heads"], "channels")
             return replace(mixer, inner=width(channels))
+        case ShortConv():
+            channels = cut(mixer.channels, layout.heads, layout.place(rank)["heads"], "channels")
+            return replace(mixer, channels=width(channels))
 
 
 def rank_ffn(ffn: FeedForward, layout: Layout, rank: int) -> FeedForward:
@@ -198,7 +198,7 @@ def rank_kv_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
 
 def rank_state_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
     """Values of a request's state on a rank, in the layers that keep one."""
-    return sum(state_values(mixer) for mixer in rank_states(facts, layout, rank))
+    return sum(mixer.state_values for mixer in rank_states(facts, layout, rank))
 
 
 def rank_states(facts: ModelFacts, layout: Layout, rank: int) -> list[StateMixer]:

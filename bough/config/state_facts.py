@@ -1,13 +1,36 @@
-"""Layers of Mamba's kind, which keep a state of each request instead of something of each token."""
+"""Mixers that keep a state of each request instead of something of each token."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 
+class KeepsState:
+    """What all of them have in common: they keep nothing of single tokens, and know no positions."""
+
+    __slots__ = ()
+
+    causal: ClassVar[bool] = True
+    keys_turn: ClassVar[bool] = False
+    num_kv_heads: ClassVar[int] = 0
+    planes: ClassVar[tuple[int, ...]] = ()
+    rope: ClassVar[None] = None
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of what is kept of a request, in float32."""
+        raise NotImplementedError
+
+    @property
+    def state_values(self) -> int:
+        """Numbers of a request's state."""
+        return sum(math.prod(shape) for shape in self.state_shapes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2:
+class Mamba2(KeepsState):
     """Of all tokens before, each head keeps a matrix, which decays by a rate and to which each token adds a product of two
     vectors. Inputs and vectors first pass a short convolution over the last tokens."""
 
@@ -31,13 +54,6 @@ class Mamba2:
     """Outputs are normed before they are multiplied by their gates."""
     scales: tuple[float, float, float, float, float] | None = None
     """Multiply what is projected: gates, inputs, B, C and steps; None: nothing does."""
-
-    causal: ClassVar[bool] = True
-    keys_turn: ClassVar[bool] = False
-    num_kv_heads: ClassVar[int] = 0
-    planes: ClassVar[tuple[int, ...]] = ()
-    """It keeps nothing of single tokens."""
-    rope: ClassVar[None] = None
 
     @property
     def inner(self) -> int:
@@ -73,7 +89,7 @@ class Mamba2:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba:
+class Mamba(KeepsState):
     """Of all tokens before, each channel keeps a vector, whose numbers decay each by a rate of its own. Inputs first pass a
     short convolution over the last tokens; from them steps and the vectors B and C are made."""
 
@@ -93,13 +109,7 @@ class Mamba:
     norm_weights: bool = True
     """Whether those have weights."""
 
-    causal: ClassVar[bool] = True
-    keys_turn: ClassVar[bool] = False
     num_heads: ClassVar[int] = 1
-    num_kv_heads: ClassVar[int] = 0
-    planes: ClassVar[tuple[int, ...]] = ()
-    """It keeps nothing of single tokens."""
-    rope: ClassVar[None] = None
 
     @property
     def projected(self) -> int:
@@ -122,3 +132,88 @@ class Mamba:
         total += self.inner if self.conv_bias else 0
         total += 2 * self.inner + hidden if self.bias else 0
         return total + (made if self.norm_eps is not None and self.norm_weights else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta(KeepsState):
+    """A gated delta net: of all tokens before, each value head keeps a matrix, which decays and which each token corrects at
+    its key. Queries, keys and values first pass a short convolution over the last tokens."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads: each of those serves as many neighbours."""
+    key_dim: int
+    value_dim: int
+    """Widths of a head."""
+    conv_width: int
+    """Tokens that the convolution sees, a token's own included."""
+    norm_eps: float
+    """Of an RMS norm of what each head has read, before its gate."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def channels(self) -> int:
+        """Values of a token that pass the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's queries, keys, values and gates together."""
+        return self.channels + self.num_value_heads * self.value_dim
+
+    @property
+    def input_values(self) -> int:
+        """Numbers that the recurrence takes of a token: what the convolution does, and two rates by head."""
+        return self.channels + 2 * self.num_value_heads
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
+        return (
+            (self.channels, self.conv_width - 1),
+            (self.num_value_heads, self.key_dim, self.value_dim),
+        )
+
+    def num_parameters(self, hidden: int) -> int:
+        inside = self.channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
+        out = self.num_value_heads * self.value_dim
+        return hidden * (self.projected + 2 * self.num_value_heads + out) + inside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv(KeepsState):
+    """A short convolution of each channel over the last tokens, between two gates, is all that a layer sees of them."""
+
+    channels: int
+    conv_width: int
+    """Tokens that the convolution sees, a token's own included."""
+    bias: bool = False
+    """Of the convolution and both projections."""
+
+    num_heads: ClassVar[int] = 1
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's two gates and inputs together."""
+        return 3 * self.channels
+
+    @property
+    def input_values(self) -> int:
+        """Numbers that the convolution takes of a token."""
+        return self.channels
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What is kept of a request: the last inputs of the convolution."""
+        return ((self.channels, self.conv_width - 1),)
+
+    def num_parameters(self, hidden: int) -> int:
+        total = self.channels * (4 * hidden + self.conv_width)
+        return total + (4 * self.channels + hidden if self.bias else 0)
+
+
+StateMixer = GatedDelta | Mamba | Mamba2 | ShortConv
+"""Keeps a state: of all tokens together."""

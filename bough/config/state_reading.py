@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from bough.config import reading
 from bough.config.fields import Fields
-from bough.config.model_facts import ModelFacts, NormFacts, StateMixer
-from bough.config.state_facts import Mamba, Mamba2
+from bough.config.model_facts import ModelFacts, NormFacts
+from bough.config.state_facts import Mamba, Mamba2, StateMixer
 from bough.core.errors import ConfigError
 
 _SILU: Final = {"silu": None, "swish": None}

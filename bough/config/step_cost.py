@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bough.config.layout import Layout
-from bough.config.model_facts import Cross, Gqa, LayerFacts, Mixer, ModelFacts, Moe, StateMixer, state_values
+from bough.config.model_facts import Cross, Gqa, LayerFacts, Mixer, ModelFacts, Moe
 from bough.config.shares import rank_ffn, rank_kv_values, rank_mixer, rank_parameters, stage_layers
+from bough.config.state_facts import StateMixer
 from bough.core.errors import ConfigError
 
 GIB = 1024**3
@@ -207,7 +208,7 @@ class FleetModel:
             weights = replace(layer, mixers=(mine,), ffn=None).num_parameters(self.facts.hidden)
             total += self._product_s(weights, tokens)
             if isinstance(mine, StateMixer):  # a row's state is read and written, in float32
-                moved = 2 * 4 * state_values(mine) * load.rows
+                moved = 2 * 4 * mine.state_values * load.rows
                 total += moved / (self.hardware.read_bytes_s * self.constants.attention_read_share)
                 continue
             if isinstance(mine, Cross):

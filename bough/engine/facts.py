@@ -13,7 +13,7 @@ from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import Checkpoint
 from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
-from bough.config.model_facts import Gqa, ModelFacts, Moe, state_values
+from bough.config.model_facts import Gqa, ModelFacts, Moe
 from bough.config.resolve import MachineFacts, ModelPlanFacts
 from bough.config.shares import largest_share, rank_state_values, rank_states
 from bough.models.registry import find_architecture
@@ -100,7 +100,7 @@ def plan_facts(
         state_values=max(rank_state_values(facts, layout, rank) for rank in range(layout.size)),
         table_values=sum(rope.rotary_dim for rope in {mixer.rope for mixer in facts.mixers} if rope is not None),
         draft_values=max(_draft_values(facts, layout, rank) for rank in range(layout.size)),
-        state_layer_values=max((state_values(mixer) for mixer in facts.state_mixers), default=0),
+        state_layer_values=max((mixer.state_values for mixer in facts.state_mixers), default=0),
         weight_share=largest_share(facts, layout),
         kv=partial(_groups if frees_windows else _one_group, facts, layout),
         no_kv_codes=why_no_codes(facts),

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.config.model_facts import GatedDelta
+from bough.config.state_facts import GatedDelta
 from bough.kernels.delta_rule import scan_row, step_rows
 from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.linear import GroupedLinear, RowLinear
-from bough.layers.norm import make_norm
+from bough.layers.norm import RMSNorm
 from bough.layers.states import CausalConv, Held, PerHead, StateLayer, after, times
 from bough.layers.stream import Input, Product, value_of
 
@@ -41,7 +41,7 @@ class GatedDeltaNet(StateLayer):
         self.conv = CausalConv(facts.channels, facts.conv_width, build, mine=channels)
         self.a_log = PerHead(facts.num_value_heads, build, mine)
         self.dt_bias = PerHead(facts.num_value_heads, build, mine)
-        self.norm = make_norm(facts.norm, facts.value_dim, build)
+        self.norm = RMSNorm(facts.value_dim, facts.norm_eps, build)
         self.out = RowLinear(values, hidden, build, axis=axis, inputs=my_values)
 
     def forward(self, x: Input, batch: Batch) -> Product:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from bough.config.model_facts import Cross, GatedDelta, Gqa, KvMixer, LayerFacts, Mla, ModelFacts, Moe, StateMixer
+from bough.config.model_facts import Cross, Gqa, KvMixer, LayerFacts, Mla, ModelFacts, Moe
 from bough.config.rope_facts import RopeFacts
 from bough.config.shares import stage_layers
-from bough.config.state_facts import Mamba, Mamba2
+from bough.config.state_facts import GatedDelta, Mamba, Mamba2, ShortConv, StateMixer
 from bough.core.errors import ConfigError
 from bough.layers.attention import Attention
 from bough.layers.build import Build
@@ -21,6 +21,7 @@ from bough.layers.norm import LayerNorm, RMSNorm, make_norm
 from bough.layers.per_layer import LayerInputGate
 from bough.layers.rotary import Rope
 from bough.layers.shared_attention import SharedKvAttention
+from bough.layers.short_conv import ShortConvMixer
 from bough.layers.states import StateLayer
 
 TokenMixer = Attention | SharedKvAttention | LatentAttention | CrossAttention | StateLayer
@@ -67,6 +68,8 @@ class Parts:
                 return Mamba2Mixer(mixer, state, hidden, build)
             case Mamba() as mixer:
                 return MambaMixer(mixer, state, hidden, build)
+            case ShortConv() as mixer:
+                return ShortConvMixer(mixer, state, hidden, build)
             case Mla() as mixer:
                 return LatentAttention(mixer, kv, hidden, self.rope(mixer.rope), build)
             case Gqa() as mixer if layer.kv_from is not None:

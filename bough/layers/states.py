@@ -13,7 +13,7 @@ from bough.layers.batch import Batch, DraftedRows
 from bough.layers.build import Build
 from bough.weights.dummy import DummyDraw
 from bough.weights.slots import Slot
-from bough.weights.stored import Stored, copy_into
+from bough.weights.stored import Flat, Stored, copy_into
 
 Held = tuple[Tensor, ...]
 """Tensors of a layer's states, in the order of `StateLayer.state_shapes`."""
@@ -128,14 +128,22 @@ def state_shapes(model: nn.Module) -> list[tuple[tuple[int, ...], ...]]:
 
 
 class CausalConv(nn.Module):
-    """A convolution of each channel over a token and those before it, then SiLU. In float32."""
+    """A convolution of each channel over a token and those before it, and perhaps SiLU. In float32."""
 
     def __init__(
-        self, channels: int, width: int, build: Build, *, mine: Sequence[slice] | None = None, bias: bool = False
+        self,
+        channels: int,
+        width: int,
+        build: Build,
+        *,
+        mine: Sequence[slice] | None = None,
+        bias: bool = False,
+        silu: bool = True,
     ) -> None:
         """`channels`: of the model; `mine`: those of this rank, one after the other; None: all."""
         super().__init__()
         self.channels = channels
+        self.silu = silu
         self.mine = tuple(mine) if mine is not None else (slice(0, channels),)
         count = sum(part.stop - part.start for part in self.mine)
         kept = torch.empty(count, width, dtype=torch.float32, device=build.device)
@@ -145,19 +153,23 @@ class CausalConv(nn.Module):
             self.bias = nn.Parameter(kept.new_empty(count), requires_grad=False)
 
     def slots(self) -> dict[str, Slot]:
-        shape = (self.channels, 1, self.weight.shape[1])
-        slots = {"weight": Slot(shape, partial(fill_parts, self.weight.unsqueeze(1), self.mine))}
+        width = self.weight.shape[1]
+        shape, flat = (self.channels, 1, width), (self.channels, width)
+        slots = {"weight": Slot(shape, self._fill, also=(flat,))}
         if self.bias is not None:
             slots["bias"] = Slot((self.channels,), partial(fill_parts, self.bias, self.mine))
         return slots
 
+    def _fill(self, stored: Stored) -> None:
+        fill_parts(self.weight, self.mine, Flat(stored))
+
     def row(self, x_LC: Tensor, state_CW: Tensor) -> Tensor:
         """[L, C] of the tokens of a row; the state, its last inputs, moves on."""
-        return conv_row(x_LC, self.weight, self.bias, state_CW)
+        return conv_row(x_LC, self.weight, self.bias, state_CW, silu=self.silu)
 
     def ones(self, x_NC: Tensor, states_SCW: Tensor, at_N: Tensor) -> Tensor:
         """[N, C] of one token of each row."""
-        return conv_ones(x_NC, self.weight, self.bias, states_SCW, at_N)
+        return conv_ones(x_NC, self.weight, self.bias, states_SCW, at_N, silu=self.silu)
 
 
 class PerHead(nn.Module):

@@ -148,6 +148,8 @@ GROUPS: Final = (
             "FalconMambaForCausalLM": "tiiuae/falcon-mamba-7b-instruct",
             "GraniteMoeHybridForCausalLM": "ibm-granite/granite-4.0-h-small, ibm-granite/granite-4.0-micro",
             "JambaForCausalLM": "ai21labs/AI21-Jamba-Mini-1.7, ai21labs/AI21-Jamba-Reasoning-3B",
+            "Lfm2ForCausalLM": "LiquidAI/LFM2-1.2B, LiquidAI/LFM2-350M",
+            "Lfm2MoeForCausalLM": "LiquidAI/LFM2-8B-A1B",
             "Mamba2ForCausalLM": "mistralai/Mamba-Codestral-7B-v0.1",
             "MambaForCausalLM": "state-spaces/mamba-2.8b-hf",
             "NemotronHForCausalLM": "nvidia/NVIDIA-Nemotron-Nano-9B-v2, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",

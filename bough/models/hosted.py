@@ -6,6 +6,8 @@ hands queries, keys and values to the step's backend, which knows the rows and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -124,12 +126,36 @@ class _Probe:
         raise AssertionError("layers of transformers' modules bring keys and values, their own or others'")
 
 
+@contextmanager
+def _poisoned_first(embedding: nn.Module) -> Iterator[None]:
+    """Meanwhile the embedding of the first token is not a number."""
+
+    def poison(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+        return out.index_fill(out.dim() - 2, torch.zeros(1, dtype=torch.int64, device=out.device), float("nan"))
+
+    hook = embedding.register_forward_hook(poison)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 @torch.no_grad()
 def _probe(model: HostedModel, facts: ModelFacts, device: torch.device) -> None:
-    """Runs one token, so that every attention layer has its spec; compares them with what memory is planned by."""
+    """Runs two tokens, so that every attention layer has its spec; compares them with what memory is planned by. Nothing
+    but attention may let tokens see one another: the first one's embedding is not a number, attention gives nothing, and the
+    second one must not notice."""
     probe = _Probe()
-    one = torch.zeros(1, dtype=torch.int64, device=device)
-    model(Batch(one, one, probe, num_tokens=1))
+    both = torch.arange(2, device=device)
+    body = getattr(model.causal, model.causal.base_model_prefix).inner
+    with _poisoned_first(body.get_input_embeddings()):
+        hidden_TD = model(Batch(both, both, probe, num_tokens=2))
+    if hidden_TD[1].isnan().any():
+        raise UnsupportedModel(
+            what=f"{facts.architecture} can't run through transformers here",
+            why="its layers keep something of earlier tokens that is not attention's: a convolution or a recurrent state",
+            fix="leave --model-impl at auto if docs/models.md lists it, or choose another model",
+        )
     if len(probe.specs) != facts.num_layers:
         raise UnsupportedModel(
             what=f"{facts.architecture} can't run through transformers here",

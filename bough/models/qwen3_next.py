@@ -7,7 +7,8 @@ from typing import Any
 
 from bough.config import reading
 from bough.config.fields import Fields
-from bough.config.model_facts import GatedDelta, HeadNorms, Mixer, ModelFacts, NormFacts, OutputGate
+from bough.config.model_facts import HeadNorms, Mixer, ModelFacts, NormFacts, OutputGate
+from bough.config.state_facts import GatedDelta
 from bough.core.errors import ConfigError
 from bough.models.hf_names import ENDS, EXPERTS, FEED_FORWARD, HEAD_NORMS, NORMS, in_layers
 from bough.models.makers import pre_norm
@@ -70,7 +71,7 @@ def gated_delta(config: Fields) -> GatedDelta:
         key_dim=config.count("linear_key_head_dim"),
         value_dim=config.count("linear_value_head_dim"),
         conv_width=config.count("linear_conv_kernel_dim", default=4),
-        norm=reading.rms_norm(config),
+        norm_eps=reading.rms_norm(config).eps,
     )
 
 

@@ -100,6 +100,8 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "FalconH1ForCausalLM": "bough.models.falcon_h1",
     "FalconMambaForCausalLM": "bough.models.mamba",
     "JambaForCausalLM": "bough.models.jamba",
+    "Lfm2ForCausalLM": "bough.models.lfm2",
+    "Lfm2MoeForCausalLM": "bough.models.lfm2_moe",
     "MambaForCausalLM": "bough.models.mamba",
     "Mamba2ForCausalLM": "bough.models.mamba2",
     "NemotronHForCausalLM": "bough.models.nemotron_h",

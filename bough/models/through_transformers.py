@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from bough.config.fields import Fields
@@ -37,7 +38,9 @@ def read(fields: Fields) -> ModelFacts:
     unknown = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
     if unknown:
         raise UnsupportedModel(
-            what=f"{architecture} can't run through transformers here", why=f"it has layers of {', '.join(unknown)}"
+            what=f"{architecture} can't run through transformers here",
+            why=f"it has layers of the kind {', '.join(unknown)}, which keep something else than attention does",
+            fix="leave --model-impl at auto if docs/models.md lists it, or choose another model",
         )
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     width = getattr(config, "head_dim", None) or hidden // heads
@@ -71,11 +74,20 @@ def config_of(fields: Fields) -> Any:
     if kind not in CONFIG_MAPPING:
         raise UnsupportedModel(what=f"transformers has no model_type {kind!r}")
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(fields.raw))
+        return CONFIG_MAPPING[kind].from_dict(_with_infinities(fields.raw))
     except Exception as error:  # whatever its checks raise
         raise ConfigError(
             what=f"transformers can't read the config of {fields.architecture()}", why=str(error)
         ) from error
+
+
+def _with_infinities(value: Any) -> Any:
+    """The same, with numbers for what transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_infinities(each) for key, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
 def _count(config: Any, key: str) -> int:

@@ -10,6 +10,7 @@ _LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _OUTSIDE: Final[dict[str, str]] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
 }
 _LAYERS: Final[dict[str, str]] = {
@@ -39,9 +40,29 @@ _GEMMA: Final = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LFM2: Final = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.#.w1",
+    "ffn_up_exps": "feed_forward.experts.#.w3",
+    "ffn_down_exps": "feed_forward.experts.#.w2",
+    "exp_probs_b": "feed_forward.expert_bias",
+}
 _OF_ARCHITECTURE: Final[dict[str, dict[str, str]]] = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2,
     "Phi3ForCausalLM": {"ffn_up": "mlp.gate_up_proj"},
     "MixtralForCausalLM": {
         "ffn_gate_inp": "block_sparse_moe.gate",
@@ -64,6 +85,8 @@ def hf_name(name: str, architecture: str) -> str:
     if match := _LAYER.fullmatch(name):
         layer, stem, last = match.groups()
         target = _OF_ARCHITECTURE.get(architecture, {}).get(stem) or _LAYERS.get(stem)
+        if target and target.endswith("_bias"):  # of experts: it stands alone, without a last word
+            return f"model.layers.{layer}.{target}"
         return f"model.layers.{layer}.{target}.{last}" if target else name
     stem, _, last = name.rpartition(".")
     return f"{_OUTSIDE[stem]}.{last}" if stem in _OUTSIDE else name

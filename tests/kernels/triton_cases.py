@@ -1442,13 +1442,11 @@ def _conv(bed: Bed, length: int, channels: int, width: int, has_bias: bool, dtyp
     x = bed.normal(length, 2 * channels, dtype=dtype)[:, :channels]
     weight, bias = bed.normal(channels, width), bed.normal(channels) if has_bias else None
     one = bed.normal(channels, width - 1)
-    _advanced(
-        partial(conv.conv_row, x, weight, bias), partial(conv_reference.conv_row, x, weight, bias), one, None
-    )  # fmt: skip
+    theirs = {each: partial(getattr(conv_reference, each), silu=has_bias) for each in ("conv_row", "conv_ones")}
+    ours = {each: partial(getattr(conv, each), silu=has_bias) for each in theirs}
+    _advanced(partial(ours["conv_row"], x, weight, bias), partial(theirs["conv_row"], x, weight, bias), one, None)
     x, many, at = x[:3], bed.normal(7, channels, width - 1), bed.ints([5, 1, 0][: min(length, 3)], torch.int64)
-    _advanced(
-        partial(conv.conv_ones, x, weight, bias), partial(conv_reference.conv_ones, x, weight, bias), many, at
-    )  # fmt: skip
+    _advanced(partial(ours["conv_ones"], x, weight, bias), partial(theirs["conv_ones"], x, weight, bias), many, at)
 
 
 def _scanned(bed: Bed, ours: Any, theirs: Any, row: list[Tensor], constant: list[Tensor], shape: list[int]) -> None:

@@ -466,6 +466,8 @@ NEMOTRON_H = {
     "mamba_head_dim": 8,
     "n_groups": 2,
 }
+LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
+TWO_OF_SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [1], **BIASES}),
     "bamba-limits": (
@@ -480,6 +482,9 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("FalconMamba", {"state_size": 8, "use_bias": True}),
     "jamba": ("Jamba", {"mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 1, "num_experts": 4}),
     "jamba-dense": ("Jamba", {"attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 1}),
+    "lfm2": ("Lfm2", {**LFM2, "block_multiple_of": 16, "conv_bias": True, "tie_word_embeddings": False}),
+    "lfm2_moe": ("Lfm2Moe", {**LFM2, **TWO_OF_SIX, "num_dense_layers": 1, "routed_scaling_factor": 1.7}),
+    "lfm2_moe-plain": ("Lfm2Moe", {**LFM2, **TWO_OF_SIX, "use_expert_bias": False, "norm_topk_prob": False}),
     "mamba": ("Mamba", {"state_size": 8}),
     "mamba-untied": ("Mamba", {"time_step_rank": 5, "use_bias": True, "tie_word_embeddings": False}),
     "mamba2": ("Mamba2", {**PURE_MAMBA2, "n_groups": 1}),

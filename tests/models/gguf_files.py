@@ -26,6 +26,8 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
 
 
@@ -45,7 +47,9 @@ def write_gguf(
     expected = {}
     for hf_name, value in _stack_experts(tensors).items():
         stored = _convert(hf_name, value, arch, config)
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        known = hf_name.removeprefix("model.") if ".feed_forward.experts." in hf_name else hf_name
+        known += ".bias" if known.endswith("expert_bias") else ""  # converters give it a last word
+        name = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert name, hf_name
         wanted = next((k for part, k in (kinds or {}).items() if part in hf_name), kind) if stored.ndim > 1 else "F32"
         qtype = GGMLQuantizationType[wanted]
@@ -96,9 +100,14 @@ def _write_metadata(writer: GGUFWriter, config: dict[str, Any], arch: str) -> No
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kinds, kv_heads = config.get("layer_types") or [], config["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in kinds] if "conv" in kinds else kv_heads)
+    if "conv_L_cache" in config:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "num_dense_layers" in config:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
     writer.add_key_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config["rms_norm_eps"])
     rope = config["rope_parameters"]
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if config.get("sliding_window"):
@@ -164,6 +173,8 @@ def _convert(name: str, value: Array, arch: str, config: dict[str, Any]) -> Arra
         return value + 1
     if "shared_expert_gate" in name:
         return value.squeeze(0)
+    if ".conv.conv." in name:
+        return value.squeeze(1)
     return value
 
 

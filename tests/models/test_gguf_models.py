@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import DenseAttention
+from families import LFM2, TWO_OF_SIX
 from gguf_files import write_gguf
 from safetensors.torch import save_file
 from tiny import make_tiny
@@ -41,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3,
     "phi3-longrope": {},
     "mixtral": {},
+    "Lfm2": {**LFM2, "block_auto_adjust_ff_dim": False},
+    "Lfm2Moe": {**LFM2, **TWO_OF_SIX, "num_dense_layers": 1},
     "qwen2_moe": {"mlp_only_layers": []},
     "qwen3_moe": {"decoder_sparse_step": 1},
 }

@@ -23,8 +23,8 @@ from bough.models.registry import facts_of
 from bough.runner.graphs import Graphs
 
 LONG = {
-    "bamba-limits", "falcon_h1-norm", "granite4-dense", "jamba-dense", "mamba-untied", "mamba2-bias", "nemotron_h",
-    "qwen3_next-dense",
+    "bamba-limits", "falcon_h1-norm", "granite4-dense", "jamba-dense", "lfm2_moe-plain", "mamba-untied", "mamba2-bias",
+    "nemotron_h", "qwen3_next-dense",
 }  # fmt: skip
 """Further variants of families, which `make test` shows once."""
 
@@ -141,6 +141,7 @@ def test_decode_steps_as_graphs_compute_them(monkeypatch: pytest.MonkeyPatch, tm
         ("qwen3_next", "adaptive"),
         ("bamba", "known"),
         ("mamba", "known"),
+        ("lfm2", "known"),
     ],
 )
 def test_drafts_change_no_token(case: str, drafts: str, tmp_path: Path) -> None:

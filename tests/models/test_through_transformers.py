@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import SOME_EXPERTS, WINDOWS, check_answers
+from families import SOME_EXPERTS, STATES, WINDOWS, check_answers
 from tiny import make_tiny
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 
 from bough.config.hf import open_checkpoint
 from bough.core.errors import UnsupportedModel
@@ -52,3 +53,21 @@ def test_what_is_not_attention_is_refused() -> None:
         facts_of({"architectures": ["LamaForCausalLM"]})
     with pytest.raises(UnsupportedModel, match="BitNet"):
         facts_of({"architectures": ["BitNetForCausalLM"], "model_type": "bitnet"}, "bough")
+
+
+@pytest.mark.parametrize(("case", "kind"), [("lfm2", "conv"), ("falcon_h1", "hybrid"), ("Zaya", "hybrid")])
+def test_layers_that_keep_a_state_are_refused(case: str, kind: str, tmp_path: Path) -> None:
+    prefix, extra = STATES.get(case, (case, {}))
+    make_tiny(prefix, tmp_path, **extra)
+    with pytest.raises(UnsupportedModel, match=f"layers of the kind {kind}"):
+        facts_of(open_checkpoint(str(tmp_path)).config, "transformers")
+
+
+def test_modules_that_look_past_attention_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A config need not say that a layer convolves; what tokens see of one another does."""
+    make_tiny("gemma2", tmp_path)
+    monkeypatch.setattr(Gemma2MLP, "forward", lambda _, x: 1e-3 * x.cumsum(1))
+    with pytest.raises(UnsupportedModel, match="keep something of earlier tokens"):
+        build_model(
+            open_checkpoint(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), model_impl="transformers"
+        )

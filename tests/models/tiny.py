@@ -97,7 +97,9 @@ def shake(model: PreTrainedModel) -> None:
     """Moves all weights: norms and biases start as ones and zeros, which would hide mistakes."""
     with torch.no_grad():
         buffers = [
-            (name, each) for name, each in model.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))
+            (name, each)
+            for name, each in model.named_buffers()
+            if name.endswith(("correction_bias", "expert_bias", "layer_scalar"))
         ]
         for name, parameter in (*model.named_parameters(), *buffers):
             scale = 0.3 if parameter.dim() == 1 else 0.12 if "embed" not in name else 0.5
