@@ -23,7 +23,7 @@ from bough.distributed.mesh import Mesh
 from bough.distributed.shared_memory import Patience
 from bough.engine.inbox import MessageSource
 from bough.engine.step_channels import StepChannel
-from bough.engine.worker import RunStep, SharedLaunched, Stop, in_step, timed
+from bough.engine.worker import InStep, RunStep, SharedLaunched, Stop, Timed
 from bough.ipc import Launch, Outbox
 from bough.ipc.store import AnyStore
 from bough.layers.spread import TokenSpread
@@ -160,10 +160,10 @@ class LockstepRunner:
     def _run(self, step: Step, agreed: Agreed) -> Launched:
         self._spread.begin(agreed.rows, alike=not agreed.split)
         if self._others is None:
-            with timed(self._patience):
+            with Timed(self._patience):
                 return self._alone(step)
-        with in_step(), timed(self._patience):
-            self._others.send(RunStep(step, agreed.rows, not agreed.split))
+        with InStep(), Timed(self._patience):
+            self._others.send(RunStep.of(step, agreed.rows, alike=not agreed.split))
             return SharedLaunched(self._local.launch(step), self._others)
 
     def _alone(self, step: Step) -> Launched:
@@ -171,7 +171,7 @@ class LockstepRunner:
         try:
             return self._local.launch(step)
         except Exception:
-            with in_step(), torch.inference_mode():
+            with InStep(), torch.inference_mode():
                 if not self._spread.join_rest():
                     raise
             raise

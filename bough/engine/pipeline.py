@@ -17,7 +17,7 @@ from bough.core.errors import Unavailable
 from bough.core.step import I32, Launched, Mask, Outcome, Step
 from bough.distributed.shared_memory import Patience
 from bough.engine.step_channels import LinkSource, LinkWay, StepChannel, StepSource, Ways
-from bough.engine.worker import Masks, RunStep, Sampled, Stop, in_step, timed
+from bough.engine.worker import InStep, Masks, RunStep, Sampled, Stop, Timed
 from bough.ipc import Endpoints, Inbox, Outbox
 from bough.ipc.ring import RingReader, RingWriter
 from bough.ipc.store import AnyStore
@@ -80,8 +80,8 @@ class PipelineRunner:
         self._arrived: deque[StepOutcome] = deque()
 
     def launch(self, step: Step) -> Launched:
-        with in_step(), timed(self._patience):
-            self._others.send(RunStep(step))
+        with InStep(), Timed(self._patience):
+            self._others.send(RunStep.of(step))
             launched = self._local.launch(step)
         assert isinstance(launched, LaunchedStep)
         return _InPipeline(launched, self)
@@ -96,12 +96,12 @@ class PipelineRunner:
         self._others.send(Stop())
 
     def send_masks(self, index: int, masks: Mask) -> None:
-        with in_step():
+        with InStep():
             self._others.send(Masks(index, masks))
 
     def outcome_of(self, launched: LaunchedStep) -> Outcome:
         """What a step has produced; it is the oldest that was not asked for. Tells all stages."""
-        with in_step():
+        with InStep():
             while not self._arrived:
                 if self._outcomes.closed:
                     raise Unavailable(what="the last stage is gone")
@@ -151,7 +151,7 @@ def run_stage(source: StepSource, runner: ModelRunner, patience: Patience, sink:
         for message in source.drain(block_s=1.0):
             match message:
                 case RunStep(step=step):
-                    with timed(patience):
+                    with Timed(patience):
                         launched = runner.launch(step)
                     assert isinstance(launched, LaunchedStep)
                     if not runner.samples:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from msgspec import Struct
 
+from bough.core.packed_step import PackedStep, pack_step, unpack_step
 from bough.core.step import I32, Launched, Mask, Outcome, Runner, Step
 from bough.distributed.shared_memory import Patience
 from bough.engine.loop import EngineBroken
@@ -21,11 +21,21 @@ from bough.layers.spread import TokenSpread
 
 
 class RunStep(Struct, tag="step"):
-    step: Step
+    """A step to launch: `RunStep.of(step)`."""
+
+    packed: PackedStep
     rows: int = 0
     """Tokens that each rank brings to it, where ranks hold different tokens..."""
     alike: bool = False
     """...and whether those that share contexts hold the same."""
+
+    @classmethod
+    def of(cls, step: Step, rows: int = 0, *, alike: bool = False) -> RunStep:
+        return cls(pack_step(step), rows, alike)
+
+    @property
+    def step(self) -> Step:
+        return unpack_step(self.packed)
 
 
 class Masks(Struct, tag="masks"):
@@ -63,8 +73,8 @@ class BroadcastRunner:
         self._patience = patience or Patience()
 
     def launch(self, step: Step) -> Launched:
-        with in_step(), timed(self._patience):
-            self._others.send(RunStep(step))
+        with InStep(), Timed(self._patience):
+            self._others.send(RunStep.of(step))
             return SharedLaunched(self._runner.launch(step), self._others)
 
     def clear(self) -> None:
@@ -77,23 +87,37 @@ class BroadcastRunner:
         self._others.send(Stop())
 
 
-@contextmanager
-def in_step() -> Iterator[None]:
+class InStep:
     """A failure within breaks the engine: the other ranks are elsewhere by now, or gone."""
-    try:
-        yield
-    except Exception as error:
-        raise EngineBroken(
-            what="a step failed on one of several ranks", why=f"{type(error).__name__}: {error}"
-        ) from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            raise EngineBroken(
+                what="a step failed on one of several ranks", why=f"{type(error).__name__}: {error}"
+            ) from error
 
 
-@contextmanager
-def timed(patience: Patience) -> Iterator[None]:
+class Timed:
     """Tells how long what is within has taken."""
-    began = time.monotonic()
-    yield
-    patience.saw_step(time.monotonic() - began)
+
+    __slots__ = ("_began_s", "_patience")
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+
+    def __enter__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._patience.saw_step(time.monotonic() - self._began_s)
 
 
 class SharedLaunched:
@@ -112,7 +136,7 @@ class SharedLaunched:
         return self._launched.needs_masks
 
     def sample(self, masks: Mask) -> None:
-        with in_step():
+        with InStep():
             self._others.send(Masks(self.step.index, masks))
             self._launched.sample(masks)
 
@@ -133,7 +157,7 @@ def run_worker(
                 case RunStep(step=step, rows=rows, alike=alike):
                     if spread is not None:
                         spread.begin(rows, alike=alike)
-                    with timed(patience):
+                    with Timed(patience):
                         launched = runner.launch(step)
                     if launched.needs_masks:
                         unmasked.append(launched)

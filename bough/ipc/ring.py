@@ -35,6 +35,9 @@ _NAP_S = 0.5
 _WAKES = 2
 """Number of other readers that a reader wakes when it is woken: all are awake after log2(readers) rounds."""
 _FULL_PAUSE_S = 50e-6
+_HOT_BYTES = 1 << 16
+"""Behind this many bytes the writer starts over if all readers have kept up: by then the beginning of the ring is in caches
+and page tables. The rest is not, and writing there takes several times as long."""
 
 
 def ring_bytes(num_readers: int, capacity: int = RING_BYTES) -> int:
@@ -64,14 +67,16 @@ class RingWriter:
         """`timeout_s`: maximum seconds to wait for a reader while the ring is full."""
         self._segment = Segment.create(ring_bytes(num_readers, capacity))
         self._ring = _Ring(self._segment, num_readers)
-        self._num_readers = num_readers
         self._timeout_s = timeout_s
         self._encode = encoder().encode
         self._head = 0
         self._free_until = self._ring.capacity
         """Position up to which can be written without reading the readers' positions again."""
         self._fence = threading.Lock()
-        self._asleep_at = [((1 + reader) * _LINE + _ASLEEP_AT) // 4 for reader in range(num_readers)]
+        self._asleep = self._ring.words[(_LINE + _ASLEEP_AT) // 4 : (1 + num_readers) * _LINE // 4 : _LINE // 4]
+        """By reader, whether it sleeps..."""
+        self._tails = self._ring.numbers[(_LINE + _TAIL_AT) // 8 : (1 + num_readers) * _LINE // 8 : _LINE // 8]
+        """...and how far it has read."""
 
     @property
     def path(self) -> str:
@@ -96,7 +101,7 @@ class RingWriter:
         ring = self._ring
         need = _FRAME.size + len(part)
         at = self._head % ring.capacity
-        if at + need > ring.capacity:
+        if at + need > ring.capacity or (2 * need <= _HOT_BYTES <= at and min(self._tails.tolist()) == self._head):
             self._make_room(ring.capacity - at + need)
             _FRAME.pack_into(ring.data, at, _SKIP)
             self._head += ring.capacity - at
@@ -113,7 +118,7 @@ class RingWriter:
             return
         give_up_s = time.monotonic() + self._timeout_s
         while True:
-            tails = [self._ring.numbers[(1 + reader) * _LINE // 8] for reader in range(self._num_readers)]
+            tails = self._tails.tolist()
             self._free_until = min(tails) + self._ring.capacity
             if self._head + need + _ALIGN <= self._free_until:
                 return
@@ -129,7 +134,7 @@ class RingWriter:
         ring.words[_SIGNAL_AT // 4] = (ring.words[_SIGNAL_AT // 4] + 1) & 0xFFFFFFFF
         with self._fence:  # full memory barrier: readers must see the stores above before this thread reads who sleeps
             pass
-        if any(ring.words[at] for at in self._asleep_at):
+        if any(self._asleep.tolist()):
             futex_wake(self._segment.address + _SIGNAL_AT, 1)  # a woken reader wakes others: this thread has other work
 
 

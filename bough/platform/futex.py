@@ -22,8 +22,11 @@ class _Timespec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
+_futex = _libc.syscall
+_futex.restype = ctypes.c_long
+_futex.argtypes = (  # number, address, operation, value, timeout, second address, third value
+    ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
+)  # fmt: skip
 
 
 def futex_wait(address: int, expected: int, timeout_s: float) -> bool:
@@ -35,17 +38,10 @@ def futex_wait(address: int, expected: int, timeout_s: float) -> bool:
     """
     fraction, whole = math.modf(timeout_s)
     limit = _Timespec(int(whole), int(fraction * 1e9))
-    result = _syscall(
-        ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAIT), ctypes.c_uint32(expected),
-        ctypes.byref(limit), None, ctypes.c_int(0),
-    )  # fmt: skip
+    result = _futex(_NUMBER, address, _WAIT, expected, ctypes.addressof(limit), None, 0)
     return result == 0 or ctypes.get_errno() != errno.ETIMEDOUT
 
 
 def futex_wake(address: int, most: int = _EVERYBODY) -> int:
     """Wakes at most `most` sleepers at `address` and returns their number."""
-    woken = _syscall(
-        ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAKE), ctypes.c_uint32(most), None, None,
-        ctypes.c_int(0),
-    )  # fmt: skip
-    return int(woken)
+    return int(_futex(_NUMBER, address, _WAKE, most, None, None, 0))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bough.core.step import Step
 from bough.engine.loop import EngineBroken
 from bough.engine.worker import BroadcastRunner, Masks, RunStep, Stop, run_worker
 
@@ -39,8 +40,12 @@ class Sent(list[Any]):
     send = list.append
 
 
-def step(index: int) -> Any:
-    return SimpleNamespace(index=index)
+def step(index: int) -> Step:
+    none = np.empty(0, np.int32)
+    return Step(
+        index=index, num_decodes=0, slots=none, num_query=none, context=none, samples=none.astype(np.bool_), tokens=none,
+        table_at=none.astype(np.int64), table_pages=none,
+    )  # fmt: skip
 
 
 def mask(number: int) -> Any:

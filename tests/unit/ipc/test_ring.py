@@ -55,6 +55,26 @@ def test_all_readers_see_all_messages_of_all_sizes(spin_s: float) -> None:
     assert [seen[at] for at in range(3)] == [notes] * 3
 
 
+def test_readers_that_keep_up_see_the_same_memory_again() -> None:
+    """It stays in caches. One that is behind gets new memory, and reads what was written before."""
+    writer = RingWriter(2)
+    quick, slow = readers(writer, 2)
+    notes = [Note(number, number.to_bytes(2) * 500) for number in range(400)]
+    for note in notes:
+        writer.send(note)
+        assert quick.drain() == [note]
+        assert slow.drain() == [note]
+    assert not any(writer._ring.data[1 << 17 :]), "400 KB went through the first 128"
+    for note in notes:
+        writer.send(note)
+        assert quick.drain() == [note]
+    assert slow.drain() == notes
+    writer.send(notes[0])
+    assert quick.drain() == slow.drain() == [notes[0]]
+    for each in (quick, slow, writer):
+        each.release() if isinstance(each, RingReader) else each.close()
+
+
 def test_a_sleeping_reader_is_woken_at_once() -> None:
     writer = RingWriter(1)
     (reader,) = readers(writer, 1)
