@@ -22,7 +22,7 @@ from bough.config.model_facts import (
     ModelFacts,
     Moe,
 )
-from bough.config.state_facts import GatedDelta, Mamba, Mamba2, ShortConv, StateMixer
+from bough.config.state_facts import GatedDelta, Lightning, Mamba, Mamba2, ShortConv, StateMixer
 from bough.core.errors import ConfigError
 
 _COARSEST_CUT = 64
@@ -98,7 +98,7 @@ def rank_mixer(mixer: Mixer, layout: Layout, rank: int) -> Mixer:
         case Gqa() | Cross():
             share = head_share(mixer.num_heads, mixer.num_kv_heads, layout.heads, layout.place(rank)["heads"])
             return replace(mixer, num_heads=width(share.heads), num_kv_heads=width(share.kv_heads))
-        case Mla():
+        case Mla() | Lightning():
             heads = cut(mixer.num_heads, layout.heads, layout.place(rank)["heads"], "attention heads")
             return replace(mixer, num_heads=width(heads))
         case GatedDelta():

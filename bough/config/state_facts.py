@@ -215,5 +215,42 @@ class ShortConv(KeepsState):
         return total + (4 * self.channels + hidden if self.bias else 0)
 
 
-StateMixer = GatedDelta | Mamba | Mamba2 | ShortConv
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lightning(KeepsState):
+    """Attention without a softmax (lightning attention): of all tokens before, each head keeps the sum of products of their
+    keys and values, which decays by a rate that is the head's own and the same for all tokens."""
+
+    num_heads: int
+    head_dim: int
+    """Width of a head's query, key and value."""
+    rate_scale: float
+    """Multiplies the rates, which are 2 ** -(8 / heads), its square, its cube ..., by head."""
+    norm_eps: float
+    """Of an RMS norm over what all heads have read, before its gate."""
+
+    @property
+    def inner(self) -> int:
+        """Values of all heads' queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def projected(self) -> int:
+        """Values of a token's queries, keys, values and gates together."""
+        return 4 * self.inner
+
+    @property
+    def input_values(self) -> int:
+        """Numbers that the recurrence takes of a token: queries, keys and values."""
+        return 3 * self.inner
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What is kept of a request: the heads' matrices."""
+        return ((self.num_heads, self.head_dim, self.head_dim),)
+
+    def num_parameters(self, hidden: int) -> int:
+        return 5 * hidden * self.inner + self.inner
+
+
+StateMixer = GatedDelta | Lightning | Mamba | Mamba2 | ShortConv
 """Keeps a state: of all tokens together."""

@@ -7,13 +7,14 @@ from torch import nn
 from bough.config.model_facts import Cross, Gqa, KvMixer, LayerFacts, Mla, ModelFacts, Moe
 from bough.config.rope_facts import RopeFacts
 from bough.config.shares import stage_layers
-from bough.config.state_facts import GatedDelta, Mamba, Mamba2, ShortConv, StateMixer
+from bough.config.state_facts import GatedDelta, Lightning, Mamba, Mamba2, ShortConv, StateMixer
 from bough.core.errors import ConfigError
 from bough.layers.attention import Attention
 from bough.layers.build import Build
 from bough.layers.cross_attention import CrossAttention
 from bough.layers.gated_delta import GatedDeltaNet
 from bough.layers.latent_attention import LatentAttention
+from bough.layers.lightning import LightningAttention
 from bough.layers.mamba import Mamba2Mixer, MambaMixer
 from bough.layers.mlp import make_mlp
 from bough.layers.moe import MixtureOfExperts
@@ -68,6 +69,8 @@ class Parts:
                 return Mamba2Mixer(mixer, state, hidden, build)
             case Mamba() as mixer:
                 return MambaMixer(mixer, state, hidden, build)
+            case Lightning() as mixer:
+                return LightningAttention(mixer, state, hidden, build)
             case ShortConv() as mixer:
                 return ShortConvMixer(mixer, state, hidden, build)
             case Mla() as mixer:

@@ -468,6 +468,17 @@ NEMOTRON_H = {
 }
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
 TWO_OF_SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MINIMAX = {
+    **LOCAL_EXPERTS,
+    "block_size": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "full_attn_alpha_factor": 1.3,
+    "full_attn_beta_factor": 0.8,
+    "linear_attn_alpha_factor": 1.2,
+    "linear_attn_beta_factor": 0.7,
+    "mlp_alpha_factor": 1.1,
+    "mlp_beta_factor": 0.9,
+}
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [1], **BIASES}),
     "bamba-limits": (
@@ -489,6 +500,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-untied": ("Mamba", {"time_step_rank": 5, "use_bias": True, "tie_word_embeddings": False}),
     "mamba2": ("Mamba2", {**PURE_MAMBA2, "n_groups": 1}),
     "mamba2-bias": ("Mamba2", {**PURE_MAMBA2, "n_groups": 2, "use_bias": True, "use_conv_bias": False}),
+    "minimax": ("MiniMax", MINIMAX),
     "nemotron_h-moe": (
         "NemotronH",
         {

@@ -141,7 +141,7 @@ def test_decode_steps_as_graphs_compute_them(monkeypatch: pytest.MonkeyPatch, tm
         ("qwen3_next", "adaptive"),
         ("bamba", "known"),
         ("mamba", "known"),
-        ("lfm2", "known"),
+        *(pytest.param(case, "known", marks=pytest.mark.long) for case in ("lfm2", "minimax")),
     ],
 )
 def test_drafts_change_no_token(case: str, drafts: str, tmp_path: Path) -> None:

@@ -23,11 +23,22 @@ LONG = pytest.mark.long
 DENSE_MODELS = ("llama", "gemma3", "olmo2", "bloom", "cohere-qk-norm", "falcon_h1-norm", "mamba2", "falcon_mamba")
 """Grouped queries; windows and norms around each half; norms over all heads; slopes and a plain feed-forward; a norm per
 head and blocks whose halves read the same stream."""
-EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next", "granite4", "lfm2_moe")
+EXPERT_MODELS = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "gpt_oss",
+    "llama4",
+    "deepseek_v3",
+    "qwen3_next",
+    "granite4",
+    "lfm2_moe",
+    "minimax",
+)
 """Softmax over experts; a gated shared expert; sinks, windows and experts with biases; chunks, temperatures and a weight on
 the input; latents, scored groups and shared experts; layers that keep states; those of Mamba 2, with a norm
-across ranks; short convolutions."""
-STATE_MODELS = ("qwen3_next", "granite4", "lfm2_moe", "falcon_h1-norm", "mamba2", "falcon_mamba")
+across ranks; short convolutions;
+attention without a softmax, under a norm across ranks."""
+STATE_MODELS = ("qwen3_next", "granite4", "lfm2_moe", "minimax", "falcon_h1-norm", "mamba2", "falcon_mamba")
 """Their states can't be shared by position."""
 SPREADS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},
@@ -48,7 +59,7 @@ SHORT = {
     ("llama", "cp"), ("gemma3", "tp x pp"), ("olmo2", "dp attention"), ("bloom", "tp"), ("qwen2_moe", "pp x ep"),
     ("gpt_oss", "cp x dp attention x ep"), ("llama4", "tp x ep"), ("deepseek_v3", "ep"), ("cohere-qk-norm", "pp"),
     ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"), ("granite4", "tp"), ("gemma3", "uneven pp"),
-    ("falcon_h1-norm", "tp"), ("mamba2", "pp"), ("lfm2_moe", "tp"), ("falcon_mamba", "tp"),
+    ("falcon_h1-norm", "tp"), ("mamba2", "pp"), ("lfm2_moe", "tp"), ("minimax", "tp x pp"), ("falcon_mamba", "tp"),
 }  # fmt: skip
 """Each model once, and each way of spreading once, in `make test`."""
 CASES = [
