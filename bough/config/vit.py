@@ -143,6 +143,11 @@ def idefics3_vit(config: Fields) -> VitFacts:
     return read_vit(config, mean=HALF, std=HALF, resample=LANCZOS, **_IDEFICS3)
 
 
+def is_smolvlm(config: Fields) -> bool:
+    """SmolVLM 2, which takes videos, and not Idefics 3."""
+    return bool(config.any("model_type") == "smolvlm")
+
+
 def llama4_vit(config: Fields) -> VitFacts:
     """Heads are rotated by column and row; the class token stands behind the patches."""
     vision = config.inner("vision_config")

@@ -16,7 +16,8 @@ from bough.layers.vit import TiledTower
 
 
 class AnyresTower(TiledTower):
-    """An item's grid: tiles (the whole image first), rows and columns of the others, height and width of the image."""
+    """An item's grid: tiles (the whole image first), rows and columns of the others, height and width of the image. Of a
+    frame of a video: 1, and whether it is the last."""
 
     def __init__(self, facts: VitFacts, project: nn.Module, width: int, build: Build, *, most_tiles: int) -> None:
         """`most_tiles`: as `config.anyres.shrunk`."""
@@ -28,6 +29,9 @@ class AnyresTower(TiledTower):
     def pack(self, features_NMW: Tensor, items: Sequence[TowerInput]) -> Tensor:
         parts: list[Tensor] = []
         for item, tiles_NMW in zip(items, torch.split(features_NMW, [each.grid[0] for each in items]), strict=True):
+            if len(item.grid) == 2:
+                parts += [self._pooled(tiles_NMW), *([self.row_end.weight[None]] if item.grid[1] else [])]
+                continue
             _, rows, columns, height, width = item.grid
             parts.append(tiles_NMW[0])
             if rows:
@@ -35,6 +39,12 @@ class AnyresTower(TiledTower):
             else:
                 parts.append(self.row_end.weight[None])
         return torch.cat(parts)
+
+    def _pooled(self, frame_NMW: Tensor) -> Tensor:
+        """A frame in half of its rows and columns."""
+        half = -(-self.side // 2)
+        grid = frame_NMW[0].view(self.side, self.side, -1).permute(2, 0, 1)[None]
+        return F.interpolate(grid, (half, half), mode="bilinear")[0].flatten(1).transpose(0, 1)
 
     def _canvas(self, tiles_NMW: Tensor, rows: int, columns: int, height: int, width: int) -> Tensor:
         side = self.side

@@ -42,7 +42,7 @@ class GlmVision:
         return patches + shapes.grid_side**2 * hidden + shapes.depth * shapes.block.num_parameters() + merger
 
     def tower(self) -> TowerFacts:
-        return replace(self.shapes.tower(), kinds=("image",), num_parameters=self.num_parameters())
+        return replace(self.shapes.tower(), num_parameters=self.num_parameters())
 
 
 def read_vision(config: Fields) -> GlmVision:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bough.config.fields import Fields
 from bough.config.image_facts import image_facts, processor_fields
 from bough.config.model_facts import ModelFacts
-from bough.config.vit import LONGEST, idefics3_vit
+from bough.config.vit import LONGEST, idefics3_vit, is_smolvlm
 from bough.models.makers import pre_norm
 from bough.models.seeing import seeing_weights, tower_of, with_tower
 from bough.models.text_inside import WEIGHTS as TEXT, read_inside
@@ -27,8 +27,9 @@ def read(config: Fields) -> ModelFacts:
     along = -(-longest // (vit.side * vit.patch))
     projector = vit.block.hidden * by * by * facts.hidden
     tower = tiled(
-        vit, width=facts.hidden, projector=projector, positions=(vit.side // by) ** 2, tiles=along * along + 1
-    )
+        vit, width=facts.hidden, projector=projector, positions=(vit.side // by) ** 2, tiles=along * along + 1,
+        video=is_smolvlm(config),
+    )  # fmt: skip
     return replace(facts, tower=tower_of(config, tower))
 
 

@@ -28,7 +28,7 @@ def read(config: Fields) -> ModelFacts:
     projector = two_linears(vit.block.hidden * by * by, facts.hidden, norm=True)
     tiles = processor_fields(config).count("max_patches", default=12)
     positions = (vit.side // by) ** 2
-    tower = tiled(vit, width=facts.hidden, projector=projector, positions=positions, tiles=tiles + 1)
+    tower = tiled(vit, width=facts.hidden, projector=projector, positions=positions, tiles=tiles + 1, video=True)
     return replace(facts, tower=tower_of(config, tower))
 
 

@@ -29,7 +29,9 @@ def read(config: Fields) -> ModelFacts:
     sizes = canvases(config, usual_canvases(config))
     tiles = max(-(-height // side) * -(-width // side) for height, width in sizes)
     rows = max(-(-height // side) for height, _ in sizes) * vit.side
-    tower = tiled(vit, width=facts.hidden, projector=projector, positions=vit.side**2, tiles=tiles + 1)
+    tower = tiled(
+        vit, width=facts.hidden, projector=projector, positions=vit.side**2, tiles=tiles + 1, video=is_onevision(config)
+    )
     return replace(facts, tower=tower_of(config, replace(tower, max_positions=tower.max_positions + rows)))
 
 

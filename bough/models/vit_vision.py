@@ -10,11 +10,19 @@ from bough.weights.mapping import Exact, Fuse, Outside, Rename, Rule
 
 
 def tiled(
-    facts: VitFacts, *, width: int, projector: int, positions: int, tiles: int, atomic: bool = False
+    facts: VitFacts,
+    *,
+    width: int,
+    projector: int,
+    positions: int,
+    tiles: int,
+    atomic: bool = False,
+    video: bool = False,
 ) -> TowerFacts:
-    """What planning needs to know. `projector`: its parameters; `positions`: of a tile; `tiles`: of an image, at most."""
+    """What planning needs to know. `projector`: its parameters; `positions`: of a tile; `tiles`: of an image, at most;
+    `video`: whether it sees frames of videos."""
     return TowerFacts(
-        kinds=("image",),
+        kinds=("image", "video") if video else ("image",),
         num_parameters=facts.num_parameters() + projector,
         width=width,
         tokens_per_position=max(1, -(-facts.tokens // positions)),

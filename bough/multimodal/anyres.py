@@ -14,8 +14,9 @@ from bough.config.fields import Fields
 from bough.config.image_facts import image_facts, processor_fields
 from bough.config.vit import anyres_vit, is_onevision, usual_canvases
 from bough.core.media import MediaKind
+from bough.multimodal.frames import FrameRules
 from bough.multimodal.internvl import cut
-from bough.multimodal.processor import ItemShape, Options
+from bough.multimodal.processor import ItemShape, Marker, Options
 from bough.multimodal.tiles import TileProcessor, image_token
 
 if TYPE_CHECKING:
@@ -35,9 +36,13 @@ class AnyresProcessor(TileProcessor):
         """Only an image that is alone in its request is cut."""
         self.most = most_tiles(config) if self.alone else 0
         self.bounds = {"max_dynamic_patch": 1} if self.alone else {}
+        if self.alone:
+            self.kinds = frozenset({"image", "video"})
+            self.rules = FrameRules.of(config)
+            self.video_id = config.count("video_token_id", "video_token_index", default=151_647)
 
     def settings(self) -> Sequence[Any]:
-        return (self.side, self.sizes, self.most, self.facts.resample, self.facts.mean)
+        return (self.side, self.sizes, self.most, self.facts.resample, self.facts.mean, str(self.rules))
 
     def among(self, kind: MediaKind, count: int) -> Options:
         return {"max_dynamic_patch": 1} if self.alone and count > 1 else {}
@@ -59,6 +64,19 @@ class AnyresProcessor(TileProcessor):
         grid = (len(tiles), rows, columns, image.height, image.width)
         pixels = np.stack([np.asarray(tile) for tile in tiles])
         return pixels, (ItemShape(grid, count, len(tiles) * self.patches),)
+
+    def frame_items(self, count: int) -> tuple[ItemShape, ...]:
+        """Squares of four patches are positions; there is one more behind the last frame. A grid is (1, whether it is)."""
+        positions = (-(-self.along // 2)) ** 2
+        return tuple(
+            ItemShape(
+                (1, int(number == count - 1)), positions + (number == count - 1), self.patches, number, number + 1
+            )
+            for number in range(count)
+        )
+
+    def marker(self, kind: MediaKind) -> Marker:
+        return super().marker(kind) if kind == "image" else Marker((self.video_id,), (self.video_id,), self.video_id)
 
     def _canvas_positions(self, rows: int, columns: int, height: int, width: int) -> int:
         high, wide = rows * self.along, columns * self.along

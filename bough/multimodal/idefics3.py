@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from bough.config.fields import Fields
 from bough.config.image_facts import HALF, image_facts, processor_fields
-from bough.config.vit import LANCZOS, LONGEST, idefics3_vit
+from bough.config.vit import LANCZOS, LONGEST, idefics3_vit, is_smolvlm
 from bough.core.media import MediaKind
+from bough.multimodal.frames import FrameRules, number_in_words, video_fields
 from bough.multimodal.internvl import cut
-from bough.multimodal.processor import Options, Piece, PlaceholderRun, Processed
+from bough.multimodal.processor import Marker, Options, Piece, PlaceholderRun, Processed, VideoInfo
 from bough.multimodal.tiles import TileProcessor, image_token
 
 if TYPE_CHECKING:
@@ -19,11 +23,13 @@ if TYPE_CHECKING:
 
 _MOST: Final = 4096
 """Pixels along an edge, whatever the settings say."""
+_INTRO: Final = "You are provided the following series of {count} frames from a {length} [H:MM:SS] video.\n"
+"""What stands before the frames of a video."""
 _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 
 
 class Idefics3Processor(TileProcessor):
-    """Squares of patches are positions."""
+    """Squares of patches are positions. Before each frame of a video (SmolVLM 2) stands its time."""
 
     def __init__(self, config: Fields) -> None:
         vit = idefics3_vit(config)
@@ -35,9 +41,46 @@ class Idefics3Processor(TileProcessor):
         self.longest = facts.edge("longest_edge", LONGEST)
         self.splits = settings.flag("do_image_splitting", default=True)
         self.bounds = {"longest_edge": self.longest}
+        if is_smolvlm(config):
+            self.kinds = frozenset({"image", "video"})
+            self._read_videos(video_fields(config))
+
+    def _read_videos(self, settings: Fields) -> None:
+        sampling = settings.inner("video_sampling")
+        self.rules = FrameRules(
+            num_frames=sampling.count("max_frames", default=settings.count("num_frames", default=64)),
+            fps=sampling.positive("fps", default=settings.positive("fps", default=1.0)),
+        )
+        edge = image_facts(settings).edge("longest_edge", LONGEST)
+        self.frame_edge = min(_MOST, sampling.inner("video_size").count("longest_edge", default=edge))
 
     def settings(self) -> Sequence[Any]:
-        return (self.side, self.facts.resample, self.longest, self.splits)
+        videos = () if self.rules is None else (str(self.rules), self.frame_edge)
+        return (self.side, self.facts.resample, self.longest, self.splits, *videos)
+
+    def sample(self, info: VideoInfo, options: Options) -> list[int]:
+        """Frames at even distances, without the first and the last second of a long video."""
+        assert self.rules is not None, "the family takes videos"
+        seconds = info.total / info.fps
+        most, fps = int(options.get("num_frames", self.rules.num_frames)), float(options.get("fps", self.rules.fps))
+        most = min(most, int(options.get("max_frames", most)))
+        count = max(1, min(round(fps * seconds), most))
+        start, end = 0, info.total - 1
+        if seconds - 2 > most * fps:
+            start, end = int(info.fps), min(int(info.total - info.fps), end)
+        if start >= end:
+            start, end = 0, info.total - 1
+        return sorted(set(np.linspace(start, end, count, dtype=int).tolist()))
+
+    def frame(self, image: Image) -> Image:
+        return super().frame(image.resize(_fitted(*image.size, self.frame_edge), self.facts.resample))
+
+    def notes(self, info: VideoInfo, indices: Sequence[int]) -> tuple[str, ...]:
+        length = str(timedelta(seconds=int(info.total / info.fps)))
+        intro = _INTRO.format(count=number_in_words(len(indices)), length=length)
+        seconds = [int(index / info.fps) for index in indices]
+        times = [f"\nFrame from {each // 60:02d}:{each % 60:02d}:" for each in seconds]
+        return (intro + times[0], *times[1:])
 
     def little_detail(self) -> Options:
         return {"longest_edge": self.side}
@@ -56,6 +99,7 @@ class Idefics3Processor(TileProcessor):
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
         made: list[Piece] = []
         for number, item in enumerate(processed.items):
+            made += processed.notes[number : number + 1]
             _, rows, columns = item.grid
             for row in range(rows):
                 for column in range(columns):
@@ -64,7 +108,10 @@ class Idefics3Processor(TileProcessor):
             if rows:
                 made.append("\n")
             made += [_FAKE + _GLOBAL, PlaceholderRun(number, self.positions_of_tile), _FAKE]
-        return made
+        return [*made, "\n\n"] if kind == "video" else made
+
+    def marker(self, kind: MediaKind) -> Marker:
+        return super().marker(kind) if kind == "image" else Marker("<video>", "<video>", self.token)
 
 
 def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:

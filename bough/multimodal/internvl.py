@@ -9,7 +9,8 @@ from bough.config.fields import Fields
 from bough.config.image_facts import image_facts, processor_fields
 from bough.config.vit import IMAGENET, internvl_vit, ratio
 from bough.core.media import MediaKind
-from bough.multimodal.processor import Options, Piece, Processed
+from bough.multimodal.frames import FrameRules
+from bough.multimodal.processor import Marker, Options, Piece, Processed, VideoInfo
 from bough.multimodal.tiles import TileProcessor, image_token
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class InternvlProcessor(TileProcessor):
-    """Four patches are a position."""
+    """Four patches are a position. Frames of a video are numbered."""
+
+    kinds = frozenset({"image", "video"})
 
     def __init__(self, config: Fields) -> None:
         vit = internvl_vit(config)
@@ -29,6 +32,7 @@ class InternvlProcessor(TileProcessor):
             token=image_token(config),
         )
         self.side = vit.side * vit.patch
+        self.rules = FrameRules.of(config)
         self.least = settings.count("min_patches", default=1)
         self.most = settings.count("max_patches", default=12)
         self.cuts = settings.flag("crop_to_patches", default=True)
@@ -36,7 +40,7 @@ class InternvlProcessor(TileProcessor):
                        "min_patches": self.most}  # fmt: skip
 
     def settings(self) -> Sequence[Any]:
-        return (self.side, self.facts.resample, self.least, self.most, self.cuts)
+        return (self.side, self.facts.resample, self.least, self.most, self.cuts, str(self.rules))
 
     def options(self, kind: MediaKind, given: Mapping[str, Any]) -> Options:
         checked = super().options(kind, given)
@@ -60,8 +64,21 @@ class InternvlProcessor(TileProcessor):
         large = image.resize((columns * self.side, rows * self.side), self.facts.resample)
         return [*cut(large, self.side), whole], (rows, columns)
 
+    def sample(self, info: VideoInfo, options: Options) -> list[int]:
+        assert self.rules is not None, "set above"
+        return self.rules.middles(info, options)
+
+    def marker(self, kind: MediaKind) -> Marker:
+        return super().marker(kind) if kind == "image" else Marker("<video>", "<video>", self.token)
+
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
-        return ["<img>", *super().pieces(kind, processed), "</img>"]
+        runs = super().pieces(kind, processed)
+        if kind == "image":
+            return ["<img>", *runs, "</img>"]
+        made: list[Piece] = []
+        for number, run in enumerate(runs):
+            made += [f"Frame{number + 1}: <img>", run, "</img>\n"]
+        return [*made[:-1], "</img>"]
 
 
 def cut(image: Image, side: int) -> list[Image]:

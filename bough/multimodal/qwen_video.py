@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from bough.config.fields import Fields
-from bough.config.image_facts import image_facts, processor_fields
+from bough.config.image_facts import image_facts
 from bough.multimodal.processor import Options, VideoInfo
 from bough.multimodal.qwen_sizes import resized
 
@@ -41,11 +41,11 @@ class VideoRules:
     """Pixels along a side of a position."""
 
     @classmethod
-    def of(cls, config: Fields, *, whole: bool, factor: int) -> VideoRules:
-        """The checkpoint's settings over the family's own."""
-        settings = processor_fields(config, "video_processor")
+    def of(cls, settings: Fields, *, whole: bool, factor: int, bounds: tuple[int, int] | None = None) -> VideoRules:
+        """The settings of the checkpoint's video processor over the family's own. `bounds`: least and most pixels, if not
+        Qwen's."""
         facts = image_facts(settings)
-        least, most = 128 * factor**2, 768 * factor**2
+        least, most = bounds or (128 * factor**2, 768 * factor**2)
         return cls(
             whole=whole,
             least=settings.count("min_pixels", default=facts.edge("shortest_edge", least)),

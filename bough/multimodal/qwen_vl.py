@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from bough.config.image_facts import image_facts, pixel_bounds, processor_fields
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
 from bough.multimodal.embeds import bad_embeddings
+from bough.multimodal.frames import OF_VIDEOS
 from bough.multimodal.processor import (
     ItemShape,
     Marker,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 _LOW_DETAIL = 512 * 512
 """Pixels of an image of which a client wants little detail, at most."""
-_OF_VIDEOS: Final = frozenset({"fps", "num_frames", "min_frames", "max_frames"})
-"""Settings that a request may send for all of its media, though images have no use for them."""
 
 
 class QwenImages(Processor):
@@ -50,7 +49,9 @@ class QwenImages(Processor):
     kinds = frozenset({"image"})
     axes = 3
     kind: str = "2"
+    patch: int
     merge: int
+    resample: int
     least: int
     most: int
 
@@ -74,7 +75,7 @@ class QwenImages(Processor):
                 checked[name] = bounded_number(name, value, 0.01, 120.0)
             elif name in known:
                 checked[name] = bounded_count(name, value, 1, known[name])
-            elif name not in _OF_VIDEOS:
+            elif kind == "video" or name not in OF_VIDEOS:
                 raise unknown_option(name, [*known, "size", *(("fps",) if kind == "video" else ())])
         return checked
 
@@ -92,6 +93,25 @@ class QwenImages(Processor):
 
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
         return [PlaceholderRun(number, item.count) for number, item in enumerate(processed.items)]
+
+    def pairs(
+        self, frames: Iterable[Image], count: int, size: tuple[int, int], step: float
+    ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
+        """Features and items of `count` frames of a video. `size`: height and width of each; `step`: positions from a pair
+        to the next."""
+        height, width = size
+        pixels = np.empty((count, height, width, 3), np.uint8)
+        for number, frame in enumerate(frames):
+            pixels[number] = np.asarray(frame.resize((width, height), self.resample))
+        h, w = height // self.patch, width // self.patch
+        items = tuple(
+            ItemShape(
+                (1, h, w, first // FRAME_FACTOR, int(first // FRAME_FACTOR * step)), h * w // self.merge**2, h * w,
+                first, min(first + FRAME_FACTOR, count),
+            )
+            for first in range(0, count, FRAME_FACTOR)
+        )  # fmt: skip
+        return pixels, items
 
     def positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[np.int32]:
         """Text advances all axes by one a token. An item's rows and columns count from where it begins, those of a video's
@@ -129,7 +149,8 @@ class QwenProcessor(QwenImages):
         self.merge = settings.count("merge_size", default=vision.count("spatial_merge_size", default=2))
         self.resample = image_facts(settings).resample
         self.least, self.most = pixel_bounds(settings)
-        self.rules = VideoRules.of(config, whole=kind == "3", factor=self.patch * self.merge)
+        videos = processor_fields(config, "video_processor")
+        self.rules = VideoRules.of(videos, whole=kind == "3", factor=self.patch * self.merge)
         self.tokens_per_second = vision.number("tokens_per_second", default=2)
         self.image_id = config.count("image_token_id")
         self.video_id = config.count("video_token_id")
@@ -170,23 +191,13 @@ class QwenProcessor(QwenImages):
     def video(
         self, info: VideoInfo, indices: Sequence[int], frames: Iterable[Image], options: Options
     ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]:
-        height, width = self.rules.frame_size(info, len(indices), options)
-        pixels = np.empty((len(indices), height, width, 3), np.uint8)
-        for number, frame in enumerate(frames):
-            pixels[number] = np.asarray(frame.resize((width, height), self.resample))
-        h, w = height // self.patch, width // self.patch
         seconds = timestamps(indices, info.fps)
         step = 1.0
         if self.kind == "2.5":  # positions in time are seconds, between two pairs of frames
             rate = len(indices) / info.total * info.fps
             step = FRAME_FACTOR / rate * self.tokens_per_second
-        items = tuple(
-            ItemShape(
-                (1, h, w, pair, int(pair * step)), h * w // self.merge**2, h * w,
-                FRAME_FACTOR * pair, min(FRAME_FACTOR * (pair + 1), len(indices)),
-            )
-            for pair in range(len(seconds))
-        )  # fmt: skip
+        size = self.rules.frame_size(info, len(indices), options)
+        pixels, items = self.pairs(frames, len(indices), size, step)
         return pixels, items, tuple(f"<{each:.1f} seconds>" for each in seconds) if self.kind == "3" else ()
 
     def marker(self, kind: MediaKind) -> Marker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from bough.config.fields import Fields
 from bough.config.image_facts import ImageFacts
 from bough.core.media import MediaKind
 from bough.multimodal.embeds import bad_embeddings
+from bough.multimodal.frames import FRAME_OPTIONS, FrameRules, frame_option
 from bough.multimodal.processor import (
     ItemShape,
     Mark,
@@ -23,6 +24,7 @@ from bough.multimodal.processor import (
     PlaceholderRun,
     Processed,
     Processor,
+    VideoInfo,
     bounded_count,
     unknown_option,
 )
@@ -34,10 +36,14 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class TileProcessor(Processor):
-    """Images only. `bounds`: options that a request may send, and the largest value of each."""
+    """Images, and videos of frames that are a tile each, where the family has `rules` for them. `bounds`: options that a
+    request may send for images, and the largest value of each."""
 
     kinds = frozenset({"image"})
     bounds: Mapping[str, int] = {}
+    rules: FrameRules | None = None
+    side: int
+    """Pixels along a side of a tile."""
 
     def __init__(self, *, patches: int, positions: int, facts: ImageFacts, token: int, insert: Mark = ()) -> None:
         """`patches`, `positions`: of a tile. `insert`: as `Marker.insert`, if it is not the placeholder alone."""
@@ -62,11 +68,15 @@ class TileProcessor(Processor):
 
     def options(self, kind: MediaKind, given: Mapping[str, Any]) -> Options:
         checked: Options = {}
+        known = {*self.bounds, *(() if self.rules is None else FRAME_OPTIONS)}
         for name, value in given.items():
-            if name not in self.bounds:
-                raise unknown_option(name, list(self.bounds))
-            if value is not None:
-                checked[name] = bounded_count(name, value, 1, self.bounds[name])
+            if name not in known:
+                raise unknown_option(name, sorted(known))
+            if value is None or (name in FRAME_OPTIONS) != (kind == "video"):
+                continue
+            checked[name] = (
+                frame_option(name, value) if kind == "video" else bounded_count(name, value, 1, self.bounds[name])
+            )
         return checked
 
     def image(self, image: Image, options: Options) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
@@ -74,6 +84,30 @@ class TileProcessor(Processor):
         pixels = np.stack([np.asarray(tile) for tile in tiles])
         count = len(tiles) * self.positions_of_tile
         return pixels, (ItemShape((len(tiles), rows, columns), count, len(tiles) * self.patches),)
+
+    def sample(self, info: VideoInfo, options: Options) -> list[int]:
+        assert self.rules is not None, "the family takes videos"
+        return self.rules.evenly(info, options)
+
+    def frame(self, image: Image) -> Image:
+        """A frame of a video as a tile."""
+        return image.resize((self.side, self.side), self.facts.resample)
+
+    def video(
+        self, info: VideoInfo, indices: Sequence[int], frames: Iterable[Image], options: Options
+    ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...], tuple[str, ...]]:
+        pixels = np.stack([np.asarray(self.frame(image)) for image in frames])
+        return pixels, self.frame_items(len(pixels)), self.notes(info, indices)
+
+    def frame_items(self, count: int) -> tuple[ItemShape, ...]:
+        """Those of a video of so many frames."""
+        return tuple(
+            ItemShape((1, 0, 0), self.positions_of_tile, self.patches, number, number + 1) for number in range(count)
+        )
+
+    def notes(self, info: VideoInfo, indices: Sequence[int]) -> tuple[str, ...]:
+        """Texts that stand beside the frames of a video: `Processed.notes`."""
+        return ()
 
     def embedded(self, count: int, grid: tuple[int, ...]) -> ItemShape:
         if count != self.positions_of_tile or grid:

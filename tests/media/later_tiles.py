@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import transformers
 from families import V3_EXPERTS
 from pillow_vision import on_pillow
-from tile_kinds import HALF, SQUARE, TEXT, VIT, TileFamily
+from tile_kinds import HALF, SQUARE, TEXT, VIT, TileFamily, VideoKind
 from tiny import SIZES as TEXT_SIZES
 from tiny_vision import EOS, IMAGE, VOCAB
 
@@ -57,6 +58,10 @@ GLM_MARKS = {
     IMAGE: "<|image|>", 301: "<|video|>", 302: "<|begin_of_image|>", 303: "<|end_of_image|>",
     304: "<|begin_of_video|>", 305: "<|end_of_video|>",
 }  # fmt: skip
+GLM_VIDEOS = {**GLM_SETTINGS, "size": {"shortest_edge": 2 * 8 * 8 * 4, "longest_edge": 8 * 8 * 100}}
+GLM_VIDEO = VideoKind(
+    "glm4v.video_processing_glm4v.Glm4vVideoProcessor", GLM_VIDEOS, "<|begin_of_video|><|video|><|end_of_video|>"
+)
 GLM_MARK = "<|begin_of_image|><|image|><|end_of_image|>"
 LATER: dict[str, TileFamily] = {
     "glm4v": TileFamily(
@@ -66,6 +71,7 @@ LATER: dict[str, TileFamily] = {
         _glm("Glm4v"),
         GLM_MARKS,
         GLM_MARK,
+        GLM_VIDEO,
     ),
     "glm46v": TileFamily(
         "Glm46V",
@@ -77,6 +83,7 @@ LATER: dict[str, TileFamily] = {
         _glm("Glm46V"),
         GLM_MARKS,
         GLM_MARK,
+        replace(GLM_VIDEO, path="glm46v.video_processing_glm46v.Glm46VVideoProcessor"),
     ),
     "glm4v_moe": TileFamily(
         "Glm4vMoe",
@@ -85,6 +92,7 @@ LATER: dict[str, TileFamily] = {
         _glm("Glm4v"),
         GLM_MARKS,
         GLM_MARK,
+        GLM_VIDEO,
     ),
     "llama4": TileFamily(
         "Llama4",
@@ -106,7 +114,7 @@ LATER: dict[str, TileFamily] = {
             304: "<|tile_x_separator|>", 305: "<|tile_y_separator|>",
         },
         "<|image|>",
-        lambda model, given: model.multi_modal_projector(
+        features=lambda model, given: model.multi_modal_projector(
             model.get_image_features(**given).last_hidden_state.flatten(0, 1)
         ),
     ),

@@ -44,7 +44,7 @@ def test_frames_sizes_and_times_of_qwen3() -> None:
 
     for capped in (False, True):
         size = {"shortest_edge": 4096, "longest_edge": 25_165_824}
-        settings = {"processor_config": {"video_processor": {"size": size, "cap_pixels_per_frame": capped}}}
+        settings = {"size": size, "cap_pixels_per_frame": capped}
         rules = VideoRules.of(Fields(settings), whole=True, factor=32)
         for case in GOLDEN:
             wanted = case["qwen3"].get("capped" if capped else "plain")

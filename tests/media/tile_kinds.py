@@ -28,6 +28,17 @@ def pooled(model: Any, given: dict[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class VideoKind:
+    """transformers' video processor of a family."""
+
+    path: str
+    """Of its class, below `transformers.models`."""
+    settings: dict[str, Any]
+    mark: str = "<video>"
+    """What stands for a video in a text."""
+
+
+@dataclass(frozen=True)
 class TileFamily:
     """How a tiny model of a family and transformers' processor of it are made."""
 
@@ -40,5 +51,7 @@ class TileFamily:
     special: dict[int, str] = field(default_factory=dict)
     mark: str = "<image>"
     """What stands for an image in a text."""
+    video: VideoKind | None = None
+    """Where the family takes videos."""
     features: Callable[[Any, dict[str, Any]], Tensor] = pooled
     """What transformers' model makes of what its processor made of images: [positions, width]."""

@@ -14,8 +14,9 @@ import torch
 import transformers
 from later_tiles import LATER
 from PIL import Image
+from pillow_vision import on_pillow
 from seeing import CPU
-from tile_kinds import HALF, PINPOINTS, SQUARE, TEXT, VIT, TileFamily
+from tile_kinds import HALF, PINPOINTS, SQUARE, TEXT, VIT, TileFamily, VideoKind
 from tiny import shake
 from tiny_vision import EOS, IMAGE, VOCAB, make_tokenizer
 from transformers import PreTrainedModel
@@ -25,6 +26,7 @@ from bough.config.hf import Checkpoint, open_checkpoint
 from bough.layers.decoder import Decoder
 from bough.models.load import build_model
 from bough.multimodal.families import processor_of
+from bough.multimodal.frames import number_in_words
 from bough.multimodal.processor import Processor
 from bough.tokenizer import Tokenizer
 from bough.tokenizer.load import load_tokenizer
@@ -74,7 +76,7 @@ def _idefics3(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
         if kind == "SmolVLM":
             from transformers.models.smolvlm import processing_smolvlm
 
-            processing_smolvlm.num2words = str  # it spells numbers of videos only, and need not be installed
+            processing_smolvlm.num2words = number_in_words  # that package need not be installed
             tokenizer.fake_image_token, tokenizer.image_token = "<fake_token_around_image>", "<image>"
             tokenizer.global_image_token = "<global-img>"
             for name in ("fake_image", "image", "global_image"):
@@ -226,6 +228,10 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         {"size": SQUARE, "image_grid_pinpoints": PINPOINTS, **HALF},
         _next("LlavaOnevision"),
         {IMAGE: "<image>", 301: "<video>"},
+        video=VideoKind(
+            "llava_onevision.video_processing_llava_onevision.LlavaOnevisionVideoProcessor",
+            {"size": SQUARE, "num_frames": 3, **HALF},
+        ),
     ),
     "pixtral": TileFamily(
         "Llava",
@@ -262,6 +268,9 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         _internvl,
         {IMAGE: "<IMG_CONTEXT>", 259: "<img>", 260: "</img>", 261: "<video>"},
         "<IMG_CONTEXT>",
+        VideoKind(
+            "internvl.video_processing_internvl.InternVLVideoProcessor", {"size": SQUARE, "num_frames": 3, **HALF}
+        ),
     ),
     "idefics3": TileFamily(
         "Idefics3",
@@ -282,6 +291,13 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         IDEFICS_SETTINGS,
         _idefics3("SmolVLM"),
         IDEFICS,
+        video=VideoKind(
+            "smolvlm.video_processing_smolvlm.SmolVLMVideoProcessor",
+            {
+                "max_image_size": {"longest_edge": 16}, **HALF,
+                "video_sampling": {"max_frames": 4, "fps": 1, "video_size": {"longest_edge": 24}},
+            },
+        ),
     ),
     **LATER,
 }  # fmt: skip
@@ -299,14 +315,17 @@ class Tiled:
     processor: Processor
     tokenizer: Tokenizer
 
-    def theirs(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
-        """What transformers' processor makes of a text and images."""
+    def theirs(self, text: str, images: Sequence[Any], **videos: Any) -> dict[str, Any]:
+        """What transformers' processor makes of a text, images and videos."""
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
         check = ProcessorMixin.check_argument_for_proper_class
         ProcessorMixin.check_argument_for_proper_class = lambda *_: None
         try:
             made = self.family.theirs(tokenizer, self.family.processor)
-            found: dict[str, Any] = dict(made(text=[text], images=list(images), return_tensors="pt"))
+            if self.family.video is not None and videos:
+                made.video_processor = on_pillow(self.family.video.path)(**self.family.video.settings)
+            given = {"images": list(images)} if images else {}
+            found: dict[str, Any] = dict(made(text=[text], return_tensors="pt", **given, **videos))
         finally:
             ProcessorMixin.check_argument_for_proper_class = check
         return found
@@ -322,6 +341,8 @@ def load_tiled(name: str) -> Tiled:
     shake(reference)
     reference.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    if family.video is not None:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(family.video.settings))
     make_tokenizer(folder, {EOS: "<|endoftext|>", **family.special})
     checkpoint = open_checkpoint(str(folder))
     model = build_model(checkpoint, dtype=torch.float32, device=CPU, context_length=512)
